@@ -10,11 +10,7 @@ from fabric_train.cli.errors import InputError, run_program
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write the bundle, then print what is in it and what to do with it.
-
-    Raises:
-        InputError: something cannot be used or fetched; nothing has been written.
-    """
+    """Write the bundle, then print what is in it and what to do with it."""
     arguments = parse(BundleArguments, argv)
     recipe = read_recipe(arguments.recipe)
     model = str(arguments.model or recipe.given.get("model_name") or "")

@@ -12,19 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fabric_train.cli.errors import InputError
+from fabric_train.evaluation import loss_table
 from fabric_train.evaluation.loss_changes import changes_page, find_changes
-from fabric_train.evaluation.loss_table import (
-    check_same_documents,
-    compare_evaluated,
-    document_losses,
-    draw_losses,
-    have_same_tokens,
-    join_evaluated,
-    outdated_models,
-    print_table,
-    read_evaluated,
-    write_evaluated,
-)
 from fabric_train.evaluation.models import (
     FOLDER,
     NUM_DIGITS,
@@ -66,28 +55,30 @@ def compare_models(arguments: "EvaluateArguments") -> None:
     assert arguments.output_dir is not None
     folder = Path(arguments.output_dir)
     check_output(folder)
-    earlier = read_evaluated(folder)
+    earlier = loss_table.read_evaluated(folder)
     models, damaged = find_models(arguments.models)
     texts = _open_texts(arguments, models, folder)
     encoded = _encode_for(models, texts, arguments)
     weights = {model.name: model.weights for model in models}
     documents = _documents_by_source(encoded[models[0].name])
-    check_same_documents(earlier, weights, documents, folder)
-    outdated = outdated_models(earlier, weights)
+    loss_table.check_same_documents(earlier, weights, documents, folder)
+    outdated = loss_table.outdated_models(earlier, weights)
     for name in outdated:
         print(f"note: {name} has other weights than in the earlier evaluation, which it replaces", file=sys.stderr)
     losses = _score(models, encoded, LossCache(folder / FOLDER), arguments.batch_tokens)
     new = {
-        model.name: document_losses(model.name, model.weights, _identified(encoded[model.name]), losses[model.name])
+        model.name: loss_table.document_losses(
+            model.name, model.weights, _identified(encoded[model.name]), losses[model.name]
+        )
         for model in models
     }
     with wait_for_lock(folder / "evaluation.lock"):
-        earlier = read_evaluated(folder)  # others may have written meanwhile
-        check_same_documents(earlier, weights, documents, folder)
-        evaluated = join_evaluated(earlier, new)
-        results = compare_evaluated(evaluated, arguments.seed)
-        write_evaluated(folder, evaluated, results)
-        draw_losses(folder / "evaluation.png", list(evaluated), results)
+        earlier = loss_table.read_evaluated(folder)  # others may have written meanwhile
+        loss_table.check_same_documents(earlier, weights, documents, folder)
+        evaluated = loss_table.join_evaluated(earlier, new)
+        results = loss_table.compare_evaluated(evaluated, arguments.seed)
+        loss_table.write_evaluated(folder, evaluated, results)
+        loss_table.draw_losses(folder / "evaluation.png", list(evaluated), results)
     if outdated:
         (folder / "report.html").unlink(missing_ok=True)  # it may be of the former weights
     if models[0] is not models[-1] and models[0].tokenizer_id == models[-1].tokenizer_id:
@@ -95,15 +86,15 @@ def compare_models(arguments: "EvaluateArguments") -> None:
         changes = find_changes((first, last), encoded[first], losses[first], losses[last])
         (folder / "report.html").write_text(changes_page(changes, models[0].tokenizer), encoding="utf-8")
     notes = (text.note() for text in encoded[models[0].name] if isinstance(text, PackedText))
-    print_table(results, have_same_tokens(evaluated), [note for note in notes if note])
+    loss_table.print_table(results, loss_table.have_same_tokens(evaluated), [note for note in notes if note])
     print(f"written to {folder}", file=sys.stderr)
     check_all_evaluated(damaged)
 
 
 def print_evaluated(folder: Path, seed: int) -> None:
     """Print the table of all that has been evaluated in a folder."""
-    evaluated = read_evaluated(folder)
-    print_table(compare_evaluated(evaluated, seed), have_same_tokens(evaluated))
+    evaluated = loss_table.read_evaluated(folder)
+    loss_table.print_table(loss_table.compare_evaluated(evaluated, seed), loss_table.have_same_tokens(evaluated))
 
 
 def unscored_texts(texts: Sequence[EvaluatedText], max_length: int, overlap: int) -> frozenset[str]:

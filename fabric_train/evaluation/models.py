@@ -63,7 +63,7 @@ def find_models(names: Sequence[str]) -> tuple[list[ComparedModel], list[str]]:
     A checkpoint of ``RUN/all`` has the name ``RUN/step-00000500``.
 
     Raises:
-        InputError: a model cannot be found, or ``RUN/all`` has no undamaged checkpoint.
+        InputError: a model is not found or damaged, or ``RUN/all`` has no undamaged checkpoint.
     """
     found: dict[str, ComparedModel] = {}
     damaged: list[str] = []
@@ -85,11 +85,7 @@ def check_all_evaluated(damaged: Sequence[str]) -> None:
 
 
 def find_model(name: str) -> ComparedModel:
-    """Find a model: a checkpoint or a run (see ``find_checkpoint``), a Hugging Face folder, an adapter or a hub name.
-
-    Raises:
-        InputError: there is none, or its configuration or tokenizer is damaged.
-    """
+    """Find a model: a checkpoint, a run (see ``find_checkpoint``), a Hugging Face folder, an adapter or a hub name."""
     folder = Path(name)
     try:
         return _with_adapter(find_model(read_base_name(folder)), name) if is_adapter(folder) else _find_whole(name)

@@ -70,20 +70,6 @@ class ModelRecord:
     names: PublicNames
     parts: tuple[AveragePart, ...]
 
-    @property
-    def row_length(self) -> int | None:
-        """Number of tokens in a row; None if a token dataset had no manifest."""
-        if self.manifest:
-            return self.manifest.settings.max_length
-        return self.saved.stream.max_length if self.saved.stream else None
-
-    @property
-    def has_chats(self) -> bool | None:
-        """Whether the model was trained on chats; None if that is not known."""
-        if self.manifest:
-            return self.manifest.tokenizer.chat_template_sha256 is not None
-        return self.saved.stream.chat_template is not None if self.saved.stream else None
-
     def part_name(self, part: str) -> str:
         """Return the public name of a part of the last validation, see ``Evaluation.parts``."""
         evaluation = self.saved.state.evaluation

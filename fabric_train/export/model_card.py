@@ -31,27 +31,9 @@ from fabric_train.checkpoint import (
 )
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
+from fabric_train.export import card_facts
 from fabric_train.export.average import AveragePart, ExportSource
-from fabric_train.export.card_facts import (
-    HASHES,
-    ModelRecord,
-    Row,
-    all_stages,
-    compute_rows,
-    device_hours,
-    hours_unit,
-    left_out_rows,
-    mixture_rows,
-    phase_rows,
-    read_cleaning,
-    read_record,
-    seen_shares,
-    source_row,
-    stored_sources,
-    stream_files,
-    stream_rows,
-    write_stages,
-)
+from fabric_train.export.card_facts import ModelRecord, Row, read_record
 from fabric_train.export.card_text import Markdown, code, escaped, last_part, link, public_value, render
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.files.typed_json import read_json
@@ -109,7 +91,7 @@ def write_model_card(checkpoint: Path, folder: Path, facts: CardFacts, parts: Se
         InputError: trainer.json or manifest.json of the checkpoint is damaged.
     """
     record = _with_base_model(read_record(checkpoint, parts), facts.base_model)
-    write_stages(record, folder)
+    card_facts.write_stages(record, folder)
     text = redact(card_text(record, facts, folder))
     ModelCard(f"---\n{card_metadata(record, facts, folder).to_yaml()}\n---\n\n{text}\n").save(folder / "README.md")
 
@@ -188,9 +170,15 @@ def _eval_results(record: ModelRecord) -> list[EvalResult]:
 
 def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
     """Return the card without its metadata; ``folder`` is the export."""
-    saved, state, stages = record.saved, record.saved.state, all_stages(record)
+    saved, state, stages = record.saved, record.saved.state, card_facts.all_stages(record)
     sessions = [session for stage in stages for session in stage.sessions]
     config = AutoConfig.from_pretrained(record.checkpoint, trust_remote_code=False)
+    has_chats, row_length = None, None  # not known, if a token dataset had no manifest
+    if saved.stream:
+        has_chats, row_length = saved.stream.chat_template is not None, saved.stream.max_length
+    if record.manifest:
+        has_chats = record.manifest.tokenizer.chat_template_sha256 is not None
+        row_length = record.manifest.settings.max_length
     return render(
         "model_card.md.j2",
         name=facts.name,
@@ -205,19 +193,21 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
         license=facts.license,
         legal_files=Markdown(", ".join(link(file.name, file.name) for file in legal_files(folder) if record.origin)),
         languages=facts.languages,
-        context_length=_context_length(config, record.row_length),
-        compute=device_hours(sessions) if sessions else None,
-        has_chats=record.has_chats,
+        context_length=_context_length(config, row_length),
+        compute=card_facts.device_hours(sessions) if sessions else None,
+        has_chats=has_chats,
         has_chat_template=_has_chat_template(record.checkpoint / "tokenizer"),
         stages=stages,
         stage_rows=[_stage_row(number, stage) for number, stage in enumerate(stages, 1)],
         earlier_rows=[
-            (number, *source_row(one)) for number, stage in enumerate(saved.stages, 1) for one in stage.sources
+            (number, *card_facts.source_row(one))
+            for number, stage in enumerate(saved.stages, 1)
+            for one in stage.sources
         ],
         picture=PICTURE if (folder / PICTURE).is_file() else None,
         device=saved.content.get("device"),
-        compute_rows=compute_rows(record) if saved.sessions else [],
-        hours_unit=hours_unit(saved.sessions),
+        compute_rows=card_facts.compute_rows(record) if saved.sessions else [],
+        hours_unit=card_facts.hours_unit(saved.sessions),
         unknown_steps=saved.sessions[0].after_step if saved.sessions else 0,
         hyperparameters=_HYPERPARAMETERS,
         arguments=saved.arguments,
@@ -239,7 +229,7 @@ def _origin_link(origin: ModelOrigin) -> Markdown:
 
 def _trained_on(record: ModelRecord) -> list[Markdown]:
     """Return the sources, with their shares if there are several."""
-    shares = [(name, share) for name, share in seen_shares(record) if share]
+    shares = [(name, share) for name, share in card_facts.seen_shares(record) if share]
     names = [Markdown(code(name) + (f" ({share:.1%})" if len(shares) > 1 else "")) for name, share in shares]
     return names or [code(place.name) for place in record.stream_places()]
 
@@ -262,7 +252,7 @@ def _stage_row(number: int, stage: TrainingStage) -> Row:
     begun = f"stage {number - 1}" if number > 1 else "random weights"
     if number == 1 and stage.base_model:
         begun = code(stage.base_model.name)
-    hours = device_hours(stage.sessions) if stage.sessions else "not recorded"
+    hours = card_facts.device_hours(stage.sessions) if stage.sessions else "not recorded"
     return number, code(stage.run), begun, stage.num_tokens, stage.step, hours
 
 
@@ -278,20 +268,20 @@ def _lineage_row(branch: BranchPoint) -> Row:
 
 def _training_data(record: ModelRecord) -> dict[str, Any]:
     """Return what the section on the training data has."""
-    manifest, sources = record.manifest, stored_sources(record)
+    manifest, sources = record.manifest, card_facts.stored_sources(record)
     return {
         "manifest": manifest,
         "is_streamed": bool(record.saved.stream or record.saved.arguments.get("streaming_dataset")),
-        "stream_rows": stream_rows(record),
-        "stream_files": stream_files(record),
-        "source_rows": list(map(source_row, sources)),
+        "stream_rows": card_facts.stream_rows(record),
+        "stream_files": card_facts.stream_files(record),
+        "source_rows": list(map(card_facts.source_row, sources)),
         "most_files": max((len(source.files) for source in sources), default=0),
-        "hashes": HASHES,
+        "hashes": card_facts.HASHES,
         "tokenizer": public_value(manifest.tokenizer.name) if manifest else None,
-        "left_out_rows": left_out_rows(manifest, record.names) if manifest else [],
-        "cleaning": read_cleaning(manifest) if manifest else None,
-        "mixture_rows": mixture_rows(record),
-        "phase_rows": phase_rows(record) if mixture_rows(record) else [],
+        "left_out_rows": card_facts.left_out_rows(manifest, record.names) if manifest else [],
+        "cleaning": card_facts.read_cleaning(manifest) if manifest else None,
+        "mixture_rows": card_facts.mixture_rows(record),
+        "phase_rows": card_facts.phase_rows(record) if card_facts.mixture_rows(record) else [],
     }
 
 

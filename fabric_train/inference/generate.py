@@ -94,13 +94,12 @@ def generate(
     printer: TextPrinter | None = None,
     is_interrupted: Callable[[], bool] = lambda: False,
 ) -> list[GeneratedText]:
-    """Continue prompts, in one batch, until the model ends each text.
+    """Continue prompts, in one batch, until the model, which is in evaluation mode, ends each text.
 
     A sampled text depends on its own prompt and number and not on the other prompts of the batch: noise of a random
     stream of its own is added to the scores (the Gumbel-max trick, arXiv:1411.0030).
 
     Args:
-        model: a causal language model in evaluation mode, with its tokenizer.
         prompts: ids of each prompt, at least one; see ``prompts.encode_prompts``.
         end_ids: tokens that end a text, too, beside the tokenizer's EOS and those of ``model.generation_config``.
         numbers: of the prompts, which with the seed choose their random streams; default: their places in the batch.

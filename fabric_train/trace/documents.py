@@ -18,14 +18,8 @@ from fabric_train.data.row_documents import RowDocument, documents_in
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.tokenization.inspect.row_view import visible
 from fabric_train.tokenization.manifest import Manifest
-from fabric_train.tokenization.packing.document_index import (
-    DocumentIndex,
-    files_named,
-    find_documents,
-    find_rows,
-    num_records,
-    open_index,
-)
+from fabric_train.tokenization.packing import document_index
+from fabric_train.tokenization.packing.document_index import DocumentIndex
 from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
 from fabric_train.trace.run_history import RunHistory, Stretch
 
@@ -194,7 +188,7 @@ class _IndexedSplit:
 def _open_splits(dataset: TokenDataset) -> Iterator[_IndexedSplit]:
     manifest = dataset.manifest
     for name in manifest.ledger.splits if manifest else ("train",):
-        index = open_index(dataset.folder, manifest, name) if manifest else None
+        index = document_index.open_index(dataset.folder, manifest, name) if manifest else None
         if manifest is None or index is None:
             raise InputError(
                 f"{dataset.folder} has no document index, so its rows cannot be traced to documents: an older version "
@@ -206,7 +200,7 @@ def _open_splits(dataset: TokenDataset) -> Iterator[_IndexedSplit]:
 def _choose_files(splits: list[_IndexedSplit], name: str) -> dict[Path, tuple[str, list[int]]]:
     """Return by token dataset the whole name and the numbers of the file that ``name`` means."""
     tables = {split.dataset.folder: split.index.sources for split in splits}
-    matching = {folder: files_named(table, name) for folder, table in tables.items()}
+    matching = {folder: document_index.files_named(table, name) for folder, table in tables.items()}
     names = sorted({whole for files in matching.values() for whole in files})
     names = [name] if name in names else names
     if not names:
@@ -228,7 +222,7 @@ def _search(
     splits: list[_IndexedSplit], chosen: dict[Path, tuple[str, list[int]]], line: int, show: ShowProgress
 ) -> Iterator[IndexedDocument]:
     splits = [split for split in splits if split.dataset.folder in chosen]
-    total, done = sum(num_records(split.index) for split in splits), 0
+    total, done = sum(document_index.num_records(split.index) for split in splits), 0
 
     def advance(count: int) -> None:
         nonlocal done
@@ -237,10 +231,10 @@ def _search(
 
     for split in splits:
         _, files = chosen[split.dataset.folder]
-        numbers = find_documents(split.index, files, line, advance)
+        numbers = document_index.find_documents(split.index, files, line, advance)
         if numbers:
             origin = split.index.origin(numbers[0])
-            rows = find_rows(split.index, numbers, advance)
+            rows = document_index.find_rows(split.index, numbers, advance)
             yield IndexedDocument(
                 dataset=str(split.dataset.folder),
                 split=split.name,
