@@ -108,12 +108,9 @@ def plan_targets(
     damaged: list[str] = []
     for path in paths:
         try:
-            if means_all(path):
-                checkpoints, left_out = checkpoints_of_all(path)
-                damaged += [checkpoint.name for checkpoint in left_out]
-            else:
-                checkpoints = [find_whole_checkpoint(path)]
-            for checkpoint in checkpoints:
+            whole, left_out = checkpoints_of_all(path) if means_all(path) else ([find_whole_checkpoint(path)], [])
+            damaged += [checkpoint.name for checkpoint in left_out]
+            for checkpoint in whole:
                 source = ExportSource(checkpoint)
                 target = output_dir if is_single else output_dir / checkpoint.name
                 if target in targets:
