@@ -203,13 +203,7 @@ def seen_shares(record: ModelRecord) -> list[tuple[str, float]]:
 
 def source_row(source: StageSource) -> Row:
     """Return name, share, tokens, documents, number of files, and their hash or the revision on the hub, in short."""
-    name: Markdown = code(source.name)
-    if source.datasets:
-        links = Markdown(", ".join(dataset_link(one.repository) for one in source.datasets))
-        is_one = source.name in [one.repository for one in source.datasets]
-        name = links if is_one else Markdown(f"{name}: {links}")
     lines = source.files
-    number = len(lines) if lines else None
     if not lines:
         revisions = [one.revision[:SHOWN_DIGITS] for one in source.datasets if one.revision]
         identity = Markdown(", ".join(map(code, dict.fromkeys(revisions))))
@@ -217,18 +211,23 @@ def source_row(source: StageSource) -> Row:
         identity = code(lines[0].split()[0][:SHOWN_DIGITS])
     else:
         identity = code(hashlib.sha256("\n".join([*lines, ""]).encode()).hexdigest()[:SHOWN_DIGITS])
-    return name, f"{source.share:.2%}", source.tokens, source.documents, number, identity
+    counts = (source.tokens, source.documents, len(lines) or None)
+    return _linked(source.name, source.datasets), f"{source.share:.2%}", *counts, identity
+
+
+def _linked(name: str, datasets: Sequence[HubDataset]) -> Markdown:
+    """Return the name of a source, with links to its datasets on the hub."""
+    names = [one.repository for one in datasets]
+    links = Markdown(", ".join(map(dataset_link, names)))
+    return links if name in names else Markdown(f"{code(name)}: {links}") if links else code(name)
 
 
 def stream_rows(record: ModelRecord) -> list[Row]:
     """Return name, share of a pass and revision of each place of a stream."""
     rows = []
     for place in record.stream_places():
-        name, revision = code(place.name), None
-        if place.dataset:
-            linked = dataset_link(place.dataset.repository)
-            name = linked if place.name == place.dataset.repository else Markdown(f"{name}: {linked}")
-            revision = place.dataset.revision
+        name = _linked(place.name, [place.dataset] if place.dataset else [])
+        revision = place.dataset.revision if place.dataset else None
         rows.append((name, f"{place.share:g}", code(revision[:SHOWN_DIGITS]) if revision else ""))
     return rows
 
