@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from fabric_train.checkpoint import read_trainer_json, saved_checkpoints
 from fabric_train.cli.errors import InputError, RunError, missing_folder
 from fabric_train.cli.output import open_console
+from fabric_train.evaluation import scores
 from fabric_train.evaluation.compare_models import check_output, print_evaluated, unscored_texts
 from fabric_train.evaluation.lm_eval_worker import RequestedTask, WorkerRequest, start_worker
 from fabric_train.evaluation.loss_table import DOCUMENTS, Evaluated, check_same_documents, read_evaluated
@@ -28,17 +29,7 @@ from fabric_train.evaluation.models import (
     full_digest,
     identity_of,
 )
-from fabric_train.evaluation.scores import (
-    ModelScores,
-    ScoreTable,
-    build_table,
-    read_score_file,
-    read_scores,
-    to_csv,
-    to_markdown,
-    to_rich,
-    write_picture,
-)
+from fabric_train.evaluation.scores import ModelScores, ScoreTable
 from fabric_train.evaluation.tasks_file import LanguageTask, TaskSettings, read_tasks
 from fabric_train.evaluation.texts import DocumentTexts, open_texts
 from fabric_train.files.atomic_folder import hold_lock, wait_for_lock
@@ -149,15 +140,15 @@ class Watch:
 
     def write_table(self) -> ScoreTable:
         """Write the table of tasks as CSV and markdown, and the picture; return the table."""
-        table = build_table(self.tasks, [])
+        table = scores.build_table(self.tasks, [])
         if not self.tasks:
             return table
         with wait_for_lock(self.output / "scores.lock"):
-            table = build_table(self.tasks, self._all_scores())
-            write_atomically(self.output / "scores.csv", to_csv(table, self.tasks))
-            write_atomically(self.output / "scores.md", to_markdown(table))
+            table = scores.build_table(self.tasks, self._all_scores())
+            write_atomically(self.output / "scores.csv", scores.to_csv(table, self.tasks))
+            write_atomically(self.output / "scores.md", scores.to_markdown(table))
             if table.columns:
-                write_picture(table, self.output / "scores.png")
+                scores.write_picture(table, self.output / "scores.png")
         return table
 
     def print_tables(self, seed: int) -> None:
@@ -165,11 +156,11 @@ class Watch:
         if self.texts and (self.output / DOCUMENTS).exists():
             print_evaluated(self.output, seed)
         if self.tasks:
-            open_console().print(to_rich(build_table(self.tasks, self._all_scores())))
+            open_console().print(scores.to_rich(scores.build_table(self.tasks, self._all_scores())))
 
     def _missing(self, model: WatchedModel) -> list[TaskSettings]:
         settings = [task.settings for task in self.tasks]
-        return read_scores(self._file(model), model.unscored).missing(settings) if settings else []
+        return scores.read_scores(self._file(model), model.unscored).missing(settings) if settings else []
 
     def _lacks_texts(self, model: WatchedModel, evaluated: Evaluated) -> bool:
         return self.texts is not None and not self.texts.has_all(evaluated, model, self._name_on_texts(model))
@@ -188,8 +179,8 @@ class Watch:
             tasks = {task.settings: task for task in self.tasks}
             requested = [RequestedTask(settings, tasks[settings].source) for settings in missing]
             file = self._file(model)
-            scores = read_scores(file, model.unscored)
-            code = self.evaluate(WorkerRequest(requested, model.source, str(file), scores, self.batch_size))
+            so_far = scores.read_scores(file, model.unscored)
+            code = self.evaluate(WorkerRequest(requested, model.source, str(file), so_far, self.batch_size))
         self._expected.pop(model.name, None)
         if code and model.step is not None and not Path(model.source).exists():
             _say(f"{model.name}: the run removed it while it was being loaded; --keep_checkpoints keeps more")
@@ -216,9 +207,9 @@ class Watch:
         """Return the scores of all models: those of ``models`` first, also those of removed checkpoints."""
         known = {self._file(model): model for model in self._known()}
         others = [file for pattern in ("model-*.json", "step-*.json") for file in sorted(self.output.glob(pattern))]
-        found = [read_scores(file, model.unscored) for file, model in known.items()]
-        found += [read_score_file(file) for file in others if file not in known]
-        return [scores for scores in found if scores.scores]
+        found = [scores.read_scores(file, model.unscored) for file, model in known.items()]
+        found += [scores.read_score_file(file) for file in others if file not in known]
+        return [one for one in found if one.scores]
 
     def _file(self, model: WatchedModel) -> Path:
         return self.output / model.file_name
