@@ -16,7 +16,7 @@ from fabric_train.cli.shared_arguments import REPOSITORY, PushArguments, not_lan
 if TYPE_CHECKING:
     from fabric_train.export.average import ExportSource
     from fabric_train.export.hub import PushRequest
-    from fabric_train.export.verification_report import VerificationReport
+    from fabric_train.export.verification import VerificationReport
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,7 @@ def export(source: "ExportSource", target: Path, arguments: ConvertArguments) ->
     import torch
 
     from fabric_train.export.convert import convert
-    from fabric_train.export.model_card import CardFacts
-    from fabric_train.export.model_card.write_card import renew_card
+    from fabric_train.export.model_card import CardFacts, renew_card
     from fabric_train.export.verification import is_verified_export
 
     facts = CardFacts(

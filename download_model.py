@@ -33,17 +33,16 @@ def main() -> None:
     """Download, then print the files and how to use them."""
     arguments = parse_arguments(DownloadArguments)
 
-    from fabric_train.export.model_download import DownloadRequest, download  # slow
+    from fabric_train.export.hub import download  # slow
     from fabric_train.model.hf_model import quiet_transformers
 
     quiet_transformers()
-    request = DownloadRequest(arguments.model_name, arguments.revision, arguments.tokenizer_only, arguments.pickles)
-    folder = Path(arguments.output_dir)
-    downloaded = download(request, folder)
-    for name, size in downloaded.sizes.items():
-        print(f"{size:>15,}  {name}")
-    print(f"{sum(downloaded.sizes.values()):>15,}  bytes of {request.name} at {downloaded.commit} in {folder}")
-    option = "--tokenizer_name" if request.tokenizer_only else "--model_name"
+    name, folder, tokenizer_only = arguments.model_name, Path(arguments.output_dir), arguments.tokenizer_only
+    commit, sizes = download(name, folder, arguments.revision, tokenizer_only, arguments.pickles)
+    for file, size in sizes.items():
+        print(f"{size:>15,}  {file}")
+    print(f"{sum(sizes.values()):>15,}  bytes of {name} at {commit} in {folder}")
+    option = "--tokenizer_name" if tokenizer_only else "--model_name"
     print(f"use it with {option} {folder}, and set HF_HUB_OFFLINE=1 on machines without internet")
 
 

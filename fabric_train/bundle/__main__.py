@@ -54,11 +54,7 @@ class BundleArguments:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write the bundle, then print what is in it and what to do with it.
-
-    Raises:
-        InputError: something cannot be used or fetched; nothing has been written.
-    """
+    """Write the bundle, then print what is in it and what to do with it."""
     arguments = parse_arguments(BundleArguments, argv)
     recipe = read_recipe(arguments.recipe)
     model = str(arguments.model or recipe.given.get("model_name") or "")
@@ -79,23 +75,19 @@ def main(argv: list[str] | None = None) -> None:
         model = str(find_whole_checkpoint(Path(model)))
     target = Target(arguments.python, arguments.cuda)
     output = Path(arguments.output)
-    bundle = collect(Request(model, tuple(map(Path, data)), target, recipe, arguments.tasks), output)
-    width = max(len(part.name) for part in bundle.parts)
-    for part in bundle.parts:
+    parts, notes, digest = collect(Request(model, tuple(map(Path, data)), target, recipe, arguments.tasks), output)
+    width = max(len(part.name) for part in parts)
+    for part in parts:
         print(f"{part.name:<{width}} {show_size(part.num_bytes):>10}  {part.num_files:>4} files  {part.description}")
-    print(f"{'written':<{width}} {show_size(sum(part.num_bytes for part in bundle.parts)):>10}  {output}")
-    for note in bundle.notes:
+    print(f"{'written':<{width}} {show_size(sum(part.num_bytes for part in parts)):>10}  {output}")
+    for note in notes:
         print(f"note     {note}")
     print(f"next     copy {output} to the other machine, compare this hash, and run the file there:")
-    print(f"         {bundle.installer_sha256}  install.sh")
+    print(f"         {digest}  install.sh")
 
 
 def _check_arguments(recipe: str, model: str, data: list[str]) -> None:
-    """Check a recipe as training will, with this model and these token datasets.
-
-    Raises:
-        InputError: it has wrong arguments.
-    """
+    """Check a recipe as training will, with this model and these token datasets."""
     try:
         parse(TrainArguments, ["--config", recipe, "--model_name", model, "--train_data_dir", *data])
     except InputError as error:

@@ -23,7 +23,7 @@ from fabric_train.cli.errors import InputError, print_errors
 from fabric_train.cli.output import open_console
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.evaluation.tasks_file import files_of, is_task_file, read_tasks
-from fabric_train.export.model_download import DownloadRequest, download, text_files
+from fabric_train.export.hub import download, text_files
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.regular_file import check_links
 from fabric_train.model.hf_model import quiet_transformers, read_shape
@@ -46,21 +46,13 @@ _SOURCE = (
 
 @dataclass(frozen=True)
 class Request:
-    """What to collect.
+    """What to collect, and the machine that it is for."""
 
-    Args:
-        model: a hub name, a Hugging Face folder, or a full checkpoint.
-        data: token datasets.
-        target: the machine that the bundle is for.
-        recipe: arguments of a run; model, data and output become those of the bundle.
-        tasks: file of ``evaluate.py --tasks``, None without it.
-    """
-
-    model: str
-    data: tuple[Path, ...]
+    model: str  # a hub name, a Hugging Face folder, or a full checkpoint
+    data: tuple[Path, ...]  # token datasets
     target: Target
-    recipe: Recipe
-    tasks: str | None = None
+    recipe: Recipe  # arguments of a run; model, data and output become those of the bundle
+    tasks: str | None = None  # file of ``evaluate.py --tasks``
 
     @property
     def places(self) -> list[str]:
@@ -83,17 +75,8 @@ class Part:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Bundle:
-    """A written bundle: its parts, notes for the user, and the SHA-256 of install.sh, which checks the rest."""
-
-    parts: tuple[Part, ...]
-    notes: tuple[str, ...]
-    installer_sha256: str
-
-
-def collect(request: Request, output: Path) -> Bundle:
-    """Write the bundle ``output``.
+def collect(request: Request, output: Path) -> tuple[list[Part], list[str], str]:
+    """Write the bundle ``output``; return its parts, notes, and the SHA-256 of install.sh, which checks the rest.
 
     Raises:
         InputError: something cannot be used or fetched, model and data do not fit together, or the disk is too small;
@@ -106,7 +89,10 @@ def collect(request: Request, output: Path) -> Bundle:
         notes = _check(request, output)
     is_local = Path(request.model).is_dir()
     model = list(_model_files(Path(request.model))) if is_local else []
-    data = [pair for folder in request.data for pair in _files_of_dataset(folder)]
+    data: list[tuple[Path, str]] = []
+    for source, place in zip(request.data, request.places, strict=True):
+        check_links(source)
+        data += _files_in(source, Path(place))
     tasks = list(files_of_tasks(request.tasks)) if request.tasks else []
     needed = sum(source.stat().st_size for source, _ in (*model, *data)) + estimated_bytes(request.target)
     parent = next(parent for parent in output.absolute().parents if parent.exists())
@@ -121,7 +107,7 @@ def collect(request: Request, output: Path) -> Bundle:
             _copy(model, folder)
         else:
             with with_own_names():
-                download(DownloadRequest(request.model, "main", tokenizer_only=False, pickles=False), folder / "model")
+                download(request.model, folder / "model")
         print_errors("[2/5] token datasets and source")
         _copy([*data, *_files_of_source(), *tasks], folder)
         request.recipe.write(request.places, folder)
@@ -137,7 +123,7 @@ def collect(request: Request, output: Path) -> Bundle:
         (folder / _INSTALLER).write_text(installer, encoding="utf-8")
         (folder / _INSTALLER).chmod(0o755)
         parts = _parts(request, folder)
-    return Bundle(parts, tuple(notes), hashlib.sha256(installer.encode()).hexdigest())
+    return parts, notes, hashlib.sha256(installer.encode()).hexdigest()
 
 
 def _check(request: Request, output: Path) -> list[str]:
@@ -149,18 +135,12 @@ def _check(request: Request, output: Path) -> list[str]:
         check_not_inside(output, folder)
     quiet_transformers()
     shape = read_shape(request.model)
-    faults: list[str] = []
-    notes: list[str] = []
-    for dataset in opened:
-        checked = check_dataset(dataset, shape, isolate_documents=True)
-        faults += checked.faults
-        notes += checked.notes
-    if faults:
+    checked = [check_dataset(dataset, shape, isolate_documents=True) for dataset in opened]
+    if faults := [fault for one in checked for fault in one.faults]:
         raise InputError(*faults)
-    on_hub = (
-        [task.source for task in read_tasks(request.tasks) if not is_task_file(task.source)] if request.tasks else []
-    )
-    if on_hub:
+    notes = [note for one in checked for note in one.notes]
+    tasks = read_tasks(request.tasks) if request.tasks else []
+    if on_hub := [task.source for task in tasks if not is_task_file(task.source)]:
         notes.append(
             f"{request.tasks}: the data of {', '.join(on_hub)} is on the hub: fill a cache (HF_HOME) and copy it too"
         )
@@ -168,11 +148,7 @@ def _check(request: Request, output: Path) -> list[str]:
 
 
 def _check_inside(request: Request, folder: Path) -> None:
-    """Check the bundle's run as the other machine will: with the bundle's source, in its folder, without the hub.
-
-    Raises:
-        InputError: it would not begin.
-    """
+    """Check the bundle's run as the other machine will: with the bundle's source, in its folder, without the hub."""
     command = [sys.executable, "-m", "fabric_train", "--config", CONFIGURATION, "--plan", "check"]
     command += ["--accelerator", "cpu"] if request.target.cuda == "none" else []
     env = {**os.environ, "PYTHONPATH": "source", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
@@ -184,11 +160,7 @@ def _check_inside(request: Request, folder: Path) -> None:
 
 
 def _model_files(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the files of a Hugging Face folder and their places, or those that make one of a full checkpoint.
-
-    Raises:
-        InputError: it has no safetensors, or they are damaged.
-    """
+    """Yield the files of a Hugging Face folder and their places, or those that make one of a full checkpoint."""
     weights = safetensors_files(folder)
     if not weights:
         raise InputError(
@@ -205,11 +177,9 @@ def _model_files(folder: Path) -> Iterator[tuple[Path, str]]:
             yield file, f"model/{file.name}"
 
 
-def _files_of_dataset(folder: Path) -> Iterator[tuple[Path, str]]:
-    check_links(folder)
-    place = Path("data", folder.absolute().name)
+def _files_in(folder: Path, place: Path) -> Iterator[tuple[Path, str]]:
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
+        if path.is_file() and path.suffix != ".pyc":
             yield path, str(place / path.relative_to(folder))
 
 
@@ -229,9 +199,10 @@ def files_of_tasks(tasks: str) -> Iterator[tuple[Path, str]]:
 def _files_of_source() -> Iterator[tuple[Path, str]]:
     for name in _SOURCE:
         top = _ROOT / name
-        for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
-            if path.is_file() and path.suffix != ".pyc":
-                yield path, str(Path("source", path.relative_to(_ROOT)))
+        if top.is_dir():
+            yield from _files_in(top, Path("source", name))
+        elif top.is_file():
+            yield top, f"source/{name}"
 
 
 def _copy(files: Iterable[tuple[Path, str]], folder: Path) -> None:
@@ -245,11 +216,7 @@ def _copy(files: Iterable[tuple[Path, str]], folder: Path) -> None:
 
 
 def _checksums(folder: Path, files: list[Path]) -> Iterator[str]:
-    """Yield the lines of SHA256SUMS, in the format of sha256sum.
-
-    Raises:
-        InputError: a name cannot be in a line.
-    """
+    """Yield the lines of SHA256SUMS, in the format of sha256sum."""
     names = [path.relative_to(folder).as_posix() for path in files]
     for name in names:
         if not name.isprintable() or "\\" in name:
@@ -274,7 +241,7 @@ def _installer(request: Request, folder: Path, num_files: int) -> str:
     return text
 
 
-def _parts(request: Request, folder: Path) -> tuple[Part, ...]:
+def _parts(request: Request, folder: Path) -> list[Part]:
     described = {
         "model": request.model,
         **{place: str(path) for place, path in zip(request.places, request.data, strict=True)},
@@ -288,7 +255,7 @@ def _parts(request: Request, folder: Path) -> tuple[Part, ...]:
         place = folder / name
         sizes = [path.stat().st_size for path in ([place] if place.is_file() else place.rglob("*")) if path.is_file()]
         parts.append(Part(name, description, len(sizes), sum(sizes)))
-    return tuple(parts)
+    return parts
 
 
 @contextmanager
@@ -297,11 +264,8 @@ def with_own_names() -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        renamed = {"--model_name ": "--model ", "--train_data_dir ": "--data "}
-        faults = list(error.faults)
-        for name, own in renamed.items():
-            faults = [fault.replace(name, own) for fault in faults]
-        raise InputError(*faults) from error
+        faults = (fault.replace("--model_name ", "--model ") for fault in error.faults)
+        raise InputError(*(fault.replace("--train_data_dir ", "--data ") for fault in faults)) from error
 
 
 @contextmanager

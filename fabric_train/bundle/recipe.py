@@ -1,6 +1,6 @@
 """Read the recipe of a bundle, and write it for the bundle's folder: other places, and copies of the files it names."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,7 @@ _NOT_IN_A_BUNDLE = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Arguments of a run as a YAML file has them.
-
-    Args:
-        path: the file; None has no arguments.
-        given: its values by the names of arguments.
-    """
+    """Arguments of a run as a YAML file has them: its values by their names. Without a file there are none."""
 
     path: str | None
     given: Mapping[str, Any]
@@ -42,11 +37,7 @@ class Recipe:
         return len(self.data) > 1 or any(self.given.get(name) is not None for name in (*_OF_SHARES, "phases"))
 
     def check(self, data: Sequence[str]) -> None:
-        """Check that all it names can be in a bundle, with these token datasets in place of its own.
-
-        Raises:
-            InputError: something cannot.
-        """
+        """Raise an InputError unless all it names can be in a bundle, with these token datasets in place of its own."""
         faults = [
             f"--recipe {self.path}: {name} {self.given[name]} is not in a bundle; {advice}"
             for name, advice in _NOT_IN_A_BUNDLE.items()
@@ -63,9 +54,7 @@ class Recipe:
     def write(self, data: Sequence[str], folder: Path) -> None:
         """Write ``train.yaml`` into the bundle's folder, and the files that it names.
 
-        Args:
-            data: places of the token datasets in the bundle, in the recipe's order.
-            folder: of the bundle.
+        ``data`` has the places of the token datasets in the bundle, in the recipe's order.
 
         Raises:
             InputError: a file cannot be read, or a share is of no token dataset.
@@ -104,11 +93,7 @@ class Recipe:
 
 
 def read_recipe(path: str | None) -> Recipe:
-    """Return the arguments in a YAML file, unchecked.
-
-    Raises:
-        InputError: it cannot be read, or has no arguments.
-    """
+    """Return the arguments in a YAML file, unchecked; raise an InputError if it cannot be read, or has none."""
     if path is None:
         return Recipe(None, {})
     try:
@@ -135,15 +120,12 @@ def _phases(text: str, path: str, places: Mapping[str, str]) -> str:
 
 def _with_places(shares: Shares, places: Mapping[str, str]) -> GivenShares:
     """Return shares whose names are places in the bundle; numbers alone stay as they are."""
-    named = shares.by_name()
+    named, renamed = shares.by_name(), []
     if named is None:
         assert shares.given is not None
         return shares.given
-    return list(_renamed(named, shares.option, places))
-
-
-def _renamed(named: Mapping[str, float], option: str, places: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     for name, share in named.items():
-        number, source = split_name(name, list(places), option)
+        number, source = split_name(name, list(places), shares.option)
         place = list(places.values())[number]
-        yield {place if source is None else f"{place}:{source}": share}
+        renamed.append({place if source is None else f"{place}:{source}": share})
+    return renamed

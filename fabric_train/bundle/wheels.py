@@ -38,15 +38,10 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 
 @dataclass(frozen=True)
 class Target:
-    """The machine that a bundle is for: Linux, on a processor like this machine's.
+    """The machine that a bundle is for: Linux, on a processor like this machine's."""
 
-    Args:
-        python: such as "3.11"; None is that of this process.
-        cuda: such as "13.0", or "none" for torch's CPU build.
-    """
-
-    python_version: str | None
-    cuda: str
+    python_version: str | None  # such as "3.11"; None is that of this process
+    cuda: str  # such as "13.0", or "none" for torch's CPU build
 
     @property
     def python(self) -> str:
@@ -129,17 +124,7 @@ def reason_in(lines: list[str]) -> str:
 
 
 def pip_download(target: Target, folder: Path, words: list[str], show: Callable[[str], None]) -> None:
-    """Run ``pip download`` as the target would.
-
-    Args:
-        target: what the wheels are for.
-        folder: gets the wheels.
-        words: requirements and further options of pip.
-        show: is called with the name of each package when pip comes to it.
-
-    Raises:
-        InputError: pip has failed; with its first error.
-    """
+    """Run ``pip download`` as the target would; ``words`` are requirements and further options of pip."""
     command = [sys.executable, "-c", _PIP_AS_ON_TARGET, json.dumps(target.markers), "download"]
     command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(folder), *words]
     command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", target.python]
@@ -171,18 +156,13 @@ def estimated_bytes(target: Target) -> int:
 
 def _torch_version(target: Target, constraints: Path) -> str:
     for line in constraints.read_text(encoding="utf-8").splitlines():
-        found = re.fullmatch(r"torch==([0-9.]+)", line.strip())
-        if found:
+        if found := re.fullmatch(r"torch==([0-9.]+)", line.strip()):
             return found[1]
     raise InputError(f"{constraints}: it pins no version of torch for {target}; get the file of this project again")
 
 
 def requirements_with(extras: Collection[str]) -> list[str]:
-    """Return the requirements of this program and of some of its extras, as pip takes them.
-
-    Raises:
-        InputError: this program is not installed.
-    """
+    """Return the requirements of this program and of some of its extras, as pip takes them."""
     try:
         given = importlib.metadata.requires("fabric-train") or []
     except importlib.metadata.PackageNotFoundError:

@@ -10,7 +10,7 @@ Shapes: M models, D documents, R resamples.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,31 +57,21 @@ class Difference:
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """The loss of a model on a source.
+    """The loss of a model on a source, ``total`` over all documents; with too few of them, without intervals.
 
-    Args:
-        total: over all documents.
-        num_documents: D.
-        loss: the interval of its nats per token; None with too few documents.
-        bits_per_byte: the interval of its bits per byte; None if the bytes are not known too.
-        difference: to the first model; None for that model, with too few documents, or if they cannot be compared,
-            because the tokens differ and the bytes are not known.
+    ``difference`` to the first model is also None if they cannot be compared: the tokens differ, and the bytes are not
+    known.
     """
 
     total: TokenLoss
     num_documents: int
-    loss: Interval | None = None
-    bits_per_byte: Interval | None = None
+    loss: Interval | None = None  # of its nats per token
+    bits_per_byte: Interval | None = None  # None if the bytes are not known, too
     difference: Difference | None = None
 
 
 def compare(of_models: Sequence[DocumentSums], seed: int) -> list[ModelLoss]:
-    """Return the loss of each model on a source, with intervals.
-
-    Args:
-        of_models: the same documents for each model, in the same order.
-        seed: of the draws.
-    """
+    """Return the loss of each model on the same documents of a source, with intervals; ``seed`` decides the draws."""
     totals = [sums.total for sums in of_models]
     num_documents = len(of_models[0].nats)
     if num_documents < FEWEST_DOCUMENTS:
@@ -107,27 +97,18 @@ def compare(of_models: Sequence[DocumentSums], seed: int) -> list[ModelLoss]:
 def resample(values: Sequence[np.ndarray], seed: int) -> np.ndarray:
     """Return the sums of values over documents that are drawn with replacement; one seed draws the same documents.
 
-    Args:
-        values: fp64 [D] for each model.
-        seed: of the draws.
-
-    Returns:
-        fp64 [R, M].
+    ``values`` are fp64 [D] for each model; the sums are fp64 [R, M].
     """
-    columns = np.stack(values, axis=1)
-    return np.concatenate([counts @ columns for counts in _draws(len(columns), seed)])
-
-
-def _draws(num_documents: int, seed: int) -> Iterator[np.ndarray]:
-    """Yield how often each document is drawn, fp64 [resamples at once, D]; R in all."""
-    generator = np.random.default_rng(seed)
+    columns, generator, sums = np.stack(values, axis=1), np.random.default_rng(seed), []
+    num_documents = len(columns)
     at_once = max(1, _COUNTS_AT_ONCE // num_documents)
     for first in range(0, NUM_RESAMPLES, at_once):
         num_resamples = min(at_once, NUM_RESAMPLES - first)
         drawn = generator.integers(num_documents, size=(num_resamples, num_documents))
         drawn += num_documents * np.arange(num_resamples)[:, None]
-        counts = np.bincount(drawn.ravel(), minlength=num_resamples * num_documents)
-        yield counts.reshape(num_resamples, num_documents).astype(np.float64)
+        counts = np.bincount(drawn.ravel(), minlength=num_resamples * num_documents)  # how often each is drawn
+        sums.append(counts.reshape(num_resamples, num_documents).astype(np.float64) @ columns)
+    return np.concatenate(sums)
 
 
 def _interval(values: np.ndarray) -> Interval:

@@ -12,26 +12,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.evaluation.compared_model import (
+from fabric_train.evaluation import loss_table
+from fabric_train.evaluation.loss_changes import changes_page, find_changes
+from fabric_train.evaluation.models import (
+    FOLDER,
     NUM_DIGITS,
     ComparedModel,
+    LossCache,
     check_all_evaluated,
     check_tokenizer,
+    device_kind,
     find_models,
     full_digest,
-)
-from fabric_train.evaluation.loss_changes import changes_page, find_changes
-from fabric_train.evaluation.loss_table import (
-    check_same_documents,
-    compare_evaluated,
-    document_losses,
-    draw_losses,
-    have_same_tokens,
-    join_evaluated,
-    outdated_models,
-    print_table,
-    read_evaluated,
-    write_evaluated,
+    score_texts,
+    scoring_progress,
 )
 from fabric_train.evaluation.texts import (
     EncodedText,
@@ -44,7 +38,6 @@ from fabric_train.evaluation.texts import (
     open_texts,
     open_validation_of,
 )
-from fabric_train.evaluation.token_losses import FOLDER, LossCache, device_kind, score_texts, scoring_progress
 from fabric_train.files.atomic_folder import check_no_dead_link, wait_for_lock
 
 if TYPE_CHECKING:
@@ -62,41 +55,46 @@ def compare_models(arguments: "EvaluateArguments") -> None:
     assert arguments.output_dir is not None
     folder = Path(arguments.output_dir)
     check_output(folder)
-    earlier = read_evaluated(folder)
+    earlier = loss_table.read_evaluated(folder)
     models, damaged = find_models(arguments.models)
     texts = _open_texts(arguments, models, folder)
     encoded = _encode_for(models, texts, arguments)
     weights = {model.name: model.weights for model in models}
     documents = _documents_by_source(encoded[models[0].name])
-    check_same_documents(earlier, weights, documents, folder)
-    outdated = outdated_models(earlier, weights)
+    loss_table.check_same_documents(earlier, weights, documents, folder)
+    outdated = loss_table.outdated_models(earlier, weights)
     for name in outdated:
         print(f"note: {name} has other weights than in the earlier evaluation, which it replaces", file=sys.stderr)
     losses = _score(models, encoded, LossCache(folder / FOLDER), arguments.batch_tokens)
     new = {
-        model.name: document_losses(model.name, model.weights, _identified(encoded[model.name]), losses[model.name])
+        model.name: loss_table.document_losses(
+            model.name, model.weights, _identified(encoded[model.name]), losses[model.name]
+        )
         for model in models
     }
     with wait_for_lock(folder / "evaluation.lock"):
-        earlier = read_evaluated(folder)  # others may have written meanwhile
-        check_same_documents(earlier, weights, documents, folder)
-        evaluated = join_evaluated(earlier, new)
-        results = compare_evaluated(evaluated, arguments.seed)
-        write_evaluated(folder, evaluated, results)
-        draw_losses(folder / "evaluation.png", list(evaluated), results)
+        earlier = loss_table.read_evaluated(folder)  # others may have written meanwhile
+        loss_table.check_same_documents(earlier, weights, documents, folder)
+        evaluated = loss_table.join_evaluated(earlier, new)
+        results = loss_table.compare_evaluated(evaluated, arguments.seed)
+        loss_table.write_evaluated(folder, evaluated, results)
+        loss_table.draw_losses(folder / "evaluation.png", list(evaluated), results)
     if outdated:
         (folder / "report.html").unlink(missing_ok=True)  # it may be of the former weights
-    _write_page(folder / "report.html", models[0], models[-1], encoded[models[0].name], losses)
+    if models[0] is not models[-1] and models[0].tokenizer_id == models[-1].tokenizer_id:
+        first, last = models[0].name, models[-1].name
+        changes = find_changes((first, last), encoded[first], losses[first], losses[last])
+        (folder / "report.html").write_text(changes_page(changes, models[0].tokenizer), encoding="utf-8")
     notes = (text.note() for text in encoded[models[0].name] if isinstance(text, PackedText))
-    print_table(results, have_same_tokens(evaluated), [note for note in notes if note])
+    loss_table.print_table(results, loss_table.have_same_tokens(evaluated), [note for note in notes if note])
     print(f"written to {folder}", file=sys.stderr)
     check_all_evaluated(damaged)
 
 
 def print_evaluated(folder: Path, seed: int) -> None:
     """Print the table of all that has been evaluated in a folder."""
-    evaluated = read_evaluated(folder)
-    print_table(compare_evaluated(evaluated, seed), have_same_tokens(evaluated))
+    evaluated = loss_table.read_evaluated(folder)
+    loss_table.print_table(loss_table.compare_evaluated(evaluated, seed), loss_table.have_same_tokens(evaluated))
 
 
 def unscored_texts(texts: Sequence[EvaluatedText], max_length: int, overlap: int) -> frozenset[str]:
@@ -126,11 +124,7 @@ def _documents_by_source(texts: Sequence[EncodedText]) -> dict[str, list[str]]:
 
 
 def check_output(folder: Path) -> None:
-    """Check that ``--output_dir`` is a new folder, or one with an evaluation, which is added to.
-
-    Raises:
-        InputError: it is not, or cannot be written to.
-    """
+    """Raise an InputError unless ``--output_dir`` is a new folder, or has an evaluation, which is added to."""
     check_no_dead_link(folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output_dir {folder} is a file; choose another name for the folder")
@@ -154,11 +148,7 @@ def _open_texts(arguments: "EvaluateArguments", models: Sequence[ComparedModel],
 def _encode_for(
     models: Sequence[ComparedModel], texts: Sequence[EvaluatedText], arguments: "EvaluateArguments"
 ) -> dict[str, list[EncodedText]]:
-    """Return the texts for each model, encoded once for each tokenizer.
-
-    Raises:
-        InputError: a model has too few positions, or another tokenizer than a token dataset.
-    """
+    """Return the texts for each model, encoded once for each tokenizer."""
     by_tokenizer: dict[str, list[EncodedText]] = {}
     faults: list[str] = []
     packed = {text: PackedText(text) for text in texts if isinstance(text, HeldOutRows)}
@@ -178,13 +168,12 @@ def _encode_for(
 
 
 def _fault_of(model: ComparedModel, text: EncodedText) -> str | None:
-    """Return why a model cannot be evaluated on a text, or None."""
     if text.highest_id >= model.vocab_size:
         return f"--models {model.name}: its vocabulary ends at {model.vocab_size - 1}, but {text.name} has larger ids"
     if model.max_positions is not None and text.input_tokens > model.max_positions:
-        of_rows = isinstance(text, PackedText)
-        fix = "leave that text out" if of_rows else f"give --max_length {model.max_positions} or less"
-        kind = "rows" if of_rows else "windows"
+        kind, fix = "windows", f"give --max_length {model.max_positions} or less"
+        if isinstance(text, PackedText):
+            kind, fix = "rows", "leave that text out"
         return (
             f"--models {model.name} has {model.max_positions:,} positions, but {kind} of {text.name} have "
             f"{text.input_tokens:,} tokens; {fix}"
@@ -195,27 +184,6 @@ def _fault_of(model: ComparedModel, text: EncodedText) -> str | None:
 def _score(
     models: Sequence[ComparedModel], encoded: dict[str, list[EncodedText]], cache: LossCache, batch_tokens: int
 ) -> dict[str, list[np.ndarray]]:
-    """Return for each model the losses of the predicted tokens of each text, fp32 [N]."""
-    total = sum(
-        len(part.tokens)
-        for model in models
-        for text in encoded[model.name]
-        for part in text.parts()
-        if not cache.has(model, part)
-    )
-    with scoring_progress(total) as show:
+    parts = ((model, part) for model in models for text in encoded[model.name] for part in text.parts())
+    with scoring_progress(sum(len(part.tokens) for model, part in parts if not cache.has(model, part))) as show:
         return {model.name: score_texts(model, encoded[model.name], cache, batch_tokens, show) for model in models}
-
-
-def _write_page(
-    file: Path,
-    first: ComparedModel,
-    last: ComparedModel,
-    texts: Sequence[EncodedText],
-    losses: dict[str, list[np.ndarray]],
-) -> None:
-    """Write the page of where tokens got better and worse, if there are two models, and they have the same tokens."""
-    if first is last or first.tokenizer_id != last.tokenizer_id:
-        return
-    changes = find_changes((first.name, last.name), texts, losses[first.name], losses[last.name])
-    file.write_text(changes_page(changes, first.tokenizer), encoding="utf-8")

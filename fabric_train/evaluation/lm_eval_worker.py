@@ -1,4 +1,4 @@
-"""Evaluate a model in a process of its own:  python -m fabric_train.evaluation.lm_eval_worker COMMAND  < REQUEST
+"""Evaluate a model in a process of its own:  python -m fabric_train.evaluation.lm_eval_worker  < REQUEST
 
 So the memory of a model is free after its evaluation, and a crash ends only that. A request is the JSON of a
 :class:`WorkerRequest`.
@@ -13,13 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fabric_train.cli.errors import InputError, first_line, run_program
 from fabric_train.cli.fabric_command import project_first
@@ -42,9 +42,10 @@ class RequestedTask:
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """The tasks to check, or to evaluate a model on, or the words of a command line of evaluate.py for losses on texts.
+    """The words of a command line of evaluate.py for losses on texts; else tasks to check, or to evaluate a model on.
 
-    ``source`` is for ``load_for_inference``; ``scores`` are those so far, and ``file`` is where they are.
+    ``scores`` are those so far, and ``file`` is where they are; without them the tasks are checked. ``source`` is the
+    model for ``load_for_inference``.
     """
 
     tasks: list[RequestedTask] = field(default_factory=list)
@@ -55,10 +56,10 @@ class WorkerRequest:
     words: list[str] = field(default_factory=list)
 
 
-def start_worker(command: Literal["check", "evaluate", "losses"], request: WorkerRequest) -> "subprocess.Popen[bytes]":
+def start_worker(request: WorkerRequest) -> "subprocess.Popen[bytes]":
     """Start this module in a session of its own, so that Ctrl-C reaches only the process that waits for it."""
     worker = subprocess.Popen(
-        [sys.executable, "-m", __name__, command],
+        [sys.executable, "-m", __name__],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         env={**os.environ, **project_first()},
@@ -75,7 +76,7 @@ def main() -> None:
     if sys.platform == "linux":  # a killed watcher leaves no process behind that writes scores
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     request = parse_json(sys.stdin.buffer.read(), WorkerRequest)
-    if sys.argv[1] == "losses":
+    if request.words:
         from fabric_train.cli.parser import parse_arguments
         from fabric_train.evaluation.arguments import EvaluateArguments
         from fabric_train.evaluation.compare_models import compare_models  # slow
@@ -85,19 +86,14 @@ def main() -> None:
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     tasks = _load_tasks(request.tasks)
-    if sys.argv[1] == "evaluate":
-        _evaluate(request, tasks)
+    if request.scores is not None:
+        _evaluate(request, request.scores, tasks)
 
 
-def _load_tasks(requested: Iterable[RequestedTask]) -> dict[TaskSettings, Any]:
-    """Return lm_eval's tasks and groups, with their data.
-
-    Raises:
-        InputError: lm_eval does not know a task, cannot load it, or it does not have the metric; every fault at once.
-    """
+def _load_tasks(requested: Sequence[RequestedTask]) -> dict[TaskSettings, Any]:
+    """Return lm_eval's tasks and groups, with their data; raise an InputError with every fault at once."""
     from lm_eval.tasks import TaskManager  # slow
 
-    requested = list(requested)
     has_names = any(not is_task_file(one.source) for one in requested)
     manager = TaskManager(include_defaults=has_names)  # lm_eval's own tasks are 14,000 files
     loaded, faults = {}, []
@@ -134,17 +130,15 @@ def _advice(error: Exception) -> str:
     return ""
 
 
-def _evaluate(request: WorkerRequest, tasks: Mapping[TaskSettings, Any]) -> None:
+def _evaluate(request: WorkerRequest, scores: ModelScores, tasks: Mapping[TaskSettings, Any]) -> None:
     """Evaluate the model on one task after the other; write the scores after each."""
     import torch
     from lm_eval.models.huggingface import HFLM
 
     from fabric_train.inference.load_model import load_for_inference
 
-    assert request.scores is not None
     model, tokenizer = load_for_inference(request.source)
     lm: Any = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=request.batch_size)
-    scores = request.scores
     for settings, loaded in tasks.items():
         started = time.monotonic()
         random.seed(_SEEDS[0])
@@ -161,10 +155,9 @@ def describe_score(score: TaskScore) -> str:
     """Return a line with all metrics of a task."""
     texts = []
     for name, metric in score.metrics.items():
+        value = "not finite" if metric.value is None else f"{metric.value:.4f}"
         stderr = f" ± {metric.stderr:.4f}" if metric.stderr is not None else ""
-        texts.append(
-            f"{name.removesuffix(',none')} {'not finite' if metric.value is None else f'{metric.value:.4f}'}{stderr}"
-        )
+        texts.append(f"{name.removesuffix(',none')} {value}{stderr}")
     return f"{score.settings.task}: {', '.join(texts)} ({score.num_documents} documents, {score.num_fewshot}-shot)"
 
 

@@ -19,8 +19,11 @@ from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_voc
 NUM_DOCUMENTS = 10
 FEWEST_TOKENS = 16
 """Documents with fewer tokens are not ranked: a single token would decide their mean."""
+CLEAR_CHANGE = 0.1  # nats
 _NUM_BINS = 6
 _SHOWN_TOKENS = 1000
+_SHADES = (CLEAR_CHANGE, 0.5, 1.0, 2.0)
+"""Changes in nats from which on a token has the next darker shade."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,6 @@ class TokenGroup:
     after: float
     better: float
     worse: float
-
-
-CLEAR_CHANGE = 0.1  # nats
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,7 @@ class LossChanges:
 def find_changes(
     names: tuple[str, str], texts: Sequence[EncodedText], before: Sequence[np.ndarray], after: Sequence[np.ndarray]
 ) -> LossChanges:
-    """Compare two models token by token.
-
-    Args:
-        names: of the first and the last model.
-        texts: in the tokens of both.
-        before: the first model's losses, fp32 [N] for each text.
-        after: the last model's.
-    """
+    """Compare two models of these names token by token; their losses are fp32 [N] for each text."""
     ids = np.concatenate([text.target_ids for text in texts])
     old, new = (np.concatenate(losses).astype(np.float64) for losses in (before, after))
     sources = np.concatenate([np.array(text.source_names)[text.sources][text.owners] for text in texts])
@@ -132,17 +125,8 @@ def _extremes(
     return improved, damaged
 
 
-_SHADES = (CLEAR_CHANGE, 0.5, 1.0, 2.0)
-"""Changes in nats from which on a token has the next darker shade."""
-
-
 def changes_page(changes: LossChanges, tokenizer: Any) -> str:
-    """Return the page, with every text of the documents escaped.
-
-    Args:
-        changes: of two models.
-        tokenizer: transformers' tokenizer of both.
-    """
+    """Return the page, with every text of the documents escaped; ``tokenizer`` is that of both models."""
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         vocabulary = load_vocabulary(Path(folder))

@@ -15,7 +15,7 @@ from rich.table import Table
 from fabric_train.checkpoint import perplexity
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console
-from fabric_train.evaluation.bootstrap import FEWEST_DOCUMENTS, LEVEL, Difference, DocumentSums, ModelLoss, compare
+from fabric_train.evaluation.bootstrap import FEWEST_DOCUMENTS, LEVEL, DocumentSums, ModelLoss, compare
 from fabric_train.evaluation.texts import EncodedText
 from fabric_train.files.regular_file import open_regular, write_atomically
 from fabric_train.tokenization.inspect.row_view import visible
@@ -47,20 +47,13 @@ def _cells(found: ModelLoss) -> Iterator[str]:
     total, difference = found.total, found.difference
     yield from (f"{found.num_documents:,}", f"{total.num_tokens:,}", f"{total.loss:.4f}", f"{total.perplexity:.2f}")
     yield "" if total.bits_per_byte is None else f"{total.bits_per_byte:.4f}"
-    yield _range(found.bits_per_byte)
-    yield "" if difference is None else f"{difference.value:+.4f}"
-    yield "" if difference is None else f"{difference.interval[0]:+.4f} to {difference.interval[1]:+.4f}"
-    yield _mark(difference)
-
-
-def _range(interval: tuple[float, float] | None) -> str:
-    return "" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}"
-
-
-def _mark(difference: Difference | None) -> str:
-    if difference is None or not difference.excludes_0:
-        return ""
-    return "better" if difference.value < 0 else "worse"
+    yield "" if found.bits_per_byte is None else "{:.4f} to {:.4f}".format(*found.bits_per_byte)
+    if difference is None:
+        yield from ("", "", "")
+    else:
+        yield f"{difference.value:+.4f}"
+        yield "{:+.4f} to {:+.4f}".format(*difference.interval)
+        yield ("better" if difference.value < 0 else "worse") if difference.excludes_0 else ""
 
 
 def _notes(results: Results, are_same_tokens: bool) -> Iterator[str]:
@@ -77,32 +70,19 @@ def _notes(results: Results, are_same_tokens: bool) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class DocumentLoss:
-    """A line of ``documents.jsonl``: the loss of a model on a document.
-
-    Args:
-        model: its name.
-        weights: what tells the model's weights from others.
-        source: of the document.
-        text: what tells the text that the document is of, its windows and the kind of device from others.
-        document: where it is: file and line.
-        tokens: predicted tokens.
-        bytes: of its text; None if they are not known.
-        nats: the sum of the tokens' losses.
-    """
+    """A line of ``documents.jsonl``: the loss of a model on a document."""
 
     model: str
-    weights: str
+    weights: str  # what tells the model's weights from others
     source: str
-    text: str
-    document: str
-    tokens: int
-    bytes: float | None
-    nats: float
+    text: str  # what tells the text that the document is of, its windows and the kind of device from others
+    document: str  # where it is: file and line
+    tokens: int  # that are predicted
+    bytes: float | None  # of its text; None if they are not known
+    nats: float  # the sum of the tokens' losses
 
 
 Evaluated = dict[str, dict[str, list[DocumentLoss]]]
-
-
 """The losses on documents by model and source, in their order."""
 
 
@@ -111,11 +91,7 @@ def document_losses(
 ) -> dict[str, list[DocumentLoss]]:
     """Return the losses of a model on each document by source; sources of one name are one.
 
-    Args:
-        model: its name.
-        weights: see ``DocumentLoss``.
-        texts: each with what tells it from others.
-        losses: of the predicted tokens, fp32 [N] for each text.
+    ``texts`` come with what tells them from others, and ``losses`` are fp32 [N] for each text.
     """
     found: dict[str, list[DocumentLoss]] = {}
     for (identity, text), of_tokens in zip(texts, losses, strict=True):
@@ -162,13 +138,9 @@ def outdated_models(earlier: Evaluated, weights: Mapping[str, str]) -> list[str]
 def check_same_documents(
     earlier: Evaluated, weights: Mapping[str, str], documents: Mapping[str, Sequence[str]], folder: Path
 ) -> None:
-    """Check that models of earlier evaluations, unless they are evaluated again, have losses on the same documents.
+    """Check that the models in ``folder``, unless they are evaluated again, have losses on the same documents.
 
-    Args:
-        earlier: what is in ``folder``.
-        weights: of the models that are evaluated now.
-        documents: the text of each document by source, see ``DocumentLoss``.
-        folder: for the message.
+    ``weights`` are by model those that are evaluated now, ``documents`` by source the ``DocumentLoss.text`` of each.
 
     Raises:
         InputError: a source has other documents, windows or another device there.
@@ -214,12 +186,11 @@ def compare_evaluated(evaluated: Evaluated, seed: int) -> Results:
 
 def have_same_tokens(evaluated: Evaluated) -> bool:
     """Return whether all models have the same number of tokens in each document."""
-    first: dict[str, list[int]] = {}
-    return all(
-        first.setdefault(source, tokens) == tokens
-        for of_sources in evaluated.values()
-        for source, tokens in ((source, [line.tokens for line in lines]) for source, lines in of_sources.items())
-    )
+    tokens: dict[str, set[tuple[int, ...]]] = {}
+    for of_sources in evaluated.values():
+        for source, lines in of_sources.items():
+            tokens.setdefault(source, set()).add(tuple(line.tokens for line in lines))
+    return all(len(one) == 1 for one in tokens.values())
 
 
 def write_evaluated(folder: Path, evaluated: Evaluated, results: Results) -> None:
@@ -269,37 +240,34 @@ def _weights(of_sources: Mapping[str, Sequence[DocumentLoss]]) -> str:
 
 
 def _whole(number: float) -> float:
-    """Return bytes as an integer, except those of tokens of which only a part is predicted."""
-    return int(number) if number.is_integer() else number
+    return int(number) if number.is_integer() else number  # a fraction is of tokens that are predicted in part
 
 
-def draw_losses(file: Path, models: Sequence[str], results: Mapping[str, Mapping[str, ModelLoss]]) -> None:
+def draw_losses(file: Path, models: Sequence[str], results: Results) -> None:
     """Write a PNG with a panel for each source: bits per byte of each model, or nats per token if bytes are not known.
 
     Panels have scales of their own, so that the differences within a source can be seen.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # slow
 
     num_columns = min(_PANELS_IN_A_ROW, len(results))
     num_rows = -(-len(results) // num_columns)
     size = (1.5 + 3.6 * num_columns, num_rows * (1.1 + 0.34 * len(models)))
-    figure, grid = pyplot.subplots(num_rows, num_columns, figsize=size, squeeze=False, layout="constrained")
+    figure = Figure(size, layout="constrained")
+    grid = figure.subplots(num_rows, num_columns, squeeze=False)
     for panel in grid.flat:
         panel.axis("off")
     for number, (panel, (source, of_models)) in enumerate(zip(grid.flat, results.items(), strict=False)):
         _draw_panel(panel, [of_models.get(model) for model in models])
         panel.set_title(source, loc="left", fontsize=10, parse_math=False)
-        labels = [_short(model) for model in models] if number % num_columns == 0 else [""] * len(models)
+        labels = [model if len(model) <= 32 else f"…{model[-31:]}" for model in models]
+        labels = labels if number % num_columns == 0 else [""] * len(models)
         panel.set_yticks(range(len(models)), labels, parse_math=False)
     title = f"Loss with {LEVEL} % intervals; lower is better"
     if len(models) > 1:
         title += "\ngreen, red: the interval of the difference to the first model excludes 0"
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     figure.savefig(file, dpi=150)
-    pyplot.close(figure)
 
 
 def _draw_panel(panel: Any, of_models: Sequence[ModelLoss | None]) -> None:
@@ -326,7 +294,3 @@ def _draw_panel(panel: Any, of_models: Sequence[ModelLoss | None]) -> None:
 def _value(found: ModelLoss, in_bits: bool) -> float:
     bits = found.total.bits_per_byte
     return bits if in_bits and bits is not None else found.total.loss
-
-
-def _short(model: str) -> str:
-    return model if len(model) <= 32 else f"…{model[-31:]}"

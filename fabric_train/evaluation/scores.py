@@ -1,10 +1,13 @@
-"""The scores of a model on tasks: one JSON file for each model, which gains a task at a time."""
+"""The scores of models on tasks: one JSON file for each model, which gains a task at a time, their table and picture.
+
+A cell of the table is the mean over the tasks of a language.
+"""
 
 import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +19,7 @@ from fabric_train.files.typed_json import read_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-_ACCURACIES = ("acc_norm", "acc", "exact_match", "f1")
-"""Shares of right answers, whose mean over tasks has a meaning."""
+_ACCURACIES = ("acc_norm", "acc", "exact_match", "f1")  # shares of right answers, whose mean has a meaning
 _USUAL_METRICS = (*_ACCURACIES, "bits_per_byte", "byte_perplexity", "word_perplexity", "perplexity")
 """Of a task's metrics, the first of these is shown."""
 _PANELS_PER_ROW = 3
@@ -67,11 +69,7 @@ class ModelScores:
 
 
 def read_scores(path: Path, unscored: ModelScores) -> ModelScores:
-    """Return the scores of a model so far; those of a file with other weights do not count.
-
-    Args:
-        path: its file, which need not exist.
-        unscored: the model without scores.
+    """Return the scores of a model so far, from its file, which need not exist; with other weights they do not count.
 
     Raises:
         InputError: the file is damaged.
@@ -83,11 +81,7 @@ def read_scores(path: Path, unscored: ModelScores) -> ModelScores:
 
 
 def read_score_file(path: Path) -> ModelScores:
-    """Return the content of a file of scores.
-
-    Raises:
-        InputError: it is damaged.
-    """
+    """Return the content of a file of scores; raise an InputError if it is damaged."""
     return read_json(path, ModelScores, "remove it to evaluate the model again")
 
 
@@ -136,14 +130,17 @@ class ScoreTable:
 def build_table(tasks: Sequence[LanguageTask], models: Iterable[ModelScores]) -> ScoreTable:
     """Return the table: first the models without a step, in their order, then the checkpoints by step."""
     rows = sorted(models, key=lambda model: -1 if model.step is None else model.step)
-    columns: list[Column] = []
-    cells = {}
+    columns, cells = list[Column](), {}
     for language in dict.fromkeys(task.language for task in tasks):
         for model in rows:
             found = _metrics_of(model, [task for task in tasks if task.language == language])
             if found is None:
                 continue
-            for column, parts in _by_column(language, found).items():
+            parts_of: dict[Column, list[MetricScore]] = {}  # what is averaged together
+            for metric, score in found:
+                quantity = "accuracy" if metric in _ACCURACIES else metric
+                parts_of.setdefault(Column(language, quantity, score.higher_is_better), []).append(score)
+            for column, parts in parts_of.items():
                 if column not in columns:
                     columns.append(column)
                 cells[model.name, column] = mean_score(parts)
@@ -195,7 +192,7 @@ def to_markdown(table: ScoreTable) -> str:
     """Return the table of means as markdown."""
     head = ["model", *(column.title for column in table.columns)]
     lines = [head, ["---", *("---:" for _ in table.columns)]]
-    lines += [[model.name, *_texts(table, model)] for model in table.models]
+    lines += [[model.name, *_cells(table, model)] for model in table.models]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
 
 
@@ -208,7 +205,7 @@ def to_rich(table: ScoreTable) -> "Table":
     for column in table.columns:
         shown.add_column(Text(column.title), justify="right")
     for model in table.models:
-        shown.add_row(Text(model.name), *_texts(table, model))
+        shown.add_row(Text(model.name), *_cells(table, model))
     return shown
 
 
@@ -224,47 +221,31 @@ def _metrics_of(model: ModelScores, tasks: Iterable[LanguageTask]) -> list[tuple
     return found
 
 
-def _by_column(language: str, found: Iterable[tuple[str, MetricScore]]) -> dict[Column, list[MetricScore]]:
-    """Return the scores that are averaged together."""
-    parts: dict[Column, list[MetricScore]] = {}
-    for metric, score in found:
-        quantity = "accuracy" if metric in _ACCURACIES else metric
-        parts.setdefault(Column(language, quantity, score.higher_is_better), []).append(score)
-    return parts
-
-
-def _texts(table: ScoreTable, model: ModelScores) -> list[str]:
-    return [_text(table.cell(model, column)) for column in table.columns]
-
-
-def _text(score: MetricScore | None) -> str:
-    if score is None:
-        return "–"
-    if score.value is None:
-        return "not finite"
-    return f"{score.value:.4f}" + ("" if score.stderr is None else f" ± {score.stderr:.4f}")
+def _cells(table: ScoreTable, model: ModelScores) -> Iterator[str]:
+    for column in table.columns:
+        score = table.cell(model, column)
+        if score is None or score.value is None:
+            yield "–" if score is None else "not finite"
+        else:
+            yield f"{score.value:.4f}" + ("" if score.stderr is None else f" ± {score.stderr:.4f}")
 
 
 def write_picture(table: ScoreTable, path: Path) -> None:
     """Write a PNG, complete or unchanged: a line with errors for the checkpoints, a level one for each other model."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # slow
 
     num_rows = -(-len(table.columns) // _PANELS_PER_ROW)
     num_columns = min(len(table.columns), _PANELS_PER_ROW)
     figure = Figure(figsize=(4.2 * num_columns, 3.2 * num_rows + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
     for panel, column in zip(panels, table.columns, strict=False):
         _draw(panel, table, column)
     for panel in panels[len(table.columns) :]:
         panel.set_visible(False)
-    entries = {
-        label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
-    legend = figure.legend(
-        entries.values(), entries, loc="outside lower center", ncols=min(len(entries), 4), frameon=False
-    )
+    found = (panel.get_legend_handles_labels() for panel in panels)
+    entries = {label: handle for pairs in found for handle, label in zip(*pairs, strict=True)}
+    columns = min(len(entries), 4)
+    legend = figure.legend(entries.values(), entries, loc="outside lower center", ncols=columns, frameon=False)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a name may have a dollar sign
     temporary = path.with_name(f".{path.stem}.new.png")
@@ -274,22 +255,18 @@ def write_picture(table: ScoreTable, path: Path) -> None:
 
 def points_of(table: ScoreTable, column: Column) -> list[tuple[int, float, float]]:
     """Return step, value and standard error (0 if it has none) of each checkpoint that has the score."""
-    points = []
-    for model in table.models:
-        score = table.cell(model, column)
-        if model.step is not None and score is not None and score.value is not None:
-            points.append((model.step, score.value, score.stderr or 0.0))
-    return points
+    scores = ((model.step, table.cell(model, column)) for model in table.models)
+    return [
+        (step, score.value, score.stderr or 0.0)
+        for step, score in scores
+        if step is not None and score is not None and score.value is not None
+    ]
 
 
 def levels_of(table: ScoreTable, column: Column) -> list[tuple[ModelScores, float]]:
     """Return the value of each model without a step that has the score."""
-    levels = []
-    for model in table.models:
-        score = table.cell(model, column)
-        if model.step is None and score is not None and score.value is not None:
-            levels.append((model, score.value))
-    return levels
+    scores = ((model, table.cell(model, column)) for model in table.models if model.step is None)
+    return [(model, score.value) for model, score in scores if score is not None and score.value is not None]
 
 
 def _draw(panel: Any, table: ScoreTable, column: Column) -> None:

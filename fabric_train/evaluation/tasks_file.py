@@ -32,31 +32,22 @@ _LONGEST_NAME = 1000
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What decides the scores of a task.
+    """What decides the scores of a task."""
 
-    ``task`` is a name of lm_eval, or of a task file without its folder, which may move. ``files`` is the SHA-256 of
-    that file and of the local files that it names. ``num_fewshot`` and ``limit`` (documents) are those of lm_eval; None
-    is the task's own number of examples, and all documents.
-    """
-
-    task: str
-    num_fewshot: int | None = None
-    limit: int | None = None
-    files: str | None = None
+    task: str  # a name of lm_eval, or of a task file without its folder, which may move
+    num_fewshot: int | None = None  # examples in a prompt; None: the task's own number
+    limit: int | None = None  # documents; None: all
+    files: str | None = None  # SHA-256 of a task file and the local files that it names
 
 
 @dataclass(frozen=True)
 class LanguageTask:
-    """A task of a language.
-
-    ``source`` is a name of lm_eval or the absolute path of a task file. ``metric`` is the one to show, None for the
-    usual one.
-    """
+    """A task of a language."""
 
     language: str
-    source: str
+    source: str  # a name of lm_eval, or the absolute path of a task file
     settings: TaskSettings
-    metric: str | None = None
+    metric: str | None = None  # the one to show; None: the usual one
 
 
 def read_tasks(path: str) -> list[LanguageTask]:
@@ -103,7 +94,6 @@ def nearest_name(name: str, known: Collection[str]) -> str:
 
 
 def _converted(given: Mapping[Any, Any], kinds: Mapping[str, Any], where: str, faults: list[str]) -> dict[str, Any]:
-    """Return the values that have their type; add a fault for each of the others."""
     values = {}
     for key, value in given.items():
         if key not in kinds:
@@ -187,5 +177,4 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def _hash_of(files: Iterable[Path]) -> str:
-    """Return the SHA-256 of the content of files, whatever their order and folder."""
     return hashlib.sha256(b"".join(sorted(hashlib.sha256(file.read_bytes()).digest() for file in files))).hexdigest()

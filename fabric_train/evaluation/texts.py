@@ -1,4 +1,7 @@
-"""Open the texts of an evaluation: documents of files and datasets, or the validation split of token datasets."""
+"""The texts of an evaluation, documents or the validation split of a token dataset, as a model reads and predicts them.
+
+Open :class:`EncodedText` first: a text in the tokens of one tokenizer, in parts and forward passes.
+"""
 
 import abc
 import hashlib
@@ -47,12 +50,7 @@ EvaluatedText = DocumentTexts | HeldOutRows
 
 
 def open_texts(given: Sequence[str], text_column: str, downloads: Path) -> list[EvaluatedText]:
-    """Read the documents that ``--texts`` names.
-
-    Args:
-        given: NAME=PLACE or PLACE.
-        text_column: column with the text.
-        downloads: folder for files that are named by a URL.
+    """Read the documents that ``--texts`` names as NAME=PLACE or PLACE; files at a URL come into ``downloads``.
 
     Raises:
         InputError: a place cannot be read, or has no text.
@@ -134,29 +132,17 @@ class ScoredPart:
 
 
 class EncodedText(abc.ABC):
-    """The documents of a text as the tokens of one tokenizer.
+    """The documents of a text as the tokens of one tokenizer: D documents, N predicted tokens."""
 
-    Attributes:
-        name: of the text, for messages.
-        identity: the same for the same documents and windows, whatever the tokenizer.
-        target_ids: int32 [N], the predicted tokens.
-        owners: int64 [N], the documents that they belong to.
-        source_names: the sources of the documents.
-        sources: int64 [D], the source of each document.
-        num_bytes: fp64 [D], the UTF-8 bytes of text that its predicted tokens stand for; NaN if they are not known.
-        input_tokens: tokens of the longest sequence that a model reads.
-        highest_id: the highest of all ids.
-    """
-
-    name: str
-    identity: str
-    target_ids: np.ndarray
-    owners: np.ndarray
+    name: str  # for messages
+    identity: str  # the same for the same documents and windows, whatever the tokenizer
+    target_ids: np.ndarray  # int32 [N], the predicted tokens
+    owners: np.ndarray  # int64 [N], the documents that they belong to
     source_names: tuple[str, ...]
-    sources: np.ndarray
-    num_bytes: np.ndarray
-    input_tokens: int
-    highest_id: int
+    sources: np.ndarray  # int64 [D], the source of each document
+    num_bytes: np.ndarray  # fp64 [D], the UTF-8 bytes that its predicted tokens stand for; NaN if they are not known
+    input_tokens: int  # tokens of the longest sequence that a model reads
+    highest_id: int  # of all ids
 
     @abc.abstractmethod
     def place(self, document: int) -> str:
@@ -202,14 +188,7 @@ def cut_windows(document: int, num_tokens: int, max_length: int, overlap: int) -
 
 
 class WindowedText(EncodedText):
-    """Texts, each document on its own: BOS (EOS for a tokenizer without it), then its tokens, in windows.
-
-    Args:
-        documents: the texts.
-        tokenizer: transformers' tokenizer.
-        max_length: tokens of a window.
-        overlap: see ``cut_windows``.
-    """
+    """Texts, each document on its own: BOS (EOS for a tokenizer without it), then its tokens, see ``cut_windows``."""
 
     def __init__(self, documents: DocumentTexts, tokenizer: Any, max_length: int, overlap: int) -> None:
         self._documents, self._max_length, self._overlap = documents, max_length, overlap
@@ -226,11 +205,9 @@ class WindowedText(EncodedText):
         self.highest_id = int(self.target_ids.max(initial=prefix))
 
     def place(self, document: int) -> str:
-        """Return the file and the line of a document."""
         return self._documents.places[document]
 
     def parts(self) -> Iterator[ScoredPart]:
-        """Yield consecutive documents."""
         for units in _split(self._starts):
             tokens = range(int(self._starts[units.start]), int(self._starts[units.stop]))
             settings = np.array([self._max_length, self._overlap, self._prefix[0]])
@@ -239,16 +216,17 @@ class WindowedText(EncodedText):
 
     def batches(self, part: ScoredPart, batch_tokens: int) -> Iterator[PredictedBatch]:
         """Yield windows of about the same length, the longest ones first."""
-        windows = [window for document in part.units for window in self._windows(document)]
+        lengths = np.diff(self._starts)
+        windows = [
+            window
+            for document in part.units
+            for window in cut_windows(document, int(lengths[document]), self._max_length, self._overlap)
+        ]
         windows.sort(key=lambda window: window.begin - window.stop)
         while windows:
             num_windows = max(1, batch_tokens // (windows[0].stop - windows[0].begin))
             yield self._batch(windows[:num_windows])
             del windows[:num_windows]
-
-    def _windows(self, document: int) -> Iterator[TextWindow]:
-        num_tokens = int(self._starts[document + 1] - self._starts[document])
-        return cut_windows(document, num_tokens, self._max_length, self._overlap)
 
     def _batch(self, windows: Sequence[TextWindow]) -> PredictedBatch:
         """Return the forward pass over windows, padded at the end, which causal attention does not see."""
@@ -286,7 +264,8 @@ class PackedText(EncodedText):
             targets = find_targets(batch.labels)
             ids.append(targets.ids.numpy().astype(np.int32))
             of_rows += np.bincount(targets.positions // batch.labels.shape[1], minlength=len(rows)).tolist()
-            documents.append(self._documents_in(rows))
+            numbers = np.array(rows, dtype=np.int64)
+            documents.append(numbers if self._rows.index is None else self._rows.index.pieces(numbers).documents)
             sources.append(batch.pieces.sources.numpy())
             num_targets.append(batch.pieces.num_targets.numpy())
             num_bytes.append(batch.pieces.num_bytes.numpy())
@@ -305,12 +284,10 @@ class PackedText(EncodedText):
         self.input_tokens = self._rows.longest()
 
     def place(self, document: int) -> str:
-        """Return the file and the line of a document, or its row."""
         number = int(self._numbers[document])
-        index = self._rows.index
-        if index is None:
+        if self._rows.index is None:
             return f"row {number}"
-        origin = index.origin(number)
+        origin = self._rows.index.origin(number)
         return f"{origin.file}:{origin.row}"
 
     def note(self) -> str:
@@ -319,7 +296,6 @@ class PackedText(EncodedText):
         return f"{self.name}: {reason}" if reason else ""
 
     def parts(self) -> Iterator[ScoredPart]:
-        """Yield consecutive rows."""
         for units in _split(self._row_starts):
             tokens = range(int(self._row_starts[units.start]), int(self._row_starts[units.stop]))
             settings = f"{self._dataset.fingerprint} {self._rows.isolates} {units}"
@@ -331,11 +307,6 @@ class PackedText(EncodedText):
             batch = self._rows.__getitems__(rows)
             places = np.arange(self._row_starts[rows.start], self._row_starts[rows.stop])
             yield PredictedBatch(batch.input_ids, batch.documents, find_targets(batch.labels), places)
-
-    def _documents_in(self, rows: range) -> np.ndarray:
-        """Return the number of the document of each piece in some rows, int64 [pieces]."""
-        numbers = np.array(rows, dtype=np.int64)
-        return numbers if self._rows.index is None else self._rows.index.pieces(numbers).documents
 
 
 def identity_of_texts(documents: DocumentTexts, max_length: int, overlap: int) -> str:

@@ -14,36 +14,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fabric_train.checkpoint import (
-    read_trainer_json,
-    saved_checkpoints,
-)
+from fabric_train.checkpoint import read_trainer_json, saved_checkpoints
 from fabric_train.cli.errors import InputError, RunError, missing_folder
 from fabric_train.cli.output import open_console
+from fabric_train.evaluation import scores
 from fabric_train.evaluation.compare_models import check_output, print_evaluated, unscored_texts
-from fabric_train.evaluation.compared_model import (
+from fabric_train.evaluation.lm_eval_worker import RequestedTask, WorkerRequest, start_worker
+from fabric_train.evaluation.loss_table import DOCUMENTS, Evaluated, check_same_documents, read_evaluated
+from fabric_train.evaluation.models import (
+    FOLDER,
     NUM_DIGITS,
     check_all_evaluated,
     find_models,
     full_digest,
     identity_of,
 )
-from fabric_train.evaluation.lm_eval_worker import RequestedTask, WorkerRequest, start_worker
-from fabric_train.evaluation.loss_table import DOCUMENTS, Evaluated, check_same_documents, read_evaluated
-from fabric_train.evaluation.scores import (
-    ModelScores,
-    ScoreTable,
-    build_table,
-    read_score_file,
-    read_scores,
-    to_csv,
-    to_markdown,
-    to_rich,
-    write_picture,
-)
+from fabric_train.evaluation.scores import ModelScores, ScoreTable
 from fabric_train.evaluation.tasks_file import LanguageTask, TaskSettings, read_tasks
 from fabric_train.evaluation.texts import DocumentTexts, open_texts
-from fabric_train.evaluation.token_losses import FOLDER
 from fabric_train.files.atomic_folder import hold_lock, wait_for_lock
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.training.evaluation import parse_early_stopping
@@ -53,18 +41,18 @@ if TYPE_CHECKING:
 
 _SECONDS_BETWEEN_LOOKS = 10.0
 
+Evaluate = Callable[[WorkerRequest], int]
+"""Evaluates a model on the tasks of a request, writes its scores, and returns an exit code."""
+
 
 @dataclass(frozen=True)
 class WatchedModel:
-    """A checkpoint of the run, or a model to compare it with, which has no step.
-
-    ``source`` is for ``load_for_inference``. ``identity`` changes with the weights.
-    """
+    """A checkpoint of the run, or a model to compare it with, which has no step."""
 
     name: str
-    source: str
+    source: str  # for ``load_for_inference``
     step: int | None
-    identity: str
+    identity: str  # changes with the weights
 
     @property
     def weights(self) -> str:
@@ -85,10 +73,6 @@ class WatchedModel:
         return f"model-{plain}-{full_digest(self.name)[:8]}.json"
 
 
-Evaluate = Callable[[WorkerRequest], int]
-"""Evaluates a model on the tasks of a request, writes its scores, and returns an exit code."""
-
-
 @dataclass(frozen=True)
 class WatchedTexts:
     """The texts of ``--texts``: what tells them from others, and the words of a command line that evaluates on them."""
@@ -98,11 +82,7 @@ class WatchedTexts:
 
     @classmethod
     def open(cls, arguments: "EvaluateArguments", output: Path) -> "WatchedTexts":
-        """Read the texts, and check that models can be evaluated on them.
-
-        Raises:
-            InputError: a text cannot be read, or ``output`` cannot be added to.
-        """
+        """Read the texts, and check that models can be evaluated on them and ``output`` can be added to."""
         assert arguments.texts is not None
         check_output(output)
         texts = open_texts(arguments.texts, arguments.text_column, output / FOLDER / "downloads")
@@ -125,10 +105,7 @@ class WatchedTexts:
 
 @dataclass
 class Watch:
-    """The evaluation of a run's checkpoints, and of other models, each of them once.
-
-    ``texts`` is None without ``--texts``, and ``tasks`` is empty without ``--tasks``.
-    """
+    """The evaluation of a run's checkpoints, and of other models, each of them once."""
 
     run: Path
     output: Path
@@ -136,7 +113,7 @@ class Watch:
     models: list[WatchedModel]
     batch_size: int
     evaluate: Evaluate
-    texts: WatchedTexts | None = None
+    texts: WatchedTexts | None = None  # None without --texts
     failed: dict[str, str] = field(default_factory=dict)
     """The names of models whose evaluation has failed, by identity; they are not tried again."""
     _expected: dict[str, Path] = field(default_factory=dict)
@@ -163,15 +140,15 @@ class Watch:
 
     def write_table(self) -> ScoreTable:
         """Write the table of tasks as CSV and markdown, and the picture; return the table."""
-        table = build_table(self.tasks, [])
+        table = scores.build_table(self.tasks, [])
         if not self.tasks:
             return table
         with wait_for_lock(self.output / "scores.lock"):
-            table = build_table(self.tasks, self._all_scores())
-            write_atomically(self.output / "scores.csv", to_csv(table, self.tasks))
-            write_atomically(self.output / "scores.md", to_markdown(table))
+            table = scores.build_table(self.tasks, self._all_scores())
+            write_atomically(self.output / "scores.csv", scores.to_csv(table, self.tasks))
+            write_atomically(self.output / "scores.md", scores.to_markdown(table))
             if table.columns:
-                write_picture(table, self.output / "scores.png")
+                scores.write_picture(table, self.output / "scores.png")
         return table
 
     def print_tables(self, seed: int) -> None:
@@ -179,12 +156,11 @@ class Watch:
         if self.texts and (self.output / DOCUMENTS).exists():
             print_evaluated(self.output, seed)
         if self.tasks:
-            open_console().print(to_rich(build_table(self.tasks, self._all_scores())))
+            open_console().print(scores.to_rich(scores.build_table(self.tasks, self._all_scores())))
 
     def _missing(self, model: WatchedModel) -> list[TaskSettings]:
-        """Return the tasks on which a model has not been evaluated."""
         settings = [task.settings for task in self.tasks]
-        return read_scores(self._file(model), model.unscored).missing(settings) if settings else []
+        return scores.read_scores(self._file(model), model.unscored).missing(settings) if settings else []
 
     def _lacks_texts(self, model: WatchedModel, evaluated: Evaluated) -> bool:
         return self.texts is not None and not self.texts.has_all(evaluated, model, self._name_on_texts(model))
@@ -194,7 +170,6 @@ class Watch:
         return model.name if model.step is None else str(self.run / model.name)
 
     def _evaluate(self, model: WatchedModel) -> None:
-        """Evaluate a model on the texts and the tasks that it still lacks, and note a failure."""
         code = 0
         if self.texts is not None and self._lacks_texts(model, read_evaluated(self.output)):
             _say(f"{model.name}: evaluating on texts")
@@ -203,9 +178,9 @@ class Watch:
             _say(f"{model.name}: evaluating {len(missing)} of {len(self.tasks)} tasks")
             tasks = {task.settings: task for task in self.tasks}
             requested = [RequestedTask(settings, tasks[settings].source) for settings in missing]
-            scores = read_scores(self._file(model), model.unscored)
-            file = str(self._file(model))
-            code = self.evaluate(WorkerRequest(requested, model.source, file, scores, self.batch_size))
+            file = self._file(model)
+            so_far = scores.read_scores(file, model.unscored)
+            code = self.evaluate(WorkerRequest(requested, model.source, str(file), so_far, self.batch_size))
         self._expected.pop(model.name, None)
         if code and model.step is not None and not Path(model.source).exists():
             _say(f"{model.name}: the run removed it while it was being loaded; --keep_checkpoints keeps more")
@@ -215,7 +190,6 @@ class Watch:
             self.failed[model.identity] = model.name
 
     def _note_removed(self, pending: Sequence[WatchedModel]) -> None:
-        """Print a note for each checkpoint that was to be evaluated and that the run has removed."""
         for name, folder in self._expected.items():
             if not folder.exists():
                 _say(f"{name}: the run removed it before it was evaluated; --keep_checkpoints keeps more")
@@ -233,9 +207,9 @@ class Watch:
         """Return the scores of all models: those of ``models`` first, also those of removed checkpoints."""
         known = {self._file(model): model for model in self._known()}
         others = [file for pattern in ("model-*.json", "step-*.json") for file in sorted(self.output.glob(pattern))]
-        found = [read_scores(file, model.unscored) for file, model in known.items()]
-        found += [read_score_file(file) for file in others if file not in known]
-        return [scores for scores in found if scores.scores]
+        found = [scores.read_scores(file, model.unscored) for file, model in known.items()]
+        found += [scores.read_score_file(file) for file in others if file not in known]
+        return [one for one in found if one.scores]
 
     def _file(self, model: WatchedModel) -> Path:
         return self.output / model.file_name
@@ -295,8 +269,8 @@ def watch_run(arguments: "EvaluateArguments") -> None:
 
 
 def evaluate_in_worker(request: WorkerRequest) -> int:
-    """Evaluate a model in a process of its own, and return its exit code; Ctrl-C ends that process too."""
-    worker = start_worker("losses" if request.words else "evaluate", request)
+    """Do what a request asks for in a process of its own, and return its exit code; Ctrl-C ends that process too."""
+    worker = start_worker(request)
     try:
         return worker.wait()
     finally:
@@ -305,10 +279,7 @@ def evaluate_in_worker(request: WorkerRequest) -> int:
 
 
 def run_has_ended(run: Path) -> bool:
-    """Whether the newest checkpoint of a run is that of its last step, or of the step at which early stopping ended it.
-
-    A run that was stopped or killed before has not ended: it may be resumed.
-    """
+    """Whether the newest checkpoint of a run is of its last step, or of the step at which early stopping ended it."""
     checkpoints = list(saved_checkpoints(run).values())
     if not checkpoints:
         return False
@@ -322,20 +293,10 @@ def run_has_ended(run: Path) -> bool:
 
 
 def _check_tasks(tasks: Sequence[LanguageTask]) -> None:
-    """Let a worker load all tasks with their data; it prints what is wrong with them.
-
-    Raises:
-        SystemExit: with the worker's exit code, if it is not 0.
-    """
+    """Let a worker load all tasks with their data; it prints what is wrong with them, and its exit code is ours."""
     _say("loading the tasks")
-    worker = start_worker(
-        "check", WorkerRequest([RequestedTask(task.settings, task.source, task.metric) for task in tasks])
-    )
-    try:
-        code = worker.wait()
-    finally:
-        worker.kill()
-    if code:
+    request = WorkerRequest([RequestedTask(task.settings, task.source, task.metric) for task in tasks])
+    if code := evaluate_in_worker(request):
         raise SystemExit(code)
 
 

@@ -1,4 +1,4 @@
-"""Average the weights of checkpoints, a block of a tensor at a time.
+"""What is exported: the weights of a checkpoint, or the average of several, a block of a tensor at a time.
 
 The uniform average of the last checkpoints of a run often has a lower loss than each of them (LAWA, arXiv:2209.14981).
 """
@@ -22,7 +22,6 @@ from fabric_train.model.weight_files import StoredTensors, open_weights
 
 _BLOCK = 1 << 23  # elements that are averaged at once: 64 MB in fp64
 _OF_NO_WEIGHT = ("dtype", "use_cache", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id")
-_ADVICE = "give checkpoints of one model"
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,8 @@ class AveragedTensors:
 
     Tensors that are no floating-point numbers are those of the last part.
 
-    Args:
-        parts: At least one.
-
     Raises:
-        InputError: The parts have other tensors or other shapes, or a file cannot be read.
+        InputError: the parts have other tensors or other shapes, or a file cannot be read.
     """
 
     def __init__(self, parts: Sequence[AveragePart]) -> None:
@@ -52,7 +48,7 @@ class AveragedTensors:
         self._last = self._parts[-1][0]
         for part, (tensors, _) in zip(parts, self._parts, strict=True):
             if fault := _other_tensors(tensors, self._last):
-                raise InputError(_cannot_be_averaged(part.checkpoint, parts[-1].checkpoint, fault))
+                raise _cannot_be_averaged(part.checkpoint, parts[-1].checkpoint, fault)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._last)
@@ -118,13 +114,12 @@ def check_one_model(checkpoints: Sequence[Path]) -> None:
         names = [name for name in {**configuration, **other} if configuration.get(name) != other.get(name)]
         if names:
             fault = f"{names[0]} is {other.get(names[0])} in its config.json, not {configuration.get(names[0])}"
-            raise InputError(_cannot_be_averaged(checkpoint, last, fault))
+            raise _cannot_be_averaged(checkpoint, last, fault)
         if _vocabulary(checkpoint) != vocabulary:
-            raise InputError(_cannot_be_averaged(checkpoint, last, "its tokenizer has another vocabulary"))
+            raise _cannot_be_averaged(checkpoint, last, "its tokenizer has another vocabulary")
 
 
 def _other_tensors(tensors: StoredTensors, wanted: StoredTensors) -> str | None:
-    """Return the first difference in names or shapes, or None."""
     here, there = ({name: list(one.shape(name)) for name in one} for one in (tensors, wanted))
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
@@ -138,14 +133,13 @@ def _configuration(checkpoint: Path) -> dict[str, Any]:
     return {name: value for name, value in content.items() if name not in _OF_NO_WEIGHT}
 
 
-def _vocabulary(checkpoint: Path) -> dict[str, int] | None:
+def _vocabulary(checkpoint: Path) -> Any:
     folder = checkpoint / "tokenizer"
-    vocabulary: dict[str, int] | None = load_hf_tokenizer(folder).get_vocab() if folder.is_dir() else None
-    return vocabulary
+    return load_hf_tokenizer(folder).get_vocab() if folder.is_dir() else None
 
 
-def _cannot_be_averaged(one: Path, other: Path, fault: str) -> str:
-    return f"{one} cannot be averaged with {other}: {fault}; {_ADVICE}"
+def _cannot_be_averaged(one: Path, other: Path, fault: str) -> InputError:
+    return InputError(f"{one} cannot be averaged with {other}: {fault}; give checkpoints of one model")
 
 
 @dataclass(frozen=True)
@@ -159,27 +153,15 @@ class ExportSource:
     parts: tuple[AveragePart, ...] = ()
 
     def open_tensors(self) -> StoredTensors:
-        """Open the tensors to export; each is read on request.
-
-        Raises:
-            InputError: A file of the weights is damaged or missing.
-        """
+        """Open the tensors to export; each is read on request."""
         return AveragedTensors(self.parts) if self.parts else open_weights(self.checkpoint)
 
     def open_reference(self) -> StoredTensors:
-        """Open the tensors to verify an export with: an average is computed in another way than for the export.
-
-        Raises:
-            InputError: A file of the weights is damaged or missing.
-        """
+        """Open the tensors to verify an export with: an average is computed in another way than for the export."""
         return PlainAverage(self.parts) if self.parts else open_weights(self.checkpoint)
 
     def identity(self) -> str:
-        """Return a hash of the content that is exported, from the checksums of the checkpoints and their weights.
-
-        Raises:
-            OSError: A checkpoint has no checksums.
-        """
+        """Return a hash of the content that is exported, from the checksums of the checkpoints and their weights."""
         digest = xxhash.xxh3_128()
         for part in self.parts or (AveragePart(self.checkpoint),):
             digest.update((part.checkpoint / CHECKSUMS).read_bytes() + repr(part.weight).encode())

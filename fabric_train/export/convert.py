@@ -1,4 +1,7 @@
-"""Convert a checkpoint to a Hugging Face folder, verified before it gets its final name."""
+"""Choose what is exported into which folder, and convert it to a Hugging Face folder, verified before it gets its name.
+
+``convert_to_hf.py`` calls :func:`plan_targets` or :func:`plan_average`, and then :func:`convert` for each folder.
+"""
 
 import os
 import shutil
@@ -21,10 +24,8 @@ from fabric_train.checkpoint import (
 from fabric_train.cli.errors import InputError
 from fabric_train.export.average import AveragePart, ExportSource, check_one_model
 from fabric_train.export.hub_format import add_former_names, published, write_weights
-from fabric_train.export.model_card import CardFacts
-from fabric_train.export.model_card.write_card import write_card
-from fabric_train.export.verification import is_verified_export, verify_in_fresh_process
-from fabric_train.export.verification_report import VerificationReport
+from fabric_train.export.model_card import CardFacts, write_card
+from fabric_train.export.verification import VerificationReport, is_verified_export, verify_in_fresh_process
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.regular_file import copy_folder
 from fabric_train.model.hf_model import (
@@ -44,12 +45,7 @@ def convert(
 ) -> VerificationReport:
     """Export ``source`` as the Hugging Face folder ``target``, which exists only if a fresh process verified it.
 
-    Args:
-        source: what to export.
-        target: a folder that does not exist yet or is empty.
-        dtype: dtype of the exported weights.
-        max_shard_size: largest safetensors file, such as 5GB; a larger tensor gets its own file.
-        facts: for the model card.
+    ``max_shard_size`` is that of the largest safetensors file, such as 5GB.
 
     Raises:
         InputError: the checkpoint is damaged, or ``target`` is taken.
@@ -101,10 +97,8 @@ def plan_targets(
 ) -> tuple[dict[Path, ExportSource], list[str]]:
     """Return what to export for each folder to write, and the names of damaged checkpoints of ``RUN/all``.
 
-    The folder is ``output_dir`` for one checkpoint, else one of its subfolders for each.
-
-    Print a note on standard error for each checkpoint that is in its subfolder already, from an earlier command. With
-    ``push``, verified exports that are there already are returned too, to be pushed.
+    The folder is ``output_dir`` for one checkpoint, else one of its subfolders for each. A checkpoint that is in its
+    subfolder already, verified, is left out with a note; with ``push`` it is returned, to be pushed.
 
     Raises:
         InputError: a folder is taken, a path has no checkpoint, or two checkpoints have the same name.
@@ -118,12 +112,9 @@ def plan_targets(
     damaged: list[str] = []
     for path in paths:
         try:
-            if means_all(path):
-                checkpoints, left_out = checkpoints_of_all(path)
-                damaged += [checkpoint.name for checkpoint in left_out]
-            else:
-                checkpoints = [find_whole_checkpoint(path)]
-            for checkpoint in checkpoints:
+            whole, left_out = checkpoints_of_all(path) if means_all(path) else ([find_whole_checkpoint(path)], [])
+            damaged += [checkpoint.name for checkpoint in left_out]
+            for checkpoint in whole:
                 source = ExportSource(checkpoint)
                 target = output_dir if is_single else output_dir / checkpoint.name
                 if target in targets:
@@ -153,11 +144,11 @@ def plan_average(
 
     Args:
         paths: a run, or checkpoints as :func:`find_checkpoint` reads them, the oldest first.
-        output_dir: the folder to write.
+        output_dir: with ``push``, it may be a verified export of this average already.
         average: last:K for the K newest checkpoints of the run, without those of a signal or a loss, or all.
         decay: weight of each checkpoint, relative to the next.
-        dtype: dtype of the exported weights.
-        push: whether ``output_dir`` may be a verified export of this average already, to be pushed.
+        dtype: of the exported weights.
+        push: whether the export is pushed.
 
     Raises:
         InputError: ``output_dir`` is taken, a path has no checkpoint, there are too few, or they are not of one model.
@@ -191,10 +182,7 @@ def plan_average(
 
 
 def _is_scheduled(checkpoint: Path) -> bool:
-    """Return whether a checkpoint is one of those at equal intervals; print a note on standard error if it is not."""
-    scheduled = read_trainer_json(checkpoint).scheduled
-    if not scheduled:
-        print(
-            f"note: {checkpoint} was saved for a signal or a loss, not at an interval; it is left out", file=sys.stderr
-        )
-    return scheduled
+    if scheduled := read_trainer_json(checkpoint).scheduled:
+        return scheduled
+    print(f"note: {checkpoint} was saved for a signal or a loss, not at an interval; it is left out", file=sys.stderr)
+    return False

@@ -1,20 +1,25 @@
-"""Push a finished folder, an exported model or a token dataset, to a repository on the Hugging Face hub."""
+"""The Hugging Face hub: push an export or a token dataset, check beforehand that this may be done, download a model."""
 
+import json
 import logging
+import re
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
+    GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     HTTPError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
 from huggingface_hub.hf_api import DatasetInfo, ModelInfo
 from huggingface_hub.utils import (
@@ -24,21 +29,26 @@ from huggingface_hub.utils import (
     validate_repo_id,
 )
 from huggingface_hub.utils import logging as hub_logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
+from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.cli.output import redact
+from fabric_train.files.atomic_folder import check_not_taken, sync_and_rename
+from fabric_train.files.regular_file import check_no_links_in, write_atomically
+from fabric_train.model.origin import HUB_SOURCE, HubSource
+from fabric_train.model.weight_files import check_weight_files, shard_names
 
 if TYPE_CHECKING:
     from fabric_train.cli.shared_arguments import PushArguments
 
 RepoType = Literal["model", "dataset"]
-_REPLACED = {
-    "model": ["*.safetensors", "*.safetensors.index.json"],
-    "dataset": ["train/*", "validation/*"],
-}
+_REPLACED = {"model": ["*.safetensors", "*.safetensors.index.json"], "dataset": ["train/*", "validation/*"]}
 """Files of an earlier push that a reader could take for a part of this one: removed unless they are pushed again."""
 _NEW_TOKEN = "create one with write access at https://huggingface.co/settings/tokens"
+_TEXTS = re.compile(r"[^/]+\.(json|jinja|txt|md|model|tiktoken)|LICENSE[^/]*|NOTICE[^/]*|USE_POLICY[^/]*", re.ASCII)
+_INDEX = re.compile(r".*\.index(\.[^/]*)?\.json")
 
 
 class PushError(RuntimeError):
@@ -49,12 +59,8 @@ class PushError(RuntimeError):
 class PushRequest:
     """Where a folder is pushed.
 
-    Args:
-        repository: OWNER/NAME.
-        repo_type: models and datasets have repositories of their own, which may have the same name.
-        private: whether a repository that the push creates is private.
-        revision: a branch, created if it is missing, or ``refs/pr/N`` for a pull request that is open; None is main.
-        create_pr: open a pull request instead of changing main.
+    Models and datasets have repositories of their own, which may have the same name OWNER/NAME. ``revision`` is a
+    branch, created if it is missing, or ``refs/pr/N`` for a pull request that is open; None is main.
     """
 
     repository: str
@@ -71,16 +77,11 @@ class PushRequest:
 
 
 def push(folder: Path, request: PushRequest, message: str, content: Path | None = None) -> str:
-    """Upload a folder in a commit with ``message``, and return the URL where it is: of the files or the pull request.
+    """Upload a folder in a commit with ``message``, and return the URL of the files or the pull request.
 
     What an earlier push of the same content has uploaded is not sent again: pieces of files with ``hf_xet``, whole
     files without it. ``huggingface_hub`` sends a request again that fails for a moment (a cut connection, 429, 5xx).
-
-    Args:
-        folder: what the user has made.
-        request: where it is pushed.
-        message: of the commit, and title of a pull request.
-        content: the files to upload, if they are not those of ``folder``.
+    ``content`` has the files to upload, if they are not those of ``folder``, which messages name.
 
     Raises:
         PushError: the hub cannot be reached or refuses the push.
@@ -90,7 +91,7 @@ def push(folder: Path, request: PushRequest, message: str, content: Path | None 
     content = content or folder
     files = [file for file in content.rglob("*") if file.is_file()]
     size = show_size(sum(file.stat().st_size for file in files))
-    print(f"pushing {len(files)} files, {size}, to {page_of(request)}", file=sys.stderr, flush=True)
+    print(f"pushing {len(files)} files, {size}, to {_page_of(request)}", file=sys.stderr, flush=True)
     try:
         with _shown_progress():
             api.create_repo(name, repo_type=kind, private=request.private, exist_ok=True)
@@ -107,20 +108,15 @@ def push(folder: Path, request: PushRequest, message: str, content: Path | None 
             )
     # a ValueError if the hub refuses the card's metadata, a RuntimeError around the failure of one file
     except (HTTPError, OSError, ValueError, RuntimeError) as error:
-        further = (
-            "; if a pull request was opened, give --revision refs/pr/N with its number instead of --create_pr"
-            if request.create_pr
-            else ""
-        )
+        further = "; if a pull request was opened, give --revision refs/pr/N with its number instead of --create_pr"
         raise PushError(
-            f"{folder} is complete, but pushing it to {name} failed: {reason_of(error)}; the same "
-            f"command pushes what is missing{further}"
+            f"{folder} is complete, but pushing it to {name} failed: {_reason_of(error)}; the same command pushes "
+            f"what is missing{further if request.create_pr else ''}"
         ) from error
-    return commit.pr_url or page_of(request)
+    return commit.pr_url or _page_of(request)
 
 
-def page_of(request: PushRequest) -> str:
-    """Return the address of a repository, or of its branch or pull request."""
+def _page_of(request: PushRequest) -> str:
     prefix = "" if request.repo_type == "model" else f"{request.repo_type}s/"
     page = f"{constants.ENDPOINT}/{prefix}{request.repository}"
     if request.revision and request.revision.startswith("refs/pr/"):
@@ -128,7 +124,7 @@ def page_of(request: PushRequest) -> str:
     return f"{page}/tree/{request.revision}" if request.revision else page
 
 
-def reason_of(error: BaseException) -> str:
+def _reason_of(error: BaseException) -> str:
     """Return in one line, without the token, what the hub answered or why there was no answer."""
     while isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
@@ -183,37 +179,36 @@ def _shown_progress() -> Iterator[None]:
 def check_push(request: PushRequest) -> None:
     """Ask the hub whether the token may push to ``request.repository``; nothing is created there.
 
-    What the user should know about a repository that exists is printed as notes on standard error.
+    So who lacks the right hears it before hours of tokenization or conversion. What the user should know about a
+    repository that exists is printed as notes on standard error.
 
     Raises:
         InputError: the name is not valid, there is no token, the hub does not accept it or cannot be reached, or the
             token lacks the right to write to the repository or to create it.
     """
-    asked = f"--push_to_hub {request.repository}"
+    asked, api = f"--push_to_hub {request.repository}", HfApi()
     try:
         validate_repo_id(request.repository)
-    except HFValidationError as error:
-        raise InputError(f"{asked}: {error}") from error
-    if get_token() is None:
-        raise InputError(
-            "--push_to_hub needs a Hugging Face token with write access: run `hf auth login`, or set HF_TOKEN "
-            f"({_NEW_TOKEN})"
-        )
-    api = HfApi()
-    try:
+        if get_token() is None:
+            raise InputError(
+                "--push_to_hub needs a Hugging Face token with write access: run `hf auth login`, or set HF_TOKEN "
+                f"({_NEW_TOKEN})"
+            )
         account = api.whoami()
         repository = _find(api, request, request.repo_type)
         missing = _missing_right(account, request) if repository is None else _refusal(api, account, request)
         notes = _notes(api, request, repository)
+    except HFValidationError as error:
+        raise InputError(f"{asked}: {error}") from error
     except HfHubHTTPError as error:
         if error.response.status_code == 401:
             raise InputError(
                 f"{asked}: the hub does not accept the token (HF_TOKEN, else that of `hf auth login`); {_NEW_TOKEN}"
             ) from error
-        raise InputError(f"{asked}: {reason_of(error)}; try again later") from error
+        raise InputError(f"{asked}: {_reason_of(error)}; try again later") from error
     except (OfflineModeIsEnabled, HTTPError, OSError) as error:
         raise InputError(
-            f"{asked}: {reason_of(error)}; without internet, leave out --push_to_hub here, and give the same command "
+            f"{asked}: {_reason_of(error)}; without internet, leave out --push_to_hub here, and give the same command "
             "with it on a machine that reaches the hub (HF_ENDPOINT, HF_HUB_OFFLINE): it pushes the finished folder"
         ) from error
     if missing:
@@ -223,7 +218,6 @@ def check_push(request: PushRequest) -> None:
 
 
 def _find(api: HfApi, request: PushRequest, repo_type: str) -> ModelInfo | DatasetInfo | None:
-    """Return what the hub says about the repository of this type, or None if there is none that the token can see."""
     try:
         return api.repo_info(request.repository, repo_type=repo_type)  # type: ignore[return-value]
     except RepositoryNotFoundError:
@@ -232,65 +226,55 @@ def _find(api: HfApi, request: PushRequest, repo_type: str) -> ModelInfo | Datas
 
 def _refusal(api: HfApi, account: dict[str, Any], request: PushRequest) -> str | None:
     """Return why the token cannot write to a repository that exists, by the hub's own check; None if it can."""
-    token, revision = _token(account), request.revision or ""
-    if revision.startswith("refs/pr/"):  # of which the token may be the author, without a right to write elsewhere
-        is_there = api.revision_exists(request.repository, revision, repo_type=request.repo_type)
-        return None if is_there else f"--revision {revision}: there is no such pull request"
-    shown = f"the token {token.get('displayName')!r} of {account.get('name')}"
+    shown, role, _ = _token(account)
+    if (request.revision or "").startswith("refs/pr/"):  # the token may be its author, with no other right to write
+        is_there = api.revision_exists(request.repository, request.revision or "", repo_type=request.repo_type)
+        return None if is_there else f"--revision {request.revision}: there is no such pull request"
     if request.create_pr:  # anyone may propose a change
-        return f"{shown} can only read; {_NEW_TOKEN}" if _only_reads(token) else None
+        return f"{shown} can only read; {_NEW_TOKEN}" if role == "read" else None
     try:
         api.auth_check(request.repository, repo_type=request.repo_type, write=True)
     except HfHubHTTPError as error:
-        if not isinstance(error, RepositoryNotFoundError) and error.response.status_code not in (401, 403):
-            if error.response.status_code == 404:  # a mirror without this call: the push itself will show it
-                return None
+        status = error.response.status_code
+        if isinstance(error, RepositoryNotFoundError) or status in (401, 403):
+            return f"it exists, and {shown} cannot write to it; {_NEW_TOKEN}, or propose a change with --create_pr true"
+        if status != 404:  # 404: a mirror without this call; the push itself will show it
             raise
-        return f"it exists, and {shown} cannot write to it; {_NEW_TOKEN}, or propose a change with --create_pr true"
     return None
 
 
 def _missing_right(account: dict[str, Any], request: PushRequest) -> str | None:
     """Return why the token cannot create the repository, None if nothing speaks against it.
 
-    An account or token of a kind that is not known here is not refused: the push itself will show it.
+    The hub has no call that says so. An account or token of a kind that is not known here is not refused: the push
+    itself will show it.
     """
-    name, token, owner = account.get("name"), _token(account), request.repository.split("/")[0]
-    shown = f"the token {token.get('displayName')!r} of {name}"
-    if _only_reads(token):
+    name, owner = account.get("name"), request.repository.split("/")[0]
+    shown, role, scopes = _token(account)
+    if role == "read":
         return f"{shown} can only read; {_NEW_TOKEN}"
-    roles = {org["name"].casefold(): org.get("roleInOrg") for org in account.get("orgs") or ()}
-    if name and owner.casefold() not in {name.casefold(), *roles}:
-        places = ", ".join([name, *(org["name"] for org in account.get("orgs") or ())])
+    organizations = {org["name"]: org.get("roleInOrg") for org in account.get("orgs") or ()}
+    if name and owner.casefold() not in map(str.casefold, (name, *organizations)):
+        places = ", ".join([name, *organizations])
         return (
             f"{name} cannot create a repository of {owner}; give the name of the account or an organization: {places}"
         )
-    if roles.get(owner.casefold()) == "read":
+    if "read" in [role for org, role in organizations.items() if org.casefold() == owner.casefold()]:
         return f"{name} can only read in the organization {owner}; ask for the role write or contributor"
-    if token.get("role") == "fineGrained" and "repo.write" not in _permissions(token, owner):
+    if role == "fineGrained" and "repo.write" not in {*scopes.get("", ()), *scopes.get(owner.casefold(), ())}:
         return f"{shown} has no write access to the repositories of {owner}; add it (repo.write), or {_NEW_TOKEN}"
     return None
 
 
-def _token(account: dict[str, Any]) -> dict[str, Any]:
-    """Return what the hub says about the token; empty for kinds such as those of a CI job."""
-    return (account.get("auth") or {}).get("accessToken") or {}
-
-
-def _only_reads(token: dict[str, Any]) -> bool:
-    return token.get("role") == "read"
-
-
-def _permissions(token: dict[str, Any], owner: str) -> set[str]:
-    """Return the permissions of a fine-grained token for new repositories of ``owner``."""
+def _token(account: dict[str, Any]) -> tuple[str, str | None, dict[str, list[str]]]:
+    """Return a token's name in a message, its role, and the permissions of a fine-grained one by owner ("": all)."""
+    token = (account.get("auth") or {}).get("accessToken") or {}  # other kinds, such as those of a CI job, have none
     grained = token.get("fineGrained") or {}
-    scoped = [
-        permission
-        for scope in grained.get("scoped") or ()
-        if str((scope.get("entity") or {}).get("name")).casefold() == owner.casefold()
-        for permission in scope.get("permissions") or ()
-    ]
-    return {*(grained.get("global") or ()), *scoped}
+    scopes = {"": list(grained.get("global") or ())}
+    for scope in grained.get("scoped") or ():
+        owner = str((scope.get("entity") or {}).get("name")).casefold()
+        scopes.setdefault(owner, []).extend(scope.get("permissions") or ())
+    return f"the token {token.get('displayName')!r} of {account.get('name')}", token.get("role"), scopes
 
 
 def _notes(api: HfApi, request: PushRequest, repository: ModelInfo | DatasetInfo | None) -> list[str]:
@@ -308,3 +292,76 @@ def _notes(api: HfApi, request: PushRequest, repository: ModelInfo | DatasetInfo
             "replaced, others stay"
         )
     return notes
+
+
+def download(
+    name: str, folder: Path, revision: str = "main", tokenizer_only: bool = False, pickles: bool = False
+) -> tuple[str, dict[str, int]]:
+    """Download the model ``name`` into ``folder``, which is complete or absent; return its commit, and bytes by file.
+
+    ``hub_source.json`` there says which repository and commit it is. Files that an interrupted download has left are
+    not fetched again. ``pickles`` allows weights that are not safetensors.
+
+    Raises:
+        InputError: the name, the revision or the weights do not exist, the hub cannot be reached, or ``folder`` is
+            taken.
+    """
+    check_not_taken(folder)
+    unfinished = folder.absolute().with_name(f".{folder.absolute().name}.unfinished")
+    check_no_links_in(unfinished)
+    asked = f"--model_name {name}"
+    try:
+        info = HfApi().model_info(name, revision=revision, files_metadata=True)
+        there = {file.rfilename for file in info.siblings or ()}
+        assert info.sha is not None  # the hub sends it for every revision
+        names = sorted(text_files(there))
+        if not tokenizer_only:
+            names += _weights(name, there, info.sha, unfinished, pickles)
+        needed = sum(file.size or 0 for file in info.siblings or () if file.rfilename in names)
+        free = free_bytes(next(parent for parent in folder.absolute().parents if parent.exists()))
+        if free < needed:
+            raise InputError(
+                f"{name} takes {show_size(needed)}, and {folder} has {show_size(free)} left; choose another disk"
+            )
+        snapshot_download(name, revision=info.sha, allow_patterns=names, local_dir=unfinished)
+    except GatedRepoError as error:
+        raise InputError(
+            f"{asked}: its owner asks you to accept its terms: do so on the hub, then run hf auth login"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise InputError(f"--revision {revision}: {name} has no such branch, tag or commit") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise InputError(f"{asked}: the hub has no such model; for a private one, run hf auth login") from error
+    except (OSError, HTTPError) as error:
+        raise InputError(f"{asked}: cannot be downloaded: {first_line(error).rstrip('.')}; start again") from error
+    shutil.rmtree(unfinished / ".cache", ignore_errors=True)  # of huggingface_hub; it does not name the repository
+    write_atomically(unfinished / HUB_SOURCE, json.dumps(asdict(HubSource(name, info.sha)), indent=2) + "\n")
+    if not tokenizer_only:
+        check_weight_files(unfinished)
+    if folder.is_dir():
+        folder.rmdir()
+    sync_and_rename(unfinished, folder.absolute())
+    return info.sha, {file: (folder / file).stat().st_size for file in names}
+
+
+def text_files(there: Iterable[str]) -> list[str]:
+    """Return the files of configuration, tokenizer, template and licence; an index belongs to the weights."""
+    return [name for name in there if _TEXTS.fullmatch(name) and not _INDEX.fullmatch(name)]
+
+
+def _weights(name: str, there: set[str], commit: str, unfinished: Path, pickles: bool) -> list[str]:
+    """Return the files of the weights: safetensors, or pickles if they are requested and nothing else exists."""
+    kinds = [(SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)]
+    kinds += [(WEIGHTS_INDEX_NAME, WEIGHTS_NAME)] if pickles else []
+    for index, single in kinds:
+        if index in there:
+            file = hf_hub_download(name, index, revision=commit, local_dir=unfinished)
+            return [index, *shard_names(Path(file))]
+        if single in there:
+            return [single]
+    if {WEIGHTS_NAME, WEIGHTS_INDEX_NAME} & there:
+        raise InputError(
+            f"--model_name {name}: its weights are pickles, not safetensors; use --pickles true "
+            "(they are loaded without running code), or another model"
+        )
+    raise InputError(f"--model_name {name}: it has no weights; use --tokenizer_only true for its tokenizer")

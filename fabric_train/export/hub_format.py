@@ -1,4 +1,4 @@
-"""Give tensors the names and shapes in which models of their family are published.
+"""Write an export in the form that other software reads: published names of tensors, and settings for transformers 4.
 
 transformers 5 has other names for some weights in memory, and joins the experts of a layer to one tensor (GPT-NeoX,
 Mixtral). Other software reads the published form only, and ``save_pretrained`` writes it. So does an export, a tensor
@@ -32,9 +32,7 @@ BLOCK_BYTES = 4 << 20
 def published(model: PreTrainedModel, tensors: StoredTensors) -> StoredTensors:
     """Return the tensors of a model by their published names, or as they are if one cannot be converted alone.
 
-    Args:
-        model: Its parameters may be on the meta device.
-        tensors: By the names in memory.
+    ``tensors`` have the names in memory. The model's parameters may be on the meta device.
     """
     try:
         return PublishedTensors(model, tensors)
@@ -65,7 +63,7 @@ class PublishedTensors:
         return len(self._in_memory)
 
     def shape(self, name: str) -> torch.Size:
-        """Return the shape of the published tensor."""
+        """Return the shape."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
@@ -89,26 +87,20 @@ class PublishedTensors:
 
 
 def add_former_names(folder: Path) -> None:
-    """Add the former names to ``config.json`` and ``tokenizer_config.json`` of an export."""
-    _add_to_config(folder / "config.json")
-    if (folder / "tokenizer_config.json").is_file():
-        _add_to_tokenizer_config(folder / "tokenizer_config.json")
+    """Add the names of transformers 4 to ``config.json`` and ``tokenizer_config.json`` of an export.
 
-
-def _add_to_config(file: Path) -> None:
-    """Add the former names, unless transformers 5 would read one of the settings differently then."""
-    written = file.read_bytes()
-    settings = _read_config(file)
-    config = read_json(file, dict, _ADVICE)
+    For those who run the export with software that is still on transformers 4, such as many a server and converter.
+    config.json stays as it is if transformers 5 would then read one of the settings differently.
+    """
+    file = folder / "config.json"
+    written, config = file.read_bytes(), read_json(file, dict, _ADVICE)
+    settings = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
     _write_json(file, {**former_names(config), **config})
-    found = _read_config(file)
+    found = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
     if any(found.get(name) != value for name, value in settings.items()):
         file.write_bytes(written)
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    settings: dict[str, Any] = AutoConfig.from_pretrained(file.parent, trust_remote_code=False).to_dict()
-    return settings
+    if (folder / "tokenizer_config.json").is_file():
+        _add_to_tokenizer_config(folder / "tokenizer_config.json")
 
 
 def former_names(config: dict[str, Any]) -> dict[str, Any]:
@@ -145,22 +137,16 @@ def write_weights(tensors: StoredTensors, folder: Path, dtype: torch.dtype, max_
     """Write ``model.safetensors``, or shards with an index. One block of rows of one tensor is in memory at a time.
 
     Args:
-        tensors: The weights by the names of the model's parameters.
-        folder: An existing folder.
-        dtype: Dtype of the written weights.
-        max_shard_size: Largest file, such as 5GB; a larger tensor gets a file of its own.
-        title: What the progress bar says.
+        tensors: by the names in the file.
+        folder: exists already.
+        dtype: of the written weights.
+        max_shard_size: largest file, such as 5GB; a larger tensor gets a file of its own.
+        title: of the progress bar.
     """
     outline = {name: torch.empty(tensors.shape(name), dtype=dtype, device="meta") for name in tensors}
     plan = split_torch_state_dict_into_shards(outline, max_shard_size=max_shard_size)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=open_console(stderr=True)) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=open_console(stderr=True)) as progress:
         task = progress.add_task(title, total=plan.metadata["total_size"])
         for filename, names in plan.filename_to_tensors.items():
             header, _ = safetensors_header([(name, dtype, tensors.shape(name)) for name in names], {"format": "pt"})

@@ -1,10 +1,12 @@
 """Compare an export with its checkpoint as a user of transformers would load it, or layer by layer if it is large.
 
-The names, shapes, dtypes and bits of all tensors are compared, and the logits on a fixed text. Only one of the two
-models is in memory at a time. If a model would take more than half of the available memory, the tensors are compared in
-blocks from the files, and both models are run layer by layer (``model_comparison.py``).
+The names, shapes, dtypes and bits of all tensors are compared, the settings, the tokenizer, and the logits on a fixed
+text. Only one of the two models is in memory at a time. If a model would take more than half of the available memory,
+the tensors are compared in blocks from the files, and both models are run layer by layer.
 """
 
+import filecmp
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -23,116 +25,28 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console
 from fabric_train.distributed.memory import available_memory
 from fabric_train.export.average import ExportSource
-from fabric_train.export.hub_format import blocks, published
-from fabric_train.export.verification_report import (
-    TEXT,
-    Method,
-    OutputReport,
-    TensorReport,
-    VerificationReport,
-    compare_configurations,
-    compare_index,
-    compare_tokenizers,
-    find_faults,
-)
+from fabric_train.export.hub_format import INDEX_NAME, blocks, former_names, published
+from fabric_train.export.verification import Method, OutputReport, TensorReport, VerificationReport, find_faults
+from fabric_train.files.typed_json import read_json
 from fabric_train.model.hf_model import (
+    GENERATION_CONFIG,
     ModelShape,
     build_model,
     check_readable,
+    checkpoint_generation_config,
     quiet_transformers,
+    read_generation_config,
     read_shape,
 )
 from fabric_train.model.load_weights import MetaModel, build_on_meta, open_in_parts, open_tensors, read_buffers
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights, open_weights
 
 _VOCABULARY_BLOCK = 8192  # rows of the output layer
-
-
-@dataclass(frozen=True)
-class LayeredOutput:
-    """The output [1, T, H] of each decoder layer, in their order, and the logits [1, T, V] in fp32."""
-
-    hidden_states: list[torch.Tensor]
-    logits: torch.Tensor
-
-
-@torch.inference_mode()
-def layered_forward(
-    meta: MetaModel, layer_classes: frozenset[type[nn.Module]], input_ids: torch.Tensor, advance: Callable[[], object]
-) -> LayeredOutput:
-    """Return what a model computes for ``input_ids`` [1, T], reading its weights once.
-
-    Args:
-        meta: A model on the meta device and its weights; hooks are added to it.
-        layer_classes: The classes of the decoder layers.
-        input_ids: Ids [1, T].
-        advance: Is called after each decoder layer.
-    """
-    model: Any = meta.model
-    assert meta.weights is not None
-    names = {id(parameter): name for name, parameter in model.named_parameters()}  # the first name of a tied weight
-    read_buffers(model, meta.weights)
-    hidden_states: list[torch.Tensor] = []
-
-    def keep_output(module: nn.Module, arguments: object, output: Any) -> None:
-        hidden_states.append(output[0] if isinstance(output, tuple) else output)
-        advance()
-
-    head = model.get_output_embeddings()
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, tuple(layer_classes))]
-    within = {inner for layer in layers for inner in layer.modules()}
-    for layer in layers:
-        layer.register_forward_hook(keep_output)
-        _read_while_running(layer, [*layer.modules()], meta.weights, names)
-    for module in model.modules():
-        if module is head and type(module) is nn.Linear:
-            weight, bias = (names.get(id(parameter)) for parameter in (head.weight, head.bias))
-            head.forward = _BlockwiseHead(meta.weights, weight or "", head.weight, bias).forward
-        elif module._parameters and module not in within:
-            _read_while_running(module, [module], meta.weights, names)
-    logits = model.eval()(input_ids=input_ids, use_cache=False).logits
-    return LayeredOutput(hidden_states, logits.float())
-
-
-def _read_while_running(unit: nn.Module, modules: list[nn.Module], weights: Weights, names: dict[int, str]) -> None:
-    """Give ``modules`` their own parameters during the forward pass of ``unit``, and only then."""
-    on_meta = [(module, dict(module._parameters)) for module in modules]
-
-    def read(unit: nn.Module, arguments: object) -> None:
-        for module, parameters in on_meta:
-            for name, parameter in parameters.items():
-                if parameter is not None:
-                    full = weights.read_block(names[id(parameter)], (0,) * parameter.dim(), parameter.shape)
-                    module._parameters[name] = nn.Parameter(full.to(parameter.dtype), requires_grad=False)
-
-    def drop(unit: nn.Module, arguments: object, output: object) -> None:
-        for module, parameters in on_meta:
-            module._parameters.update(parameters)
-
-    unit.register_forward_pre_hook(read)
-    unit.register_forward_hook(drop)
-
-
-@dataclass(frozen=True)
-class _BlockwiseHead:
-    """A linear output layer of shape [V, H] that is read and multiplied in blocks of rows."""
-
-    weights: Weights
-    name: str
-    matrix: torch.Tensor
-    bias: str | None
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [1, T, V] of ``hidden`` [1, T, H]."""
-        (rows, width), logits = self.matrix.shape, []
-        for begin in range(0, rows, _VOCABULARY_BLOCK):
-            count = min(_VOCABULARY_BLOCK, rows - begin)
-            block = self.weights.read_block(self.name, (begin, 0), (count, width)).to(self.matrix.dtype)
-            bias = None
-            if self.bias:
-                bias = self.weights.read_block(self.bias, (begin,), (count,)).to(self.matrix.dtype)
-            logits.append(F.linear(hidden, block, bias))
-        return torch.cat(logits, dim=-1)
+_TEXT = (
+    "Now is the winter of our discontent made glorious summer by this sun of York; 1 + 1 = 2, naïve café, 東京.\n"
+    "def main() -> None:\n    print('Hello, world!')\n"
+)
+_WRITTEN_ANEW = {"transformers_version", "_name_or_path", "_from_model_config", "architectures", "dtype", "use_cache"}
 
 
 @dataclass(frozen=True)
@@ -155,8 +69,9 @@ class _Sides:
 
 @dataclass(frozen=True)
 class _Outputs:
-    """The comparison of what two models compute. ``wrongly_loaded``: names of weights that transformers does not find
-    in the export, does not know, or loads with other values than the files have.
+    """The comparison of what two models compute.
+
+    ``wrongly_loaded`` are weights that transformers misses, does not know, or loads with other values than the files.
     """
 
     method: Method
@@ -176,7 +91,9 @@ def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> Verificat
         return _compare(_open(folder, source, dtype))
     except InputError as error:  # a file is missing or damaged
         nothing = TensorReport(0, 0, [], [], [], 0.0)
-        return VerificationReport(_name(dtype), "tensors only", nothing, [], None, [], "absent", [*error.faults])
+        return VerificationReport(
+            str(dtype).removeprefix("torch."), "tensors only", nothing, [], None, [], "absent", [*error.faults]
+        )
 
 
 def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _Sides:
@@ -196,14 +113,14 @@ def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _Sides:
 
 def _compare(sides: _Sides) -> VerificationReport:
     checkpoint = sides.source.checkpoint
-    settings = compare_configurations(sides.folder, sides.exported_shape, checkpoint, sides.shape, sides.dtype)
-    settings += compare_index(sides.folder, sides.files)
-    of_tokenizer = compare_tokenizers(sides.folder, checkpoint / "tokenizer")
+    settings = _compare_configurations(sides.folder, sides.exported_shape, checkpoint, sides.shape, sides.dtype)
+    settings += _compare_index(sides.folder, sides.files)
+    of_tokenizer = _compare_tokenizers(sides.folder, checkpoint / "tokenizer")
     tensors = _compare_tensors(sides)
     fits = not (settings or tensors.missing or tensors.unexpected or tensors.max_difference == math.inf)
     outputs = _compare_outputs(sides) if fits else _NOT_RUN
     report = VerificationReport(
-        dtype=_name(sides.dtype),
+        dtype=str(sides.dtype).removeprefix("torch."),
         method=outputs.method,
         tensors=replace(tensors, different=sorted({*tensors.different, *outputs.wrongly_loaded})),
         layers=outputs.layers,
@@ -254,10 +171,11 @@ def _compare_outputs(sides: _Sides) -> _Outputs:
         return _compare_whole(sides)
     compared = _compare_layers(sides)
     if compared is None:
-        note = (
+        print(
             f"note: {sides.shape.config.model_type} does not fit in memory and cannot be run layer by layer, so only "
+            "tensors and settings are compared, not the logits",
+            file=sys.stderr,
         )
-        print(f"{note}tensors and settings are compared, not the logits", file=sys.stderr)
     return compared or _NOT_RUN
 
 
@@ -318,23 +236,155 @@ def _difference(expected: torch.Tensor, found: torch.Tensor) -> OutputReport:
 
 @torch.inference_mode()
 def _logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits [1, T, V] in fp32 of input_ids [1, T]."""
     logits: torch.Tensor = model.eval()(input_ids=input_ids, use_cache=False).logits
     return logits.float()
 
 
 def _fixed_input(folder: Path, shape: ModelShape) -> torch.Tensor:
-    """Return the ids [1, T] of the fixed text, or 64 fixed ids if the export has no tokenizer.
-
-    A model with few positions gets the first of them.
-    """
+    """Return the ids [1, T] of the fixed text, or fixed ids without a tokenizer; as many as the model has positions."""
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        ids: torch.Tensor = tokenizer(TEXT, return_tensors="pt")["input_ids"]
+        ids: torch.Tensor = tokenizer(_TEXT, return_tensors="pt")["input_ids"]
     else:
         ids = (torch.arange(64) * 7919 % shape.vocab_size).unsqueeze(0)
     return ids[:, : shape.max_positions]
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _compare_configurations(
+    folder: Path, exported: ModelShape, checkpoint: Path, stored: ModelShape, dtype: torch.dtype
+) -> list[str]:
+    """Return the settings of config.json and generation_config.json that are not those of the checkpoint.
+
+    An export has its own dtype and architecture, it always uses the cache, and it has names for transformers 4 too.
+    """
+    expected, found = stored.config.to_dict(), exported.config.to_dict()
+    for name, value in former_names(found).items():
+        if name not in expected and found.get(name) == value:
+            del found[name]
+    differences = [f"{name} in config.json" for name in _different(expected, found)]
+    if exported.config.dtype != dtype:
+        differences.append("dtype in config.json")
+    if not (folder / GENERATION_CONFIG).is_file():
+        return [*differences, GENERATION_CONFIG]
+    generation = checkpoint_generation_config(checkpoint, stored.config).to_dict()
+    of_export = read_generation_config(str(folder), exported.config).to_dict()
+    return [*differences, *(f"{name} in {GENERATION_CONFIG}" for name in _different(generation, of_export))]
+
+
+def _compare_tokenizers(folder: Path, original: Path) -> list[str] | None:
+    """Return what differs between two tokenizers, as transformers reads them and in the bytes of their files.
+
+    None if the checkpoint has none.
+    """
+    if not original.is_dir():
+        return None
+    expected, found = _traits(original), _traits(folder)
+    differences = _different(expected, found)
+    for file in sorted(path for path in original.rglob("*") if path.is_file()):
+        copy = folder / file.relative_to(original)
+        if file.name == "tokenizer_config.json":  # has names for transformers 4
+            continue
+        if not copy.is_file() or not filecmp.cmp(file, copy, shallow=False):
+            differences.append(file.name)
+    return differences
+
+
+def _compare_index(folder: Path, files: CheckpointTensors) -> list[str]:
+    if not (folder / INDEX_NAME).is_file():
+        return []
+    weight_map = read_json(folder / INDEX_NAME, dict, "convert again").get("weight_map")
+    if weight_map != {name: files.file_of(name).name for name in files}:
+        return [f"{INDEX_NAME} does not say which file has which tensor"]
+    return []
+
+
+def _traits(source: Path) -> dict[str, Any]:
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    ids = tokenizer(_TEXT)["input_ids"]
+    return {
+        "ids": ids,
+        "decoded text": tokenizer.decode(ids),
+        "special tokens": tokenizer.special_tokens_map,
+        "vocabulary": tokenizer.get_vocab(),
+        "chat template": tokenizer.chat_template,
+    }
+
+
+def _different(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    names = sorted({*expected, *found} - _WRITTEN_ANEW)
+    return [name for name in names if expected.get(name) != found.get(name)]
+
+
+@dataclass(frozen=True)
+class LayeredOutput:
+    """The output [1, T, H] of each decoder layer, in their order, and the logits [1, T, V] in fp32."""
+
+    hidden_states: list[torch.Tensor]
+    logits: torch.Tensor
+
+
+@torch.inference_mode()
+def layered_forward(
+    meta: MetaModel, layer_classes: frozenset[type[nn.Module]], input_ids: torch.Tensor, advance: Callable[[], object]
+) -> LayeredOutput:
+    """Return what a model computes for ``input_ids`` [1, T], reading its weights once, a decoder layer at a time.
+
+    For those who export a model that is larger than half of the machine's memory, such as 70B parameters on the node
+    that trained it. ``meta`` is a model on the meta device; hooks are added to it. ``advance`` is called after each
+    decoder layer.
+    """
+    model: Any = meta.model
+    assert meta.weights is not None
+    names = {id(parameter): name for name, parameter in model.named_parameters()}  # the first name of a tied weight
+    read_buffers(model, meta.weights)
+    hidden_states: list[torch.Tensor] = []
+
+    def keep_output(module: nn.Module, arguments: object, output: Any) -> None:
+        hidden_states.append(output[0] if isinstance(output, tuple) else output)
+        advance()
+
+    head = model.get_output_embeddings()
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, tuple(layer_classes))]
+    within = {inner for layer in layers for inner in layer.modules()}
+    for layer in layers:
+        layer.register_forward_hook(keep_output)
+        _read_while_running(layer, [*layer.modules()], meta.weights, names)
+    for module in model.modules():
+        if module is head and type(module) is nn.Linear:
+            head.forward = functools.partial(_blockwise_head, meta.weights, names, head.weight, head.bias)
+        elif module._parameters and module not in within:
+            _read_while_running(module, [module], meta.weights, names)
+    logits = model.eval()(input_ids=input_ids, use_cache=False).logits
+    return LayeredOutput(hidden_states, logits.float())
+
+
+def _read_while_running(unit: nn.Module, modules: list[nn.Module], weights: Weights, names: dict[int, str]) -> None:
+    """Give ``modules`` their own parameters during the forward pass of ``unit``, and only then."""
+    on_meta = [(module, dict(module._parameters)) for module in modules]
+
+    def read(unit: nn.Module, arguments: object) -> None:
+        for module, parameters in on_meta:
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    full = weights.read_block(names[id(parameter)], (0,) * parameter.dim(), parameter.shape)
+                    module._parameters[name] = nn.Parameter(full.to(parameter.dtype), requires_grad=False)
+
+    def drop(unit: nn.Module, arguments: object, output: object) -> None:
+        for module, parameters in on_meta:
+            module._parameters.update(parameters)
+
+    unit.register_forward_pre_hook(read)
+    unit.register_forward_hook(drop)
+
+
+def _blockwise_head(
+    weights: Weights, names: dict[int, str], matrix: torch.Tensor, bias: torch.Tensor | None, hidden: torch.Tensor
+) -> torch.Tensor:
+    """Return the logits [1, T, V] of ``hidden`` [1, T, H]; matrix [V, H] and bias are read in blocks of rows."""
+    (rows, width), logits = matrix.shape, []
+    for begin in range(0, rows, _VOCABULARY_BLOCK):
+        count = min(_VOCABULARY_BLOCK, rows - begin)
+        block = weights.read_block(names[id(matrix)], (begin, 0), (count, width)).to(matrix.dtype)
+        added = None if bias is None else weights.read_block(names[id(bias)], (begin,), (count,)).to(matrix.dtype)
+        logits.append(F.linear(hidden, block, added))
+    return torch.cat(logits, dim=-1)

@@ -1,23 +1,64 @@
 """Verify an export in a fresh process: ``python -m fabric_train.export.verification EXPORT CHECKPOINT DTYPE``.
 
 For an average, ``PART=WEIGHT`` for each checkpoint in it ends the command line. The process has nothing of the one that
-wrote the export. ``model_comparison.py`` says what it compares.
+wrote the export. ``model_comparison.py`` says what it compares; the report, and what in it is a fault, are here.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from fabric_train.cli.errors import FAILURE, InputError, run_program
 from fabric_train.cli.fabric_command import project_first
 from fabric_train.export.average import AveragePart, ExportSource
-from fabric_train.export.model_comparison import compare
-from fabric_train.export.verification_report import REPORT_NAME, VerificationReport, read_report
+from fabric_train.files.typed_json import read_json
+
+REPORT_NAME = "verification.json"
+Method = Literal["whole model", "layer by layer", "tensors only"]
+_LISTED = 5
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """The tensors: how many were compared, and the names of those that do not match."""
+
+    compared: int
+    parameters: int
+    missing: list[str]
+    unexpected: list[str]
+    different: list[str]
+    max_difference: float  # the largest absolute difference of a weight
+
+
+@dataclass(frozen=True)
+class OutputReport:
+    """Number of values compared, and the largest absolute value and difference; NaN if a value is not finite."""
+
+    compared: int
+    max_value: float
+    max_difference: float
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """Result of a comparison; ``faults`` is empty for a good export."""
+
+    dtype: str  # of the export, such as "bfloat16"
+    method: Method  # how the two models were run
+    tensors: TensorReport
+    layers: list[OutputReport]  # of each decoder layer, first to last; empty unless run layer by layer
+    logits: OutputReport | None  # None if the models were not run
+    settings: list[str]  # of config.json, generation_config.json and tokenizer, those that differ
+    tokenizer: str  # "equal", "different" or "absent"
+    faults: list[str]  # what does not match, in words
+    source: str = ""  # ``ExportSource.identity`` of what was exported; empty in reports of earlier versions
 
 
 class VerificationError(RuntimeError):
@@ -25,7 +66,7 @@ class VerificationError(RuntimeError):
 
 
 def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
-    """Compare ``folder`` with ``source`` in a new Python process, which also writes its report into ``folder``.
+    """Compare the export ``folder`` with ``source`` in a new Python process, which also writes its report there.
 
     Raises:
         VerificationError: they do not match, or the process ended without a report.
@@ -39,7 +80,7 @@ def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dty
         raise VerificationError(
             f"the export of {checkpoint} could not be verified: the process that verifies it ended with {reason}"
         )
-    report = read_report(folder)
+    report = _read_report(folder)
     if report.faults:
         raise VerificationError(f"the export of {checkpoint} does not match it: {'; '.join(report.faults)}")
     return report
@@ -49,12 +90,49 @@ def is_verified_export(folder: Path, source: ExportSource, dtype: torch.dtype) -
     """Whether ``folder`` is a verified export of ``source`` in ``dtype``, as its report says."""
     if not (folder / REPORT_NAME).is_file():
         return False
-    report = read_report(folder)
+    report = _read_report(folder)
     return (report.source, report.dtype, report.faults) == (source.identity(), str(dtype).removeprefix("torch."), [])
+
+
+def _read_report(folder: Path) -> VerificationReport:
+    return read_json(folder / REPORT_NAME, VerificationReport, "convert again")
+
+
+def find_faults(report: VerificationReport, dtype: torch.dtype) -> list[str]:
+    """Return what does not match, in words."""
+    faults = []
+    for names, what in (
+        (report.tensors.missing, "tensors missing"),
+        (report.tensors.unexpected, "tensors not in the checkpoint"),
+        (report.tensors.different, "tensors different in shape, type or value"),
+        (report.settings, "different from the checkpoint's"),
+    ):
+        if names:
+            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            faults.append(f"{what}: {', '.join(names[:_LISTED])}{more}")
+    for number, layer in enumerate(report.layers):
+        if not layer.max_difference <= _tolerance(layer, dtype):
+            faults.append(f"the output of decoder layer {number} differs by {layer.max_difference:.3g}")
+            break
+    if report.logits is None:
+        return faults
+    tolerance = _tolerance(report.logits, dtype)
+    if math.isnan(report.logits.max_difference):
+        faults.append(f"logits in {report.dtype} are not finite: choose another --dtype")
+    elif report.logits.max_difference > tolerance:
+        faults.append(f"logits differ by {report.logits.max_difference:.3g}, more than {tolerance:.3g}")
+    return faults
+
+
+def _tolerance(output: OutputReport, dtype: torch.dtype) -> float:
+    # same weights, same code, so only the order of summation may differ, which changes the last bit or two
+    return max(1e-4, 2 * torch.finfo(dtype).eps) * output.max_value
 
 
 def main() -> None:
     """Write the report into the export's folder; exit with 0 if they match, else with 1."""
+    from fabric_train.export.model_comparison import compare  # needs this module
+
     if len(sys.argv) < 4:
         raise InputError(
             f"usage: python -m {__spec__.name} EXPORT CHECKPOINT float32|bfloat16|float16 [PART=WEIGHT ...]"

@@ -5,32 +5,24 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError
-from fabric_train.inference.generate import GeneratedText, GenerationSettings, TextPrinter, generate
-from fabric_train.inference.prompts import Prompt, PromptEncoder, chat_turn, check_fits
+from fabric_train.inference.generate import GeneratedText, TextPrinter, generate
+from fabric_train.inference.prompts import Prompt, PromptEncoder, chat_turn, encode_prompts, limits_of
 from fabric_train.tokenization.chats.chat_format import Chat, Message
+
+if TYPE_CHECKING:
+    from fabric_train.inference.arguments import GenerateArguments
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer"
 
 
 class Conversation:
-    """A chat with a model.
+    """A chat with a model. Each answer has a random stream of its own."""
 
-    Args:
-        model: a causal language model in evaluation mode.
-        tokenizer: the model's tokenizer.
-        encoder: of chats.
-        settings: how tokens are chosen. Each answer has a random stream of its own.
-        system: text of the system turn; None for none, or the template's own.
-    """
-
-    def __init__(
-        self, model: Any, tokenizer: Any, encoder: PromptEncoder, settings: GenerationSettings, system: str | None
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any, encoder: PromptEncoder, settings: "GenerateArguments") -> None:
         self._model, self._tokenizer, self._encoder, self._settings = model, tokenizer, encoder, settings
-        self._system = system
         self._num_answers = 0
         self._history: list[Message] = []
 
@@ -44,10 +36,10 @@ class Conversation:
         Raises:
             InputError: the conversation is too long for the model, or its template refuses it. The turn is dropped.
         """
-        turn = chat_turn(text, None if self._history else self._system).messages
+        turn = chat_turn(text, None if self._history else self._settings.system).messages
         messages = [*self._history, *turn]
-        ids = self._encoder.encode(Prompt(Chat(messages), "the conversation"))
-        check_fits(self._model, ids, "the conversation", self._settings.num_tokens)
+        prompt = Prompt(Chat(messages), "the conversation")
+        (ids,) = encode_prompts(self._encoder, [prompt], limits_of(self._model), self._settings.num_tokens)
         with _counted_interrupts() as interrupts:
             (generated,) = generate(
                 self._model,

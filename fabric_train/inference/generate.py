@@ -4,7 +4,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -12,18 +12,17 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
+if TYPE_CHECKING:
+    from fabric_train.inference.arguments import GenerateArguments
+
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # some bytes of a character; the next token has the others
 
 
 class TextPrinter(BaseStreamer):
     """Print the text of a single prompt on standard output while ``generate`` runs, and a line break at its end.
 
-    On a terminal, ``cli.output`` makes its control characters visible.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        stop: texts at which generation ends; they are not printed.
-        shows_prompt: print the prompt, too.
+    The texts in ``stop``, at which generation ends, are not printed. On a terminal, ``cli.output`` makes control
+    characters visible.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), shows_prompt: bool = False) -> None:
@@ -34,37 +33,28 @@ class TextPrinter(BaseStreamer):
 
     def put(self, value: Any) -> None:
         """Take the prompt's ids [1, T] first, and then each new id [1]."""
-        if self._prompt_ids is not None:
-            self._new_ids += value.tolist()
-            self._print_up_to_what_may_change()
+        if self._prompt_ids is None:
+            self._prompt_ids = value[0].tolist()
+            if self._shows_prompt:
+                print(self._tokenizer.decode(self._prompt_ids, skip_special_tokens=True), end="", flush=True)
             return
-        self._prompt_ids = value[0].tolist()
-        if self._shows_prompt:
-            print(self._tokenizer.decode(self._prompt_ids, skip_special_tokens=True), end="", flush=True)
-
-    def end(self) -> None:
-        """Print what was held back, and a line break."""
-        text = self._text()
-        print(text[self._num_printed : find_stop(text, self._stop)], flush=True)
-
-    def _text(self) -> str:
-        return continuation(self._tokenizer, self._prompt_ids or [], self._new_ids)
-
-    def _print_up_to_what_may_change(self) -> None:
-        text = self._text()
+        self._new_ids += value.tolist()
+        text = continuation(self._tokenizer, self._prompt_ids, self._new_ids)
         end = find_stop(text, self._stop)
-        if end is None:
+        if end is None:  # the rest may change with the next token
             end = len(text.rstrip(_INCOMPLETE)) - _begun_stop(text, self._stop)
         if end > self._num_printed:
             print(text[self._num_printed : end], end="", flush=True)
             self._num_printed = end
 
+    def end(self) -> None:
+        """Print what was held back, and a line break."""
+        text = continuation(self._tokenizer, self._prompt_ids or [], self._new_ids)
+        print(text[self._num_printed : find_stop(text, self._stop)], flush=True)
+
 
 def continuation(tokenizer: Any, prompt_ids: list[int], new_ids: list[int]) -> str:
-    """Return the text of new ids after a prompt.
-
-    Of the new ids alone, some tokenizers would drop a space at the beginning.
-    """
+    """Return the text of new ids after a prompt; without it, some tokenizers drop a space at the beginning."""
     prompt = tokenizer.decode(prompt_ids, skip_special_tokens=True)
     whole: str = tokenizer.decode([*prompt_ids, *new_ids], skip_special_tokens=True)
     return whole.removeprefix(prompt)
@@ -82,36 +72,8 @@ def _begun_stop(text: str, stop: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class GenerationSettings:
-    """How tokens are chosen, and where a text ends.
-
-    Attributes:
-        num_tokens: largest number of new tokens.
-        temperature: 0 takes the most likely token each time; above 0 samples.
-        top_p: sample from the most likely tokens that together have this probability (arXiv:1904.09751).
-        top_k: sample from this number of most likely tokens; 0 for all.
-        min_p: sample from tokens at least this share as likely as the most likely one (arXiv:2407.01082).
-        repetition_penalty: divides the scores of tokens that the text has already (arXiv:1909.05858); 1 for none.
-        stop: texts at which generation ends.
-        seed: of the sampling.
-    """
-
-    num_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class GeneratedText:
-    """The ids of a prompt, the new ids, and their text, which ends before a stop string.
-
-    ``ended_by`` is "stop" if a token or a text ended it, "length" after the largest number of tokens, and "interrupt".
-    """
+    """The ids of a prompt, the new ids, and their text; "stop" is that a token ended it, or a text, which it lacks."""
 
     prompt_ids: list[int]
     new_ids: list[int]
@@ -125,31 +87,27 @@ def generate(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
-    settings: GenerationSettings,
+    settings: "GenerateArguments",
     *,
     end_ids: Sequence[int] = (),
     numbers: Sequence[int] | None = None,
     printer: TextPrinter | None = None,
     is_interrupted: Callable[[], bool] = lambda: False,
 ) -> list[GeneratedText]:
-    """Continue prompts, in one batch, until the model ends each text.
+    """Continue prompts, in one batch, until the model, which is in evaluation mode, ends each text.
 
     A sampled text depends on its own prompt and number and not on the other prompts of the batch: noise of a random
     stream of its own is added to the scores (the Gumbel-max trick, arXiv:1411.0030).
 
     Args:
-        model: a causal language model in evaluation mode.
-        tokenizer: the model's tokenizer.
-        prompts: ids of each prompt, at least one; see ``prompts.check_prompt``.
-        settings: how tokens are chosen.
-        end_ids: tokens that end a text, in addition to the tokenizer's EOS and those of the model's
-            ``generation_config``.
+        prompts: ids of each prompt, at least one; see ``prompts.encode_prompts``.
+        end_ids: tokens that end a text, too, beside the tokenizer's EOS and those of ``model.generation_config``.
         numbers: of the prompts, which with the seed choose their random streams; default: their places in the batch.
         printer: prints the text as it is generated; for a single prompt.
         is_interrupted: called after each token; True ends the generation.
     """
     encoded = [list(ids) for ids in prompts]
-    ends = _all_ends(model, tokenizer, end_ids)
+    own, ends = model.generation_config, _all_ends(model, tokenizer, end_ids)
     # the model's own generation_config may sample, apply top_k or penalize repetition, which the user did not ask for
     config = GenerationConfig(
         max_new_tokens=settings.num_tokens,
@@ -163,9 +121,10 @@ def generate(
     mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in encoded])
     interrupted = _Interrupted(is_interrupted)
     stops = {"stop_strings": list(settings.stop), "tokenizer": tokenizer} if settings.stop else {}
-    device = _input_device(model)
+    places = getattr(model, "hf_device_map", None)  # weights that wait in host memory are on no device
+    device = next(iter(places.values())) if places else model.device  # of the first layer
     start = time.perf_counter()
-    own, model.generation_config = model.generation_config, config
+    model.generation_config = config
     try:
         output = model.generate(
             rows.to(device),
@@ -179,26 +138,20 @@ def generate(
         model.generation_config = own
     seconds = time.perf_counter() - start
     new = [row[longest:] for row in output.tolist()]
+    unfinished: Literal["interrupt", "length"] = "interrupt" if interrupted.happened else "length"
+    cut = [(ids, *_cut(tokenizer, ids, row, settings.stop, ends)) for ids, row in zip(encoded, new, strict=True)]
     return [
-        _finished(tokenizer, ids, row, settings, ends, interrupted.happened, seconds)
-        for ids, row in zip(encoded, new, strict=True)
+        GeneratedText(ids, new_ids, text, "stop" if ended else unfinished, seconds) for ids, new_ids, text, ended in cut
     ]
 
 
 def _all_ends(model: Any, tokenizer: Any, more: Sequence[int]) -> list[int]:
-    """Return the ids that end a text: those of the model's generation_config, the tokenizer's EOS, and ``more``."""
     own = model.generation_config.eos_token_id if model.generation_config else None
     ids = own if isinstance(own, list) else [own]
     return sorted({id_ for id_ in (*ids, tokenizer.eos_token_id, *more) if id_ is not None})
 
 
-def _input_device(model: Any) -> torch.device:
-    """Return the device of the first layer; weights that wait in host memory are on no device."""
-    devices = getattr(model, "hf_device_map", None)
-    return torch.device(next(iter(devices.values()))) if devices else model.device
-
-
-def _processors(settings: GenerationSettings, numbers: Sequence[int]) -> LogitsProcessorList:
+def _processors(settings: "GenerateArguments", numbers: Sequence[int]) -> LogitsProcessorList:
     """Return what changes the scores so that the highest one is the token to take; none for greedy decoding."""
     if not settings.temperature:
         return LogitsProcessorList()
@@ -240,25 +193,20 @@ class _Interrupted(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.happened, device=input_ids.device)
 
 
-def _finished(
-    tokenizer: Any,
-    prompt_ids: list[int],
-    row: list[int],
-    settings: GenerationSettings,
-    ends: Sequence[int],
-    was_interrupted: bool,
-    seconds: float,
-) -> GeneratedText:
-    """Cut a row of new ids where its text ends: other rows of the batch may have gone on."""
+def _cut(
+    tokenizer: Any, prompt_ids: list[int], row: list[int], stop: Sequence[str], ends: Sequence[int]
+) -> tuple[list[int], str, bool]:
+    """Cut a row of new ids where its text ends, for other rows of the batch may have gone on.
+
+    Return the new ids, the text, and whether a token or a text ended it.
+    """
     end = next((place for place, id_ in enumerate(row, 1) if id_ in ends), None)
     new_ids = row[:end]
     text = continuation(tokenizer, prompt_ids, new_ids)
-    if (stop := find_stop(text, settings.stop)) is not None:
+    if (place := find_stop(text, stop)) is None:
+        return new_ids, text, end is not None
 
-        def has_stop(count: int) -> bool:
-            return find_stop(continuation(tokenizer, prompt_ids, new_ids[:count]), settings.stop) is not None
+    def has_stop(count: int) -> bool:
+        return find_stop(continuation(tokenizer, prompt_ids, new_ids[:count]), stop) is not None
 
-        count = bisect_left(range(len(new_ids)), True, key=has_stop)
-        return GeneratedText(prompt_ids, new_ids[:count], text[:stop], "stop", seconds)
-    unfinished: Literal["interrupt", "length"] = "interrupt" if was_interrupted else "length"
-    return GeneratedText(prompt_ids, new_ids, text, unfinished if end is None else "stop", seconds)
+    return new_ids[: bisect_left(range(len(new_ids)), True, key=has_stop)], text[:place], True

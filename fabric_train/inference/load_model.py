@@ -29,7 +29,6 @@ from fabric_train.model.weight_files import open_weights
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ADVICE = "save the adapter again with peft's save_pretrained"
 _SHARE_FOR_WEIGHTS = 0.85  # of a GPU's free memory; the rest is for activations and the cache of keys and values
-_INSTALL = "pip install 'fabric-train[accelerate]'"
 
 
 def is_adapter(folder: Path) -> bool:
@@ -38,11 +37,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def read_base_name(folder: Path) -> str:
-    """Return the name or folder of the model that an adapter was trained on.
-
-    Raises:
-        InputError: its configuration is damaged or names none.
-    """
+    """Return the name or folder of the model that an adapter was trained on; raise an InputError if there is none."""
     name = read_json(folder / _CONFIG, dict, _ADVICE).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise InputError(f"{folder / _CONFIG}: it names no base model; give it by --base_model")
@@ -81,10 +76,7 @@ def load_onto_devices(opened: MetaModel, gpu_bytes: int | None = None) -> Any:
 
     A model that does not fit into one GPU is spread over all GPUs of this machine, layer by layer. What does not fit
     there stays in host memory, and is copied to a GPU each time it is used. accelerate moves the activations.
-
-    Args:
-        opened: from ``load_weights``; its dtype is that of the loaded model.
-        gpu_bytes: largest size of the weights on one GPU; default: 85 % of its free memory.
+    ``gpu_bytes`` is the largest size of the weights on one GPU; by default 85 % of its free memory.
 
     Raises:
         InputError: the model needs several devices and accelerate is not installed, or it does not fit into all.
@@ -105,9 +97,8 @@ def load_onto_devices(opened: MetaModel, gpu_bytes: int | None = None) -> Any:
 def spread(model: Any, room: Mapping[int, int]) -> dict[str, str]:
     """Return the device of each part of a model, by the part's name; layers stay whole.
 
-    Args:
-        model: its weights may be on the meta device.
-        room: bytes of weights for each GPU by its index. Host memory takes the rest.
+    ``room`` has the bytes of weights for each GPU by its index; host memory takes the rest. The model's weights may be
+    on the meta device.
 
     Raises:
         InputError: accelerate is not installed, or the model does not fit.
@@ -118,7 +109,7 @@ def spread(model: Any, room: Mapping[int, int]) -> dict[str, str]:
     except ImportError:
         raise InputError(
             f"the model's weights of {show_size(_num_bytes(model))} do not fit into one GPU, and accelerate, which "
-            f"uses several devices, is not installed: {_INSTALL}"
+            "uses several devices, is not installed: pip install 'fabric-train[accelerate]'"
         ) from None
     limits: dict[Any, int] = {"cpu": get_max_memory()["cpu"], **room}
     classes = list(model._no_split_modules or ())
@@ -151,7 +142,6 @@ def _materialize(model: nn.Module, places: dict[str, Any]) -> None:
 
 
 def _place_of(name: str, places: dict[str, Any]) -> Any:
-    """Return the device of the innermost part that has the parameter ``name``."""
     while name not in places:
         name = name.rpartition(".")[0]
     return places[name]
@@ -174,13 +164,9 @@ def _dispatch(model: Any, places: dict[str, Any]) -> Any:
 def load_for_inference(name: str, *, base_model: str | None = None, gpu_bytes: int | None = None) -> tuple[Any, Any]:
     """Load model and tokenizer from a checkpoint (see ``find_checkpoint``), a Hugging Face folder or the hub.
 
-    The weights are bfloat16 on a GPU; on CPU they keep the dtype in which they are stored. ``model.name_or_path`` is
-    where they come from.
-
-    Args:
-        name: of the model; or a folder with an adapter of peft, which is put on its base model.
-        base_model: of an adapter, instead of the one that its configuration names.
-        gpu_bytes: largest size of the weights on one GPU; see ``load_onto_devices``.
+    A folder with an adapter of peft is put on its base model, which is ``base_model`` or the one that its configuration
+    names. The weights are bfloat16 on a GPU; on CPU they keep the dtype in which they are stored.
+    ``model.name_or_path`` is where they come from. ``gpu_bytes``: see ``load_onto_devices``.
 
     Raises:
         InputError: the model does not exist, its weights or its tokenizer are missing or damaged, or it does not fit
@@ -212,5 +198,4 @@ def load_for_inference(name: str, *, base_model: str | None = None, gpu_bytes: i
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether this is a Hugging Face model folder and not a checkpoint, which also has trainer.json."""
-    return (folder / "config.json").is_file() and not (folder / "trainer.json").is_file()
+    return (folder / "config.json").is_file() and not (folder / "trainer.json").is_file()  # which a checkpoint has

@@ -1,4 +1,4 @@
-"""Prompts: read them from a file, and make token ids of them."""
+"""Prompts: read them from a file, make token ids of them, and write the text of each."""
 
 import json
 import os
@@ -6,21 +6,26 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import open_regular, open_to_write
 from fabric_train.files.typed_json import parse_json
-from fabric_train.inference.generate import GeneratedText, GenerationSettings, generate
+from fabric_train.inference.generate import GeneratedText, generate
 from fabric_train.tokenization.chats.chat_encoder import own_template
 from fabric_train.tokenization.chats.chat_format import Chat, read_chat
 from fabric_train.tokenization.chats.chat_template import ChatTemplate
 from fabric_train.tokenization.documents import BadRowError
 
+if TYPE_CHECKING:
+    from fabric_train.inference.arguments import GenerateArguments
+
 _ADVICE = 'give a .txt file with a prompt on each line, or a .jsonl file with {"prompt": ...} or {"messages": ...}'
 _FIX = "give another --output, or remove it"
+_SETTINGS = ("num_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
+"""The arguments that decide a text, with model and prompt."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Prompt:
 
 
 def chat_turn(text: str, system: str | None) -> Chat:
-    """Return a chat with a user's turn, after a system turn if there is one."""
+    """Return a chat with a user's turn, after a system turn if ``system`` is given."""
     begin = [{"role": "system", "content": system}] if system is not None else []
     return Chat([*begin, {"role": "user", "content": text}])
 
@@ -83,11 +88,7 @@ def read_prompts(file: Path, *, chat: bool = False, system: str | None = None) -
 
 
 def _read_line(line: str, is_json: bool) -> str | Chat:
-    """Return the content of a line, "" for an empty one.
-
-    Raises:
-        ValueError: it is not valid.
-    """
+    """Return the content of a line, "" for an empty one; raise a ValueError if it is not valid."""
     if not line or not is_json:
         return line
     row = parse_json(line, dict)
@@ -112,15 +113,9 @@ def _in_chat(content: str | Chat, system: str | None) -> str | Chat:
 
 
 class PromptEncoder:
-    """Make the token ids of prompts.
+    """Make the token ids of prompts, among which there may be chats if ``prompts_chats``.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        name: the model's name, for error messages.
-        prompts_chats: whether there are chats among the prompts.
-
-    Attributes:
-        end_ids: the token that ends the assistant's turn, if chats are prompted and the template writes one.
+    ``end_ids`` has the token that ends the assistant's turn, if chats are prompted and the template writes one.
 
     Raises:
         InputError: there are chats, and the tokenizer has no chat template or one that cannot be used.
@@ -154,14 +149,12 @@ class PromptEncoder:
             text = self._template.render(chat.messages, chat.tools, generation_prompt=True)
         except BadRowError as error:
             raise InputError(f"{prompt.place}: {error}") from None
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Return the text's ids after exactly one BOS, as at the start of a document in training."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    bos = tokenizer.bos_token_id
+    ids, bos = list(tokenizer.encode(text, add_special_tokens=False)), tokenizer.bos_token_id
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
@@ -195,16 +188,6 @@ def limits_of(model: Any) -> PromptLimits:
     return PromptLimits(vocab_size, getattr(model.config.get_text_config(), "max_position_embeddings", None))
 
 
-def check_fits(model: Any, ids: Sequence[int], place: str, num_tokens: int) -> None:
-    """Check that a model can continue a prompt by ``num_tokens``.
-
-    Raises:
-        InputError: prompt and new tokens exceed its positions, or an id of the prompt its vocabulary.
-    """
-    if fault := limits_of(model).find_fault(ids, place, num_tokens):
-        raise InputError(fault)
-
-
 def encode_prompts(
     encoder: PromptEncoder,
     prompts: Sequence[Prompt],
@@ -212,7 +195,7 @@ def encode_prompts(
     num_tokens: int,
     option: str = "--num_tokens",
 ) -> list[list[int]]:
-    """Return the ids of all prompts of a file.
+    """Return the ids of prompts.
 
     Raises:
         InputError: one line for each prompt that cannot be continued by ``num_tokens``, the value of ``option``.
@@ -230,31 +213,23 @@ class OutputFile:
     """The file of generated texts: a line for each prompt, in their order.
 
     A line has ``line`` (of the prompt in its file), ``prompt`` or ``messages``, ``text``, ``num_tokens``, ``ended_by``,
-    ``model`` and ``settings``, so that a program that continues the file can check that it is the same work.
-
-    Args:
-        path: may have the first lines already; a last line that is cut off is removed when the file is written to.
-        prompts: all of them.
-        settings: of the generation.
+    ``model`` and ``settings``, so that a program that continues the file can check that it is the same work. The file
+    may have the first lines already; a last line that is cut off is removed when it is written to.
 
     Raises:
         InputError: a line is damaged, or is of another prompt or other settings.
     """
 
-    def __init__(self, path: Path, prompts: Sequence[Prompt], settings: GenerationSettings) -> None:
+    def __init__(self, path: Path, prompts: Sequence[Prompt], settings: "GenerateArguments") -> None:
         self.path, self._prompts = path, prompts
-        self._settings = asdict(settings) | {"stop": list(settings.stop)}
+        self._settings = {name: getattr(settings, name) for name in _SETTINGS}
         self._model: str | None = None
         if not path.absolute().parent.is_dir():
             raise InputError(f"--output {path}: {path.absolute().parent} is not a folder; create it, or give another")
         self._size, self.num_done = self._check_lines() if path.exists() else (0, 0)
 
     def check_model(self, model: str) -> None:
-        """Check that the lines so far are of this model.
-
-        Raises:
-            InputError: they are not.
-        """
+        """Raise an InputError if the lines so far are of another model."""
         if self._model not in (None, model):
             raise InputError(f"{self.path} has texts of {self._model}, not of {model}; {_FIX}")
         self._model = model
@@ -305,27 +280,19 @@ def generate_for_file(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
-    settings: GenerationSettings,
+    settings: "GenerateArguments",
     output: OutputFile,
-    batch_size: int,
     end_ids: Sequence[int] = (),
 ) -> None:
     """Generate a text for every prompt whose line is missing, with a progress bar, and print a summary.
 
-    Args:
-        model: a causal language model in evaluation mode.
-        tokenizer: the model's tokenizer.
-        prompts: ids of all prompts.
-        settings: how tokens are chosen.
-        output: the file to write.
-        batch_size: prompts that are continued together. Of a greedy text, only rounding depends on it.
-        end_ids: tokens that end a text; see ``generate``.
+    ``settings.batch_size`` prompts are continued together. Of a greedy text, only rounding depends on it.
     """
     from rich.progress import Progress
 
     from fabric_train.cli.output import open_console
 
-    num_tokens, found, start = 0, output.num_done, time.perf_counter()
+    num_tokens, found, start, batch_size = 0, output.num_done, time.perf_counter(), settings.batch_size
     with output.open() as write, Progress(console=open_console(stderr=True)) as bar:
         task = bar.add_task("generating", total=len(prompts), completed=found)
         for begin in range(found, len(prompts), batch_size):

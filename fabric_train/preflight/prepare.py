@@ -67,7 +67,7 @@ def prepare(
     if checkpoint and continues:
         start = _continue_from(checkpoint, order, branches=start_from.branch is not None)
     elif checkpoint and not arguments.evaluation.only_reads:
-        from fabric_train.export.model_card import stages_through  # slow
+        from fabric_train.export.card_facts import stages_through  # slow
 
         start = replace(start, stages=stages_through(checkpoint))
     starts_after = checkpoints.data_starts_after(start.lineage)

@@ -53,11 +53,7 @@ class TraceArguments:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the documents of a step, or the steps and checkpoints that read a document, or both as JSON.
-
-    Raises:
-        InputError: the run, its token datasets, the step or the document cannot be found.
-    """
+    """Print the documents of a step, or the steps and checkpoints that read a document, or both as JSON."""
     arguments = parse_arguments(TraceArguments, argv)
 
     from fabric_train.trace.documents import list_documents, print_document, print_step  # slow

@@ -1,4 +1,4 @@
-"""List the documents that a step read, from the rows of its window."""
+"""List the documents that a step read, and the steps and checkpoints that read a document; print both."""
 
 import os
 import sys
@@ -18,15 +18,8 @@ from fabric_train.data.row_documents import RowDocument, documents_in
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.tokenization.inspect.row_view import visible
 from fabric_train.tokenization.manifest import Manifest
-from fabric_train.tokenization.packing.document_index import (
-    DocumentIndex,
-    SourceTable,
-    files_named,
-    find_documents,
-    find_rows,
-    num_records,
-    open_index,
-)
+from fabric_train.tokenization.packing import document_index
+from fabric_train.tokenization.packing.document_index import DocumentIndex
 from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
 from fabric_train.trace.run_history import RunHistory, Stretch
 
@@ -37,34 +30,26 @@ _WIDTH_OF_FILES = 1000  # a line of a file or pipe is not broken
 
 @dataclass(frozen=True)
 class DocumentInStep:
-    """A document, or the part of one, in a row of a step.
+    """A document, or the part of one, in a row of a step; the whole row without a document index."""
 
-    ``ranks`` read the row, ``row`` of the token dataset's train split. ``first_token`` is the position in the document
-    of the first token that is in the row, and ``tokens`` their number. ``source``, ``file`` and ``line`` are None
-    without a document index: then it is the whole row.
-    """
-
-    ranks: list[int]
+    ranks: list[int]  # that read the row
     dataset: str
-    row: int
+    row: int  # of the token dataset's train split
     source: str | None
     file: str | None
     line: int | None
-    first_token: int
-    tokens: int
+    first_token: int  # position in the document of the first token that is in the row
+    tokens: int  # of the document in the row
     text: str
 
 
 @dataclass(frozen=True)
 class StepDocuments:
-    """The documents of a step, in the order of its rows, and the checkpoint that says how many ranks took it.
-
-    ``is_taken``: whether a checkpoint has the step; otherwise it is one that the run would take.
-    """
+    """The documents of a step, in the order of its rows, and the checkpoint that says how many ranks took it."""
 
     step: int
     epoch: int
-    is_taken: bool
+    is_taken: bool  # whether a checkpoint has the step; otherwise it is one that the run would take
     run: str
     checkpoint: str
     num_ranks: int
@@ -96,14 +81,14 @@ def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocu
         num_ranks=ranks.number,
         num_rows=len(rows),
         documents=[
-            _name(list(own), dataset, row, document)
+            _placed(list(own), dataset, row, document)
             for own, dataset, row in wanted
             for document in documents_in(dataset, row, vocabularies[dataset.folder])
         ],
     )
 
 
-def _name(ranks: list[int], dataset: TokenDataset, row: int, document: RowDocument) -> DocumentInStep:
+def _placed(ranks: list[int], dataset: TokenDataset, row: int, document: RowDocument) -> DocumentInStep:
     origin = document.origin
     source, file, line = (origin.source, origin.file, origin.row) if origin else (None, None, None)
     place = (ranks, str(dataset.folder), row, source, file, line)
@@ -203,7 +188,7 @@ class _IndexedSplit:
 def _open_splits(dataset: TokenDataset) -> Iterator[_IndexedSplit]:
     manifest = dataset.manifest
     for name in manifest.ledger.splits if manifest else ("train",):
-        index = open_index(dataset.folder, manifest, name) if manifest else None
+        index = document_index.open_index(dataset.folder, manifest, name) if manifest else None
         if manifest is None or index is None:
             raise InputError(
                 f"{dataset.folder} has no document index, so its rows cannot be traced to documents: an older version "
@@ -213,25 +198,19 @@ def _open_splits(dataset: TokenDataset) -> Iterator[_IndexedSplit]:
 
 
 def _choose_files(splits: list[_IndexedSplit], name: str) -> dict[Path, tuple[str, list[int]]]:
-    """Return by token dataset the whole name and the numbers of the file that ``name`` means.
-
-    Raises:
-        InputError: there is no such file, or there are several.
-    """
+    """Return by token dataset the whole name and the numbers of the file that ``name`` means."""
     tables = {split.dataset.folder: split.index.sources for split in splits}
-    matching = {folder: files_named(table, name) for folder, table in tables.items()}
+    matching = {folder: document_index.files_named(table, name) for folder, table in tables.items()}
     names = sorted({whole for files in matching.values() for whole in files})
     names = [name] if name in names else names
     if not names:
-        raise InputError(f"--document: no token dataset of the run has a file {name}; {_files_of(tables)}")
+        there = {table.file_name(number) for table in tables.values() for number in range(table.num_files)}
+        raise InputError(
+            f"--document: no token dataset of the run has a file {name}; they have {_listed(sorted(there))}"
+        )
     if len(names) > 1:
         raise InputError(f"--document: {name} is the end of several names, give one of them: {_listed(names)}")
     return {folder: (names[0], files[names[0]]) for folder, files in matching.items() if names[0] in files}
-
-
-def _files_of(tables: dict[Path, SourceTable]) -> str:
-    names = [table.file_name(number) for table in tables.values() for number in range(table.num_files)]
-    return f"they have {_listed(sorted(set(names)))}"
 
 
 def _listed(names: list[str]) -> str:
@@ -243,7 +222,7 @@ def _search(
     splits: list[_IndexedSplit], chosen: dict[Path, tuple[str, list[int]]], line: int, show: ShowProgress
 ) -> Iterator[IndexedDocument]:
     splits = [split for split in splits if split.dataset.folder in chosen]
-    total, done = sum(num_records(split.index) for split in splits), 0
+    total, done = sum(document_index.num_records(split.index) for split in splits), 0
 
     def advance(count: int) -> None:
         nonlocal done
@@ -252,10 +231,10 @@ def _search(
 
     for split in splits:
         _, files = chosen[split.dataset.folder]
-        numbers = find_documents(split.index, files, line, advance)
+        numbers = document_index.find_documents(split.index, files, line, advance)
         if numbers:
             origin = split.index.origin(numbers[0])
-            rows = find_rows(split.index, numbers, advance)
+            rows = document_index.find_rows(split.index, numbers, advance)
             yield IndexedDocument(
                 dataset=str(split.dataset.folder),
                 split=split.name,
@@ -270,7 +249,6 @@ def _search(
 
 
 def _reads(history: RunHistory, stretch: Stretch, found: list[IndexedDocument]) -> Iterator[DocumentRead]:
-    """Yield the steps of a stretch that read the document."""
     data = history.data_of(stretch)
     last = int(min(stretch.last, history.num_planned))
     trained = [document for document in found if document.split == "train"]

@@ -102,10 +102,7 @@ class RunData:
         return self.datasets.parts[part], number
 
     def row_at(self, folder: str, number: int) -> int | None:
-        """Return the row with a number in the train split of a token dataset: the inverse of ``place``.
-
-        None if no step reads it.
-        """
+        """Return the row with a number in a token dataset's train split, None if no step reads it: undo ``place``."""
         parts = [str(part.folder) for part in self.datasets.parts]
         if folder not in parts:
             return None
@@ -116,9 +113,8 @@ class RunData:
 class RunHistory:
     """The steps of a run, from the first step of the first run that it branched off.
 
-    Args:
-        given: the run or checkpoint, as other programs take it.
-        data_dirs: the run's token datasets, if they are no longer where it read them.
+    ``given`` is the run or checkpoint, as other programs take it. ``data_dirs`` are the run's token datasets, if they
+    are no longer where it read them.
 
     Raises:
         InputError: there is no such checkpoint, or it is damaged.
@@ -143,11 +139,7 @@ class RunHistory:
         return [f"a run began with the weights of {path}, whose own steps are not searched" for path in taken]
 
     def stretch_of(self, step: int) -> Stretch:
-        """Return the stretch with a step.
-
-        Raises:
-            InputError: the run ends before it.
-        """
+        """Return the stretch with a step; raise an InputError if the run ends before it."""
         if step > self.num_planned:
             raise InputError(f"--step {step}: the run of {self.checkpoint} ends at step {self.num_planned}")
         return next(stretch for stretch in reversed(self.stretches) if step >= stretch.first)
@@ -263,12 +255,9 @@ def _open(checkpoint: Path, order: DataOrder, data_dirs: Sequence[str] | None) -
 
 
 def _all_of(sources: Sequence[str], there: Sequence[str], folders: Sequence[str]) -> Shares:
-    """Return shares that list the sources of a mixture as its run did.
+    """Return shares that list the sources of a mixture as its run did, for its token datasets, now in ``folders``.
 
-    Args:
-        sources: as ``mixture_sources`` of trainer.json names them; empty if they are whole token datasets.
-        there: the folders of the token datasets in the run.
-        folders: where they are now.
+    ``sources`` are the ``mixture_sources`` of trainer.json; empty if they are whole token datasets.
     """
     option = "mixture_sources of trainer.json"
     if not sources:

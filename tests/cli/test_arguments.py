@@ -27,10 +27,10 @@ from arguments import (
 from convert_to_hf import ConvertArguments
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten, parse_arguments, to_yaml
+from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.inspect.__main__ import InspectArguments
 from fabric_train.tokenization.merge import MergeArguments
-from generate import GenerateArguments
 from tests.support.former_command_line import FORMER_COMMAND_LINE
 
 REQUIRED = ["--train_data_dir", "tokens", "--output_dir", "run"]

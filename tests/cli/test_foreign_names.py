@@ -15,7 +15,7 @@ from fabric_train.cli.argument_types import convert, types_of
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import read_table
 from fabric_train.cli.yaml_core import load
-from generate import GenerateArguments
+from fabric_train.inference.arguments import GenerateArguments
 from tests.support.program_arguments import PROGRAM_ARGUMENTS
 
 _SCRIPTS = ("tokenize_dataset.py", "convert_to_hf.py", "generate.py", "evaluate.py", "download_model.py")

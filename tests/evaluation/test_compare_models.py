@@ -21,7 +21,7 @@ from fabric_train.data.token_dataset import open_dataset
 from fabric_train.evaluation import texts as evaluation_texts
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.compare_models import compare_models
-from fabric_train.evaluation.compared_model import find_model
+from fabric_train.evaluation.models import find_model
 from fabric_train.evaluation.texts import cut_windows
 from fabric_train.training.evaluation import evaluate
 from tests.support.checkpoint_examples import trained_weights, write_checksums, write_full

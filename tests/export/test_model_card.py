@@ -21,10 +21,11 @@ from convert_to_hf import ConvertArguments, print_gaps
 from fabric_train.checkpoint import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
+from fabric_train.export import model_card
 from fabric_train.export.average import ExportSource
+from fabric_train.export.card_text import PublicNames
 from fabric_train.export.convert import write_export
-from fabric_train.export.model_card import CardFacts, card_results, draw_card_picture, write_model_card
-from fabric_train.export.model_card.record import PublicNames
+from fabric_train.export.model_card import CardFacts, draw_card_picture, write_model_card
 from fabric_train.model.origin import ModelOrigin, find_origin
 from fabric_train.tokenization import merge
 from fabric_train.training.loggers import CSVLogger
@@ -325,7 +326,7 @@ def test_the_card_has_the_losses_of_the_run_and_of_its_trunk(tmp_path: Path, tin
     branch = {"run": str(tmp_path / "trunk"), "step": 3, "continues_data": True, "changed": {}}
     edit_json(checkpoint / "trainer.json", lambda content: content.update(lineage=[branch]))
     drawn: list[Any] = []
-    with patch.object(card_results, "draw_loss_curves", lambda *given: drawn.append(given)):
+    with patch.object(model_card, "draw_loss_curves", lambda *given: drawn.append(given)):
         draw_card_picture(checkpoint, tmp_path, CardFacts("owner/name"))
     ((rows, picture, title, branches),) = drawn
     assert [row.step for row in rows] == list(range(7))
@@ -472,6 +473,16 @@ def test_names_from_the_data_are_no_html_and_no_markdown(
     assert "<table>" in html
     assert "<img src=x" not in html
     assert 'href="b"' not in html
+
+
+def test_a_wheel_has_the_templates_of_the_cards() -> None:
+    package = Path(model_card.__file__).parents[1]
+    text = (package.parent / "pyproject.toml").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^fabric_train = (\[.*\])$", text, re.MULTILINE)
+    packed = {file for pattern in json.loads(listed) for file in package.glob(pattern)}
+    templates = {*(package / "export" / "templates").iterdir()}
+    assert templates
+    assert templates <= packed
 
 
 # ------------------------------------------------------------------------------------------- where a model comes from

@@ -13,7 +13,6 @@ from huggingface_hub import constants
 
 import download_model
 from fabric_train.cli.errors import InputError
-from fabric_train.export import model_download
 from tests.support.programs import RunProgram
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -144,7 +143,7 @@ def test_an_unusable_model_is_refused(
 def test_a_disk_that_is_too_small_is_named_before_the_download(
     download: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_download, "free_bytes", lambda _: 500_000)
+    monkeypatch.setattr("fabric_train.export.hub.free_bytes", lambda _: 500_000)
     with pytest.raises(InputError, match=r"^some/model takes 0\.6 MB, and out has 0\.5 MB left"):
         download("some/model")
     assert not any(tmp_path.rglob("*.safetensors"))

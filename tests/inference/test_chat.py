@@ -9,8 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from fabric_train.cli.errors import InputError
+from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.chat import Conversation, chat_in_terminal
-from fabric_train.inference.generate import GenerationSettings, TextPrinter
+from fabric_train.inference.generate import TextPrinter
 from fabric_train.inference.load_model import load_for_inference
 from fabric_train.inference.prompts import PromptEncoder
 from tests.support.checkpoint_examples import run_with_two_checkpoints
@@ -45,7 +46,7 @@ class _Lines(io.TextIOWrapper):
 
 def _conversation(loaded: tuple[Any, Any], num_tokens: int = 6) -> tuple[Conversation, Rendered]:
     encoder = Rendered(loaded[1], "tiny", prompts_chats=True)
-    return Conversation(*loaded, encoder, GenerationSettings(num_tokens), "Be kind"), encoder
+    return Conversation(*loaded, encoder, GenerateArguments("", system="Be kind", num_tokens=num_tokens)), encoder
 
 
 def test_turns_become_history_until_a_reset(
@@ -128,7 +129,8 @@ def test_an_answer_ends_at_the_token_that_ends_turns(loaded: tuple[Any, Any]) ->
     third = conversation.answer("Hello").new_ids[2]
     encoder = PromptEncoder(tokenizer, "tiny", prompts_chats=True)
     encoder.end_ids = (third,)
-    answer = Conversation(model, tokenizer, encoder, GenerationSettings(6), "Be kind").answer("Hello")
+    settings = GenerateArguments("", system="Be kind", num_tokens=6)
+    answer = Conversation(model, tokenizer, encoder, settings).answer("Hello")
     assert answer.new_ids[-1] == third
     assert answer.ended_by == "stop"
 

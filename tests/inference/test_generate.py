@@ -11,9 +11,10 @@ from fabric_train.cli.errors import InputError
 from fabric_train.export.average import ExportSource
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts
-from fabric_train.inference.generate import GeneratedText, GenerationSettings, TextPrinter, generate
+from fabric_train.inference.arguments import GenerateArguments
+from fabric_train.inference.generate import GeneratedText, TextPrinter, generate
 from fabric_train.inference.load_model import load_for_inference
-from fabric_train.inference.prompts import check_fits, encode_text
+from fabric_train.inference.prompts import Prompt, PromptEncoder, encode_prompts, encode_text, limits_of
 from tests.support.checkpoint_examples import run_with_two_checkpoints
 from tests.support.forked_runs import ForkedRuns
 
@@ -36,7 +37,7 @@ def _generate(loaded: tuple[Any, Any], **changes: Any) -> GeneratedText:
 
 def _generate_all(loaded: tuple[Any, Any], prompts: list[str], **changes: Any) -> list[GeneratedText]:
     encoded = [encode_text(loaded[1], prompt) for prompt in prompts]
-    return generate(*loaded, encoded, GenerationSettings(**{"num_tokens": 20, **changes}))
+    return generate(*loaded, encoded, GenerateArguments("", **{"num_tokens": 20, **changes}))
 
 
 def test_greedy_text_is_that_of_transformers(run: Path, loaded: tuple[Any, Any]) -> None:
@@ -84,7 +85,7 @@ def test_samples_have_the_probabilities_of_the_model(loaded: tuple[Any, Any]) ->
     model, tokenizer = loaded
     ids = encode_text(tokenizer, PROMPT)
     expected = model(torch.tensor([ids])).logits[0, -1].softmax(-1)
-    settings = GenerationSettings(1, temperature=1.0)
+    settings = GenerateArguments("", num_tokens=1, temperature=1.0)
     drawn = [text.new_ids[0] for text in generate(model, tokenizer, [ids] * 1000, settings)]
     shares = torch.bincount(torch.tensor(drawn), minlength=len(expected)) / 1000
     assert (shares - expected).abs().max() < 4 * (expected.max() / 1000).sqrt()
@@ -95,7 +96,7 @@ def test_samples_have_the_probabilities_of_the_model(loaded: tuple[Any, Any]) ->
 def test_a_text_does_not_depend_on_the_rest_of_its_batch(loaded: tuple[Any, Any], changes: dict[str, Any]) -> None:
     prompts = [PROMPT, "Now", "A much longer prompt than the others: the quality of mercy is not strained"]
     encoded = [encode_text(loaded[1], prompt) for prompt in prompts]
-    settings = GenerationSettings(20, **changes)
+    settings = GenerateArguments("", num_tokens=20, **changes)
     alone = [generate(*loaded, [ids], settings, numbers=[number])[0].text for number, ids in enumerate(encoded)]
     assert [text.text for text in generate(*loaded, encoded, settings)] == alone
 
@@ -107,7 +108,7 @@ def test_text_ends_before_a_stop_string_and_it_is_not_printed(
     stop = whole[9:12]
     ids = encode_text(loaded[1], PROMPT)
     printer = TextPrinter(loaded[1], (stop,))
-    (generated,) = generate(*loaded, [ids], GenerationSettings(20, stop=(stop,)), printer=printer)
+    (generated,) = generate(*loaded, [ids], GenerateArguments("", num_tokens=20, stop=[stop]), printer=printer)
     assert generated.text == whole[: whole.find(stop)]
     assert generated.ended_by == "stop"
     assert len(generated.new_ids) < 20
@@ -117,7 +118,7 @@ def test_text_ends_before_a_stop_string_and_it_is_not_printed(
 def test_an_interrupt_ends_the_text_after_the_token(loaded: tuple[Any, Any]) -> None:
     calls = iter([False, False, True])
     ids = encode_text(loaded[1], PROMPT)
-    (generated,) = generate(*loaded, [ids], GenerationSettings(20), is_interrupted=lambda: next(calls))
+    (generated,) = generate(*loaded, [ids], GenerateArguments("", num_tokens=20), is_interrupted=lambda: next(calls))
     assert generated.new_ids == _generate(loaded).new_ids[:3]
     assert generated.ended_by == "interrupt"
 
@@ -149,7 +150,7 @@ def test_the_models_own_sampling_settings_do_not_apply(run: Path) -> None:
 
 def test_more_tokens_than_positions_are_refused(loaded: tuple[Any, Any]) -> None:
     with pytest.raises(InputError, match="exceed the model's 256 positions"):
-        check_fits(loaded[0], encode_text(loaded[1], PROMPT), "the prompt", 256)
+        encode_prompts(PromptEncoder(loaded[1], "tiny", False), [Prompt(PROMPT)], limits_of(loaded[0]), 256)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

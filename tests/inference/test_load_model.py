@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fabric_train.cli.errors import InputError
-from fabric_train.inference.generate import GenerationSettings, generate
+from fabric_train.inference.arguments import GenerateArguments
+from fabric_train.inference.generate import generate
 from fabric_train.inference.load_model import load_for_inference, spread
 from fabric_train.inference.prompts import encode_text
 from fabric_train.model.hf_model import read_shape
@@ -70,7 +71,7 @@ def test_an_adapter_needs_peft(tmp_path: Path, tiny_model_dir: Path, monkeypatch
 def test_an_adapter_changes_the_text_of_its_base(tmp_path: Path, tiny_model_dir: Path) -> None:
     peft = pytest.importorskip("peft")
     base, tokenizer = load_for_inference(str(tiny_model_dir))
-    ids, settings = encode_text(tokenizer, "To be"), GenerationSettings(8)
+    ids, settings = encode_text(tokenizer, "To be"), GenerateArguments("", num_tokens=8)
     plain = generate(base, tokenizer, [ids], settings)
     torch.manual_seed(0)
     tuned = peft.get_peft_model(base, peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM")).eval()

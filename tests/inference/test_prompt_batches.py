@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fabric_train.cli.errors import InputError
-from fabric_train.inference.generate import GenerationSettings
+from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.load_model import load_for_inference
 from fabric_train.inference.prompts import OutputFile, PromptEncoder, encode_prompts, limits_of, read_prompts
 from tests.support.checkpoint_examples import run_with_two_checkpoints
@@ -63,7 +63,7 @@ def test_texts_are_in_order_resumed_and_the_same_for_any_batch_size(
 
 
 def test_an_output_of_other_work_is_refused_and_stays(tmp_path: Path, prompts: Path) -> None:
-    settings, output = GenerationSettings(8), tmp_path / "out.jsonl"
+    settings, output = GenerateArguments("", num_tokens=8), tmp_path / "out.jsonl"
     given = read_prompts(prompts)
     row = {"line": 1, **ROWS[0], "text": "", "model": "a", "settings": OutputFile(output, given, settings)._settings}
     for change, fault in (

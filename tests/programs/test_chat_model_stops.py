@@ -10,7 +10,8 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, pipeline
 
 import tokenize_dataset
-from fabric_train.inference.generate import GenerationSettings, generate
+from fabric_train.inference.arguments import GenerateArguments
+from fabric_train.inference.generate import generate
 from fabric_train.inference.load_model import load_for_inference
 from fabric_train.inference.prompts import encode_text
 from tests.support.exports import VERIFY_IN_PROCESS
@@ -98,7 +99,7 @@ def test_generate_stops_with_the_checkpoint_and_with_the_export(trained: ChatMod
     prompt = tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True)
     for folder in (trained.checkpoint, trained.export):
         loaded = load_for_inference(str(folder))
-        (generated,) = generate(*loaded, [encode_text(tokenizer, prompt)], GenerationSettings(40))
+        (generated,) = generate(*loaded, [encode_text(tokenizer, prompt)], GenerateArguments("", num_tokens=40))
         ids = generated.new_ids
         assert ids[-1] == END_OF_TURN
         assert tokenizer.decode(ids, skip_special_tokens=True) == ANSWER["content"]

@@ -8,12 +8,12 @@ from download_model import DownloadArguments
 from fabric_train.bundle.__main__ import BundleArguments
 from fabric_train.doctor import DoctorArguments
 from fabric_train.evaluation.arguments import EvaluateArguments
+from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.replay import ReplayArguments
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.inspect.__main__ import InspectArguments
 from fabric_train.tokenization.merge import MergeArguments
 from fabric_train.trace.__main__ import TraceArguments
-from generate import GenerateArguments
 
 PROGRAM_ARGUMENTS: dict[str, Any] = {
     "-m fabric_train": TrainArguments,

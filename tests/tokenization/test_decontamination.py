@@ -199,14 +199,14 @@ def test_the_card_says_which_tasks_were_checked_also_after_a_merge(
     datasets_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drop = manifest_of(datasets_dir / "drop")
-    card = dataset_card(drop, "alice/tokens", None, None)
+    card = str(dataset_card(drop, "alice/tokens", None, None))
     assert "item of these evaluation tasks (arXiv:2005.14165, appendix C) were left out. Items of 8 to 12" in card
     assert "| `arc_es` | 2 | 0 | all | 2 |" in card
-    assert "## Cleaning" not in dataset_card(manifest_of(datasets_dir / "plain"), "alice/tokens", None, None)
+    assert "## Cleaning" not in str(dataset_card(manifest_of(datasets_dir / "plain"), "alice/tokens", None, None))
     merge.main([*(str(datasets_dir / name) for name in ("mark", "plain")), "--output_dir", str(tmp_path / "merged")])
     merged = manifest_of(tmp_path / "merged")
     assert [list(part.cleaning) for part in merged.parts] == [["redact", "decontaminate"], []]
-    card = dataset_card(merged, "alice/tokens", None, None)
+    card = str(dataset_card(merged, "alice/tokens", None, None))
     assert "appendix C) were kept. " in card
     assert "| `arc_es` | 2 | 0 | 1 of 2 parts | 2 |" in card
     assert "| redacted email | 1 |" in card

@@ -13,7 +13,8 @@ from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
-from fabric_train.export.model_card import CardFacts, stages_through, write_model_card
+from fabric_train.export.card_facts import stages_through
+from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.optim.lr_schedule import learning_rate
 from fabric_train.preflight.step_plan import plan_phases, read_phases
 from tests.support.forked_runs import ForkedRun, ForkedRuns

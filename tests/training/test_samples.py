@@ -9,7 +9,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fabric_train.cli.errors import InputError
-from fabric_train.inference.generate import GenerationSettings, generate
+from fabric_train.inference.arguments import GenerateArguments
+from fabric_train.inference.generate import generate
 from fabric_train.inference.load_model import load_for_inference
 from fabric_train.inference.prompts import encode_text
 from fabric_train.training.loggers import Sample, SampleFile
@@ -36,7 +37,7 @@ def _samples(run: Path) -> list[dict[str, Any]]:
 def _greedy(checkpoint: Path) -> list[str]:
     model, tokenizer = load_for_inference(str(checkpoint))
     encoded = [encode_text(tokenizer, prompt) for prompt in PROMPTS]
-    return [text.text for text in generate(model, tokenizer, encoded, GenerationSettings(NUM_TOKENS))]
+    return [text.text for text in generate(model, tokenizer, encoded, GenerateArguments("", num_tokens=NUM_TOKENS))]
 
 
 @pytest.mark.parametrize("parallelism, num_ranks", [("single", 1), ("fsdp", 2), ("fsdp2", 2)])

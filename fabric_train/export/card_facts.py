@@ -1,0 +1,414 @@
+"""What a checkpoint says about its model: sources, stages, mixture, devices and hours, as facts and rows of tables."""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fabric_train.checkpoint import (
+    HubDataset,
+    StageSource,
+    TrainerJson,
+    TrainingSession,
+    TrainingStage,
+    read_trainer_json,
+    run_of,
+)
+from fabric_train.cli.output import redact
+from fabric_train.export.average import AveragePart
+from fabric_train.export.card_text import (
+    SHOWN_DIGITS,
+    Markdown,
+    PublicNames,
+    code,
+    dataset_link,
+    escaped,
+    last_part,
+    listed,
+)
+from fabric_train.model.origin import STAGES, ModelOrigin
+from fabric_train.tokenization.manifest import Manifest, SourceRecord, read_manifest
+from fabric_train.tokenization.reading.sources import place_of
+from fabric_train.training.replay_certificate import StoredCertificate, read_certificate
+
+HASHES = "training_data.sha256"
+_TASKS = "decontaminate"
+_WHAT_BECAME = {"drop": "left out", "mark": "kept"}
+# "NAME, subset SUBSET, SPLIT, commit COMMIT", see ``StreamedSource.identities``; "version" in earlier versions
+_HUB_IDENTITY = re.compile(r"([^,]+), .*(?:commit|version) ([^,]*)")
+
+Row = tuple[Any, ...]
+"""A row of a table, see ``card_text.table``."""
+
+
+@dataclass(frozen=True)
+class StreamPlace:
+    """A place of --streaming_dataset: its public name, the share that a pass reads, and its dataset on the hub."""
+
+    name: str
+    share: float
+    dataset: HubDataset | None
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """What the trainer.json (``saved``) and the manifest.json of a checkpoint say, and the certificate of its run.
+
+    ``names`` are the public names of the sources. ``origin`` is the model that the run began with. ``parts`` are the
+    checkpoints whose average the weights are, of which this is the last; none if the weights are its own.
+    """
+
+    checkpoint: Path
+    saved: TrainerJson
+    manifest: Manifest | None
+    origin: ModelOrigin | None
+    certificate: StoredCertificate | None
+    names: PublicNames
+    parts: tuple[AveragePart, ...]
+
+    def part_name(self, part: str) -> str:
+        """Return the public name of a part of the last validation, see ``Evaluation.parts``."""
+        evaluation = self.saved.state.evaluation
+        sources = list(evaluation.sources) if evaluation else []
+        if part != "all":
+            return self.names[part]
+        return "all sources" if len(sources) > 1 else self.names[sources[0]] if sources and sources[0] else "validation"
+
+    def training_sources(self) -> list[SourceRecord]:
+        """Return the sources of ``--dataset``. One that is also a ``--validation_dataset`` is in ``sources`` twice."""
+        if self.manifest is None:
+            return []
+        settings = [part.settings for part in self.manifest.parts] or [self.manifest.settings]
+        held_out = Counter(name for one in settings for name in one.validation_dataset or ())
+        times = Counter(source.given for source in self.manifest.sources)
+        return [source for source in self.manifest.sources if times[source.given] > held_out[source.given]]
+
+    def stream_places(self) -> list[StreamPlace]:
+        """Return the places that a stream reads, in their order."""
+        stream = self.saved.stream
+        identities = [_HUB_IDENTITY.fullmatch(line) for line in (stream.sources if stream else ())]
+        commits = {found[1]: found[2] for found in identities if found}
+        places = []
+        for number, given in enumerate(self.saved.arguments.get("streaming_dataset") or ()):
+            place = place_of(given)
+            repository = re.split("[:@]", place)[0]
+            dataset = HubDataset(repository, commits[repository]) if repository in commits else None
+            own_name = given.removesuffix(place).rstrip("=")
+            name = own_name or (repository if dataset else last_part(place))
+            shares = stream.shares if stream else None
+            share = shares[number] if shares and number < len(shares) else 1.0
+            places.append(StreamPlace(name, share, dataset))
+        return places
+
+    def hub_datasets(self) -> list[str]:
+        """Return the datasets on the hub that the model was trained on, in any stage, without subset and revision."""
+        streamed = [place.dataset.repository for place in self.stream_places() if place.dataset]
+        stored = [source.hub_name for source in self.training_sources() if source.kind == "hub"]
+        before = [one.repository for stage in self.saved.stages for source in stage.sources for one in source.datasets]
+        return list(dict.fromkeys([*before, *streamed, *stored]))
+
+
+def read_record(checkpoint: Path, parts: Sequence[AveragePart] = ()) -> ModelRecord:
+    """Return what a complete checkpoint says about its model.
+
+    Raises:
+        InputError: trainer.json or manifest.json is damaged.
+    """
+    saved, manifest = read_trainer_json(checkpoint), read_manifest(checkpoint)
+    certificate = read_certificate(run_of(checkpoint), saved.state.step)
+    return ModelRecord(checkpoint, saved, manifest, saved.base_model, certificate, PublicNames(manifest), tuple(parts))
+
+
+# ----------------------------------------------------------------------------------------------- sources and stages
+
+
+def stages_through(checkpoint: Path) -> tuple[TrainingStage, ...]:
+    """Return the stages of training up to a checkpoint, which is in the last one."""
+    return all_stages(read_record(checkpoint))
+
+
+def all_stages(record: ModelRecord) -> tuple[TrainingStage, ...]:
+    """Return the stages of training, of which the record's own run is the last.
+
+    Its shares are of the tokens that were seen, of those in the token dataset if that is not known.
+    """
+    seen = _seen_of_sources(record) or dict(seen_shares(record))
+    sources = stored_sources(record) or [
+        StageSource(place.name, place.share, None, None, [], [place.dataset] if place.dataset else [])
+        for place in record.stream_places()
+    ]
+    if seen.keys() >= {source.name for source in sources}:
+        sources = [replace(source, share=seen[source.name]) for source in sources]
+    state, run = record.saved.state, last_part(str(run_of(record.checkpoint)))
+    own = TrainingStage(run, state.step, state.num_tokens, record.origin, sources, list(record.saved.sessions))
+    return (*record.saved.stages, own)
+
+
+def write_stages(record: ModelRecord, folder: Path) -> None:
+    """Write the stages of training, from which a run that begins with the export takes them, and the source files.
+
+    Each source file of all stages is a line, as ``sha256sum`` writes it, with a name of the form SOURCE/FILE. Without
+    source files there is no such file.
+    """
+    stages = all_stages(record)
+    text = json.dumps([asdict(stage) for stage in stages], indent=2)
+    (folder / STAGES).write_text(redact(text) + "\n", encoding="utf-8")
+    lines = dict.fromkeys(
+        "".join(part if part.isprintable() else "?" for part in line)
+        for stage in stages
+        for source in stage.sources
+        for line in source.files
+    )
+    if lines:
+        (folder / HASHES).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def stored_sources(record: ModelRecord) -> list[StageSource]:
+    """Return the sources of a token dataset in their order, with shares of its tokens; none without a manifest."""
+    if record.manifest is None:
+        return []
+    by_name: dict[str, list[SourceRecord]] = {}
+    for source in record.training_sources():
+        by_name.setdefault(source.name, []).append(source)
+    train = record.manifest.ledger.splits.get("train")
+    sources: list[StageSource] = []
+    for name, records in by_name.items():
+        counted = train.sources.get(name) if train else None
+        documents = counted.documents if counted else sum(one.documents for one in records)
+        tokens = counted.tokens_in_rows if counted else sum(one.train_tokens or one.tokens for one in records)
+        public = record.names[name]
+        files = [file for one in records for file in one.files]
+        lines = [f"{last_part(file.sha256)}  {public}/{last_part(file.path)}" for file in files]
+        datasets = {one.hub_name: HubDataset(one.hub_name, one.revision) for one in records if one.kind == "hub"}
+        sources.append(StageSource(public, 0.0, tokens, documents, lines, [*datasets.values()]))
+    total = max(sum(source.tokens or 0 for source in sources), 1)
+    return [replace(source, share=(source.tokens or 0) / total) for source in sources]
+
+
+def seen_shares(record: ModelRecord) -> list[tuple[str, float]]:
+    """Return the public name of each source and its share of the tokens that were seen; none if they are not known."""
+    names = record.saved.content.get("mixture_sources") or ()
+    rows = record.saved.state.rows_of_sources
+    if names and rows and len(names) == len(rows):
+        pairs = [(name, float(count)) for name, count in zip(mixture_names(record), rows, strict=True)]
+    else:
+        pairs = [] if names else [(source.name, float(source.tokens or 0)) for source in stored_sources(record)]
+    total = sum(number for _, number in pairs)
+    return [(name, number / total) for name, number in pairs] if total else []
+
+
+def _seen_of_sources(record: ModelRecord) -> dict[str, float]:
+    """Return the share of the tokens seen of each source of documents in a mixture, by its public name.
+
+    A token dataset gives tokens of its sources as it has them. Nothing is returned if the checkpoint does not say.
+    """
+    rows, tokens = record.saved.state.rows_of_sources, record.saved.content.get("mixture_tokens") or ()
+    if not rows or len(rows) != len(tokens) or not all(map(bool, tokens)):
+        return {}
+    seen: dict[str, float] = dict.fromkeys((record.names[name] for one in tokens for name in one), 0.0)
+    for count, one in zip(rows, tokens, strict=True):
+        for name, number in one.items():
+            seen[record.names[name]] += count / sum(rows) * number / max(sum(one.values()), 1)
+    return seen
+
+
+def source_row(source: StageSource) -> Row:
+    """Return name, share, tokens, documents, number of files, and their hash or the revision on the hub, in short."""
+    lines = source.files
+    if not lines:
+        revisions = [one.revision[:SHOWN_DIGITS] for one in source.datasets if one.revision]
+        identity = Markdown(", ".join(map(code, dict.fromkeys(revisions))))
+    elif len(lines) == 1:
+        identity = code(lines[0].split()[0][:SHOWN_DIGITS])
+    else:
+        identity = code(hashlib.sha256("\n".join([*lines, ""]).encode()).hexdigest()[:SHOWN_DIGITS])
+    counts = (source.tokens, source.documents, len(lines) or None)
+    return _linked(source.name, source.datasets), f"{source.share:.2%}", *counts, identity
+
+
+def _linked(name: str, datasets: Sequence[HubDataset]) -> Markdown:
+    """Return the name of a source, with links to its datasets on the hub."""
+    names = [one.repository for one in datasets]
+    links = Markdown(", ".join(map(dataset_link, names)))
+    return links if name in names else Markdown(f"{code(name)}: {links}") if links else code(name)
+
+
+def stream_rows(record: ModelRecord) -> list[Row]:
+    """Return name, share of a pass and revision of each place of a stream."""
+    rows = []
+    for place in record.stream_places():
+        name = _linked(place.name, [place.dataset] if place.dataset else [])
+        revision = place.dataset.revision if place.dataset else None
+        rows.append((name, f"{place.share:g}", code(revision[:SHOWN_DIGITS]) if revision else ""))
+    return rows
+
+
+def stream_files(record: ModelRecord) -> list[str]:
+    """Return name, size and hash of each file of a stream."""
+    identities = [line.rsplit(", ", 2) for line in (record.saved.stream.sources if record.saved.stream else ())]
+    return [f"{last_part(one[0])}, {one[1]}, {one[2]}" for one in identities if one[-1].startswith("sha256")]
+
+
+def left_out_rows(manifest: Manifest, names: PublicNames) -> list[Row]:
+    """Return what was read, kept and left out of each source; of all together if that is all one knows."""
+    ledger, rows = manifest.ledger, list[Row]()
+    by_source: dict[str, tuple[int, Counter[str]]] = {}
+    for source in manifest.sources:
+        kept, skipped = by_source.get(source.name, (0, Counter[str]()))
+        by_source[source.name] = kept + source.documents, skipped + Counter(source.documents_skipped or {})
+    if any(source.documents_skipped is None for source in manifest.sources):
+        by_source = {}
+    for name, (kept, skipped) in by_source.items():
+        rows.append(_left_out_row(code(names[name]), kept, skipped))
+    if len(rows) != 1:
+        rows.append(_left_out_row("all", ledger.documents_kept, Counter(ledger.documents_skipped)))
+    return rows
+
+
+def _left_out_row(name: str, kept: int, skipped: Counter[str]) -> Row:
+    reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in skipped.most_common())
+    return name, kept + skipped.total(), kept, reasons
+
+
+# ------------------------------------------------------------------------------------------------ mixture and cleaning
+
+
+def mixture_names(record: ModelRecord) -> list[str]:
+    """Return the public names of what has a share: SOURCE for FOLDER:SOURCE, if no two folders have it."""
+    given = record.saved.content["mixture_sources"]
+    sources = [name.rpartition(":")[2] for name in given]
+    known = {source.name for source in record.training_sources()}
+    if known.issuperset(sources) and len(set(sources)) == len(sources):
+        return [record.names[name] for name in sources]
+    return [last_part(name) for name in given]
+
+
+def mixture_rows(record: ModelRecord) -> list[Row]:
+    """Return name, share and number of the tokens that were seen of each source of a mixture; none without one."""
+    if record.manifest is None or not record.saved.content.get("mixture_sources"):
+        return []
+    names = mixture_names(record)
+    seen, tokens_per_row = record.saved.state.rows_of_sources or [0] * len(names), record.manifest.settings.max_length
+    return [
+        (code(name), f"{count / max(sum(seen), 1):.2%}", count * tokens_per_row)
+        for name, count in zip(names, seen, strict=True)
+    ]
+
+
+def phase_rows(record: ModelRecord) -> list[Row]:
+    """Return first step, shares and learning rate of the phases that have begun; none without phases."""
+    content, names = record.saved.content, list(map(code, mixture_names(record)))
+    phases = [one for one in content["data"].get("phases", []) if one["first_step"] <= record.saved.state.step]
+    if not phases:
+        return []
+    schedules = {one["first_step"]: one["arguments"] for one in content["phase_schedules"]}
+    stretches = [{"first_step": 1, "rows_per_epoch": content["data"]["rows_per_epoch"]}, *phases]
+    rows = []
+    for one in stretches[phases[0]["first_step"] == 1 :]:
+        total = sum(one["rows_per_epoch"])
+        shares = [
+            f"{name} {count / total:.2%}" for name, count in zip(names, one["rows_per_epoch"], strict=True) if count
+        ]
+        own = schedules.get(one["first_step"])
+        rate = "that of the run"
+        if own is not None:
+            rate = Markdown(f"{escaped(own['lr_schedule'])}, `lr` {own['lr']:g}, `min_lr` {own['min_lr']:g}")
+        rows.append((one["first_step"], Markdown(", ".join(shares)), rate))
+    return rows
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """What was done to the texts of a token dataset before they became tokens.
+
+    ``steps`` are rows of name and settings, those of each token dataset if several were merged and differ
+    (``of_several``). ``checks`` has at most one, against evaluation tasks.
+    """
+
+    of_several: bool
+    steps: list[Row]
+    edits: list[Row]
+    checks: list[dict[str, Any]]
+
+
+def read_cleaning(manifest: Manifest) -> Cleaning:
+    """Return what a manifest says about the cleaning of the texts."""
+    by_dataset = [(last_part(part.name), part.cleaning) for part in manifest.parts] or [("", manifest.cleaning)]
+    of_each = [{name: json.dumps(part[name]) for name in part if name != _TASKS} for _, part in by_dataset]
+    of_several = any(one != of_each[0] for one in of_each)
+    steps: list[Row] = [tuple(map(code, one)) for one in of_each[0].items()]
+    if of_several:
+        steps = [
+            (code(dataset), code(name) if name else "none", code(settings) if name else "")
+            for (dataset, _), one in zip(by_dataset, of_each, strict=True)
+            for name, settings in (one or {"": ""}).items()
+        ]
+    checks = _checked_tasks([part for _, part in by_dataset], manifest.ledger.contaminated)
+    return Cleaning(of_several, steps, list(manifest.ledger.edits.items()), checks)
+
+
+def _checked_tasks(parts: Sequence[dict[str, Any]], contaminated: dict[str, int]) -> list[dict[str, Any]]:
+    checks = [part[_TASKS] for part in parts if _TASKS in part]
+    if not checks:
+        return []
+    actions = {check["contaminated"] for check in checks}
+    rows = []
+    for task in dict.fromkeys(task for check in checks for task in check["tasks"]):
+        counts = [check["tasks"][task] for check in checks if task in check["tasks"]]
+        items, too_short = (max(one[name] for one in counts) for name in ("items", "too_short"))
+        where = "all" if len(counts) == len(parts) else f"{len(counts):,} of {len(parts):,} parts"
+        rows.append((code(task), items, too_short, where, contaminated.get(task, 0)))
+    became = " or ".join(word for action, word in _WHAT_BECAME.items() if action in actions)
+    return [{**checks[0], "became": became, "tasks": rows}]
+
+
+# -------------------------------------------------------------------------------------------------- devices and hours
+
+
+def device_hours(sessions: Sequence[TrainingSession]) -> Markdown:
+    """Return the hours of all devices together in words, such as ``98.4 GPU hours on 8 × NVIDIA H100``."""
+    devices = listed([*dict.fromkeys(map(_hardware, sessions))])
+    since = f", without the first {sessions[0].after_step:,} steps" if sessions[0].after_step else ""
+    return Markdown(f"{_totals(sessions)[1]} {hours_unit(sessions)} on {devices}{since}")
+
+
+def hours_unit(sessions: Sequence[TrainingSession]) -> str:
+    """Return the unit of the devices' hours; a name of a device that is no GPU begins as ``device_name`` says."""
+    return "device hours" if any(one.device.startswith(("CPU", "xla")) for one in sessions) else "GPU hours"
+
+
+def compute_rows(record: ModelRecord) -> list[Row]:
+    """Return the devices and their hours by steps; the steps of runs that this one branched off are apart."""
+    sessions = record.saved.sessions
+    borders = {branch.step for branch in record.saved.lineage}
+    groups: list[list[TrainingSession]] = []
+    for session in sessions:
+        if groups and _hardware(groups[-1][0]) == _hardware(session) and session.after_step not in borders:
+            groups[-1].append(session)
+        else:
+            groups.append([session])
+    ends = [*(group[0].after_step for group in groups[1:]), record.saved.state.step]
+    rows: list[Row] = [
+        (f"{group[0].after_step + 1:,} to {end:,}", _hardware(group[0]), *_totals(group))
+        for group, end in zip(groups, ends, strict=True)
+    ]
+    return [*rows, ("all", "", *_totals(sessions))] if len(rows) > 1 else rows
+
+
+def _totals(sessions: Sequence[TrainingSession]) -> tuple[str, str]:
+    """Return the hours of the clock, and those of all devices together."""
+    of_clock, of_devices = sum(one.seconds for one in sessions) / 3600, sum(one.device_hours for one in sessions)
+    return _hours(of_clock), _hours(of_devices)
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}" if hours >= 0.01 else "under 0.01"
+
+
+def _hardware(session: TrainingSession) -> str:
+    name, _, more = session.device.partition(", ")  # of a CPU, instructions and threads
+    return f"{session.num_devices:,} × {name}" + (f" ({more})" if more else "")

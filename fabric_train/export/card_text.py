@@ -1,0 +1,156 @@
+"""What the cards of models and of token datasets share: templates, escaped values, and names without private places.
+
+A template (``templates/*.md.j2``) has the text of a card. Each value that it inserts is escaped, so that a name from
+the data is no Markdown and no HTML, unless it is :class:`Markdown` already.
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from fabric_train.cli.output import redact
+from fabric_train.tokenization.manifest import Manifest, SourceRecord
+
+SHOWN_DIGITS = 12
+"""Hexadecimal digits of a hash or revision in a card."""
+_SPACE = re.compile(r"[\t\r\n\f\v ]+")
+_SPECIAL = re.compile(r"[\\`*_~\[\]<>&]")
+_UNESCAPED_PIPE = re.compile(r"(?<!\\)((?:\\\\)*)\|")
+_BLANK_LINES = re.compile(r"\n{3,}")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+class Markdown(str):
+    """Text that is Markdown already."""
+
+    __slots__ = ()
+
+    def __html__(self) -> str:  # jinja2 and markupsafe leave what has this method as it is
+        return self
+
+
+def escaped(value: Any) -> Any:
+    """Return one line of which nothing is Markdown or HTML; Markdown stays as it is."""
+    if hasattr(value, "__html__"):
+        return value
+    text = redact(str(value))  # a secret is found unescaped
+    return Markdown(_SPECIAL.sub(r"\\\g<0>", _SPACE.sub(" ", text).strip()))
+
+
+def number(value: float) -> str:
+    """Return a number with commas."""
+    return f"{value:,}"
+
+
+def table(head: str, rows: Sequence[Sequence[Any]]) -> Markdown:
+    """Return a table; ``head`` has the names of its columns, separated by ``|``.
+
+    Numbers get commas, and None is empty.
+    """
+    lines = [f"| {head} |", f"|{'|'.join('---' for _ in head.split('|'))}|"]
+    for row in rows:
+        cells = (number(one) if isinstance(one, int) else "" if one is None else one for one in row)
+        lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    return Markdown("\n".join(lines))
+
+
+def _cell(value: Any) -> Markdown:
+    """Escape a value for a table: a pipe has an odd number of backslashes before it, or it would end its cell."""
+    return Markdown(_UNESCAPED_PIPE.sub(r"\1\\|", escaped(value)))
+
+
+def code(text: str) -> Markdown:
+    """Return a name in the font of code; nothing in it is Markdown."""
+    return Markdown(f"`{_SPACE.sub(' ', text.replace('`', chr(39)))}`")
+
+
+def link(text: str, target: str) -> Markdown:
+    """Return a link to a file beside the card, or to the path of a URL."""
+    return Markdown(f"[{escaped(text)}]({quote(target, safe=':/@.')})")
+
+
+def dataset_link(repository: str) -> Markdown:
+    """Return a link to a dataset on the hub."""
+    return link(repository, f"https://huggingface.co/datasets/{repository}")
+
+
+def listed(names: Sequence[str], most: int = 6) -> Markdown:
+    """Return names as ``a, b and c``; after the first ones only the number of the others."""
+    names = [*map(escaped, names)]
+    names = [*names[:most], f"{len(names) - most:,} others"] if len(names) > most else names
+    return Markdown(" and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names))
+
+
+def _rounded(value: int) -> str:
+    """Return a large number as it is read, such as ``1.23 billion``."""
+    for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
+        if value >= size:
+            return f"{value / size:.3g} {word}"
+    return number(value)
+
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("templates")),
+    autoescape=True,
+    finalize=escaped,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters |= {"cell": _cell, "code": code, "listed": listed, "number": number, "rounded": _rounded}
+_TEMPLATES.globals |= {"table": table, "link": link}
+
+
+def render(template: str, **values: Any) -> str:
+    """Return the text of a card; the blank lines around parts that are left out become one."""
+    return _BLANK_LINES.sub("\n\n", _TEMPLATES.get_template(template).render(values)).strip()
+
+
+def last_part(place: str) -> str:
+    """Return the last part of a path or URL, in printable characters."""
+    _, is_url, after = redact(place).partition("://")
+    path = after.partition("?")[0].partition("/")[2] if is_url else place
+    return "".join(part if part.isprintable() else "?" for part in Path(path).name) or "unnamed"
+
+
+def public_value(value: Any) -> str:
+    """Return the value of an argument. A text that looks like a name on the hub stays, of another one the last part."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(public_value, value))
+    if not isinstance(value, str):
+        return f"{value}"
+    return value if _HUB_NAME.fullmatch(value) and not Path(value).exists() else last_part(value)
+
+
+class PublicNames:
+    """The public name of each source: its given name, its dataset on the hub, or the last part of its path.
+
+    Two sources never have the same.
+    """
+
+    def __init__(self, manifest: Manifest | None) -> None:
+        """Name the sources of a manifest first."""
+        self._names: dict[str, str] = {}
+        for source in manifest.sources if manifest else ():
+            self._add(source.name, _public_name(source))
+
+    def __getitem__(self, name: str) -> str:
+        if name not in self._names:
+            self._add(name, last_part(name))
+        return self._names[name]
+
+    def _add(self, name: str, public: str) -> None:
+        if name not in self._names:
+            names = (f"{public} ({number})" if number > 1 else public for number in count(1))
+            self._names[name] = next(one for one in names if one not in self._names.values())
+
+
+def _public_name(source: SourceRecord) -> str:
+    if source.kind == "hub" and source.place in (None, source.name):
+        return source.hub_name
+    return last_part(source.name)
