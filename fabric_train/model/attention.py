@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from lightning import Fabric
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForCausalLM, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -20,6 +19,11 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Documents, isolate
 from fabric_train.distributed.decoder_layers import check_compiler
 from fabric_train.distributed.precision import compute_dtype
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # the torch of torch-xla is too old; only GPUs take this kernel
+    varlen_attn: Any = None  # type: ignore[no-redef]
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -95,7 +99,7 @@ def grouped_heads(kernel: Callable[..., Any]) -> dict[str, bool]:
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 
 
-_GROUPED_HEADS: Any = grouped_heads(varlen_attn)
+_GROUPED_HEADS: Any = {} if varlen_attn is None else grouped_heads(varlen_attn)
 
 
 def attend(
