@@ -98,7 +98,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         total = grad_weight if in_place is None else weight.grad
         cast_weight = weight.to(dtype)
         losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        chunk_size = _chunk_size(len(targets), len(weight), _device_type(hidden), dtype)
+        chunk_size = _chunk_size(len(targets), len(weight), _traced_device or hidden.device.type, dtype)
         buffer = torch.empty(chunk_size, len(weight), dtype=dtype, device=hidden.device)
         for begin in range(0, len(targets), chunk_size):
             chunk = slice(begin, begin + chunk_size)
@@ -139,10 +139,6 @@ def _chunk_size(num_tokens: int, vocab_size: int, device_type: str, dtype: torch
     most = max(1, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // (bytes_per_logit * vocab_size))
     num_chunks = max(1, -(-num_tokens // most))
     return max(1, -(-num_tokens // num_chunks))
-
-
-def _device_type(tensor: torch.Tensor) -> str:
-    return _traced_device or tensor.device.type
 
 
 def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:

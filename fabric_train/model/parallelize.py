@@ -100,7 +100,7 @@ def setup_model(
     if weights and not isinstance(fabric.strategy, FSDPStrategy | FSDP2Strategy):
         model.apply(ParameterMaterializer(fabric.device))
     if isinstance(fabric.strategy, FSDP2Strategy):
-        _fully_shard(model, fabric.strategy.device_mesh, layer_classes, arguments)
+        _fully_shard(model, fabric.strategy.device_mesh, _layers(model, layer_classes), arguments)
     wrapped: Any = fabric.setup_module(model)
     set_group_timeouts(collective_timeout(arguments))
     if weights:
@@ -108,19 +108,6 @@ def setup_model(
     if isinstance(fabric.strategy, DDPStrategy) and arguments.model.precision == "bf16-true":
         wrapped._forward_module.register_comm_hook(None, average_in_fp32)
     return wrapped
-
-
-def _fully_shard(model: nn.Module, mesh: DeviceMesh, layer_classes: LayerClasses, arguments: "TrainArguments") -> None:
-    shard_model(
-        model,
-        mesh,
-        _layers(model, layer_classes),
-        precision=MixedPrecisionPolicy(compute_dtype(arguments.model.precision), torch.float32),
-        reshard_after_forward=not arguments.fsdp.keeps_gathered,
-        cpu_offload=arguments.fsdp.cpu_offload,
-    )
-    model.apply(ParameterMaterializer(torch.device("cpu" if arguments.fsdp.cpu_offload else mesh.device_type)))
-    model._apply(lambda tensor: tensor)  # makes FSDP2 look up the new parameters
 
 
 def _set_up_layers(layers: list[nn.Module], arguments: "FSDPArguments", any_length: bool) -> None:
@@ -141,30 +128,15 @@ def _layers(model: nn.Module, layer_classes: LayerClasses) -> list[nn.Module]:
     return [module for module in model.modules() if type(module) in layer_classes]
 
 
-def shard_model(
-    model: Any,
-    mesh: DeviceMesh,
-    layers: list[nn.Module],
-    *,
-    precision: MixedPrecisionPolicy,
-    reshard_after_forward: bool,
-    cpu_offload: bool,
-) -> None:
-    """Apply ``fully_shard`` to each layer, to an untied input embedding, and to the rest of the model.
+def _fully_shard(model: Any, mesh: DeviceMesh, layers: list[nn.Module], arguments: "TrainArguments") -> None:
+    """Apply ``fully_shard`` to each layer, to an untied input embedding, and to the rest, and make the parameters.
 
     With tensor parallelism, the embedding and the rest are sharded over the ranks of the tensor dimension too. These
-    ranks have equal gradients, so FSDP's mean over them is correct.
-
-    Args:
-        model: A model of transformers.
-        mesh: The mesh of ``FSDP2Strategy``.
-        layers: The decoder layers, in the order of the forward pass.
-        precision: Dtypes of the computation and of the gradient reduction.
-        reshard_after_forward: Whether to free a layer's full weights between forward and backward pass.
-        cpu_offload: Whether to keep the shards in host memory between uses.
+    ranks have equal gradients, so FSDP's mean over them is correct. ``mesh`` is that of ``FSDP2Strategy``.
     """
+    reshard_after_forward, cpu_offload = not arguments.fsdp.keeps_gathered, arguments.fsdp.cpu_offload
     options: dict[str, Any] = {
-        "mp_policy": precision,
+        "mp_policy": MixedPrecisionPolicy(compute_dtype(arguments.model.precision), torch.float32),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
     num_replicas, num_shards, tensor_parallel_size = mesh.shape
@@ -184,3 +156,5 @@ def shard_model(
         assert isinstance(layer, FSDPModule)
         assert isinstance(next_layer, FSDPModule)
         layer.set_modules_to_forward_prefetch([next_layer])
+    model.apply(ParameterMaterializer(torch.device("cpu" if cpu_offload else mesh.device_type)))
+    model._apply(lambda tensor: tensor)  # makes FSDP2 look up the new parameters
