@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: several workers share the cores
+# every process that compiles would start others, which import torch only to call the C++ compiler
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # before any Hugging Face library is imported: no test may depend on a hub
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
@@ -34,10 +36,14 @@ for _number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(_number, lambda *_: None)
 
 
+_LONGEST = ("test_compile.py", "test_resume.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the files that have the most slow tests: the workers that take them then end at the same time."""
+    """Start with the longest files, then those with the most slow tests: all workers then end at the same time."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])  # stable: the order within a file stays
+    # stable: the order within a file stays
+    items.sort(key=lambda item: (item.path.name not in _LONGEST, -slow[item.path]))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
