@@ -186,7 +186,7 @@ class WorkerLoader(DataLoader):
         RunError: from ``iter``, if there is no room for the semaphores of its processes.
     """
 
-    def __init__(self, items: Dataset, num_workers: int, pin_memory: bool, **more: Any) -> None:
+    def __init__(self, items: Dataset, num_workers: int, pin_memory: bool = False, **more: Any) -> None:
         super().__init__(
             items,
             num_workers=num_workers,
@@ -286,7 +286,7 @@ def validation_batches(
     num_batches = math.ceil(len(chosen) / (batch_size * world_size))
     places = [positions(batch, batch_size, world_size, rank) for batch in range(num_batches)]
     indices = [chosen[place.start : place.stop] for place in places]
-    return WorkerLoader(_ErrorsAsItems(rows), num_workers, pin_memory=False, batch_sampler=indices)
+    return WorkerLoader(_ErrorsAsItems(rows), num_workers, batch_sampler=indices)
 
 
 @dataclass(frozen=True)
