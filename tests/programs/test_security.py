@@ -45,7 +45,7 @@ def start(place: Path, forked_runs: ForkedRuns) -> Start:
     """Return ``start(program, line, **options)``, which runs a command line in ``place`` to its end."""
 
     def run(program: str, line: str, num_ranks: int = 1, **options: Any) -> ForkedRun:
-        run = forked_runs.start(line.split(), num_ranks, cwd=place, program=MODULES[program], **options)
+        run = forked_runs.start(line.split(), num_ranks, cwd=place, program=MODULES[program], draws=True, **options)
         run.wait()
         return run
 
@@ -288,6 +288,7 @@ def test_all_files_have_the_permissions_of_the_umask(place: Path, start: Start, 
         run = start(program, line, num_ranks=2 if "sharded" in line else 1, before=before)
         assert set(run.codes()) == {0}, run.report()
     folders = [place / line.partition("--output_dir ")[2].split()[0] for line in lines.values()]
+    assert (place / "run" / "loss_curves.png").is_file()
     assert not wrong_permissions(folders, umask)
 
 
