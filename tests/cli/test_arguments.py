@@ -31,6 +31,7 @@ from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.inspect.__main__ import InspectArguments
 from fabric_train.tokenization.merge import MergeArguments
+from fabric_train.trace.__main__ import main as trace
 from tests.support.former_command_line import FORMER_COMMAND_LINE
 
 REQUIRED = ["--train_data_dir", "tokens", "--output_dir", "run"]
@@ -225,17 +226,19 @@ def test_of_an_argument_given_twice_the_last_value_counts(capsys: pytest.Capture
     assert faults("--min-lr", "0", "--min_lr", "x") == ["--min_lr: expected a number, 0 or more, got 'x'"]
     config = write(tmp_path / "run.yaml", "lr: 3\n")
     assert train("--config", "missing.yaml", "--config", config)["lr"] == 3.0
-    merged = parse(MergeArguments, ["a", "b", "--output_dir", "o", "--dataset_dirs", "c", "d", "--output_dir", "p"])
+    merged = parse_arguments(
+        MergeArguments, ["a", "b", "--output_dir", "o", "--dataset_dirs", "c", "d", "--output_dir", "p"]
+    )
     assert (merged.dataset_dirs, merged.output_dir) == (["c", "d"], "p")
-    assert parse(InspectArguments, ["DIR", "--dataset_dir", "OTHER"]).dataset_dir == "OTHER"
-    assert parse(InspectArguments, ["--dataset_dir", "OTHER", "DIR"]).dataset_dir == "DIR"
+    assert parse_arguments(InspectArguments, ["DIR", "--dataset_dir", "OTHER"]).dataset_dir == "OTHER"
+    assert parse_arguments(InspectArguments, ["--dataset_dir", "OTHER", "DIR"]).dataset_dir == "DIR"
 
 
 def test_only_rank_0_notes_what_is_given_twice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    assert parse(GenerateArguments, ["--model_name", "m", "--prompt", "p", "--prompt", "q"]).prompt == "q"
+    assert parse_arguments(GenerateArguments, ["--model_name", "m", "--prompt", "p", "--prompt", "q"]).prompt == "q"
     assert capsys.readouterr().err == ""
 
 
@@ -274,7 +277,7 @@ def test_required_arguments_may_be_in_the_file(tmp_path: Path) -> None:
     assert parse(TrainArguments, ["--config", config]).data.train_data_dir == "there"
     assert parse(TrainArguments, [f"--config={config}"]).save.output_dir == "here"
     tokenization = write(tmp_path / "tokens.yaml", "dataset: [a]\ntokenizer_name: t\noutput_dir: o\n")
-    assert parse(TokenizeArguments, ["--config", tokenization]).dataset == ["a"]
+    assert parse_arguments(TokenizeArguments, ["--config", tokenization]).dataset == ["a"]
 
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
@@ -433,7 +436,7 @@ def test_files_follow_yaml_1_2_and_so_do_values_of_the_command_line(tmp_path: Pa
 def test_lengths_may_be_given_in_units_of_1024_tokens(tmp_path: Path) -> None:
     required = ["--dataset=d", "--tokenizer_name=t", "--output_dir=o"]
     for text, number in (("8k", 8192), ("128K", 131072), ("8192", 8192)):
-        assert parse(TokenizeArguments, [*required, "--max_length", text]).max_length == number
+        assert parse_arguments(TokenizeArguments, [*required, "--max_length", text]).max_length == number
         assert train("--config", write(tmp_path / "run.yaml", f"max_length: {text}\n"))["max_length"] == number
     words = "a whole number above 0, such as 8192 or 8k"
     assert faults("--max_length", "8t") == [f"--max_length: expected {words}, got '8t'"]
@@ -447,10 +450,10 @@ def test_counts_of_tokens_may_be_given_in_thousands_millions_and_billions(tmp_pa
         given = write(tmp_path / "tokens.yaml", f"max_tokens: {text}\n")
         for argv in (["--max_tokens", text], ["--config", str(given)]):
             if number:
-                assert parse(TokenizeArguments, [*required, *argv]).max_tokens == number
+                assert parse_arguments(TokenizeArguments, [*required, *argv]).max_tokens == number
             else:
                 with pytest.raises(InputError, match=r"such as 200k, 5m or 1\.5b or null, got '0.0029k'"):
-                    parse(TokenizeArguments, [*required, *argv])
+                    parse_arguments(TokenizeArguments, [*required, *argv])
 
 
 @pytest.mark.parametrize(
@@ -635,7 +638,10 @@ def test_processes_that_torchrun_started_are_the_devices(monkeypatch: pytest.Mon
 
 def test_only_the_training_program_reads_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LT_DEVICES", "2")
-    assert parse(GenerateArguments, ["--model_name", "m", "--prompt", "p"]).prompt == "p"
+    with pytest.raises(InputError, match="no such folder"):
+        trace(["no_run", "--step", "1"])
+    with pytest.raises(InputError, match="LT_DEVICES set in the environment, but this was not started by fabric run"):
+        parse(TrainArguments, REQUIRED)
 
 
 # -------------------------------------------------------------------------------------------- impossible combinations

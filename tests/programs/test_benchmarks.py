@@ -34,6 +34,7 @@ from benchmarks.measure import ROOT, Spread
 from benchmarks.peers import export_step, train_without_saving
 from benchmarks.token_rows import read_datatrove, read_litdata
 from benchmarks.tokenization_systems import PEERS, our_command, peer_command
+from fabric_train.cli.parser import parse_arguments
 from fabric_train.export.average import ExportSource
 from fabric_train.export.model_comparison import compare
 from fabric_train.model.weight_files import open_weights
@@ -44,7 +45,7 @@ from sample_data import real_data
 def test_our_tokenization_command_is_valid() -> None:
     words = our_command(Path("documents.jsonl"), Path("tokenizer"), Path("tokens")).words
     assert words[:2] == ("python", "tokenize_dataset.py")
-    arguments = parse(TokenizeArguments, list(words[2:]))
+    arguments = parse_arguments(TokenizeArguments, list(words[2:]))
     assert (arguments.max_length, arguments.num_proc, arguments.validation_split) == (2048, 2, 0)
 
 
