@@ -64,18 +64,18 @@ class Way:
 
 
 WAYS = {
-    "step": Way("One step, from the loop to the optimizer's update", ("training/loop.py",), ("train",), 18, True),
+    "step": Way("One step, from the loop to the optimizer's update", ("training/loop.py",), ("train",), 17, True),
     "document": Way(
         "One document, from its file to the token dataset and the batch that reads it",
         ("tokenization/build.py", "data/token_dataset.py"),
         ("tokenize", "train"),
-        32,
+        29,
     ),
     "checkpoint": Way(
         "One checkpoint, from the save to the weights and the state of a resumed run",
         ("checkpoint/", "model/load_weights.py"),
         ("train", "resume"),
-        16,
+        15,
     ),
 }
 
