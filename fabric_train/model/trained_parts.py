@@ -1,11 +1,11 @@
 """Which parameters of a model train: all of them, or those that ``train_only`` chose.
 
-``ModelShape.trained`` is the decision, made once when a run reads its model's configuration. Before the model is
-sharded, ``freeze_other_parts`` applies it, and ``requires_grad`` carries it from there. A frozen parameter gets no
-gradient and no optimizer state. A checkpoint has its weights, but nothing of it in the optimizer's files.
+``choose_trained`` decides. ``ModelShape.trained`` has its answer for the model that a configuration describes. Before
+the model is sharded, ``freeze_other_parts`` applies it, and ``requires_grad`` carries it from there. A frozen parameter
+gets no gradient and no optimizer state. A checkpoint has its weights, but nothing of it in the optimizer's files.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -39,8 +39,13 @@ def choose_trained(model: nn.Module) -> dict[str, torch.Size]:
     return trained
 
 
-def freeze_other_parts(model: nn.Module, trained: Collection[str]) -> None:
-    """Let only the parameters with these names train. Call it before anything wraps the model."""
+def freeze_other_parts(model: nn.Module) -> None:
+    """Let only the chosen parameters train. Call it before anything wraps the model.
+
+    The model is asked, and not ``ModelShape.trained``: a head that is stored beside the embedding is a parameter of its
+    own, although the configuration ties them.
+    """
+    trained = choose_trained(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
 

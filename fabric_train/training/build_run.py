@@ -53,7 +53,7 @@ def set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
             note(line)
     if meta_model.model.generation_config is not None:
         add_stop_tokens(meta_model.model.generation_config, run.data.stop_token_ids)
-    freeze_other_parts(meta_model.model, run.model.trained)
+    freeze_other_parts(meta_model.model)
     decayed = decayed_names(meta_model.model)
     any_length = arguments.evaluation.self_check or len(_row_lengths(run)) > MAX_STATIC_LENGTHS
     model = setup_model(fabric, meta_model.model, run.model.layer_classes, arguments, meta_model.weights, any_length)

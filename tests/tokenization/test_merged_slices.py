@@ -17,9 +17,8 @@ import tokenize_dataset
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import encoding, merge, slice_folder
 from fabric_train.tokenization.corpus import unfinished_folder
-from fabric_train.tokenization.packing.document_index import write_index
+from fabric_train.tokenization.packing.document_index import CHECKSUM, write_index
 from fabric_train.tokenization.packing.rows import Packing, plan_rows
-from fabric_train.tokenization.packing.token_folder import CHECKSUM
 from fabric_train.tokenization.reading.listing import NO_SHA256, ListedFile, ListedFiles, list_file
 from fabric_train.tokenization.reading.sources import FileSource
 from fabric_train.tokenization.selection import collect

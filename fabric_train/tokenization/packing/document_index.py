@@ -24,7 +24,6 @@ import numpy as np
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.tokenization.manifest import Manifest, SourceLedger, SourceRecord
 from fabric_train.tokenization.packing.rows import RowPlan, joined_ranges
-from fabric_train.tokenization.packing.token_folder import CHECKSUM
 
 FOLDER = "index"
 # row: from 1, a line of JSON lines, a record of json, csv and parquet, a row of a split; 1 for a txt or md file.
@@ -33,6 +32,7 @@ DOCUMENT = np.dtype([("file", "<u4"), ("row", "<u4"), ("tokens", "<u4"), ("bytes
 ROW = np.dtype([("documents", "<u8"), ("continuations", "<u8")])
 # start: position in the document of the piece's first token, of which ``repeated`` are in a row before as well
 CONTINUATION = np.dtype([("document", "<u8"), ("start", "<u4"), ("repeated", "<u4"), ("ordinal", "<u4")])
+CHECKSUM = np.dtype("<u8")  # of a row
 _FILES = {"documents": DOCUMENT, "rows": ROW, "continuations": CONTINUATION}
 _CHECKSUMS = "checksums.npy"
 _RECORDS_PER_CHUNK = 1 << 20  # bounds memory, however large the index is
