@@ -124,7 +124,7 @@ def read_evaluated(folder: Path) -> Evaluated:
             except (ValueError, TypeError):
                 raise InputError(
                     f"{file}, line {number}: damaged, or written by an earlier version; choose another --output_dir, "
-                    "or remove the file to evaluate anew"
+                    "or remove the file and evaluate again"
                 ) from None
             evaluated.setdefault(loss.model, {}).setdefault(loss.source, []).append(loss)
     return evaluated

@@ -232,10 +232,16 @@ class RowReader:
 
 
 def is_saved(folder: Path) -> bool:
+    """Whether ``save_to_disk`` of ``datasets`` wrote a folder."""
     return any((folder / mark).is_file() for mark in _SAVED)
 
 
 def open_saved(name: str, option: str, folder: Path, split: str | None) -> DatasetSource:
+    """Open a ``save_to_disk`` folder that ``option`` names.
+
+    Raises:
+        InputError: it is not whole, or has no such split.
+    """
     import datasets
 
     from fabric_train.tokenization.packing.token_folder import check_listed_files
@@ -255,6 +261,11 @@ def open_saved(name: str, option: str, folder: Path, split: str | None) -> Datas
 
 
 def open_hub(name: str, option: str, dataset: DatasetName, stream: bool) -> DatasetSource | StreamSource:
+    """Open a dataset on the hub that ``option`` names; download it, unless it is to be streamed.
+
+    Raises:
+        InputError: the hub does not give it, or it has no such subset or split.
+    """
     print(f"asking the hub for {name}", file=sys.stderr)
     builder = open_builder(name, option, dataset.name, dataset)
     for path in [path for paths in (builder.config.data_files or {}).values() for path in paths]:

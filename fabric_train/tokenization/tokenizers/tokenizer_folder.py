@@ -214,6 +214,7 @@ def read_plain_folder(folder: Path, name: str) -> CorpusTokenizer | None:
 
 
 def no_eos(name: str, *, has_bos: bool) -> InputError:
+    """Return the error for a tokenizer without EOS, after which documents could not be told apart."""
     lacking = "EOS token" if has_bos else "EOS token and no BOS token"
     return InputError(
         f"--tokenizer_name {name}: it has no {lacking}, so nothing would separate documents; "
@@ -236,6 +237,11 @@ def copy_plain_folder(source: Path, target: Path) -> None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, an empty one if there is no file.
+
+    Raises:
+        InputError: the file is damaged.
+    """
     return read_json(file, dict, "fetch the file again") if file.exists() else {}
 
 
