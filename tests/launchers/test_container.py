@@ -192,7 +192,7 @@ def test_the_xla_service_trains_on_xla_s_cpu_device(image: str, tools: Path, mou
     try:
         socket.create_connection((urlsplit(arguments["PIP_EXTRA_INDEX_URL"]).hostname, 443), timeout=10).close()
     except OSError:
-        del arguments["PIP_EXTRA_INDEX_URL"]  # pip would try it anew for each package
+        del arguments["PIP_EXTRA_INDEX_URL"]  # pip would try it again for each package
     build(ROOT, mounted / "log", f"localhost/{service['image']}", **arguments)
     words = argv(Path("/data/model"), Path("/data/tokens"), Path("/runs/1"), accelerator="tpu")
     finished = compose(tools, mounted, "run", "--rm", "train-xla", *words, PJRT_DEVICE="CPU")
