@@ -13,7 +13,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.stream_documents import TRAIN_ON, Document, StreamedDocuments, StreamedSource, fault_of
 from fabric_train.data.token_dataset import IndexedRows, TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import read_json
 from fabric_train.tokenization.chats.chat_format import columns, read_chat
 from fabric_train.tokenization.corpus import find_kind
 from fabric_train.tokenization.documents import BadRowError, EncodedDocument

@@ -25,7 +25,7 @@ from fabric_train.cli.errors import InputError, first_line, run_program
 from fabric_train.cli.fabric_command import project_first
 from fabric_train.evaluation.scores import MetricScore, ModelScores, TaskScore, add_score, finite, mean_score
 from fabric_train.evaluation.tasks_file import TaskSettings, is_task_file, nearest_name
-from fabric_train.files.typed_json import parse_json
+from fabric_train.files.regular_file import parse_json
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 _SEEDS = (0, 1234)  # of random, and of numpy, torch and the examples in prompts, as in lm_eval's own program

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.evaluation.tasks_file import LanguageTask, TaskSettings
-from fabric_train.files.regular_file import write_atomically
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import read_json, write_atomically
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -16,7 +16,7 @@ import xxhash
 from fabric_train.checkpoint import read_trainer_json
 from fabric_train.checkpoint.files import CHECKSUMS
 from fabric_train.cli.errors import InputError
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import load_hf_tokenizer
 from fabric_train.model.weight_files import StoredTensors, open_weights
 

@@ -35,8 +35,7 @@ from fabric_train.export import card_facts
 from fabric_train.export.average import AveragePart, ExportSource
 from fabric_train.export.card_facts import ModelRecord, Row, read_record
 from fabric_train.export.card_text import Markdown, code, escaped, last_part, link, public_value, render
-from fabric_train.files.regular_file import write_atomically
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import read_json, write_atomically
 from fabric_train.model.origin import ModelOrigin, legal_files
 from fabric_train.training.loss_curves import PICTURE, draw_loss_curves
 from fabric_train.training.metrics import Metrics, read_metrics

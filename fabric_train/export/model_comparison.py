@@ -27,7 +27,7 @@ from fabric_train.distributed.memory import available_memory
 from fabric_train.export.average import ExportSource
 from fabric_train.export.hub_format import INDEX_NAME, blocks, former_names, published
 from fabric_train.export.verification import Method, OutputReport, TensorReport, VerificationReport, find_faults
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import (
     GENERATION_CONFIG,
     ModelShape,

@@ -14,8 +14,7 @@ from torch import nn
 from fabric_train.checkpoint import find_whole_checkpoint, is_short_name
 from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
-from fabric_train.files.regular_file import check_no_pipes
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import check_no_pipes, read_json
 from fabric_train.model.hf_model import (
     checkpoint_generation_config,
     load_hf_tokenizer,

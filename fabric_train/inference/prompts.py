@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import open_regular, open_to_write
-from fabric_train.files.typed_json import parse_json
+from fabric_train.files.regular_file import open_regular, open_to_write, parse_json
 from fabric_train.inference.generate import GeneratedText, generate
 from fabric_train.tokenization.chats.chat_encoder import own_template
 from fabric_train.tokenization.chats.chat_format import Chat, read_chat

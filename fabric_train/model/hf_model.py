@@ -26,8 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 from transformers.utils import logging as transformers_logging
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
-from fabric_train.files.regular_file import check_no_pipes
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import check_no_pipes, read_json
 from fabric_train.model.flops import ModelFlops, model_flops
 from fabric_train.model.trained_parts import choose_trained
 from fabric_train.model.weight_files import check_weight_files, shard_names

@@ -17,7 +17,7 @@ from huggingface_hub.errors import HTTPError
 from pydantic import Field
 from yaml import YAMLError
 
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import read_json
 
 HUB_SOURCE = "hub_source.json"
 """The file that ``download_model.py`` adds to a folder, with the fields of :class:`HubSource`."""

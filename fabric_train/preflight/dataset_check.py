@@ -10,7 +10,7 @@ from typing import Any
 
 from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.token_dataset import Rows, TokenDataset
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer
 from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenizers

@@ -12,8 +12,7 @@ from typing import Any
 import orjson
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import check_file_name
-from fabric_train.files.typed_json import parse_json, read_json
+from fabric_train.files.regular_file import check_file_name, parse_json, read_json
 
 FORMAT = 2
 FILE_NAME = "manifest.json"

@@ -21,8 +21,7 @@ from fabric_train.cli.output import open_console
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.cli.shared_arguments import given_twice
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
-from fabric_train.files.regular_file import copy_folder
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import copy_folder, read_json
 from fabric_train.tokenization.cleaning.dropped import CONTAMINATION_FILE, join_samples
 from fabric_train.tokenization.manifest import (
     FILE_NAME,

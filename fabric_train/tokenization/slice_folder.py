@@ -24,7 +24,7 @@ from xxhash import xxh3_128
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.yaml_core import dump
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import read_json
 from fabric_train.tokenization.corpus import OpenedCorpus, open_corpus
 from fabric_train.tokenization.manifest import SourceFile
 from fabric_train.tokenization.reading.sources import Source, place_of

@@ -25,7 +25,7 @@ from fabric_train.data.mixture import Mixture, MixtureOrder
 from fabric_train.data.step_sampler import WindowOrder, rank_at
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import JoinedRows, TokenMixture, open_mixture
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import read_json
 from fabric_train.tokenization.manifest import read_manifest
 
 

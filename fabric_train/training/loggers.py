@@ -22,8 +22,7 @@ from rich.live import Live
 from rich.text import Text
 
 from fabric_train.cli.errors import InputError, describe_os_error, first_line, set_display
-from fabric_train.files.regular_file import check_no_link, open_to_write, write_atomically
-from fabric_train.files.typed_json import parse_json
+from fabric_train.files.regular_file import check_no_link, open_to_write, parse_json, write_atomically
 from fabric_train.training.metrics import COLUMNS, Metrics, columns_of, read_table
 from fabric_train.training.run_log import log, note, progress, warn
 

@@ -16,8 +16,7 @@ from rich.text import Text
 from fabric_train.checkpoint import SPLIT_ARGUMENTS
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import machine_name
-from fabric_train.files.regular_file import write_atomically
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import read_json, write_atomically
 from fabric_train.training.metrics import Metrics, read_metrics
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.self_check import TOLERANCES

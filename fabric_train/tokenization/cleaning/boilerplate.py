@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import read_json
 from fabric_train.tokenization.cleaning.dropped import Dropped
 
 # letters and digits of a line that counts, so that no blank line, brace, ``else:`` or name in a play is removed

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import open_regular
-from fabric_train.files.typed_json import parse_json
+from fabric_train.files.regular_file import open_regular, parse_json
 from fabric_train.tokenization.packing.document_index import SourceTable
 
 DROPPED_FILE = "dropped.jsonl"

@@ -13,8 +13,7 @@ import pyarrow as pa
 from xxhash import xxh3_64
 
 from fabric_train.cli.errors import InputError, first_line, missing_folder, raise_reached_limit
-from fabric_train.files.regular_file import check_file_name
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import check_file_name, read_json
 from fabric_train.tokenization.packing.document_index import CHECKSUM
 
 _TOKENS_PER_BATCH = 1 << 20  # bounds memory, however large the record batches in the files are

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import read_json
 from fabric_train.tokenization.tokenizers.text_encoder import load_fast
 
 _PARTS = ("merges", "normalizer", "pre_tokenizer")

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import open_regular
-from fabric_train.files.typed_json import read_json
+from fabric_train.files.regular_file import open_regular, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
