@@ -56,7 +56,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 if TYPE_CHECKING:
-    from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer
+    from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer
 
 
 def pytest_sessionfinish() -> None:

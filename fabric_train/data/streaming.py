@@ -26,8 +26,7 @@ from fabric_train.tokenization.tokenizers.text_encoder import (
     add_borders,
     open_encoder,
 )
-from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
-from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer, set_chat_template
+from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer, set_chat_template
 
 if TYPE_CHECKING:
     from arguments import DataArguments

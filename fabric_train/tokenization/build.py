@@ -40,8 +40,7 @@ from fabric_train.tokenization.packing.document_index import SourceTable, count_
 from fabric_train.tokenization.packing.rows import RowPlan, plan_rows
 from fabric_train.tokenization.reading.sources import Source, split_names
 from fabric_train.tokenization.selection import Collection, Split, collect, select, tokens_by_source
-from fabric_train.tokenization.shard_files import HASH_BYTES, signatures_file
-from fabric_train.tokenization.shards import SIZES, InputSlice, ShardSizes
+from fabric_train.tokenization.shards import HASH_BYTES, SIZES, InputSlice, ShardSizes, signatures_file
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
 if TYPE_CHECKING:

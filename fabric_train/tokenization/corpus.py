@@ -27,8 +27,7 @@ from fabric_train.tokenization.packing.rows import Packing
 from fabric_train.tokenization.reading.listing import sha256
 from fabric_train.tokenization.reading.sources import UNFINISHED_SUFFIX, Source, open_sources, split_names
 from fabric_train.tokenization.shards import SIZES, Shard, ShardSizes, files_read_at_once, split_into_shards
-from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
-from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer, set_chat_template
+from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer, set_chat_template
 
 if TYPE_CHECKING:
     from fabric_train.tokenization.arguments import TokenizeArguments

@@ -23,8 +23,18 @@ from fabric_train.tokenization.documents import BadRowError, LeftOut, text_of
 from fabric_train.tokenization.reading.files import memory_errors_name
 from fabric_train.tokenization.reading.listing import SHA256_BYTES, FilePart, check_unchanged, hash_files
 from fabric_train.tokenization.reading.sources import PartReader
-from fabric_train.tokenization.shard_files import ENCODED, ShardRecord, ShardWriter, read_record, remove_outdated_shards
-from fabric_train.tokenization.shards import FilesToHash, InputSlice, Shard, files_to_hash, part_name
+from fabric_train.tokenization.shards import (
+    ENCODED,
+    FilesToHash,
+    InputSlice,
+    Shard,
+    ShardRecord,
+    ShardWriter,
+    files_to_hash,
+    part_name,
+    read_record,
+    remove_outdated_shards,
+)
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.text_encoder import Borders, FastEncoder, TextEncoder, open_encoder
 from fabric_train.tokenization.workers import WorkerPool, progress

@@ -40,7 +40,7 @@ from fabric_train.tokenization.packing.token_folder import Split, open_splits, r
 from fabric_train.tokenization.shards import SIZES, ShardSizes
 from fabric_train.tokenization.slice_folder import Slice, is_slice, open_slices
 from fabric_train.tokenization.slices import encode_command, merge_counts, merge_slices
-from fabric_train.tokenization.tokenizers.tokenizer_folder import CHAT_TEMPLATE_FILE
+from fabric_train.tokenization.tokenizers.tokenizer import CHAT_TEMPLATE_FILE
 
 _VERSIONS_OF = ("fabric-train", "pyarrow")
 

@@ -17,8 +17,7 @@ from fabric_train.tokenization.manifest import DUPLICATE, NEAR_DUPLICATE, TOO_LO
 from fabric_train.tokenization.packing.arrow_folder import SpooledDocuments, SpooledFile
 from fabric_train.tokenization.packing.document_index import DOCUMENT
 from fabric_train.tokenization.reading.sources import Source
-from fabric_train.tokenization.shard_files import HASH_BYTES, ContaminatedRow, DroppedRow, ShardRecord
-from fabric_train.tokenization.shards import Shard, part_name
+from fabric_train.tokenization.shards import HASH_BYTES, ContaminatedRow, DroppedRow, Shard, ShardRecord, part_name
 
 if TYPE_CHECKING:
     from fabric_train.tokenization.arguments import TokenizeArguments

@@ -1,19 +1,44 @@
-"""Divide the input: into shards that are encoded one by one, and shards and files among the tasks of --shard I/N."""
+"""Divide the input into shards, and into the slices of --shard I/N; write and read the files of a shard.
+
+The name of a shard's files is a hash of everything that decides their content: the source file with its size and time,
+the range that was read, and the settings. So a restarted run reuses the finished shards that are still valid::
+
+    .NAME.unfinished/3f2a….tokens   int32, the tokens of all documents, joined
+                     3f2a….masks    uint8, 1 where the token is supervised; absent if all are
+                     3f2a….signatures   uint32 [documents, 112], with --near_duplicates
+                     3f2a….npz      written last: one record per document and per part, and the rows that were skipped
+"""
 
 import hashlib
+import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from fabric_train.tokenization.reading.listing import FilePart
+from fabric_train.tokenization import manifest
+from fabric_train.tokenization.cleaning.dropped import PER_SHARD, TEXT_CHARACTERS, Dropped, TaskHit
+from fabric_train.tokenization.documents import BadRowError, LeftOut
+from fabric_train.tokenization.reading.listing import SHA256_BYTES, FilePart
 from fabric_train.tokenization.reading.sources import Source
 
-FORMAT = 6  # of a shard's files, see ``shard_files``
+FORMAT = 6  # of a shard's files
 _MAX_SHARD_BYTES, _TARGET_NUM_SHARDS = 32 << 20, 64
 _MAX_NUM_SHARDS = 8192  # above 256 GiB shards get larger: the file system of a cluster is slow with many files
+
+# number: of the row among those read in its shard, from 1; row: in its part, as the reader numbers it;
+# characters, bytes, num_tokens_cut: see EncodedDocument and LeftOut
+ENCODED = np.dtype([(name, "u4") for name in ("number", "row", "length", "characters", "bytes", "num_tokens_cut")])
+# documents kept, rows counted by the reader, and the SHA-256 of a file that was read at once, otherwise NO_SHA256
+PART = np.dtype([("documents", "u4"), ("rows", "u4"), ("sha256", f"V{SHA256_BYTES}")])
+SKIPPED = np.dtype([("number", "u4"), ("reason", "u2"), ("num_tokens_cut", "u4")])  # reason: index of the record's
+EDIT = np.dtype([("number", "u4"), ("kind", "u2"), ("count", "u4")])  # kind: index of the record's
+HASH_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -157,3 +182,250 @@ def files_to_hash(
         if start < len(source.files):
             yield FilesToHash(number, start, len(source.files))
         first += len(source.files)
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What a finished shard holds."""
+
+    folder: Path  # where the shard's files are
+    documents: np.ndarray  # ENCODED [kept]
+    parts: np.ndarray  # PART [parts of the shard]
+    skipped: np.ndarray  # SKIPPED [rows skipped]; `reasons` of the skipped rows, as in the ledger
+    reasons: tuple[str, ...]
+    edits: np.ndarray  # EDIT [any number], what cleaning changed; `kinds` of the edits, as in the ledger
+    kinds: tuple[str, ...]
+    samples: tuple["DroppedRow", ...]  # a few of the documents that cleaning dropped
+    hits: tuple["ContaminatedRow", ...]  # what documents share with evaluation tasks
+    hashes: np.ndarray  # uint8 [kept, 16], of each document's content; [0, 16] without --deduplicate
+    num_read: int  # rows read
+    has_masks: bool  # whether there is a file of masks
+    first_bad_row: str  # what is wrong with the first bad row; empty if there is none
+    turn_ends: np.ndarray  # int32 [any number], the control tokens with which supervised turns of its chats end
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.documents["length"].sum(dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class DroppedRow:
+    """A document that cleaning dropped: its place in the shard, see ENCODED, and the beginning of its text."""
+
+    number: int
+    part: int
+    row: int
+    reason: str
+    detail: str
+    text: str
+
+
+@dataclass(frozen=True)
+class ContaminatedRow:
+    """A document that shares words with an evaluation task: its place in the shard, see ENCODED, and what it shares."""
+
+    number: int
+    part: int
+    row: int
+    hit: TaskHit
+
+
+def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
+    """Return the record of a finished shard, None if it is not finished."""
+    file = folder / f"{shard.key}.npz"
+    if not file.exists():
+        return None
+    with np.load(file, allow_pickle=False) as stored:
+        return ShardRecord(
+            folder=folder,
+            documents=stored["documents"],
+            parts=stored["parts"],
+            skipped=stored["skipped"],
+            reasons=tuple(stored["reasons"].tolist()),
+            edits=stored["edits"],
+            kinds=tuple(stored["kinds"].tolist()),
+            samples=tuple(DroppedRow(**sample) for sample in json.loads(str(stored["samples"]))),
+            hits=tuple(
+                ContaminatedRow(number, part, row, TaskHit(*hit))
+                for number, part, row, *hit in json.loads(str(stored["hits"]))
+            ),
+            hashes=stored["hashes"],
+            num_read=int(stored["num_read"]),
+            has_masks=(folder / f"{shard.key}.masks").exists(),
+            first_bad_row=str(stored["first_bad_row"]),
+            turn_ends=stored["turn_ends"],
+        )
+
+
+def signatures_file(folder: Path, shard: Shard) -> Path:
+    """Return the file with the signatures of a shard's documents."""
+    return folder / f"{shard.key}.signatures"
+
+
+def remove_outdated_shards(folder: Path) -> int:
+    """Remove the finished shards that an older version wrote, and return their number."""
+    outdated = []
+    for file in folder.glob("*.npz"):
+        with np.load(file, allow_pickle=False) as stored:
+            if "hits" not in stored.files or stored["parts"].dtype != PART:
+                outdated.append(file)
+    for file in outdated:
+        for suffix in (".tokens", ".masks", ".signatures", ".npz"):
+            file.with_suffix(suffix).unlink(missing_ok=True)
+    return len(outdated)
+
+
+class ShardWriter:
+    """A writer of the files of a shard, a context manager that closes them; ``finish`` makes the shard a finished one.
+
+    ``show`` is called with the bytes, documents and tokens done. Documents are ``hashed``, and have signatures if
+    ``signed``. The first bad row is an error unless ``skips_bad_rows``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shard: Shard,
+        show: Callable[[int, int, int], None],
+        *,
+        hashed: bool,
+        signed: bool,
+        skips_bad_rows: bool,
+    ) -> None:
+        self._documents: list[np.ndarray] = []
+        self._parts: list[tuple[int, int, bytes]] = []
+        self._skipped: list[tuple[int, int, int]] = []
+        self._reasons: dict[str, int] = {}  # with their numbers
+        self._edits: list[tuple[int, int, int]] = []
+        self._kinds: dict[str, int] = {}
+        self._samples: list[DroppedRow] = []
+        self._hits: list[ContaminatedRow] = []
+        self._hashes: list[bytes] = []
+        self._num_read = 0
+        self._first_bad_row = ""
+        self.turn_ends: set[int] = set()
+        self._folder, self._shard, self._show_done = folder, shard, show
+        self._hashed, self._skips_bad_rows = hashed, skips_bad_rows
+        self._tokens = (folder / f"{shard.key}.tokens").open("wb")
+        self._signatures = signatures_file(folder, shard).open("wb") if signed else None
+        self._masks_path = folder / f"{shard.key}.masks"
+        self._masks_path.unlink(missing_ok=True)
+        self._masks: BinaryIO | None = None
+        self._num_dropped: Counter[str] = Counter()
+        self._bytes_before = self._num_tokens = self._num_documents = 0
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        for file in (self._tokens, self._masks, self._signatures):
+            if file is not None:
+                file.close()
+
+    def end_part(self, num_documents: int, num_bytes: int, num_rows: int, sha256: bytes) -> None:
+        """Count a part as read; its documents may be written later.
+
+        ``num_rows`` are those counted by the reader; ``sha256`` is that of the file, or NO_SHA256.
+        """
+        self._parts.append((num_documents, num_rows, sha256))
+        self._bytes_before += num_bytes
+        self._show(0)
+
+    def read(self) -> int:
+        """Count a row as read and return its number in the shard, from 1."""
+        self._num_read += 1
+        return self._num_read
+
+    def skip(self, ordinal: int, left_out: LeftOut) -> None:
+        number = self._reasons.setdefault(left_out.reason, len(self._reasons))
+        self._skipped.append((ordinal, number, left_out.num_tokens_cut))
+
+    def drop(self, ordinal: int, row: int, dropped: Dropped, text: str, shown: Callable[[str], str]) -> None:
+        """Record a document as dropped by cleaning, and keep the beginning of the first ones as ``shown`` gives it."""
+        self.skip(ordinal, LeftOut(dropped.reason))
+        self._num_dropped[dropped.reason] += 1
+        if self._num_dropped[dropped.reason] <= PER_SHARD:
+            place = (ordinal, len(self._parts), row)
+            beginning = shown(text)[:TEXT_CHARACTERS]
+            self._samples.append(DroppedRow(*place, dropped.reason, dropped.detail, beginning))
+
+    def list_hits(self, ordinal: int, row: int, hits: Sequence[TaskHit]) -> None:
+        """Record what a document shares with evaluation tasks, whether it is kept or not."""
+        self._hits += [ContaminatedRow(ordinal, len(self._parts), row, hit) for hit in hits]
+
+    def count_edits(self, ordinal: int, edits: dict[str, int]) -> None:
+        """Record what cleaning changed in a document."""
+        for kind, count in edits.items():
+            self._edits.append((ordinal, self._kinds.setdefault(kind, len(self._kinds)), count))
+
+    def sign(self, signature: np.ndarray | None) -> None:
+        """Write the signature of the next document, if documents have one."""
+        if self._signatures is not None:
+            assert signature is not None
+            self._signatures.write(signature.data)
+
+    def skip_bad_row(self, ordinal: int, error: BadRowError) -> None:
+        """Record a bad row as skipped.
+
+        Raises:
+            InputError: bad rows are not skipped.
+        """
+        if not self._skips_bad_rows:
+            raise error.fault() from None
+        self._first_bad_row = self._first_bad_row or str(error)
+        self.skip(ordinal, LeftOut(manifest.BAD_ROW))
+
+    def write(self, documents: np.ndarray, ids: np.ndarray, supervised: np.ndarray | None, position: int) -> None:
+        """Write the tokens of documents; write masks from the first ones on that have them.
+
+        Args:
+            documents: ENCODED [documents].
+            ids: int32 [T], their tokens, joined.
+            supervised: bool [T]; None if all tokens are supervised.
+            position: bytes of the part that have been read.
+        """
+        if supervised is not None and self._masks is None:
+            self._masks = self._masks_path.open("wb")
+            self._masks.write(b"\1" * self._num_tokens)
+        if self._masks is not None:
+            self._masks.write(b"\1" * len(ids) if supervised is None else supervised.view(np.uint8).data)
+        self._tokens.write(ids.data)
+        self._num_tokens += len(ids)
+        self._num_documents += len(documents)
+        self._documents.append(documents)
+        if self._hashed:
+            ends = np.cumsum(documents["length"])
+            for begin, end in pairwise([0, *ends.tolist()]):
+                digest = hashlib.blake2b(ids[begin:end].data, digest_size=HASH_BYTES)
+                if supervised is not None:
+                    digest.update(supervised[begin:end].data)
+                self._hashes.append(digest.digest())
+        self._show(position)
+
+    def finish(self) -> None:
+        """Write the record of the shard, by which it counts as finished, once its other files are whole."""
+        self._close()
+        partial_file = self._folder / f"{self._shard.key}.partial"
+        with partial_file.open("wb") as record:
+            np.savez(
+                record,
+                documents=np.concatenate([np.empty(0, ENCODED), *self._documents]),
+                parts=np.array(self._parts, dtype=PART),
+                skipped=np.array(self._skipped, dtype=SKIPPED),
+                reasons=np.array(list(self._reasons), dtype=str),
+                edits=np.array(self._edits, dtype=EDIT),
+                kinds=np.array(list(self._kinds), dtype=str),
+                samples=json.dumps([asdict(sample) for sample in self._samples]),
+                hits=json.dumps([(row.number, row.part, row.row, *astuple(row.hit)) for row in self._hits]),
+                hashes=np.frombuffer(b"".join(self._hashes), np.uint8).reshape(-1, HASH_BYTES),
+                num_read=self._num_read,
+                first_bad_row=self._first_bad_row,
+                turn_ends=np.array(sorted(self.turn_ends), dtype=np.int32),
+            )
+        partial_file.rename(self._folder / f"{self._shard.key}.npz")
+
+    def _show(self, position: int) -> None:
+        self._show_done(self._bytes_before + position, self._num_documents, self._num_tokens)

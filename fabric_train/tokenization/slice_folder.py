@@ -4,7 +4,7 @@ A slice has the shards as a restarted run finds them, encoded, or with their lin
 
     slices/3/config.yaml      the arguments of the task
              slice.json       the files of the input, and the sizes and hashes of the shards' files
-             3f2a….tokens     an encoded shard, see ``shard_files``; and its other files
+             3f2a….tokens     an encoded shard, see ``shards``; and its other files
              77ab….lines      or a shard whose lines are counted, see ``line_counts``
 """
 

@@ -28,8 +28,7 @@ from fabric_train.tokenization.encoding import EncodedSources, encode_sources, u
 from fabric_train.tokenization.manifest import Manifest
 from fabric_train.tokenization.reading.listing import SHA256_BYTES
 from fabric_train.tokenization.reading.sources import Source
-from fabric_train.tokenization.shard_files import ShardRecord, read_record
-from fabric_train.tokenization.shards import SIZES, ShardSizes
+from fabric_train.tokenization.shards import SIZES, ShardRecord, ShardSizes, read_record
 from fabric_train.tokenization.slice_folder import InputFile, Slice, part_of, states_of, write_slice
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.workers import ThrottledLog

@@ -17,8 +17,7 @@ from fabric_train.tokenization.chats import chat_template, template_limits
 from fabric_train.tokenization.chats.chat_template import LLAMA3_TEMPLATE, ChatTemplate, read_chosen_template
 from fabric_train.tokenization.chats.template_limits import OutOfTimeError, find_fault_in_child, limited_time
 from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
-from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer
+from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 
 FOR_EVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}" + (
     "{% endfor %}{% endfor %}"

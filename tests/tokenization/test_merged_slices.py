@@ -22,13 +22,17 @@ from fabric_train.tokenization.packing.rows import Packing, plan_rows
 from fabric_train.tokenization.reading.listing import NO_SHA256, ListedFile, ListedFiles, list_file
 from fabric_train.tokenization.reading.sources import FileSource
 from fabric_train.tokenization.selection import collect
-from fabric_train.tokenization.shard_files import ENCODED, HASH_BYTES, PART, ShardRecord, read_record
 from fabric_train.tokenization.shards import (
+    ENCODED,
+    HASH_BYTES,
+    PART,
     InputSlice,
     Shard,
+    ShardRecord,
     ShardSizes,
     files_read_at_once,
     files_to_hash,
+    read_record,
     slice_numbers,
     split_into_shards,
 )

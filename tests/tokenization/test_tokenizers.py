@@ -16,8 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.tokenizers.text_encoder import load_fast
-from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
-from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer, read_plain_folder
+from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer, read_plain_folder
 from fabric_train.tokenization.tokenizers.tokenizer_model import HARD_STRINGS, SPECIAL_TOKENS, SPLIT_PATTERN, read_ranks
 
 

@@ -36,10 +36,10 @@ from fabric_train.tokenization.chats.template_limits import (
     limited_time,
 )
 from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.tokenizers.tokenizer_folder import read_chat_template
+from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
 
 if TYPE_CHECKING:
-    from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer
+    from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer
 
 # as in Meta's llama-models, llama3/chat_format.py: contents are stripped, the role of tools is ipython
 LLAMA3_TEMPLATE = (

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from fabric_train.tokenization.tokenizers.tokenizer_folder import AddedToken, TokenizerJson, read_tokenizer_json
+from fabric_train.tokenization.tokenizers.tokenizer import AddedToken, TokenizerJson, read_tokenizer_json
 
 # gigatoken 0.10 knows Unicode 17, tokenizers 0.23 knows Unicode 16: the letters, digits and marks that are new in 17
 _NEW_CHARACTERS = (

@@ -1,7 +1,7 @@
-"""Load a ``tokenizer.model`` as a fast tokenizer: a SentencePiece BPE model (Llama-2's) or a list of ranks (Llama-3's).
+"""Load a tokenizer with transformers: a folder, a SentencePiece BPE model (Llama-2's) or a list of ranks (Llama-3's).
 
-transformers' own conversion orders merges by id and so gives other ids for some words. Here merges have the order in
-which sentencepiece applies them, and the result is compared with the library before it is used.
+For a ``tokenizer.model``, transformers' own conversion orders merges by id and so gives other ids for some words. Here
+merges have the order in which sentencepiece applies them, and the result is compared with the library before use.
 """
 
 import base64
@@ -14,9 +14,13 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, first_line
+from fabric_train.files.regular_file import check_not_pointer
+from fabric_train.tokenization.tokenizers.text_encoder import load_fast, panics_as_errors
+from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, chat_template_in, no_eos, read_object
 
 BPE_MODEL = 2
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -49,6 +53,105 @@ _NAMED_SPECIAL_TOKENS = (
 SPECIAL_TOKENS = _NAMED_SPECIAL_TOKENS + tuple(
     f"<|reserved_special_token_{3 + i}|>" for i in range(NUM_SPECIAL_TOKENS - len(_NAMED_SPECIAL_TOKENS))
 )
+
+
+def load_with_transformers(name: str, folder: Path, model_file: Path | None) -> CorpusTokenizer:
+    """Load the tokenizer called ``name`` from its folder or its tokenizer.model; errors as for ``load_tokenizer``."""
+    logging.set_verbosity(logging.CRITICAL)
+    special_text_is_plain = False
+    if model_file is None:
+        fast = _load_folder(folder)
+    else:
+        fast, special_text_is_plain = _load_model_file(model_file)
+    if fast.eos_token_id is None:
+        raise no_eos(name, has_bos=fast.bos_token_id is not None)
+    templates = fast.chat_template
+    return CorpusTokenizer(
+        name=name,
+        bos_token=fast.bos_token,
+        eos_token=fast.eos_token,
+        bos_token_id=fast.bos_token_id,
+        eos_token_id=fast.eos_token_id,
+        pad_token_id=fast.pad_token_id,
+        vocab_size=max(fast.get_vocab().values()) + 1,
+        special_text_is_plain=special_text_is_plain,
+        chat_template=templates.get("default") if isinstance(templates, dict) else templates,
+        source=fast,
+    )
+
+
+def _load_folder(folder: Path) -> PreTrainedTokenizerFast:
+    file = folder / "tokenizer.json"
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        read_object(folder / name)  # for a clearer error than transformers gives
+    chat_template_in(folder)
+    try:
+        if file.is_file():
+            check_not_pointer(file)
+            with panics_as_errors():
+                fast = PreTrainedTokenizerFast.from_pretrained(folder)
+        else:
+            fast = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except InputError:
+        raise
+    except Exception as error:  # noqa: BLE001 - tokenizers raises no narrower type
+        if file.is_file():
+            load_fast(file, special_text_is_plain=False)  # raises if the file itself is damaged
+        reason = first_line(error).rstrip(".")
+        raise InputError(
+            f"--tokenizer_name {folder}: transformers cannot load it: {reason}; fetch it again or give another"
+        ) from None
+    if not getattr(fast, "is_fast", False):
+        raise InputError(f"--tokenizer_name {folder}: it has no fast version; give a folder with tokenizer.json")
+    if file.is_file():
+        _check_named_tokens(folder, fast)
+    return fast
+
+
+def _check_named_tokens(folder: Path, fast: PreTrainedTokenizerFast) -> None:
+    """Check that the tokens which can be in rows are in the tokenizer's files; transformers adds those that are not.
+
+    Raises:
+        InputError: BOS, EOS or padding is not, so that no model has an embedding for it.
+    """
+    known = load_fast(folder / "tokenizer.json", special_text_is_plain=False)
+    config = read_object(folder / "tokenizer_config.json")
+    listed = [token["content"] for token in config.get("added_tokens_decoder", {}).values()]
+    listed += read_object(folder / "added_tokens.json")
+    for role in ("bos_token", "eos_token", "pad_token"):
+        token = getattr(fast, role)
+        if token is not None and token not in listed and known.token_to_id(token) is None:
+            raise InputError(
+                f"--tokenizer_name {folder}: its {role} {token!r} is not in its vocabulary; name one of its tokens in "
+                "tokenizer_config.json"
+            )
+
+
+def _load_model_file(file: Path) -> tuple[PreTrainedTokenizerFast, bool]:
+    """Return the tokenizer of a ``tokenizer.model``, and whether the text of special tokens is plain text to it."""
+    chat_template = chat_template_in(file.parent)
+    if is_rank_file(file):
+        return load_llama3_ranks(file, chat_template), False
+    fast = load_sentencepiece_bpe(file, chat_template)
+    extra = _added_tokens(file.parent, fast.vocab_size)
+    if extra:
+        raise InputError(
+            f"--tokenizer_name {file.parent}: its configuration adds {', '.join(extra)} to tokenizer.model; "
+            "give a folder with tokenizer.json, which has both"
+        )
+    return fast, True
+
+
+def _added_tokens(folder: Path, num_pieces: int) -> list[str]:
+    """Return the tokens that the folder's configuration adds after the ``num_pieces`` of its tokenizer.model."""
+    added = read_object(folder / "added_tokens.json")
+    listed = read_object(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+    try:
+        added |= {token["content"]: int(index) for index, token in listed.items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        file = folder / "tokenizer_config.json"
+        raise InputError(f"{file}: damaged (added_tokens_decoder); fetch the file again") from None
+    return sorted(token for token, index in added.items() if index >= num_pieces)
 
 
 def load_sentencepiece_bpe(path: Path, chat_template: str | None = None) -> PreTrainedTokenizerFast:
