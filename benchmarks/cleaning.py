@@ -114,7 +114,6 @@ def _open(switch: str, documents: Sequence[str], work: Path) -> Cleaner:
     needed = ["--dataset", "texts.jsonl", "--tokenizer_name", "tokenizer", "--output_dir", "tokens"]
     given = [str(work / _TASKS) if word == _TASKS else word for word in switch.split()]
     cleaner = open_cleaner(parse_arguments(TokenizeArguments, [*needed, *given]), ["text"])
-    assert cleaner is not None, switch
     step = cleaner.steps.get("boilerplate")
     if isinstance(step, Boilerplate):  # which a run gives the lines once it has counted them
         repeated = [line for line, count in _documents_by_line(documents).items() if count >= step.num_documents]

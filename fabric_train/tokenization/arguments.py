@@ -61,6 +61,12 @@ class CleaningArguments:
     contaminated: Literal["drop", "mark"] = "drop"
     """With --decontaminate: leave these documents out, or only list them in contamination.jsonl."""
 
+    @property
+    def cleans(self) -> bool:
+        """Whether a step of cleaning is asked for."""
+        steps = (self.language, self.quality, self.near_duplicates, self.boilerplate, self.redact, self.decontaminate)
+        return any(step is not None for step in steps)
+
     def faults(self) -> list[str]:
         """Return values of no known kind, and options without the one that they belong to."""
         faults = []

@@ -104,9 +104,13 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
     table = SourceTable(sources)
     ledgers = _write_splits(splits, folder, corpus, table)
     dropped = [one for collection in collections for one in collection.dropped]
-    dropped += sample_duplicates(near, collections, table, corpus.tokenizer_folder)
-    write_sample(folder, dropped, table)
-    write_hits(folder, [one for collection in collections for one in collection.hits], table)
+    if any(len(one.duplicates) or len(one.near_duplicates) for one in collections):
+        dropped += sample_duplicates(near, collections, table, corpus.tokenizer_folder)
+    hits = [one for collection in collections for one in collection.hits]
+    if dropped:
+        write_sample(folder, dropped, table)
+    if hits:
+        write_hits(folder, hits, table)
     settings = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
     if arguments.validation_dataset:  # a URL may hold a password
         settings["validation_dataset"] = [redact(name) for name in arguments.validation_dataset]

@@ -183,7 +183,7 @@ def open_corpus(
         tokenizer_folder=tokenizer_folder,
         tokenizer_hashes={file.name: sha256(file) for file in sorted(tokenizer_folder.iterdir())},
         formats=formats,
-        cleaner=open_cleaner(arguments, kinds),
+        cleaner=open_cleaner(arguments, kinds) if arguments.cleans else None,
         sizes=sizes,
     )
 

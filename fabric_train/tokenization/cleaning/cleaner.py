@@ -126,10 +126,8 @@ class Cleaner:
         return result
 
 
-def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleaner | None:
-    """Return the cleaner for the switches that are given; None if there are none.
-
-    ``kinds`` has the data format of each source.
+def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleaner:
+    """Return the cleaner for the switches that are given; ``kinds`` has the data format of each source.
 
     Raises:
         InputError: a switch cannot be used, or not for chats and a source has them.
@@ -147,7 +145,7 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
     cleaner = Cleaner(steps, arguments.near_duplicates)
     if arguments.boilerplate is not None:
         cleaner = cleaner.with_boilerplate(open_boilerplate(arguments.boilerplate, arguments.text_column))
-    return cleaner if cleaner.settings() else None
+    return cleaner
 
 
 def _check_for_chats(arguments: "TokenizeArguments", kinds: Sequence[str]) -> None:

@@ -86,7 +86,7 @@ def evenly_spaced(count: int) -> list[int]:
 
 
 def write_sample(folder: Path, dropped: Sequence[DroppedDocument], sources: SourceTable) -> None:
-    """Write at most 20 documents for each reason, spread evenly over their order; no file if there are none."""
+    """Write at most 20 documents for each reason, spread evenly over their order."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for document in dropped:
         place = sources.place(document.file, document.row)
@@ -158,7 +158,7 @@ def count_by_task(hits: Sequence[ContaminatedDocument]) -> dict[str, int]:
 
 
 def write_hits(folder: Path, hits: Sequence[ContaminatedDocument], sources: SourceTable) -> None:
-    """Write a line for each hit, in the order of the documents; no file if there are none.
+    """Write a line for each hit, in the order of the documents.
 
     A line is ``{"task": ..., "item": ..., "place": "SOURCE: FILE:ROW", "num_shared": ..., "words": ...}``.
     """
@@ -166,5 +166,4 @@ def write_hits(folder: Path, hits: Sequence[ContaminatedDocument], sources: Sour
     for hit, place in ((one.hit, sources.place(one.file, one.row)) for one in hits):
         content = {"task": hit.task, "item": hit.item, "place": place, "num_shared": hit.num_shared, "words": hit.words}
         lines.append(json.dumps(content, ensure_ascii=False) + "\n")
-    if lines:
-        (folder / CONTAMINATION_FILE).write_text("".join(lines), encoding="utf-8")
+    (folder / CONTAMINATION_FILE).write_text("".join(lines), encoding="utf-8")

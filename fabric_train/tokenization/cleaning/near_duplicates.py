@@ -212,8 +212,6 @@ def sample_duplicates(
     exact = np.concatenate([first + one.duplicates for first, one in zip(starts, collections, strict=False)])
     nearly = np.concatenate([first + one.near_duplicates for first, one in zip(starts, collections, strict=False)])
     exact, nearly = exact[evenly_spaced(len(exact))], nearly[evenly_spaced(len(nearly))]
-    if not len(exact) and not len(nearly):
-        return []
     tokenizer = load_fast(tokenizer_folder / "tokenizer.json", special_text_is_plain=False)
     readers = [SpoolReader(collection.documents) for collection in collections]
 

@@ -1,23 +1,68 @@
-"""Encode texts: by gigatoken if it gives the tokenizer's ids, otherwise by the ``tokenizers`` library."""
+"""Encode texts: by gigatoken if it gives the tokenizer's ids, otherwise by the ``tokenizers`` library.
+
+Three things are rewritten in a ``tokenizer.json`` that gigatoken refuses. Texts whose ids this would change are left to
+the ``tokenizers`` library:
+
+- Special tokens whose text counts as plain text are left out.
+- Bytes without a token get ids after the last one; ``tokenizers`` leaves such bytes out. (SmolLM2 lacks 21 of them.)
+- Digits that are split off one by one, before all else, become added tokens, at which gigatoken splits first, too. It
+  does so for the digits 0 to 9; other characters that are numbers are left to ``tokenizers``. (SmolLM2, StarCoder2.)
+"""
 
 import os
-from collections.abc import Iterator, Sequence
+import re
+import sys
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import orjson
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.distributed.memory import process_memory
-from fabric_train.tokenization.tokenizers.gigatoken_json import read_for_gigatoken
+from fabric_train.tokenization.tokenizers.tokenizer import AddedToken, TokenizerJson, read_tokenizer_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _SHOWN_CHARACTERS = 60
+
+
+def _codes(ranges: str) -> tuple[int, ...]:
+    """Return the code points of hexadecimal numbers and ranges such as ``88F 1ACF-1AEB``."""
+    pairs = (word.split("-") for word in ranges.split())
+    return tuple(code for pair in pairs for code in range(int(pair[0], 16), int(pair[-1], 16) + 1))
+
+
+# gigatoken 0.10 knows Unicode 17, tokenizers 0.23 knows Unicode 16: the letters, digits and marks that are new in 17
+_NEW_CHARACTERS = _codes(
+    """88F C5C CDC 1ACF-1AEB A7CE-A7D4 A7F1 10940-1095F 10EC5-10EC7 10EFA-10EFB 11B60-11B67 11DB0-11DE9 16EA0-16ED3
+    16FF2-16FF6 187F8-187FF 18D09-18D1E 18D80-18DF2 1E6C0-1E6FF 2B73A-2B73F 2CEA2-2CEAD 323B0-33479"""
+)
+# the symbols that are new in 17, for split patterns with \p{S} (DeepSeek's)
+_NEW_SYMBOLS = _codes(
+    """20C1 2B96 FBC3-FBD2 FD90-FD91 FDC8-FDCE 10ED0-10ED8 1CCFA-1CCFC 1CEBA-1CED0 1CEE0-1CEF0 1F6D8 1F777-1F77A
+    1F8D0-1F8D8 1FA54-1FA57 1FA8A 1FA8E 1FAC8 1FACD 1FAEA 1FAEF 1FBFA"""
+)
+# marks, and letters that are composed with marks, which the older tables of tokenizers' NFC do not know
+_NEW_IN_NFC = _codes(
+    """7FD 897-89F 8CA-8D3 9FE C3C D3B-D3C EBA 1715 1ABF-1ACE 1DF6-1DFA A82C 105D2 105DA 10D24-10D27 10D69-10D6D
+    10EAB-10EAC 10EFD-10EFF 10F46-10F50 10F82-10F85 11070 1133B 11382 11384 1138B 11390 113C2 113CE-113D0 1145E
+    11839-1183A 11935 1193D-1193E 11943 119E0 11A34 11A47 11A99 11D42 11D44-11D45 11D97 11F41-11F42 1611E 16121-16122
+    16129 1612F 16D63 16D67 16D69 16FF0-16FF1 1E08F 1E130-1E136 1E2AE 1E2EC-1E2EF 1E4EC-1E4EF 1E5EE-1E5EF"""
+)
+# numbers that are newer than the Unicode version of the oldest supported Python
+_NEWER_NUMBERS = _codes(
+    """10D40-10D49 116D0-116E3 11BF0-11BF9 11F50-11F59 16130-16139 16D70-16D79 1CCF0-1CCF9 1D2C0-1D2D3 1E4F0-1E4F9
+    1E5F1-1E5FA"""
+)
+_SPLITS_DIGITS = {"type": "Digits", "individual_digits": True}
 
 
 @dataclass(frozen=True)
@@ -35,13 +80,8 @@ def add_borders(ids: np.ndarray, borders: Borders) -> np.ndarray:
         begin += 1
     while end > begin and ids[end - 1] == borders.eos_token_id:
         end -= 1
-    num_bos = 0 if borders.bos_token_id is None else 1
-    bordered = np.empty(num_bos + end - begin + 1, np.int32)
-    if borders.bos_token_id is not None:
-        bordered[0] = borders.bos_token_id
-    bordered[num_bos:-1] = ids[begin:end]
-    bordered[-1] = borders.eos_token_id
-    return bordered
+    bos = [] if borders.bos_token_id is None else [borders.bos_token_id]
+    return np.concatenate((bos, ids[begin:end], [borders.eos_token_id]), dtype=np.int32, casting="unsafe")
 
 
 def join_documents(documents: list[np.ndarray], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
@@ -136,6 +176,121 @@ class FastEncoder:
 
     def encode_documents(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
         return join_documents(self.encode_batch([text.decode() for text in texts]), borders)
+
+
+class CharacterFinder:
+    """A search for ``characters``, code points from 128 on, in UTF-8.
+
+    The first two bytes of a character decide for most texts; only the others are searched with a regular expression,
+    which takes longer.
+    """
+
+    def __init__(self, characters: Iterable[int]) -> None:
+        codes = sorted(set(characters))
+        self._expression = re.compile(f"[{''.join(_ranges(codes))}]")
+        # by the first byte: whether the second one may be that of a character
+        self._seconds: dict[int, np.ndarray] = {}
+        for first, second in {tuple(chr(code).encode()[:2]) for code in codes}:
+            self._seconds.setdefault(first, np.zeros(256, dtype=bool))[second] = True
+
+    def is_in(self, text: bytes) -> bool:
+        if text.isascii():
+            return False
+        codes = np.frombuffer(text, np.uint8)
+        for first, seconds in self._seconds.items():
+            if first in text and seconds[codes[np.flatnonzero(codes == first) + 1]].any():
+                return self._expression.search(text.decode()) is not None
+        return False
+
+
+def _ranges(codes: list[int]) -> list[str]:
+    runs = (list(run) for _, run in groupby(enumerate(codes), key=lambda numbered: numbered[1] - numbered[0]))
+    return [f"{re.escape(chr(run[0][1]))}-{re.escape(chr(run[-1][1]))}" for run in runs]
+
+
+@dataclass(frozen=True)
+class ReadableJson:
+    """A ``tokenizer.json`` for gigatoken."""
+
+    content: bytes  # the JSON
+    has_all_bytes: bool  # whether each byte of UTF-8 has a token
+    first_unknown_id: int  # if not, a text with this id or a larger one is left to `tokenizers`
+    unknown: CharacterFinder  # a text with one of these characters is left to `tokenizers`
+    # the text of each added token by id that may stand between documents, see `_separators`
+    separators: dict[int, bytes]
+
+
+def read_for_gigatoken(tokenizer_file: Path, special_text_is_plain: bool) -> ReadableJson:
+    """Return the content of a ``tokenizer.json`` for gigatoken; ``special_text_is_plain`` as for ``TextEncoder``.
+
+    Raises:
+        InputError: it is a pipe, a folder or another kind of file.
+        ValueError: it is not a ``tokenizer.json``, or gigatoken would find its added tokens elsewhere.
+    """
+    known = read_tokenizer_json(tokenizer_file)
+    raw = tokenizer_file.read_bytes()
+    added = [token for token in known.added_tokens if not (special_text_is_plain and token.special)]
+    vocabulary = known.model["vocab"]
+    is_nfc = b'"NFC"' in orjson.dumps(known.normalizer)
+    if is_nfc and any(token.normalized for token in added):
+        raise ValueError("it has added tokens that are matched after NFC")  # gigatoken matches them before
+    changes: dict[str, Any] = {}
+    if len(added) < len(known.added_tokens):
+        changes["added_tokens"] = [asdict(token) for token in added]
+    split, *others = (known.pre_tokenizer or {}).get("pretokenizers") or [None]
+    splits_digits = split == _SPLITS_DIGITS and [one["type"] for one in others] == ["ByteLevel"]
+    if splits_digits:
+        digits = [AddedToken(vocabulary[digit], digit, *[False] * 5) for digit in "0123456789"]
+        changes |= {"pre_tokenizer": others[0], "added_tokens": [asdict(token) for token in (*added, *digits)]}
+    first_unknown_id = max([*vocabulary.values(), *(token.id for token in added)]) + 1
+    is_byte_level = known.pre_tokenizer is not None and not known.model.get("byte_fallback")
+    lacking = [letter for letter in _byte_letters() if letter not in vocabulary] if is_byte_level else []
+    if lacking:
+        more = {letter: first_unknown_id + number for number, letter in enumerate(lacking)}
+        changes["model"] = {**known.model, "vocab": vocabulary | more}
+    unknown = [*_NEW_CHARACTERS, *(_numbers() if splits_digits else ()), *(_NEW_IN_NFC if is_nfc else ())]
+    unknown += _NEW_SYMBOLS if rb"\\p{S}" in orjson.dumps(known.pre_tokenizer) else ()
+    return ReadableJson(
+        content=orjson.dumps({**orjson.loads(raw), **changes}) if changes else raw,
+        has_all_bytes=not lacking,
+        first_unknown_id=first_unknown_id,
+        unknown=CharacterFinder(unknown),
+        separators=_separators(known, added),
+    )
+
+
+def _separators(known: TokenizerJson, added: list[AddedToken]) -> dict[int, bytes]:
+    """Return the text of each added token by id that splits joined documents into the texts that they are alone.
+
+    It does so only if the start of the whole text is not treated differently (Llama-2's, Mistral's tokenizers), if
+    nothing is done to the joined text before the token is found, and if no other match can overlap with its own.
+    """
+    if b'"prepend_scheme":"first"' in orjson.dumps(known.pre_tokenizer):
+        return {}
+    contents = [token.content for token in added]
+    after_start = {letter for content in contents for letter in content[1:]}
+    beginnings = {content[:length] for content in contents for length in range(len(content))}
+    return {
+        token.id: token.content.encode()
+        for token in added
+        if not (token.has_conditions or (token.normalized and known.normalizer))
+        and token.content[:1] not in after_start
+        and token.content not in beginnings
+    }
+
+
+def _numbers() -> list[int]:
+    known = [code for code in range(128, sys.maxunicode + 1) if unicodedata.category(chr(code))[0] == "N"]
+    return [*known, *_NEWER_NUMBERS]
+
+
+def _byte_letters() -> list[str]:
+    """Return the letter that stands for each byte of UTF-8 in byte-level vocabularies, as GPT-2 introduced them."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {byte: chr(byte) for byte in shown}
+    hidden = (byte for byte in range(256) if byte not in letters)
+    letters |= {byte: chr(256 + number) for number, byte in enumerate(hidden)}
+    return [letters[byte] for byte in range(256) if byte < 0xF5 and byte not in (0xC0, 0xC1)]
 
 
 class GigatokenEncoder:
