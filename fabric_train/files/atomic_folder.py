@@ -101,11 +101,8 @@ def complete_folder(target: Path) -> Iterator[Path]:
 
     Everything is synced to the disk before the rename, and the parent after it, so a folder with the final name is
     complete even after a power failure. After any exception, including ``KeyboardInterrupt``, the temporary folder is
-    removed, as are those that killed processes of this machine left for the same target.
-
-    Raises:
-        InputError: ``target`` is a file or a folder that is not empty, another process is writing it, or its parent
-            cannot be written to.
+    removed, as are those that killed processes of this machine left for the same target. InputError if ``target`` is a
+    file or a folder that is not empty, another process is writing it, or its parent cannot be written to.
     """
     target = Path(os.path.abspath(target))
     check_not_taken(target)

@@ -26,9 +26,7 @@ _KINDS = {
 def open_regular(path: Path, advice: str) -> BinaryIO:
     """Open a file, or what a link leads to, to read bytes. A plain ``open`` of a pipe would wait for its writer.
 
-    Raises:
-        InputError: ``path`` is a pipe, a socket, a folder or a device; ``advice`` says how to fix that.
-        OSError: it does not exist or cannot be read.
+    InputError if ``path`` is a pipe, a socket, a folder or a device; ``advice`` says how to fix that.
     """
     _check_regular(path, os.stat(path).st_mode, advice)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may have become a pipe meanwhile
@@ -43,22 +41,13 @@ def open_regular(path: Path, advice: str) -> BinaryIO:
 def open_to_write(
     path: Path, mode: Literal["w", "x", "a", "a+"], newline: str | None = None, errors: str | None = None
 ) -> TextIO:
-    """Open a text file for writing as ``open`` does, in UTF-8, but never through a link.
-
-    Raises:
-        InputError: ``path`` is a link, a pipe, a socket or a folder.
-        OSError: it cannot be opened, or mode is ``x`` and it exists.
-    """
+    """Open a UTF-8 file for writing as ``open`` does; InputError if it is a link, a pipe, a socket or a folder."""
     check_regular_or_absent(path)
     return open(path, mode, encoding="utf-8", errors=errors, newline=newline, opener=_open_without_links)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is complete or unchanged after a kill or a power failure at any moment.
-
-    Raises:
-        InputError: ``path`` is a link, a pipe, a socket or a folder.
-    """
+    """Write a file so that it is complete or unchanged after a kill or power failure; errors as in ``open_to_write``."""
     check_regular_or_absent(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     temporary.unlink(missing_ok=True)  # of a killed process that had the same number, or a planted link
@@ -139,8 +128,7 @@ def check_links(folder: Path) -> None:
 def copy_folder(source: Path, target: Path) -> None:
     """Copy ``source`` into ``target``, which may exist; new files get permissions from the umask, not from the source.
 
-    Raises:
-        InputError: a link in ``source`` leads out of it.
+    InputError if a link in ``source`` leads out of it.
     """
     check_links(source)
     target.mkdir(exist_ok=True)
@@ -164,12 +152,10 @@ def check_not_pointer(file: Path) -> None:
 def read_json(file: Path, kind: type[T], advice: str) -> T:
     """Return the content of a JSON file as ``kind``: ``dict``, a dataclass or a pydantic model.
 
-    No value is converted, except int to float. ``advice`` ends the error message: how to fix a wrong file.
-
-    Raises:
-        InputError: in one line: the file is missing, no regular file, too large, not UTF-8 or not JSON, is nested too
-            deeply, has an integer of more than 64 bits (128 in a ``dict``: tokenizers of the hub have a
-            ``model_max_length`` of 1e30), or a value is missing or has another type.
+    No value is converted, except int to float. ``advice`` ends the error message: how to fix a wrong file. InputError,
+    in one line: the file is missing, no regular file, too large, not UTF-8 or not JSON, is nested too deeply, has an
+    integer of more than 64 bits (128 in a ``dict``: tokenizers of the hub have a ``model_max_length`` of 1e30), or a
+    value is missing or has another type.
     """
     try:
         with open_regular(file, advice) as opened:
@@ -186,11 +172,7 @@ def read_json(file: Path, kind: type[T], advice: str) -> T:
 
 
 def parse_json(raw: bytes | str, kind: type[T]) -> T:
-    """Return JSON as ``kind``; see :func:`read_json`.
-
-    Raises:
-        ValueError: in one line, with the path of a wrong value, such as ``ledger.splits.train.rows``.
-    """
+    """Return JSON as ``kind``, see :func:`read_json`; ValueError, in one line, with the path of a wrong value."""
     content = _parse(raw, 128 if kind is dict else 64)
     if kind is dict:
         if not isinstance(content, dict):

@@ -63,9 +63,6 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck, size
     """Write the token dataset that ``arguments`` describe. The output folder is complete or absent.
 
     ``check`` compares gigatoken's ids with the tokenizer's; it may already be loading the tokenizer.
-
-    Raises:
-        InputError: a source, the tokenizer or the output folder cannot be used, or a split has less than one row.
     """
     target = Path(arguments.output_dir).expanduser()
     check_not_taken(target)
@@ -85,10 +82,8 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck, size
 def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSources) -> Manifest:
     """Select the documents of each split, pack them into rows, and write all but the tokenizer into ``folder``.
 
-    ``encoded`` has no records afterwards.
-
-    Raises:
-        InputError: a source has no document, a split has less than one row, or the disk has no room for the rows.
+    ``encoded`` has no records afterwards. InputError if a source has no document, a split has less than one row, or the
+    disk has no room for the rows.
     """
     arguments = corpus.arguments
     tokenizer = _tokenizer_record(corpus, encoded)
@@ -318,10 +313,8 @@ def notes_of(corpus: OpenedCorpus, encoded: EncodedSources) -> list[str]:
 def find_finished(arguments: "TokenizeArguments") -> Manifest | None:
     """Return the manifest of the token dataset in --output_dir, or None if nothing is there.
 
-    Only arguments are compared, not the content of the sources, which takes as long as reading them.
-
-    Raises:
-        InputError: the folder has something else, or a token dataset that was made with other arguments.
+    Only arguments are compared, not the content of the sources, which takes as long as reading them. InputError if the
+    folder has something else, or a token dataset that was made with other arguments.
     """
     folder = Path(arguments.output_dir).expanduser()
     if not any(folder.glob("*")):

@@ -44,11 +44,8 @@ def unfinished_folder(target: Path, sizes: ShardSizes = SIZES) -> Iterator[Path]
     """Yield the locked folder ``.NAME.unfinished`` next to ``target``, and remove it when the block succeeds.
 
     If an exception leaves the block and the folder holds finished work that is worth keeping, the folder stays and a
-    line on standard error names it.
-
-    Raises:
-        InputError: another process is tokenizing into ``target``, its parent folder cannot be written to, or a link is
-            in the way.
+    line on standard error names it. InputError if another process is tokenizing into ``target``, its parent folder
+    cannot be written to, or a link is in the way.
     """
     target = Path(os.path.abspath(target))
     folder = target.parent / f".{target.name}.unfinished"
@@ -152,10 +149,8 @@ def open_corpus(
 ) -> OpenedCorpus:
     """Open the sources and the tokenizer, print the sources' notes, and save the tokenizer into ``folder/tokenizer``.
 
-    ``unfinished`` is the folder for downloads.
-
-    Raises:
-        InputError: a source, the tokenizer, the chat template or a cleaning step cannot be used.
+    ``unfinished`` is the folder for downloads. InputError if a source, the tokenizer, the chat template or a cleaning
+    step cannot be used.
     """
     named = {option: split_names(getattr(arguments, option[2:]) or [], option) for option in _SOURCE_OPTIONS}
     tokenizer = load_tokenizer(arguments.tokenizer_name)
@@ -191,8 +186,7 @@ def open_corpus(
 def find_kinds(sources: Sequence[Source], arguments: "TokenizeArguments") -> list[str]:
     """Return each source's data format, found from its first row.
 
-    Raises:
-        InputError: one line for each source whose first row is bad or neither text nor a chat.
+    InputError, with one line for each source whose first row is bad or neither text nor a chat.
     """
     kinds: list[str] = []
     faults: list[str] = []
@@ -210,8 +204,7 @@ def find_kinds(sources: Sequence[Source], arguments: "TokenizeArguments") -> lis
 def find_kind(source: Source, text_column: str, skips_bad_rows: bool) -> str:
     """Return the data format of a source's first row: text if it has that column, else a format of chats.
 
-    Raises:
-        InputError: it has none of them, or the row is bad and bad rows are not skipped.
+    InputError if it has none of them, or the row is bad and bad rows are not skipped.
     """
     looked_for = (text_column, *columns("auto"))
     for part in source.parts(1 << 20):
@@ -236,10 +229,8 @@ def open_formats(
 ) -> list[SourceFormat]:
     """Return how to encode the sources of these kinds; ``by_parts`` as for ``ChatEncoder``.
 
-    If there are chats, their template becomes the one of ``tokenizer_folder``.
-
-    Raises:
-        InputError: the chat template cannot be used.
+    If there are chats, their template becomes the one of ``tokenizer_folder``. InputError if the chat template cannot
+    be used.
     """
     formats = {"text": SourceFormat("text", (arguments.text_column,), None)}
     longest = None if arguments.packing == "concat" else arguments.max_length

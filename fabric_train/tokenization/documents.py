@@ -50,22 +50,14 @@ def name_in(column: str, names: Container[str]) -> str:
 
 
 def check_not_repeated(place: str, columns: Sequence[str], names: Sequence[str]) -> None:
-    """Check that none of ``columns`` comes twice among the ``names`` of a table.
-
-    Raises:
-        InputError: one does, so that it is not known which one is meant.
-    """
+    """Raise an InputError if one of ``columns`` comes twice among the ``names`` of a table."""
     for name in (name_in(column, names) for column in columns):
         if (count := names.count(name)) > 1:
             raise InputError(f"{place}: {count} columns are called {name!r}; rename all but one of them")
 
 
 def check_text_columns(place: str, schema: Any, columns: list[str]) -> None:
-    """Check that ``columns`` of a pyarrow schema hold text or nested values.
-
-    Raises:
-        InputError: a column holds something else, such as numbers.
-    """
+    """Raise an InputError if a column of a pyarrow schema holds neither text nor nested values."""
     from pyarrow import types
 
     for name in columns:
@@ -81,9 +73,7 @@ def text_of(row: Row, column: str, place: Callable[[], str]) -> tuple[str, bytes
     """Return the text in ``column`` and the same in UTF-8; both are empty if there is none.
 
     A list of strings is joined if ``column`` is NAME:SEPARATOR, where a backslash with n or t is a line break or a tab.
-
-    Raises:
-        BadRowError: the column is missing, or holds something that is not text; ``place`` names the row.
+    BadRowError if the column is missing, or holds something that is not text; ``place`` names the row.
     """
     name = name_in(column, row)
     text = row.get(name)

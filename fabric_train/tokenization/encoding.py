@@ -114,12 +114,8 @@ def encode_sources(corpus: OpenedCorpus, folder: Path, check: ParityCheck, input
     """Encode the shards of a slice that are not finished yet, into ``folder``.
 
     If gigatoken gives another id than the Hugging Face tokenizer, as ``check`` finds out, everything is encoded again
-    with the latter.
-
-    Raises:
-        InputError: a source cannot be read, has a bad row and bad rows are not skipped, or has changed meanwhile.
-        ChildProcessError: a process was killed.
-        RunError: memory ran out.
+    with the latter. InputError if a source cannot be read, has a bad row and bad rows are not skipped, or has changed
+    meanwhile; ChildProcessError if a process was killed; RunError if memory ran out.
     """
     file, special_text_is_plain = corpus.tokenizer_folder / "tokenizer.json", corpus.tokenizer.special_text_is_plain
     check.start(file, special_text_is_plain)
@@ -138,11 +134,7 @@ def encode_sources(corpus: OpenedCorpus, folder: Path, check: ParityCheck, input
 def _encode_with(
     encoder: TextEncoder, name: str, corpus: OpenedCorpus, folder: Path, check: ParityCheck, input_slice: InputSlice
 ) -> EncodedSources:
-    """Encode with the encoder of this name.
-
-    Raises:
-        _DifferentIdsError: its ids differ from the tokenizer's.
-    """
+    """Encode with the encoder of this name; _DifferentIdsError if its ids differ from the tokenizer's."""
     outdated = remove_outdated_shards(folder)
     if outdated:
         print(f"{outdated:,} shards that an older version finished are encoded again", file=sys.stderr)
@@ -225,13 +217,7 @@ def unfinished_shards(
 
 
 def encode_shard(job: EncodingJob, shard: Shard) -> None:
-    """Read, encode and write one shard.
-
-    Raises:
-        InputError: a file is not of the kind that its name says, or has changed since it was listed; or a row is bad,
-            and bad rows are not skipped.
-        RunError: memory ran out.
-    """
+    """Read, encode and write one shard."""
     corpus = job.corpus
     source, format_ = corpus.sources[shard.source], corpus.formats[shard.source]
     writer = ShardWriter(
@@ -361,10 +347,8 @@ def _clean_chat(
 ) -> tuple[Chat | BadRowError, np.ndarray | None] | None:
     """Return the chat as cleaning leaves it with its signature, or None if cleaning drops it; record what was found.
 
-    Bad rows stay as they are, and so do blank chats: encoding reports or counts them.
-
-    Raises:
-        BadRowError: the chat is nested too deeply, or has half of a surrogate pair.
+    Bad rows stay as they are, and so do blank chats: encoding reports or counts them. BadRowError if the chat is nested
+    too deeply, or has half of a surrogate pair.
     """
     if corpus.cleaner is None or isinstance(chat, BadRowError) or is_blank(chat):
         return chat, None

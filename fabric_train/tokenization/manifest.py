@@ -293,8 +293,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of ``folder``, or None if it has none.
 
-    Raises:
-        InputError: the file is damaged, has another format, or its ledger does not balance.
+    InputError if the file is damaged, has another format, or its ledger does not balance.
     """
     manifest = load_manifest(folder)
     if manifest and (imbalances := manifest.imbalances()):
@@ -305,8 +304,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 def load_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of ``folder`` without checking that its ledger balances, or None if there is none.
 
-    Raises:
-        InputError: the file is damaged or has another format.
+    InputError if the file is damaged or has another format.
     """
     file = folder / FILE_NAME
     if not file.exists():

@@ -95,9 +95,8 @@ def open_inputs(
 ) -> list[MergeInput]:
     """Open token datasets that can be read as one, with what ``manifest_of`` returns for the folder of each.
 
-    Raises:
-        InputError: one line for each dataset that cannot be read, or whose tokenizer, row length, chat template or
-            columns differ from those of the first.
+    InputError, with one line for each dataset that cannot be read, or whose tokenizer, row length, chat template or
+    columns differ from those of the first.
     """
     opened: list[MergeInput] = []
     faults: list[str] = []
@@ -207,11 +206,7 @@ def _tokenizer(merged: Sequence[MergeInput]) -> TokenizerRecord:
 
 
 def main(argv: list[str] | None = None, sizes: ShardSizes = SIZES) -> None:
-    """Merge the token datasets of the command line and print a summary; slices have shards of these ``sizes``.
-
-    Raises:
-        InputError: the token datasets cannot be merged; nothing has been written.
-    """
+    """Merge the token datasets of the command line and print a summary; slices have shards of these ``sizes``."""
     arguments = parse_arguments(MergeArguments, argv)
     folders, target = [Path(name).expanduser() for name in arguments.dataset_dirs], Path(arguments.output_dir)
     are_slices = any(is_slice(folder) for folder in folders)
@@ -251,10 +246,6 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
 
     Returns:
         The manifest, and notes for the user: settings that differ, and files that several datasets were made from.
-
-    Raises:
-        InputError: one line for each dataset that cannot be read, or whose tokenizer, row length, chat template or
-            columns differ from those of the first.
     """
     check_not_taken(target)
     for folder in folders:

@@ -139,10 +139,8 @@ def _parts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the file of each part of the shards, and the rows of the file before the part, int64 [parts] each.
 
-    A part's rows follow those of the parts of its file before it, all of which have been read.
-
-    Raises:
-        InputError: a file has more rows than the index can number.
+    A part's rows follow those of the parts of its file before it, all of which have been read. InputError if a file has
+    more rows than the index can number.
     """
     first_files = np.cumsum([0, *(source.num_origins for source in sources)]).tolist()
     files, rows_before = list[int](), list[int]()
@@ -209,11 +207,7 @@ def _last_within_caps(lengths: np.ndarray, max_documents: int | None, max_tokens
 def select(
     collections: Sequence[Collection], sources: Sequence[Source], arguments: "TokenizeArguments"
 ) -> dict[str, Split]:
-    """Return the documents of each split; --weights samples those of train.
-
-    Raises:
-        InputError: --weights names a source that has no document for training.
-    """
+    """Return the documents of each split; InputError if --weights names a source without a document for training."""
     collection = collections[0]
     share = 0.0 if arguments.validation_dataset else arguments.validation_split
     in_validation = draw_validation(len(collection.kept), share, arguments.seed)

@@ -368,11 +368,7 @@ class ShardWriter:
             self._signatures.write(signature.data)
 
     def skip_bad_row(self, ordinal: int, error: BadRowError) -> None:
-        """Record a bad row as skipped.
-
-        Raises:
-            InputError: bad rows are not skipped.
-        """
+        """Record a bad row as skipped; InputError if bad rows are not skipped."""
         if not self._skips_bad_rows:
             raise error.fault() from None
         self._first_bad_row = self._first_bad_row or str(error)

@@ -105,8 +105,7 @@ def write_slice(
 def find_finished_slice(arguments: "TokenizeArguments") -> bool:
     """Return whether --output_dir has the slice of these arguments already.
 
-    Raises:
-        InputError: it has a slice of other arguments.
+    InputError if it has a slice of other arguments.
     """
     folder = Path(arguments.output_dir).expanduser()
     if not is_slice(folder):
@@ -145,11 +144,7 @@ def states_of(sources: Sequence[Source]) -> list[list[FileState]]:
 
 
 def open_slice(folder: Path) -> Slice:
-    """Open a slice and check that its files are there.
-
-    Raises:
-        InputError: it is damaged, or of another version.
-    """
+    """Open a slice and check that its files are there; InputError if it is damaged, or of another version."""
     from fabric_train.cli.parser import parse_arguments
     from fabric_train.tokenization.arguments import TokenizeArguments
 
@@ -171,9 +166,8 @@ def differing_arguments(ours: "TokenizeArguments", theirs: "TokenizeArguments") 
 def open_slices(folders: Sequence[Path], target: Path) -> list[Slice]:
     """Open all slices of a run, to be merged into ``target``, and return them in their order.
 
-    Raises:
-        InputError: slices are missing, damaged or of different arguments, or were made where paths mean something else;
-            or ``target`` is taken, or in one of them.
+    InputError if slices are missing, damaged or of different arguments, or were made where paths mean something else;
+    or ``target`` is taken, or in one of them.
     """
     check_not_taken(target)
     for folder in folders:
@@ -188,11 +182,7 @@ def open_slices(folders: Sequence[Path], target: Path) -> list[Slice]:
 
 
 def open_input(slices: Sequence[Slice], folder: Path, sizes: ShardSizes) -> OpenedCorpus:
-    """Open the input of the slices again, as one run without --shard does, with its tokenizer in ``folder``.
-
-    Raises:
-        InputError: a source, the tokenizer or a cleaning step cannot be used.
-    """
+    """Open the input of the slices again, as one run without --shard does, with its tokenizer in ``folder``."""
     arguments = replace(slices[0].arguments, shard=None, num_proc=None)
     return open_corpus(arguments, folder, folder, sizes)
 
@@ -257,11 +247,7 @@ def _check_working_folder(slices: Sequence[Slice]) -> None:
 
 
 def check_settings(slices: Sequence[Slice], settings: str) -> None:
-    """Check that all shards were made with the settings that this process has.
-
-    Raises:
-        InputError: some were not.
-    """
+    """Raise an InputError if some shards were made with other settings than this process has."""
     changed = [one.folder for one in slices if one.record.settings != settings]
     if changed:
         what = "the tokenizer, or a package or file that cleaning uses, has changed since it was made"
@@ -276,11 +262,7 @@ def folders_of_shards(slices: Sequence[Slice]) -> dict[str, Path]:
 def check_unchanged(
     slices: Sequence[Slice], corpus: OpenedCorpus, shards: Sequence[Shard], lost: Sequence[int]
 ) -> None:
-    """Check that the slices have all that the input consists of now; ``lost`` are the shards that no slice has.
-
-    Raises:
-        InputError: files have changed, or are new.
-    """
+    """Raise an InputError if files of the input have changed or are new; ``lost`` are the shards that no slice has."""
     count, known = slices[0].part.count, {file.state for one in slices for file in one.record.files}
     states = list(chain.from_iterable(states_of(corpus.sources)))
     of_shards = slice_numbers([shard.num_bytes for shard in shards], count)

@@ -38,11 +38,7 @@ if TYPE_CHECKING:
 
 
 def count_slice(arguments: "TokenizeArguments", sizes: ShardSizes = SIZES) -> list[str]:
-    """Count the lines of the slice --shard into --output_dir, which is complete or absent; return lines of a summary.
-
-    Raises:
-        InputError: a source, the tokenizer or the output folder cannot be used, or a row is bad and not skipped.
-    """
+    """Count the lines of the slice --shard into --output_dir, complete or absent; return lines of a summary."""
     target, part = Path(arguments.output_dir).expanduser(), part_of(arguments)
     check_not_taken(target)
     with unfinished_folder(target, sizes) as unfinished, complete_folder(target) as folder:
@@ -64,11 +60,7 @@ def count_slice(arguments: "TokenizeArguments", sizes: ShardSizes = SIZES) -> li
 
 
 def merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZES) -> Boilerplate:
-    """Add up all counted slices and write the lines that repeat into ``target``, which is complete or absent.
-
-    Raises:
-        InputError: the input has changed since the slices were made, or cannot be read.
-    """
+    """Add up all counted slices and write the lines that repeat into ``target``, which is complete or absent."""
     with complete_folder(target) as folder:
         corpus = slice_folder.open_input(slices, folder, sizes)
         shutil.rmtree(corpus.tokenizer_folder)
@@ -89,9 +81,6 @@ def encode_slice(arguments: "TokenizeArguments", check: ParityCheck, sizes: Shar
     """Encode the slice --shard into --output_dir, which is complete or absent; return lines of a summary.
 
     ``check`` compares the encoder's ids with the tokenizer's; it may already be loading the tokenizer.
-
-    Raises:
-        InputError: a source, the tokenizer or the output folder cannot be used.
     """
     target = Path(arguments.output_dir).expanduser()
     check_not_taken(target)
@@ -124,9 +113,6 @@ def merge_slices(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZE
 
     Returns:
         The manifest, and notes for the user.
-
-    Raises:
-        InputError: the input has changed since the slices were made, or the token dataset cannot be written.
     """
     with complete_folder(target) as folder:
         corpus = slice_folder.open_input(slices, folder, sizes)

@@ -102,9 +102,7 @@ class Worker(Generic[Item, Result]):
         """Send an item; items are computed in the order in which they are sent.
 
         It returns soon, however large the item is: the process receives items also while it sends a result.
-
-        Raises:
-            ChildProcessError: the process was killed.
+        ChildProcessError if the process was killed.
         """
         try:
             self.connection.send(item)
@@ -112,12 +110,7 @@ class Worker(Generic[Item, Result]):
             raise self._killed() from None
 
     def receive(self) -> Result:
-        """Wait for the next result.
-
-        Raises:
-            ChildProcessError: the process was killed, for example because memory ran out.
-            Exception: the exception that ``function`` raised.
-        """
+        """Return the next result, or raise the exception of ``function``; ChildProcessError if it was killed."""
         try:
             result, error = self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -164,11 +157,8 @@ class WorkerPool(Generic[Item, Result]):
         """Yield items with their results in the order in which they finish.
 
         Yields None too: once after the first items are sent, and whenever ``tick_seconds`` pass without a result. Items
-        are taken in order, as processes become free; none of them is None.
-
-        Raises:
-            ChildProcessError: a process was killed.
-            Exception: the exception that the function raised.
+        are taken in order, as processes become free; none of them is None. An exception of the function is raised
+        again; ChildProcessError if a process was killed.
         """
         queues: dict[Any, tuple[Worker[Item, Result], deque[Item]]] = {
             worker.connection: (worker, deque()) for worker in self._workers

@@ -35,9 +35,6 @@ def open_part_encoder(tokenizer_file: Path, tokenizer: "PreTrainedTokenizerFast"
     """Return an encoder of the texts between control tokens; None if they cannot be encoded one by one.
 
     It encodes the text of a special token as plain text. ``tokenizer`` is ``tokenizer_file``, loaded.
-
-    Raises:
-        InputError: the file is damaged.
     """
     normalizer, pre_tokenizer = tokenizer.backend_tokenizer.normalizer, tokenizer.backend_tokenizer.pre_tokenizer
     for token in tokenizer.added_tokens_decoder.values():
@@ -128,8 +125,7 @@ class ChatEncoder:
     def encode(self, record: Mapping[str, Any]) -> EncodedDocument | LeftOut:
         """Encode a row, or leave it out as ``manifest.EMPTY``, ``TOO_LONG`` or ``NOTHING_SUPERVISED``.
 
-        Raises:
-            BadRowError: the row has another format, or the template cannot render or mark it.
+        BadRowError if it has another format, or the template cannot render or mark it.
         """
         (result,) = self.encode_all([read_chat(record, self._data_format)])
         if isinstance(result, BadRowError):
@@ -313,11 +309,7 @@ _ADVICE = "give the tokenizer of an instruct model, or a template by --chat_temp
 
 
 def own_template(tokenizer: "PreTrainedTokenizerFast", advice: str = _ADVICE) -> ChatTemplate | None:
-    """Return the tokenizer's template; None if it has none.
-
-    Raises:
-        InputError: the template cannot be used, or there are several; ``advice`` ends the message.
-    """
+    """Return the tokenizer's template, None if it has none; InputError, with ``advice``, if it cannot be used."""
     if not tokenizer.chat_template:
         return None
     try:

@@ -59,10 +59,8 @@ def read_chat(record: Mapping[str, Any], data_format: str) -> Chat:
     """Read a row.
 
     An instruction and its input, with an empty line between them, become the user's turn, and the output becomes the
-    assistant's. A prompt and a completion that are texts become two turns as well.
-
-    Raises:
-        BadRowError: the row has another format; the message shows the row.
+    assistant's. A prompt and a completion that are texts become two turns as well. BadRowError if the row has another
+    format; the message shows the row.
     """
     found = detect_format(record) if data_format == "auto" else data_format
     try:

@@ -83,15 +83,14 @@ class Rendering:
 class ChatTemplate:
     """A chat template of a tokenizer.
 
+    BadRowError if the template is invalid, or refuses a question with an answer, fails on it, does not end, or takes
+    too much memory.
+
     Args:
         source: in Jinja; it runs in transformers' sandbox.
         variables: special tokens by the names that templates use (``bos_token``).
         added_tokens: the texts of all added tokens.
         special_tokens: those that are special.
-
-    Raises:
-        BadRowError: the template is invalid, or refuses a question with an answer, fails on it, does not end, or takes
-            too much memory.
     """
 
     def __init__(
@@ -129,8 +128,7 @@ class ChatTemplate:
     def render(self, messages: list[Message], tools: list[Any] | None = None, generation_prompt: bool = False) -> str:
         """Return the text of a conversation; with ``generation_prompt``, also the header of the assistant's next turn.
 
-        Raises:
-            BadRowError: the template refuses the conversation, fails on it or does not end.
+        BadRowError if the template refuses the conversation, fails on it or does not end.
         """
         return self._render(messages, tools, generation_prompt, False)[0]
 
@@ -141,8 +139,7 @@ class ChatTemplate:
     def mark(self, rendering: Rendering, turns: Sequence[int]) -> list[Span]:
         """Return the assistant's part of each of ``turns``, indices of messages, as (start, end) in the text.
 
-        Raises:
-            BadRowError: the template cannot mark these turns.
+        BadRowError if the template cannot mark these turns.
         """
         messages, tools, text = rendering.messages, rendering.tools, rendering.text
         if self._has_generation:
@@ -337,9 +334,7 @@ def read_chosen_template(file: str, tokenizer: "CorpusTokenizer") -> str:
     """Return the template in ``file``, the argument of --chat_template.
 
     It is checked without loading the tokenizer, so that a fault is found before anything is read or downloaded.
-
-    Raises:
-        InputError: there is no such file, it is no template, or it cannot render a question with an answer.
+    InputError if there is no such file, it is no template, or it cannot render a question with an answer.
     """
     template = read_chat_template(Path(file).expanduser())
     if not template.strip():

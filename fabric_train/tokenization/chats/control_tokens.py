@@ -128,13 +128,11 @@ class ControlTokens:
     def encode(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         """Encode a rendering of shielded messages, which has no half of a surrogate pair.
 
-        ``spans`` are (start, end) of the characters to mark, in order and without overlap.
+        ``spans`` are (start, end) of the characters to mark, in order and without overlap. BadRowError if the tokenizer
+        makes a control token from text.
 
         Returns:
             The ids, int32 [T], and which of them lie at least partly in a span, bool [T].
-
-        Raises:
-            BadRowError: the tokenizer makes a control token from text.
         """
         try:
             return self._encode_by_parts(text, spans)

@@ -86,8 +86,7 @@ class Cleaner:
     def clean_chat(self, chat: Chat) -> CleanedChat | Dropped:
         """Return the chat with each text redacted, or why a step drops it; the first that does decides.
 
-        Raises:
-            BadRowError: the chat is nested too deeply, or has half of a surrogate pair.
+        BadRowError if the chat is nested too deeply, or has half of a surrogate pair.
         """
         edits: Counter[str] = Counter()
         hits: tuple[TaskHit, ...] = ()
@@ -129,8 +128,7 @@ class Cleaner:
 def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleaner:
     """Return the cleaner for the switches that are given; ``kinds`` has the data format of each source.
 
-    Raises:
-        InputError: a switch cannot be used, or not for chats and a source has them.
+    InputError if a switch cannot be used, or not for chats and a source has them.
     """
     _check_for_chats(arguments, kinds)
     steps: dict[str, CleaningStep] = {}
@@ -168,8 +166,7 @@ def _check_for_chats(arguments: "TokenizeArguments", kinds: Sequence[str]) -> No
 def change_texts(chat: Chat, change: Callable[[str], str]) -> Chat:
     """Return the chat with ``change`` of each text: contents, and the values of a tool call's arguments.
 
-    Raises:
-        BadRowError: the chat is nested too deeply.
+    BadRowError if the chat is nested too deeply.
     """
     try:
         return replace(chat, messages=[_changed(message, change, _NO_TEXT) for message in chat.messages])
@@ -195,8 +192,7 @@ def _changed(value: Any, change: Callable[[str], str], kept: frozenset[str]) -> 
 def all_text(chat: Chat) -> str:
     """Return all texts, on lines of their own: those of a tool call's arguments and of system messages too.
 
-    Raises:
-        BadRowError: the chat is nested too deeply, or has half of a surrogate pair.
+    BadRowError if the chat is nested too deeply, or has half of a surrogate pair.
     """
     return _joined(_texts(chat, chat.messages))
 
@@ -209,8 +205,7 @@ def text_without_system(chat: Chat) -> str:
 def spoken_text(chat: Chat) -> str:
     """Return what the user and the assistant say, whatever the language of system messages and of tools is.
 
-    Raises:
-        BadRowError: it has half of a surrogate pair.
+    BadRowError if it has half of a surrogate pair.
     """
     return _joined(message["content"] for message in chat.messages if message["role"] in _SPEAKERS)
 

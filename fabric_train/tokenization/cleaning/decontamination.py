@@ -65,10 +65,8 @@ def read_task_files(places: Sequence[str]) -> list[TaskFile]:
 
     A line is an object. Its texts are ``text`` if there is one, else ``doc`` and ``target`` of lm_eval, else all
     strings in it with more than one word, also in lists and objects. ``task`` names the task; by default it has the
-    name of the file.
-
-    Raises:
-        InputError: one line for each file that is missing, no file of JSON lines, or has a bad line or no text.
+    name of the file. InputError, with one line for each file that is missing, no file of JSON lines, or has a bad line
+    or no text.
     """
     files, faults = list[TaskFile](), list[str]()
     for place in places:
@@ -365,8 +363,7 @@ class Decontamination:
 def open_decontamination(places: Sequence[str], action: Literal["drop", "mark"]) -> Decontamination:
     """Return the step for the tasks in files of JSON lines.
 
-    Raises:
-        InputError: a file cannot be used, or all items are too short.
+    InputError if a file cannot be used, or all items are too short.
     """
     files = read_task_files(places)
     index = index_tasks(list(dict.fromkeys(item for file in files for item in file.items)))

@@ -98,8 +98,7 @@ def write_sample(folder: Path, dropped: Sequence[DroppedDocument], sources: Sour
 def join_samples(folders: Sequence[Path], target: Path) -> None:
     """Write the sample of several token datasets together: again at most 20 documents for each reason.
 
-    Raises:
-        InputError: a line of a sample is damaged.
+    InputError if a line of a sample is damaged.
     """
     by_reason: dict[str, list[str]] = defaultdict(list)
     for file in (folder / DROPPED_FILE for folder in folders):

@@ -85,11 +85,7 @@ def identifier_settings() -> dict[str, Any]:
 
 
 def load_identifier(option: str) -> None:
-    """Load the model, so that processes that are forked later share it.
-
-    Raises:
-        InputError: py3langid is not installed.
-    """
+    """Load the model, so that processes that are forked later share it; InputError if py3langid is not installed."""
     try:
         _identifier()
     except ModuleNotFoundError:
@@ -201,11 +197,7 @@ class LanguageFilter:
 
 
 def open_language_filter(given: str, by: Literal["document", "paragraph"]) -> LanguageFilter:
-    """Return the filter for a value of ``--language`` such as ``es,ca:0.65``.
-
-    Raises:
-        InputError: the identifier is not installed, or does not know a language.
-    """
+    """Return the filter for a value of ``--language`` such as ``es,ca:0.65``; InputError if a language is unknown."""
     load_identifier("--language")
     codes, _, threshold = given.partition(":")
     languages = tuple(dict.fromkeys(codes.split(",")))

@@ -36,10 +36,6 @@ def find_boilerplate(corpus: OpenedCorpus, folder: Path) -> Boilerplate:
     """Count the lines of all documents, and return the step that removes those that repeat.
 
     The counts of shards are written into ``folder``.
-
-    Raises:
-        InputError: a source cannot be read, or has a bad row and bad rows are not skipped.
-        ChildProcessError: a process was killed.
     """
     shards = split_to_count(corpus)
     count_lines(corpus, shards, folder)
@@ -62,12 +58,7 @@ def lines_file(folder: Path, shard: Shard) -> Path:
 
 
 def count_lines(corpus: OpenedCorpus, shards: Sequence[Shard], folder: Path) -> None:
-    """Count the lines of these shards, except those that are counted already, into files in ``folder``.
-
-    Raises:
-        InputError: a source cannot be read, or has a bad row and bad rows are not skipped.
-        ChildProcessError: a process was killed.
-    """
+    """Count the lines of these shards, except those that are counted already, into files in ``folder``."""
     sources = corpus.sources
     left = [shard for shard in shards if not lines_file(folder, shard).exists()]
     count = partial(_count_shard, folder, sources, corpus.arguments.text_column, _skips_bad_rows(corpus))

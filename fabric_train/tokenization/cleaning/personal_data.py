@@ -132,8 +132,7 @@ class Redaction:
 def open_redaction(kinds: Sequence[str]) -> Redaction:
     """Return the step for ``kinds``, keys of PLACEHOLDERS.
 
-    Raises:
-        InputError: a package that checks numbers is not installed.
+    InputError if a package that checks numbers is not installed.
     """
     needed = {_PACKAGES[kind]: kind for kind in kinds if kind in _PACKAGES}
     for package, kind in needed.items():

@@ -331,8 +331,7 @@ class QualityFilter:
 def open_quality_filter(given: str) -> QualityFilter:
     """Return the filter for a value of ``--quality`` such as ``gopher,c4``.
 
-    Raises:
-        InputError: the identifier of languages is not installed.
+    InputError if the identifier of languages is not installed.
     """
     chosen = given.split(",")
     if "gopher" in chosen:

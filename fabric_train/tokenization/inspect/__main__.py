@@ -73,12 +73,7 @@ class InspectArguments:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the report, and write it as an HTML page if ``--html`` is given; with ``--compare``, the comparison.
-
-    Raises:
-        InputError: a folder is not a token dataset, is damaged, or lacks the requested split or rows.
-        SystemExit: the report has problems.
-    """
+    """Print the report, and write it as an HTML page if ``--html`` is given; with ``--compare``, the comparison."""
     arguments = parse_arguments(InspectArguments, argv)
     if arguments.compare is not None:
         comparison = _compare(arguments.compare, arguments.split)

@@ -64,11 +64,7 @@ class CorpusTotals:
 
 
 def sum_up(index: DocumentIndex, advance: Callable[[int], None]) -> CorpusTotals:
-    """Return the totals of all documents of a split; ``advance`` is called with the number of documents just read.
-
-    Raises:
-        InputError: the index is damaged.
-    """
+    """Return the totals of all documents of a split; ``advance`` is called with the number of documents just read."""
     names = index.sources.names
     sums = np.zeros((len(TextTotals.__dataclass_fields__), len(names)), dtype=np.int64)
     lengths = {"tokens": Counter[int](), "bytes": Counter[int]()}
@@ -103,11 +99,7 @@ class OpenCorpus:
 
 
 def open_corpora(folders: Sequence[Path], split: str) -> list[OpenCorpus]:
-    """Open a split, "train" or "validation", of each of two token datasets.
-
-    Raises:
-        InputError: one line for each that cannot be compared, or one if they are the same folder.
-    """
+    """Open a split, "train" or "validation", of two token datasets; InputError if they cannot be compared."""
     opened, faults = list[OpenCorpus](), list[str]()
     for folder in folders:
         try:
@@ -150,9 +142,6 @@ def sample_documents(corpus: OpenCorpus, advance: Callable[[int], None]) -> Iter
 
     The documents that begin in the rows are divided into equal parts, and each part gives one document. Only the rows
     with tokens of the sample are read. ``advance`` is called with the number of records of the index just searched.
-
-    Raises:
-        InputError: the index or the rows are damaged.
     """
     index, vocabulary = corpus.index, corpus.vocabulary
     chosen = _spread(int(index.rows["documents"][-1]), corpus.sample_size)
@@ -305,9 +294,6 @@ def compare(corpora: Sequence[OpenCorpus], no_languages: str | None, advance: Ca
         corpora: the first and the second.
         no_languages: why languages cannot be identified; None if they can.
         advance: called with how far it came since the last call, of ``amount_of_work`` in all.
-
-    Raises:
-        InputError: an index or rows are damaged.
     """
     counts = (WordCounts(), WordCounts())
     summaries = []

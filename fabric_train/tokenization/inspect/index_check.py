@@ -24,9 +24,6 @@ class IndexCheck:
         """Compare the index of some rows with their document borders and their tokens.
 
         ``ends``, int64 [rows], is where the padding of each row begins, counted from the batch's first token.
-
-        Raises:
-            InputError: the index is damaged.
         """
         num_rows = len(batch.offsets) - 1
         pieces = self._index.pieces(np.arange(batch.first_row, batch.first_row + num_rows))
@@ -46,11 +43,7 @@ class IndexCheck:
         self._count("tokens_in_rows", sources, pieces.lengths)
 
     def finish(self, ledger: dict[str, SourceLedger]) -> list[Problem]:
-        """Compare the sums with the ledger of the split's sources, and return all problems.
-
-        Raises:
-            InputError: the index is damaged.
-        """
+        """Compare the sums with the ledger of the split's sources, and return all problems."""
         problems = [
             Problem(self._split, f"document index: {what} {len(rows):,} rows", rows[0])
             for what, rows in self._wrong_rows.items()

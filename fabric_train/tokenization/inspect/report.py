@@ -53,13 +53,12 @@ class TextTable:
 def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, int], None]) -> DatasetReport:
     """Read all splits of a token dataset.
 
+    InputError if ``folder`` is not a token dataset, is damaged, or lacks the split or the rows; or the content of its
+    document index is damaged.
+
     Args:
         split: "train" or "validation", of which ``rows`` are to be shown.
         advance: called with the number of rows read so far and the number of all rows.
-
-    Raises:
-        InputError: ``folder`` is not a token dataset, is damaged, or lacks the split or the rows; or the content of its
-            document index is damaged.
     """
     splits = open_splits(folder)
     shown = shown_split(folder, splits, split).name
@@ -104,11 +103,7 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
 
 
 def shown_split(folder: Path, splits: Mapping[str, Split], wanted: str) -> Split:
-    """Return the split "train" or "validation"; older folders have "valid".
-
-    Raises:
-        InputError: the dataset does not have it.
-    """
+    """Return the split "train" or "validation" (in older folders, "valid"); InputError if there is none."""
     name = next((name for name in _SPLIT_NAMES[wanted] if name in splits), None)
     if name is None:
         raise InputError(f"{folder}: no {wanted} split, only {', '.join(splits)}; give --split")

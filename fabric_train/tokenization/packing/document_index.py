@@ -81,11 +81,7 @@ class SourceTable:
         return int(self._first_files[-1])
 
     def sources_of(self, files: np.ndarray) -> np.ndarray:
-        """Return the sources of some files, int64, as indices of ``names``.
-
-        Raises:
-            InputError: there is no such file.
-        """
+        """Return the sources of some files, int64, as indices of ``names``; InputError if there is no such file."""
         if (files >= self.num_files).any():
             raise InputError("the document index has a file that manifest.json does not list; tokenize again")
         return self._sources[np.searchsorted(self._first_files, files, side="right") - 1]
@@ -104,10 +100,8 @@ class DocumentIndex:
     """The index of one split, read from disk as it is asked for; opening it takes the same time for any size.
 
     ``checksums``, CHECKSUM [rows], are those of the rows' content; None if an older version wrote the index.
-    ``num_documents`` are the documents packed, from the manifest's ledger.
-
-    Raises:
-        InputError: a file is missing or damaged, or not as long as the manifest says.
+    ``num_documents`` are the documents packed, from the manifest's ledger. InputError if a file is missing or damaged,
+    or not as long as the manifest says.
     """
 
     def __init__(self, folder: Path, sources: SourceTable, max_length: int, num_documents: int, num_rows: int) -> None:
@@ -127,8 +121,7 @@ class DocumentIndex:
     def pieces(self, rows: np.ndarray) -> IndexedPieces:
         """Return the pieces of documents in some rows of the split, integers [R], in any order.
 
-        Raises:
-            InputError: the index is damaged.
+        InputError if the index is damaged.
         """
         first, last = self.rows[rows], self.rows[rows + 1]
         for name, array in (("documents", self.documents), ("continuations", self.continuations)):
@@ -192,8 +185,7 @@ class DocumentIndex:
 def open_index(folder: Path, manifest: Manifest | None, split: str) -> DocumentIndex | None:
     """Open the document index of a split of the token dataset ``folder``; None if an older version wrote it.
 
-    Raises:
-        InputError: the index is damaged, or not that of the manifest.
+    InputError if the index is damaged, or not that of the manifest.
     """
     if manifest is None or not manifest.has_index or split not in manifest.ledger.splits:
         return None

@@ -48,9 +48,7 @@ def without_read_ahead() -> Iterator[None]:
 def map_table(file: str | Path) -> tuple[pa.Table, mmap.mmap]:
     """Return the table of an Arrow stream file, and its memory map, of which only what is used is read.
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is empty, or its content is not an Arrow stream.
+    OSError if the file cannot be read; ValueError if it is empty, or its content is not an Arrow stream.
     """
     with open(file, "rb") as opened:
         mapped = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
@@ -127,11 +125,7 @@ class Split:
     num_rows: int
 
     def batches(self) -> Iterator[RowBatch]:
-        """Yield the rows in batches of about a million tokens.
-
-        Raises:
-            InputError: a file is damaged.
-        """
+        """Yield the rows in batches of about a million tokens; InputError if a file is damaged."""
         columns = [name for name in ("input_ids", "labels", "document_starts") if name in self.schema.names]
         row = 0
         for file in self.files:
@@ -147,8 +141,7 @@ class Split:
     def read_rows(self, rows: np.ndarray) -> Iterator[np.ndarray]:
         """Yield the ``input_ids`` of some rows, whose numbers ascend; the others are not read.
 
-        Raises:
-            InputError: a file is damaged.
+        InputError if a file is damaged.
         """
         first = 0
         for file in self.files:
@@ -165,8 +158,7 @@ class Split:
 def open_splits(folder: Path) -> dict[str, Split]:
     """Return the splits of a token dataset by name, in the order of ``dataset_dict.json``.
 
-    Raises:
-        InputError: ``folder`` is not a token dataset, or it is damaged.
+    InputError if ``folder`` is not a token dataset, or it is damaged.
     """
     listing = folder / "dataset_dict.json"
     if not folder.is_dir():
@@ -185,10 +177,7 @@ def open_splits(folder: Path) -> dict[str, Split]:
 def check_listed_files(folder: Path, fix: str) -> None:
     """Check that the JSON files of a save_to_disk folder, of one or several splits, list only files inside it.
 
-    ``fix`` ends the error message.
-
-    Raises:
-        InputError: a JSON file is damaged, or lists a file or folder elsewhere.
+    ``fix`` ends the error message. InputError if a JSON file is damaged, or lists a file or folder elsewhere.
     """
     listing, splits = folder / "dataset_dict.json", [folder]
     if listing.is_file():
@@ -200,11 +189,7 @@ def check_listed_files(folder: Path, fix: str) -> None:
 
 
 def read_arrow(file: Path) -> Iterator[pa.RecordBatch]:
-    """Yield the record batches of an arrow file, memory-mapped.
-
-    Raises:
-        InputError: the file is missing or damaged.
-    """
+    """Yield the record batches of an arrow file, memory-mapped; InputError if the file is missing or damaged."""
     with _naming(file), pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as reader:
         yield from reader
 

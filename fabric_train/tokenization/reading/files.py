@@ -45,15 +45,12 @@ class FileReader:
 
     A ``BadRowError`` takes the place of a row that cannot be used. ``position`` is the number of the part's bytes up to
     the end of the last row; for compressed files, JSON arrays and parquet it is an estimate, for csv up to 8 KiB more.
-    ``num_counted`` is the number of rows; in JSON lines, blank lines count too.
+    ``num_counted`` is the number of rows; in JSON lines, blank lines count too. InputError if the file is not of the
+    kind that its name says, or a damaged one; RunError if memory ran out.
 
     Args:
         part: what to read.
         columns: the columns to read of parquet; a txt or md file is one row with the first of them.
-
-    Raises:
-        InputError: the file is not of the kind that its name says, or a damaged one.
-        RunError: memory ran out.
     """
 
     def __init__(self, part: FilePart, columns: tuple[str, ...]) -> None:
@@ -79,8 +76,7 @@ class FileReader:
     def sha256(self) -> bytes:
         """Return the SHA-256 of a file that was read at once, ``NO_SHA256`` for others.
 
-        Raises:
-            InputError: it has changed since it was listed.
+        InputError if it has changed since it was listed.
         """
         if self.content is None:
             return NO_SHA256
@@ -111,11 +107,7 @@ class FileReader:
 
 @contextmanager
 def memory_errors_name(place: str) -> Iterator[None]:
-    """Turn a lack of memory into an error that names what is read.
-
-    Raises:
-        RunError: memory ran out.
-    """
+    """Turn a lack of memory into a RunError that names what is read."""
     try:
         yield
     except MemoryError as error:
@@ -137,8 +129,7 @@ def readable_suffixes() -> str:
 def split_file(file: ListedFile, part_bytes: int, origin: int = 0) -> list[FilePart]:
     """Split JSON lines or parquet into parts of about ``part_bytes`` bytes; any other file is one part.
 
-    Raises:
-        InputError: the file has the suffix of parquet and is something else, or damaged.
+    InputError if the file has the suffix of parquet and is something else, or damaged.
     """
     size, suffix = file.size, file_suffix(file.name)
     if suffix == ".parquet":

@@ -199,8 +199,7 @@ def _hub_record(hub: DatasetName, splits: Mapping[str, Any]) -> SourceRecord:
 class RowReader:
     """An iterable over the rows of a ``datasets`` dataset; see ``files.FileReader``.
 
-    Raises:
-        RunError: its files are damaged, or the connection to the hub has broken off.
+    RunError if its files are damaged, or the connection to the hub has broken off.
     """
 
     def __init__(self, rows: "Dataset | IterableDataset", place: str, part: RowRange, first: int) -> None:
@@ -237,11 +236,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def open_saved(name: str, option: str, folder: Path, split: str | None) -> DatasetSource:
-    """Open a ``save_to_disk`` folder that ``option`` names.
-
-    Raises:
-        InputError: it is not whole, or has no such split.
-    """
+    """Open a ``save_to_disk`` folder that ``option`` names; InputError if it is not whole, or has no such split."""
     import datasets
 
     from fabric_train.tokenization.packing.token_folder import check_listed_files
@@ -263,8 +258,7 @@ def open_saved(name: str, option: str, folder: Path, split: str | None) -> Datas
 def open_hub(name: str, option: str, dataset: DatasetName, stream: bool) -> DatasetSource | StreamSource:
     """Open a dataset on the hub that ``option`` names; download it, unless it is to be streamed.
 
-    Raises:
-        InputError: the hub does not give it, or it has no such subset or split.
+    InputError if the hub does not give it, or it has no such subset or split.
     """
     print(f"asking the hub for {name}", file=sys.stderr)
     builder = open_builder(name, option, dataset.name, dataset)
@@ -287,8 +281,7 @@ def open_hub(name: str, option: str, dataset: DatasetName, stream: bool) -> Data
 def open_builder(name: str, option: str, path: str, dataset: DatasetName) -> "DatasetBuilder":
     """Return what loads a dataset from the hub or the folder ``path``.
 
-    Raises:
-        InputError: there is no such dataset, subset or revision.
+    InputError if there is no such dataset, subset or revision.
     """
     import datasets
     from huggingface_hub.utils import logging as huggingface_logging
@@ -303,11 +296,7 @@ def open_builder(name: str, option: str, path: str, dataset: DatasetName) -> "Da
 
 
 def splits_to_read(name: str, option: str, splits: "Mapping[str, Any]", wanted: str | None) -> "dict[str, Any]":
-    """Return the ``wanted`` splits, joined by +; by default train if there is one, otherwise all.
-
-    Raises:
-        InputError: there is no such split.
-    """
+    """Return the ``wanted`` splits, joined by +, which must exist; by default train if there is one, otherwise all."""
     names = {str(split): rows for split, rows in splits.items()}
     if wanted is None:
         return {"train": names["train"]} if "train" in names else names

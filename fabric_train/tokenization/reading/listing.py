@@ -122,11 +122,7 @@ class Listing:
 
 
 def list_file(path: str | Path) -> ListedFile:
-    """Return a file with its size and times.
-
-    Raises:
-        InputError: it is a link to nowhere, a pipe, a socket or a device.
-    """
+    """Return a file with its size and times; InputError if it is a link to nowhere, a pipe, a socket or a device."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -148,8 +144,7 @@ def is_about_data(name: str) -> bool:
 def list_folder(folder: Path, is_wanted: Callable[[str], bool]) -> Listing:
     """List the files of a folder and of all folders in it, except hidden ones.
 
-    Raises:
-        InputError: a link leads nowhere, or what is called like a wanted file is a pipe, a socket or a device.
+    InputError if a link leads nowhere, or what is called like a wanted file is a pipe, a socket or a device.
     """
     repeated: list[str] = []
     return _listing(_walk(["" if folder == Path() else str(folder)], repeated), is_wanted, repeated)
@@ -158,8 +153,7 @@ def list_folder(folder: Path, is_wanted: Callable[[str], bool]) -> Listing:
 def list_pattern(pattern: str, is_wanted: Callable[[str], bool]) -> Listing:
     """List the files whose paths match a pattern; ``**`` stands for any number of folders.
 
-    Raises:
-        InputError: as for ``list_folder``, or ``**`` is not a whole part of the path.
+    InputError as for ``list_folder``, or if ``**`` is not a whole part of the path.
     """
     from fsspec.utils import glob_translate  # type: ignore[import-untyped]
 
@@ -243,11 +237,7 @@ def read_file(file: ListedFile) -> tuple[bytes, ListedFile]:
 
 
 def hash_files(files: Iterable[ListedFile]) -> Iterator[bytes]:
-    """Yield the SHA-256 of each file.
-
-    Raises:
-        InputError: a file has changed since it was listed.
-    """
+    """Yield the SHA-256 of each file; InputError if one has changed since it was listed."""
     for file in files:
         if file.size <= READ_AT_ONCE:
             data, now = read_file(file)
@@ -280,10 +270,8 @@ def hashed_files(root: Path, files: ListedFiles, digests: np.ndarray) -> tuple[S
 def check_unchanged(file: ListedFile, digest: bytes | None = None) -> None:
     """Check that size and ``mtime_ns`` of a file are still what they were when it was listed.
 
-    With ``digest``, its SHA-256 of that time, the file is hashed again if only ``ctime_ns`` has changed.
-
-    Raises:
-        InputError: its size, time or content has changed, or it is gone.
+    With ``digest``, its SHA-256 of that time, the file is hashed again if only ``ctime_ns`` has changed. InputError if
+    its size, time or content has changed, or it is gone.
     """
     try:
         now = list_file(file.name)
@@ -365,8 +353,7 @@ def is_compressed(name: str | Path) -> bool:
 def open_text(file: ListedFile, content: bytes | None = None) -> Iterator[BinaryIO]:
     """Open a file at its beginning, decompressed; ``content`` is what is in it, if that has been read.
 
-    Raises:
-        InputError: it is no text, or a damaged archive.
+    InputError if it is no text, or a damaged archive.
     """
     with open(file.name, "rb") if content is None else io.BytesIO(content) as raw:
         if not is_compressed(file.name):

@@ -106,11 +106,8 @@ def split_names(given: Sequence[str], option: str) -> list[tuple[str, str]]:
 
     What is before the first ``=`` is a name if it consists of letters, digits and ``_.-``. So a path that begins like a
     name is written with ``./`` before it. Without a name, the place without its secrets is the name. Sources of one
-    name are one source.
-
-    Raises:
-        InputError: NAME=PLACE is also a path that exists; or the name is ``all``, which means all sources wherever
-            losses are shown by source.
+    name are one source. InputError if NAME=PLACE is also a path that exists; or the name is ``all``, which means all
+    sources wherever losses are shown by source.
     """
     faults = []
     named = []
@@ -136,15 +133,14 @@ def place_of(value: str) -> str:
 def open_sources(names: list[str], option: str, stream: bool, downloads: Path) -> list[Source]:
     """Open every source, in the order of ``names``.
 
+    InputError, with one line for each name that cannot be opened.
+
     Args:
         names: files, folders, globs, URLs, save_to_disk folders or hub names. The last two, and a folder that is a copy
             of a hub dataset, may name a part as ``NAME:SUBSET:SPLIT@REVISION``.
         option: the command-line option that gives them, for error messages.
         stream: stream hub datasets instead of downloading them.
         downloads: folder for the files that URLs name.
-
-    Raises:
-        InputError: one line for each name that cannot be opened.
     """
     sources: list[Source] = []
     faults: list[str] = []

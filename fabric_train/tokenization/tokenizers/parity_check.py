@@ -108,9 +108,6 @@ class Reference:
     """The tokenizer in the ``tokenizers`` library, whose ids are the correct ones.
 
     Texts are encoded one at a time: the library starts no threads for that, so the process can still be forked.
-
-    Raises:
-        InputError: the file is damaged.
     """
 
     def __init__(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:
@@ -122,11 +119,7 @@ class Reference:
         return [*HARD_STRINGS, *special_token_strings(own)]
 
     def encode(self, texts: Iterable[str]) -> "list[Encoding]":
-        """Return the texts' encodings, without added BOS or EOS.
-
-        Raises:
-            InputError: the tokenizer cannot encode one.
-        """
+        """Return the texts' encodings, without added BOS or EOS."""
         return [self._encode(text) for text in texts]
 
     def _encode(self, text: str) -> "Encoding":
@@ -169,10 +162,8 @@ class ParityCheck:
 
     Loading the tokenizer and encoding with it takes longer than everything else before gigatoken encodes the first
     document. So the process starts as soon as the tokenizer's name is known. Call, in this order: ``start_early`` (if
-    the name is known early), ``start``, ``prepare``, ``begin``, ``result``.
-
-    Raises:
-        InputError: from ``begin`` and ``result``, if the tokenizer cannot be loaded.
+    the name is known early), ``start``, ``prepare``, ``begin``, ``result``. InputError from ``begin`` and ``result``,
+    if the tokenizer cannot be loaded.
     """
 
     def __init__(self) -> None:
@@ -189,8 +180,7 @@ class ParityCheck:
     def start_early(self, name: str) -> None:
         """Start to load the tokenizer called ``name``, if its ``tokenizer.json`` is used unchanged.
 
-        Raises:
-            InputError: there is no such tokenizer.
+        InputError if there is no such tokenizer.
         """
         file = find_tokenizer_json(name)
         if file:

@@ -99,8 +99,7 @@ class TextEncoder(Protocol):
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return each text's ids, int32 [T], without BOS and EOS. Texts must not contain lone surrogates.
 
-        Raises:
-            InputError: the tokenizer cannot encode one, such as by a pattern that takes too many steps.
+        InputError if the tokenizer cannot encode one, such as by a pattern that takes too many steps.
         """
 
     def encode_documents(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
@@ -133,11 +132,7 @@ def refuse_text(panic: RustPanicError, text: str) -> InputError:
 
 
 def load_fast(tokenizer_file: Path, special_text_is_plain: bool) -> "Tokenizer":
-    """Load the tokenizer without truncation and padding; ``special_text_is_plain`` as for ``TextEncoder``.
-
-    Raises:
-        InputError: the file is damaged.
-    """
+    """Load the tokenizer without truncation and padding; InputError if the file is damaged."""
     from tokenizers import Tokenizer
 
     try:
@@ -153,11 +148,7 @@ def load_fast(tokenizer_file: Path, special_text_is_plain: bool) -> "Tokenizer":
 
 
 class FastEncoder:
-    """The ``tokenizers`` library on one core.
-
-    Raises:
-        InputError: the file is damaged.
-    """
+    """The ``tokenizers`` library on one core."""
 
     def __init__(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:
         # each core has its own encoding process, and a fork would hang: the library's threads do not survive it
@@ -223,9 +214,8 @@ class ReadableJson:
 def read_for_gigatoken(tokenizer_file: Path, special_text_is_plain: bool) -> ReadableJson:
     """Return the content of a ``tokenizer.json`` for gigatoken; ``special_text_is_plain`` as for ``TextEncoder``.
 
-    Raises:
-        InputError: it is a pipe, a folder or another kind of file.
-        ValueError: it is not a ``tokenizer.json``, or gigatoken would find its added tokens elsewhere.
+    InputError if it is a pipe, a folder or another kind of file; ValueError if it is not a ``tokenizer.json``, or
+    gigatoken would find its added tokens elsewhere.
     """
     known = read_tokenizer_json(tokenizer_file)
     raw = tokenizer_file.read_bytes()
@@ -298,9 +288,7 @@ class GigatokenEncoder:
 
     It looks at the memory of the process after each ``text_between_looks`` bytes of text; pieces that never repeat take
     several times as much. If its cache has grown by ``most_growth`` bytes, it loads the tokenizer again.
-
-    Raises:
-        UnsupportedTokenizerError: gigatoken does not know this kind of tokenizer, or is not installed.
+    UnsupportedTokenizerError if gigatoken does not know this kind of tokenizer, or is not installed.
     """
 
     def __init__(
@@ -396,9 +384,6 @@ def open_encoder(
     """Return the fastest encoder for the tokenizer, and "gigatoken" or "tokenizers: REASON".
 
     ``why_not_gigatoken`` is a reason not to use gigatoken; "" if there is none.
-
-    Raises:
-        InputError: the file is damaged.
     """
     try:
         if why_not_gigatoken:

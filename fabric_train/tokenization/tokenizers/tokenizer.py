@@ -84,9 +84,8 @@ _kept: list[tuple[bytes, TokenizerJson]] = []  # at most one file's bytes and co
 def read_tokenizer_json(file: Path, *, keep: bool = False) -> TokenizerJson:
     """Read ``file``; ``keep`` its content in memory until the same content is read again, also from a copy.
 
-    Raises:
-        InputError: it is a pipe, a folder or another kind of file.
-        ValueError: the file is not JSON, or not of this format.
+    InputError if it is a pipe, a folder or another kind of file; ValueError if the file is not JSON, or not of this
+    format.
     """
     with open_regular(file, "fetch the file again") as opened:
         raw = opened.read()
@@ -122,11 +121,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def read_chat_template(file: Path) -> str:
-    """Return the template in ``file``.
-
-    Raises:
-        InputError: there is no such file, or it cannot be read or is not UTF-8.
-    """
+    """Return the template in ``file``; InputError if there is no such file, or it cannot be read or is not UTF-8."""
     try:
         if not file.is_file():
             raise InputError(f"{file}: {'not a file' if file.exists() else 'no such file'}; give a Jinja template")
@@ -179,8 +174,7 @@ class CorpusTokenizer:
 def find_tokenizer_json(name: str) -> Path | None:
     """Return the ``tokenizer.json`` that ``load_tokenizer`` uses unchanged, or None if it builds one.
 
-    Raises:
-        InputError: there is no such tokenizer.
+    InputError if there is no such tokenizer.
     """
     folder, model_file = _find(name)
     file = folder / "tokenizer.json"
@@ -192,10 +186,7 @@ def load_tokenizer(name: str) -> CorpusTokenizer:
 
     A ``tokenizer.json`` is used unchanged: the classes that transformers chooses for some model families (such as
     ``LlamaTokenizer``) rebuild it and give other ids. transformers is imported only if ``read_plain_folder`` returns
-    None.
-
-    Raises:
-        InputError: there is no such tokenizer, a file is damaged, or the tokenizer has no fast version or no EOS.
+    None. InputError if there is no such tokenizer, a file is damaged, or the tokenizer has no fast version or no EOS.
     """
     folder, model_file = _find(name)
     plain = read_plain_folder(folder, name) if model_file is None else None
@@ -243,11 +234,8 @@ def _from_hub(name: str) -> Path:
 def read_plain_folder(folder: Path, name: str) -> CorpusTokenizer | None:
     """Read the tokenizer called ``name`` in a folder; return None if it is not plain, or its files do not fit together.
 
-    Its ``tokenizer.json`` stays in memory until it, or a copy of it, is read again.
-
-    Raises:
-        InputError: one of its files is damaged, the chat template cannot be read, or the tokenizer has dropout or no
-            EOS.
+    Its ``tokenizer.json`` stays in memory until it, or a copy of it, is read again. InputError if one of its files is
+    damaged, the chat template cannot be read, or the tokenizer has dropout or no EOS.
     """
     try:
         config = read_object(folder / CONFIG)
@@ -310,11 +298,7 @@ def copy_plain_folder(source: Path, target: Path) -> None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, an empty one if there is no file.
-
-    Raises:
-        InputError: the file is damaged.
-    """
+    """Return the JSON object in a file, an empty one if there is no file; InputError if the file is damaged."""
     return read_json(file, dict, "fetch the file again") if file.exists() else {}
 
 
@@ -345,11 +329,7 @@ def _text(token: str | dict[str, Any]) -> str:
 
 
 def chat_template_in(folder: Path) -> str | None:
-    """Return the chat template of a tokenizer folder, or None if it has none.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """Return the chat template of a tokenizer folder, or None if it has none; InputError if it cannot be read."""
     file = folder / CHAT_TEMPLATE_FILE
     if file.is_file():
         return read_chat_template(file)

@@ -49,10 +49,7 @@ def compare_tokenizers(ours: Path, theirs: Path, in_rows: str) -> TokenizerDiffe
     """Compare ``ours``, whose ids are in the rows ("here" in the result), with the model's ("there").
 
     ``in_rows`` is text with the added tokens that are in the rows, such as EOS and a chat template's; they must have
-    the same ids.
-
-    Raises:
-        InputError: one of the files is damaged.
+    the same ids. InputError if one of the files is damaged.
     """
     here, there = _read(ours), _read(theirs)
     fault, note = None, None

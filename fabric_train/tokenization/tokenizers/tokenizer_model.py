@@ -109,11 +109,7 @@ def _load_folder(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def _check_named_tokens(folder: Path, fast: PreTrainedTokenizerFast) -> None:
-    """Check that the tokens which can be in rows are in the tokenizer's files; transformers adds those that are not.
-
-    Raises:
-        InputError: BOS, EOS or padding is not, so that no model has an embedding for it.
-    """
+    """Raise an InputError if BOS, EOS or padding is not in the tokenizer's files: no model has an embedding for it."""
     known = load_fast(folder / "tokenizer.json", special_text_is_plain=False)
     config = read_object(folder / "tokenizer_config.json")
     listed = [token["content"] for token in config.get("added_tokens_decoder", {}).values()]
@@ -157,8 +153,7 @@ def _added_tokens(folder: Path, num_pieces: int) -> list[str]:
 def load_sentencepiece_bpe(path: Path, chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """Build the tokenizer of the SentencePiece model at ``path``. It adds BOS to each text, if the model has one.
 
-    Raises:
-        InputError: the file is not a SentencePiece model, or no fast tokenizer can reproduce its ids.
+    InputError if the file is not a SentencePiece model, or no fast tokenizer can reproduce its ids.
     """
     content = path.read_bytes()
     try:
@@ -280,8 +275,7 @@ def is_rank_file(path: Path) -> bool:
 def read_ranks(path: Path) -> dict[bytes, int]:
     """Return each token's rank, from 0 to 127,999.
 
-    Raises:
-        InputError: a line is not base64 text and a rank, or the ranks are not Llama-3's.
+    InputError if a line is not base64 text and a rank, or the ranks are not Llama-3's.
     """
     ranks = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -299,11 +293,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def load_llama3_ranks(path: Path, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Build the tokenizer: the ranks, then Llama-3's 256 special tokens. Like Meta's, it adds BOS to each text.
-
-    Raises:
-        InputError: as in ``read_ranks``.
-    """
+    """Build the tokenizer: the ranks, then Llama-3's 256 special tokens. Like Meta's, it adds BOS to each text."""
     from tokenizers import processors
     from transformers.convert_slow_tokenizer import TikTokenConverter
 

@@ -73,8 +73,7 @@ class Vocabulary:
 def load_vocabulary(folder: Path) -> Vocabulary | None:
     """Return the vocabulary of a Hugging Face tokenizer folder, or None if it has no ``tokenizer.json``.
 
-    Raises:
-        InputError: a file in it is damaged.
+    InputError if a file in it is damaged.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
