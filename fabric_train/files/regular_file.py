@@ -47,7 +47,7 @@ def open_to_write(
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is complete or unchanged after a kill or power failure; errors as in ``open_to_write``."""
+    """Write a file so that it is complete or unchanged after any failure; errors as in ``open_to_write``."""
     check_regular_or_absent(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     temporary.unlink(missing_ok=True)  # of a killed process that had the same number, or a planted link

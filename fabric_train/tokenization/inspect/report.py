@@ -317,6 +317,10 @@ class Bar:
     high: int
     count: int
 
+    @property
+    def name(self) -> str:
+        return f"{self.low:,}–{self.high:,}" if self.high > self.low else f"{self.low:,}"
+
 
 def histogram(lengths: Mapping[int, int]) -> list[Bar]:
     """Return bars for numbers of documents by length: powers of two if lengths differ widely, else ten equal steps."""

@@ -112,11 +112,12 @@ def _print_lengths(report: DatasetReport, console: Console) -> None:
         return
     bars = histogram(counts.lengths)
     most = max((bar.count for bar in bars), default=1) or 1
-    names = [f"{bar.low:,}–{bar.high:,}" if bar.high > bar.low else f"{bar.low:,}" for bar in bars]
-    name_width = max((len(name) for name in names), default=0)
-    for bar, name in zip(bars, names, strict=True):
+    name_width = max((len(bar.name) for bar in bars), default=0)
+    for bar in bars:
         block = "█" * max(round(_BAR_WIDTH * bar.count / most), 1 if bar.count else 0)
-        console.print(Text(f"{name:>{name_width}} ").append(block, "cyan").append(f" {bar.count:,}"), soft_wrap=True)
+        console.print(
+            Text(f"{bar.name:>{name_width}} ").append(block, "cyan").append(f" {bar.count:,}"), soft_wrap=True
+        )
     percentiles = "   ".join(f"{name} {value:,}" for name, value in length_facts(counts.lengths))
     for line in (percentiles, *length_notes(report)):
         console.print(Text(line))
