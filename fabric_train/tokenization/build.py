@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder
+from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.cleaning.dropped import count_by_task, write_hits, write_sample
 from fabric_train.tokenization.cleaning.line_counts import find_boilerplate
 from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, find_near_duplicates, sample_duplicates
@@ -43,9 +43,6 @@ from fabric_train.tokenization.selection import Collection, Split, collect, sele
 from fabric_train.tokenization.shards import HASH_BYTES, SIZES, InputSlice, ShardSizes, signatures_file
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
-if TYPE_CHECKING:
-    from fabric_train.tokenization.arguments import TokenizeArguments
-
 _VERSIONS_OF = ("fabric-train", "gigatoken", "tokenizers", "transformers", "datasets", "numpy")
 
 
@@ -59,7 +56,7 @@ class Outcome:
     num_proc: int
 
 
-def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck, sizes: ShardSizes = SIZES) -> Outcome:
+def build_token_dataset(arguments: TokenizeArguments, check: ParityCheck, sizes: ShardSizes = SIZES) -> Outcome:
     """Write the token dataset that ``arguments`` describe. The output folder is complete or absent.
 
     ``check`` compares gigatoken's ids with the tokenizer's; it may already be loading the tokenizer.
@@ -214,7 +211,7 @@ def _write_splits(
     return ledgers
 
 
-def _too_short(name: str, split: Split, plan: RowPlan, arguments: "TokenizeArguments") -> str:
+def _too_short(name: str, split: Split, plan: RowPlan, arguments: TokenizeArguments) -> str:
     if not len(split.collection.kept):
         return f"{name}: {_nothing_left(Counter(_sum_counts(split.collection.skipped.values())))}"
     without = " or --validation_split 0" if name == "validation" else ""
@@ -251,7 +248,7 @@ def _with_shares(
     sources: Sequence[SourceRecord],
     collections: Sequence[Collection],
     splits: dict[str, Split],
-    arguments: "TokenizeArguments",
+    arguments: TokenizeArguments,
 ) -> list[SourceRecord]:
     """Return the sources' records with their documents and tokens, and with their shares of the train split."""
     train = splits["train"]
@@ -310,7 +307,7 @@ def notes_of(corpus: OpenedCorpus, encoded: EncodedSources) -> list[str]:
     return [*dict.fromkeys(notes), *([f"the first bad row left out: {bad}"] if bad else [])]
 
 
-def find_finished(arguments: "TokenizeArguments") -> Manifest | None:
+def find_finished(arguments: TokenizeArguments) -> Manifest | None:
     """Return the manifest of the token dataset in --output_dir, or None if nothing is there.
 
     Only arguments are compared, not the content of the sources, which takes as long as reading them. InputError if the
@@ -328,7 +325,7 @@ def find_finished(arguments: "TokenizeArguments") -> Manifest | None:
     return manifest
 
 
-def _differences(manifest: Manifest, arguments: "TokenizeArguments") -> Iterator[tuple[str, object, object]]:
+def _differences(manifest: Manifest, arguments: TokenizeArguments) -> Iterator[tuple[str, object, object]]:
     if manifest.tokenizer.name != arguments.tokenizer_name:
         yield "tokenizer_name", manifest.tokenizer.name, arguments.tokenizer_name
     made = [(source.name, source.place) for source in manifest.sources]

@@ -17,6 +17,7 @@ from fabric_train.cli.errors import InputError, raise_reached_limit
 from fabric_train.cli.output import redact
 from fabric_train.files.atomic_folder import hold_lock
 from fabric_train.files.regular_file import check_no_links_in
+from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.chats.chat_format import columns, detect_format, read_chat, unexpected_format
 from fabric_train.tokenization.chats.chat_template import read_chosen_template
 from fabric_train.tokenization.chats.control_tokens import check_surrogates
@@ -30,7 +31,6 @@ from fabric_train.tokenization.shards import SIZES, Shard, ShardSizes, files_rea
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer, set_chat_template
 
 if TYPE_CHECKING:
-    from fabric_train.tokenization.arguments import TokenizeArguments
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
 DOWNLOADS = "downloads"  # the subfolder of an unfinished folder with downloaded files
@@ -85,7 +85,7 @@ class SourceFormat:
 class OpenedCorpus:
     """The sources, the tokenizer, and how documents are cleaned and encoded."""
 
-    arguments: "TokenizeArguments"  # with the packing that the sources decide
+    arguments: TokenizeArguments  # with the packing that the sources decide
     named: list[tuple[str, str]]  # the name and place of each source as given
     train: list[Source]  # the sources of --dataset
     held_out: list[Source]  # the sources of --validation_dataset
@@ -145,7 +145,7 @@ class OpenedCorpus:
 
 
 def open_corpus(
-    arguments: "TokenizeArguments", folder: Path, unfinished: Path, sizes: ShardSizes = SIZES
+    arguments: TokenizeArguments, folder: Path, unfinished: Path, sizes: ShardSizes = SIZES
 ) -> OpenedCorpus:
     """Open the sources and the tokenizer, print the sources' notes, and save the tokenizer into ``folder/tokenizer``.
 
@@ -183,7 +183,7 @@ def open_corpus(
     )
 
 
-def find_kinds(sources: Sequence[Source], arguments: "TokenizeArguments") -> list[str]:
+def find_kinds(sources: Sequence[Source], arguments: TokenizeArguments) -> list[str]:
     """Return each source's data format, found from its first row.
 
     InputError, with one line for each source whose first row is bad or neither text nor a chat.
@@ -225,7 +225,7 @@ def find_kind(source: Source, text_column: str, skips_bad_rows: bool) -> str:
 
 
 def open_formats(
-    kinds: Sequence[str], tokenizer_folder: Path, arguments: "TokenizeArguments", by_parts: bool = True
+    kinds: Sequence[str], tokenizer_folder: Path, arguments: TokenizeArguments, by_parts: bool = True
 ) -> list[SourceFormat]:
     """Return how to encode the sources of these kinds; ``by_parts`` as for ``ChatEncoder``.
 

@@ -7,20 +7,18 @@ processes or shards.
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.cleaning.dropped import ContaminatedDocument, DroppedDocument
 from fabric_train.tokenization.manifest import DUPLICATE, NEAR_DUPLICATE, TOO_LONG
 from fabric_train.tokenization.packing.arrow_folder import SpooledDocuments, SpooledFile
 from fabric_train.tokenization.packing.document_index import DOCUMENT
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.shards import HASH_BYTES, ContaminatedRow, DroppedRow, Shard, ShardRecord, part_name
-
-if TYPE_CHECKING:
-    from fabric_train.tokenization.arguments import TokenizeArguments
 
 _Row = TypeVar("_Row", DroppedRow, ContaminatedRow)
 
@@ -205,7 +203,7 @@ def _last_within_caps(lengths: np.ndarray, max_documents: int | None, max_tokens
 
 
 def select(
-    collections: Sequence[Collection], sources: Sequence[Source], arguments: "TokenizeArguments"
+    collections: Sequence[Collection], sources: Sequence[Source], arguments: TokenizeArguments
 ) -> dict[str, Split]:
     """Return the documents of each split; InputError if --weights names a source without a document for training."""
     collection = collections[0]

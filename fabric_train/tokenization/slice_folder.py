@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from xxhash import xxh3_128
@@ -25,14 +24,12 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.yaml_core import dump
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken
 from fabric_train.files.regular_file import read_json
+from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.corpus import OpenedCorpus, open_corpus
 from fabric_train.tokenization.manifest import SourceFile
 from fabric_train.tokenization.reading.sources import Source, place_of
 from fabric_train.tokenization.shards import InputSlice, Shard, ShardSizes, slice_numbers
 from fabric_train.tokenization.workers import ThrottledLog
-
-if TYPE_CHECKING:
-    from fabric_train.tokenization.arguments import TokenizeArguments
 
 FILE_NAME = "slice.json"
 _ARGUMENTS = "config.yaml"
@@ -68,7 +65,7 @@ class Slice:
     """A finished slice."""
 
     folder: Path
-    arguments: "TokenizeArguments"
+    arguments: TokenizeArguments
     part: InputSlice
     record: SliceRecord
 
@@ -82,7 +79,7 @@ def write_slice(
     folder: Path,
     unfinished: Path,
     shards: Sequence[Shard],
-    arguments: "TokenizeArguments",
+    arguments: TokenizeArguments,
     encoder: str,
     settings: str,
     files: list[InputFile],
@@ -102,7 +99,7 @@ def write_slice(
     (folder / FILE_NAME).write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
 
 
-def find_finished_slice(arguments: "TokenizeArguments") -> bool:
+def find_finished_slice(arguments: TokenizeArguments) -> bool:
     """Return whether --output_dir has the slice of these arguments already.
 
     InputError if it has a slice of other arguments.
@@ -118,7 +115,7 @@ def find_finished_slice(arguments: "TokenizeArguments") -> bool:
     return True
 
 
-def part_of(arguments: "TokenizeArguments") -> InputSlice:
+def part_of(arguments: TokenizeArguments) -> InputSlice:
     """Return the slice of --shard."""
     assert arguments.part is not None, "the caller has looked at --shard"
     return InputSlice(*arguments.part)
@@ -157,7 +154,7 @@ def open_slice(folder: Path) -> Slice:
     return Slice(folder, arguments, InputSlice(*arguments.part), record)
 
 
-def differing_arguments(ours: "TokenizeArguments", theirs: "TokenizeArguments") -> list[str]:
+def differing_arguments(ours: TokenizeArguments, theirs: TokenizeArguments) -> list[str]:
     """Return our arguments that differ from theirs, as on the command line."""
     names = [field.name for field in fields(ours) if field.name not in _OF_EACH_TASK]
     return [f"--{name} {getattr(ours, name)}" for name in names if getattr(ours, name) != getattr(theirs, name)]

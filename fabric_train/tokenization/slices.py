@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from itertools import chain, compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import command_from_here
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder
 from fabric_train.tokenization import slice_folder
+from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.build import notes_of, write_token_dataset
 from fabric_train.tokenization.cleaning import line_counts
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, write_repeated_lines
@@ -33,11 +34,8 @@ from fabric_train.tokenization.slice_folder import InputFile, Slice, part_of, st
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.workers import ThrottledLog
 
-if TYPE_CHECKING:
-    from fabric_train.tokenization.arguments import TokenizeArguments
 
-
-def count_slice(arguments: "TokenizeArguments", sizes: ShardSizes = SIZES) -> list[str]:
+def count_slice(arguments: TokenizeArguments, sizes: ShardSizes = SIZES) -> list[str]:
     """Count the lines of the slice --shard into --output_dir, complete or absent; return lines of a summary."""
     target, part = Path(arguments.output_dir).expanduser(), part_of(arguments)
     check_not_taken(target)
@@ -77,7 +75,7 @@ def merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZE
     return lines
 
 
-def encode_slice(arguments: "TokenizeArguments", check: ParityCheck, sizes: ShardSizes = SIZES) -> list[str]:
+def encode_slice(arguments: TokenizeArguments, check: ParityCheck, sizes: ShardSizes = SIZES) -> list[str]:
     """Encode the slice --shard into --output_dir, which is complete or absent; return lines of a summary.
 
     ``check`` compares the encoder's ids with the tokenizer's; it may already be loading the tokenizer.
@@ -153,7 +151,7 @@ def _join(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSources:
     )
 
 
-def merge_command(arguments: "TokenizeArguments", output_dir: str) -> str:
+def merge_command(arguments: TokenizeArguments, output_dir: str) -> str:
     """Return the command that merges all slices into ``output_dir``; ``arguments`` are those of one task."""
     parent, name = os.path.split(os.path.normpath(arguments.output_dir))
     pattern, is_numbered = re.subn(rf"(?<!\d){_number(arguments)}(?!\d)", "*", name, count=1)
@@ -162,7 +160,7 @@ def merge_command(arguments: "TokenizeArguments", output_dir: str) -> str:
     return f"{command_from_here('merge')} {quoted} --output_dir {shlex.quote(output_dir)}"
 
 
-def encode_command(arguments: "TokenizeArguments", lines: str) -> str:
+def encode_command(arguments: TokenizeArguments, lines: str) -> str:
     """Return the command of the task that encodes a slice without the repeated ``lines``, a folder.
 
     ``arguments`` are those of the task that counted the lines of the slice.
@@ -175,19 +173,19 @@ def encode_command(arguments: "TokenizeArguments", lines: str) -> str:
     return f"{command_from_here('tokenize')} {shlex.join(words)}"
 
 
-def beside_slices(arguments: "TokenizeArguments", name: str) -> str:
+def beside_slices(arguments: TokenizeArguments, name: str) -> str:
     """Return the path of ``name`` beside the folder of the slices, or beside the slices if they have no folder."""
     folder = os.path.normpath(arguments.output_dir)
     parent = os.path.dirname(folder)
     return os.path.join(os.path.dirname(parent) if os.path.basename(folder) == _number(arguments) else parent, name)
 
 
-def _number(arguments: "TokenizeArguments") -> str:
+def _number(arguments: TokenizeArguments) -> str:
     assert arguments.part is not None, "only tasks of --shard have others that follow"
     return str(arguments.part[0])
 
 
-def _is_given(field: Any, arguments: "TokenizeArguments") -> bool:
+def _is_given(field: Any, arguments: TokenizeArguments) -> bool:
     default = field.default_factory() if field.default_factory is not MISSING else field.default
     return bool(getattr(arguments, field.name) != default)
 

@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.chats.chat_format import TOO_DEEP, Chat, Message
 from fabric_train.tokenization.chats.control_tokens import check_surrogates
 from fabric_train.tokenization.cleaning import minhash
@@ -19,9 +20,6 @@ from fabric_train.tokenization.cleaning.language import open_language_filter
 from fabric_train.tokenization.cleaning.personal_data import open_redaction
 from fabric_train.tokenization.cleaning.quality import open_quality_filter
 from fabric_train.tokenization.documents import BadRowError
-
-if TYPE_CHECKING:
-    from fabric_train.tokenization.arguments import TokenizeArguments
 
 _NO_TEXT = frozenset(["role", "type", "id", "name", "tool_call_id", "tools"])  # what a program reads
 _SPEAKERS = ("user", "assistant")
@@ -125,7 +123,7 @@ class Cleaner:
         return result
 
 
-def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleaner:
+def open_cleaner(arguments: TokenizeArguments, kinds: Sequence[str]) -> Cleaner:
     """Return the cleaner for the switches that are given; ``kinds`` has the data format of each source.
 
     InputError if a switch cannot be used, or not for chats and a source has them.
@@ -146,7 +144,7 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
     return cleaner
 
 
-def _check_for_chats(arguments: "TokenizeArguments", kinds: Sequence[str]) -> None:
+def _check_for_chats(arguments: TokenizeArguments, kinds: Sequence[str]) -> None:
     """Raise InputError, with a line for each switch that is not for chats, if a source has chats."""
     chats = [kind for kind in kinds if kind != "text"]
     given = {
