@@ -24,11 +24,9 @@ _MARK = ".incomplete-"
 
 @contextmanager
 def hold_lock(path: Path, taken: str, fix: str) -> Iterator[None]:
-    """Hold the lock file ``path``, which exists only then. Missing parent folders are created, and removed if empty.
+    """Hold the lock file ``path``, which exists only then; new parent folders are removed if they are empty.
 
-    Raises:
-        InputError: another process holds the lock: ``taken``, its process id and host, ``fix``; or ``path`` is a link.
-        OSError: the file cannot be created.
+    InputError if another process holds it: ``taken``, its process id and host, ``fix``; or if ``path`` is a link.
     """
     new_parents = [parent for parent in path.absolute().parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,10 +141,7 @@ def is_temporary(path: Path) -> bool:
 
 
 def sync_and_rename(temporary: Path, target: Path) -> None:
-    """Sync a temporary folder to the disk, rename it to ``target``, and sync the parent.
-
-    A link is on the disk with the folder that it is in, and so is a pipe; what a link leads to may not be there.
-    """
+    """Sync a temporary folder to the disk, not what links in it lead to; rename it to ``target``, sync the parent."""
     for root, _, names in os.walk(temporary, topdown=False):
         for file in (Path(root, name) for name in names):
             if stat.S_ISREG(file.lstat().st_mode):
@@ -174,10 +169,7 @@ def fsync(path: Path) -> None:
 
 
 def check_not_taken(target: Path) -> None:
-    """Raise an InputError if ``target`` is a file or not empty, or its parent cannot be written to.
-
-    :func:`complete_folder` does so as well, but only after the long work.
-    """
+    """Raise an InputError where :func:`complete_folder` would, after long work, for ``target`` or its parent."""
     check_no_dead_link(target)
     if target.is_dir():
         if any(target.iterdir()):

@@ -24,10 +24,7 @@ _KINDS = {
 
 
 def open_regular(path: Path, advice: str) -> BinaryIO:
-    """Open a file, or what a link leads to, to read bytes. A plain ``open`` of a pipe would wait for its writer.
-
-    InputError if ``path`` is a pipe, a socket, a folder or a device; ``advice`` says how to fix that.
-    """
+    """Open a file to read bytes; InputError, with ``advice``, for a pipe, whose opening would wait, and the like."""
     _check_regular(path, os.stat(path).st_mode, advice)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may have become a pipe meanwhile
     try:
@@ -112,10 +109,7 @@ def check_file_name(name: object, listing: Path) -> str:
 
 
 def check_links(folder: Path) -> None:
-    """Raise an InputError if a link in ``folder`` leads out of it, or something in it is no file and no folder.
-
-    A copy of the folder would contain the file that a link leads to, and reading a pipe would wait for its writer.
-    """
+    """Raise an InputError if a link in ``folder`` leads out of it, or if something in it is no file and no folder."""
     inside = os.path.realpath(folder)
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
@@ -126,10 +120,7 @@ def check_links(folder: Path) -> None:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copy ``source`` into ``target``, which may exist; new files get permissions from the umask, not from the source.
-
-    InputError if a link in ``source`` leads out of it.
-    """
+    """Copy ``source``, without links out of it, into ``target``; new files get permissions from the umask."""
     check_links(source)
     target.mkdir(exist_ok=True)
     for path in sorted(source.rglob("*")):  # a folder comes before its content

@@ -79,8 +79,7 @@ def build_token_dataset(arguments: TokenizeArguments, check: ParityCheck, sizes:
 def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSources) -> Manifest:
     """Select the documents of each split, pack them into rows, and write all but the tokenizer into ``folder``.
 
-    ``encoded`` has no records afterwards. InputError if a source has no document, a split has less than one row, or the
-    disk has no room for the rows.
+    ``encoded`` has no records afterwards.
     """
     arguments = corpus.arguments
     tokenizer = _tokenizer_record(corpus, encoded)

@@ -43,9 +43,7 @@ _SAMPLED_PARTS, _SAMPLED_SHARE, _MIN_SAMPLED, _MAX_SAMPLED = 8, 0.01, 20_000, 16
 def unfinished_folder(target: Path, sizes: ShardSizes = SIZES) -> Iterator[Path]:
     """Yield the locked folder ``.NAME.unfinished`` next to ``target``, and remove it when the block succeeds.
 
-    If an exception leaves the block and the folder holds finished work that is worth keeping, the folder stays and a
-    line on standard error names it. InputError if another process is tokenizing into ``target``, its parent folder
-    cannot be written to, or a link is in the way.
+    After an exception, a folder with finished work that is worth keeping stays, and a line on standard error says so.
     """
     target = Path(os.path.abspath(target))
     folder = target.parent / f".{target.name}.unfinished"
@@ -117,10 +115,7 @@ class OpenedCorpus:
 
     @property
     def caps(self) -> tuple[int | None, int | None]:
-        """Documents and tokens after which reading --dataset may stop; None is no cap.
-
-        --deduplicate, --near_duplicates and --weights need all documents.
-        """
+        """Documents and tokens after which --dataset is not read on; None is no cap: all documents are needed."""
         given = self.arguments
         reads_all = given.deduplicate or given.near_duplicates is not None or given.weights is not None
         return (None, None) if reads_all else (given.max_documents, given.max_tokens)
@@ -130,10 +125,7 @@ class OpenedCorpus:
         return split_into_shards(self.sources, f"{self.settings} {encoder}", self.sizes)
 
     def files_read_at_once(self, shards: Sequence[Shard]) -> list[np.ndarray]:
-        """Return which files of each source are hashed when their shard is read, bool [files] each.
-
-        There are none if a cap may end the reading before.
-        """
+        """Return which files of each source are hashed when their shard is read, bool [files]; none with a cap."""
         return files_read_at_once(self.sources, shards if self.caps == (None, None) else [])
 
     def source_records(self, digests: Sequence[np.ndarray]) -> list[SourceRecord]:
@@ -147,11 +139,7 @@ class OpenedCorpus:
 def open_corpus(
     arguments: TokenizeArguments, folder: Path, unfinished: Path, sizes: ShardSizes = SIZES
 ) -> OpenedCorpus:
-    """Open the sources and the tokenizer, print the sources' notes, and save the tokenizer into ``folder/tokenizer``.
-
-    ``unfinished`` is the folder for downloads. InputError if a source, the tokenizer, the chat template or a cleaning
-    step cannot be used.
-    """
+    """Open the sources and the tokenizer, print the sources' notes, save the tokenizer into ``folder/tokenizer``."""
     named = {option: split_names(getattr(arguments, option[2:]) or [], option) for option in _SOURCE_OPTIONS}
     tokenizer = load_tokenizer(arguments.tokenizer_name)
     chosen = None if arguments.chat_template is None else read_chosen_template(arguments.chat_template, tokenizer)
@@ -184,10 +172,7 @@ def open_corpus(
 
 
 def find_kinds(sources: Sequence[Source], arguments: TokenizeArguments) -> list[str]:
-    """Return each source's data format, found from its first row.
-
-    InputError, with one line for each source whose first row is bad or neither text nor a chat.
-    """
+    """Return each source's data format, found from its first row."""
     kinds: list[str] = []
     faults: list[str] = []
     for source in sources:
@@ -202,10 +187,7 @@ def find_kinds(sources: Sequence[Source], arguments: TokenizeArguments) -> list[
 
 
 def find_kind(source: Source, text_column: str, skips_bad_rows: bool) -> str:
-    """Return the data format of a source's first row: text if it has that column, else a format of chats.
-
-    InputError if it has none of them, or the row is bad and bad rows are not skipped.
-    """
+    """Return the data format of a source's first row: text if it has that column, else a format of chats."""
     looked_for = (text_column, *columns("auto"))
     for part in source.parts(1 << 20):
         reader = source.reader(part, looked_for)
@@ -227,11 +209,7 @@ def find_kind(source: Source, text_column: str, skips_bad_rows: bool) -> str:
 def open_formats(
     kinds: Sequence[str], tokenizer_folder: Path, arguments: TokenizeArguments, by_parts: bool = True
 ) -> list[SourceFormat]:
-    """Return how to encode the sources of these kinds; ``by_parts`` as for ``ChatEncoder``.
-
-    If there are chats, their template becomes the one of ``tokenizer_folder``. InputError if the chat template cannot
-    be used.
-    """
+    """Return how to encode these kinds; ``by_parts`` as in ``ChatEncoder``. The folder gets the template of chats."""
     formats = {"text": SourceFormat("text", (arguments.text_column,), None)}
     longest = None if arguments.packing == "concat" else arguments.max_length
     for kind in sorted(set(kinds) - {"text"}):

@@ -199,10 +199,7 @@ def _usable_record(job: EncodingJob, shard: Shard) -> ShardRecord | None:
 def unfinished_shards(
     corpus: OpenedCorpus, shards: Sequence[Shard], records: dict[int, ShardRecord]
 ) -> Iterator[Shard]:
-    """Yield the shards without a record, until the finished shards before them reach a cap.
-
-    ``records``, by the shards' indexes, grows while this iterates.
-    """
+    """Yield the shards that are not in ``records``, which grows meanwhile, until those before them reach a cap."""
     max_documents, max_tokens = (cap or float("inf") for cap in corpus.caps)
     num_documents = num_tokens = following = 0
     for shard in shards:
@@ -345,11 +342,7 @@ def _encode_chats(corpus: OpenedCorpus, kind: str, chat: "ChatEncoder", reader: 
 def _clean_chat(
     corpus: OpenedCorpus, chat: Chat | BadRowError, place: _Place, writer: ShardWriter
 ) -> tuple[Chat | BadRowError, np.ndarray | None] | None:
-    """Return the chat as cleaning leaves it with its signature, or None if cleaning drops it; record what was found.
-
-    Bad rows stay as they are, and so do blank chats: encoding reports or counts them. BadRowError if the chat is nested
-    too deeply, or has half of a surrogate pair.
-    """
+    """Return the cleaned chat and its signature, None if it is dropped; bad rows and blank chats stay as they are."""
     if corpus.cleaner is None or isinstance(chat, BadRowError) or is_blank(chat):
         return chat, None
     result = corpus.cleaner.clean_chat(chat)

@@ -138,10 +138,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class SourceLedger:
-    """The documents, tokens and bytes of one source in one split, counted as in ``SplitLedger``.
-
-    ``bytes`` are those of the UTF-8 text; of a chat, of the content of its messages.
-    """
+    """The counts of one source in one split; ``bytes`` of the UTF-8 text, of a chat of its messages' content."""
 
     documents: int
     bytes: int
@@ -291,10 +288,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of ``folder``, or None if it has none.
-
-    InputError if the file is damaged, has another format, or its ledger does not balance.
-    """
+    """Return the manifest of ``folder``, None if it has none; InputError if it is damaged or does not balance."""
     manifest = load_manifest(folder)
     if manifest and (imbalances := manifest.imbalances()):
         raise InputError(*(f"{folder / FILE_NAME} is damaged: {one}; tokenize again" for one in imbalances))
@@ -302,10 +296,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def load_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of ``folder`` without checking that its ledger balances, or None if there is none.
-
-    InputError if the file is damaged or has another format.
-    """
+    """Return the manifest of ``folder``, None if it has none, without checking that its ledger balances."""
     file = folder / FILE_NAME
     if not file.exists():
         return None

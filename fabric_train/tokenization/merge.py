@@ -240,12 +240,10 @@ def _merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes) -> N
 
 
 def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
-    """Write the rows of the token datasets ``folders``, in this order, as the token dataset ``target``.
+    """Write the rows of ``folders``, in this order, as the token dataset ``target``, which is complete or absent.
 
-    ``target`` is complete or absent. Documents are not compared: one that is in two of the datasets comes twice.
-
-    Returns:
-        The manifest, and notes for the user: settings that differ, and files that several datasets were made from.
+    Documents are not compared: one that is in two of the datasets comes twice. Return the manifest, and notes for the
+    user.
     """
     check_not_taken(target)
     for folder in folders:

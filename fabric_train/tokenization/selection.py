@@ -60,16 +60,10 @@ def collect(
     seen: np.ndarray | None,
     is_near_duplicate: np.ndarray | None,
 ) -> Collection:
-    """Collect the documents of finished shards, and apply deduplication and caps.
+    """Collect the documents of finished shards, in the order of the sources, and apply deduplication and caps.
 
-    Args:
-        shards: the shards in the order of the sources.
-        records: one per shard.
-        sources: all sources, by which the files are numbered.
-        max_documents: keep at most this many documents.
-        max_tokens: stop after the document that reaches this many tokens.
-        seen: uint8 [n, 16], hashes of documents that were read before these; None to keep duplicates.
-        is_near_duplicate: bool [documents], whether each nearly repeats an earlier one; None to keep near duplicates.
+    ``max_tokens`` is reached by the last document. ``seen`` are hashes, uint8 [n, 16], of documents before these, and
+    ``is_near_duplicate`` is bool [documents]; None keeps duplicates, or near duplicates.
     """
     documents = np.concatenate([record.documents for record in records])
     first_rows = np.cumsum([0, *(record.num_read for record in records)])
@@ -116,10 +110,7 @@ def collect(
 def _count(
     shards: Sequence[Shard], records: Sequence[ShardRecord], first_rows: np.ndarray, num_read: int
 ) -> tuple[dict[int, Counter[str]], Counter[str], int]:
-    """Return the rows skipped by source and reason, the edits by kind, and the tokens of skipped rows.
-
-    ``first_rows`` are the rows read before each shard; the first ``num_read`` rows count.
-    """
+    """Return rows skipped by source and reason, edits by kind, and tokens cut, of the first ``num_read`` rows."""
     skipped, edits, num_cut = defaultdict[int, Counter[str]](Counter), Counter[str](), 0
     for shard, record, first in zip(shards, records, first_rows, strict=False):
         within = record.skipped[record.skipped["number"] + first <= num_read]
@@ -135,11 +126,7 @@ def _count(
 def _parts(
     shards: Sequence[Shard], records: Sequence[ShardRecord], sources: Sequence[Source]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the file of each part of the shards, and the rows of the file before the part, int64 [parts] each.
-
-    A part's rows follow those of the parts of its file before it, all of which have been read. InputError if a file has
-    more rows than the index can number.
-    """
+    """Return the file of each part of the shards, and the rows of the file before it, int64 [parts] each."""
     first_files = np.cumsum([0, *(source.num_origins for source in sources)]).tolist()
     files, rows_before = list[int](), list[int]()
     num_rows: Counter[int] = Counter()
@@ -229,10 +216,7 @@ def select(
 
 
 def draw_validation(num_documents: int, share: float, seed: int) -> np.ndarray:
-    """Return which documents go to validation, bool [num_documents]: ``share * num_documents`` of them, rounded.
-
-    If ``share`` is above 0 and there are two documents or more, at least one goes to validation and at least one not.
-    """
+    """Return which documents go to validation, bool [num_documents]: a ``share``, at least one if possible, not all."""
     chosen = np.zeros(num_documents, dtype=bool)
     if share > 0 and num_documents >= 2:
         count = min(max(round(share * num_documents), 1), num_documents - 1)
@@ -245,15 +229,9 @@ def mix(
 ) -> np.ndarray:
     """Return the documents to pack in random order, int64 [n]; a document may come several times.
 
-    Source i contributes ``weights[i] / sum(weights)`` of the tokens: whole epochs over its documents, each in a new
-    random order, and then as many documents as are needed to reach its share.
-
-    Args:
-        lengths: int64 [documents], tokens in each document.
-        sources: int64 [documents], the number of each document's source; every source has a document.
-        weights: one per source.
-        num_tokens: tokens to sample; None means as many as all documents have.
-        seed: decides the order.
+    Source i contributes ``weights[i] / sum(weights)`` of ``num_tokens`` (None: of all): whole epochs over its
+    documents, each in a new random order, and then as many documents as are needed to reach its share. ``lengths`` and
+    ``sources``, int64 [documents], are each document's tokens and source.
     """
     total = num_tokens or int(lengths.sum())
     chosen = []

@@ -70,10 +70,7 @@ class Shard:
 
 
 def split_into_shards(sources: Sequence[Source], settings: str, sizes: ShardSizes = SIZES) -> list[Shard]:
-    """Split the sources, in the order in which they are read, into shards with parts of one source each.
-
-    ``settings`` is everything besides the sources that decides the tokens; it becomes part of each shard's key.
-    """
+    """Split the sources, in order, into shards with parts of one source; ``settings`` is a part of their keys."""
     total = sum(source.num_bytes for source in sources)
     shard_bytes = min(max(total // _TARGET_NUM_SHARDS, sizes.smallest), _MAX_SHARD_BYTES)
     shard_bytes = max(shard_bytes, total // _MAX_NUM_SHARDS)
@@ -126,14 +123,7 @@ class InputSlice:
 
 
 def slice_numbers(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the slice, from 1 to ``count``, of each of consecutive items: the one that its middle byte is in.
-
-    Slices have as many bytes each as the items allow.
-
-    Args:
-        sizes: bytes of each item.
-        count: number of slices.
-    """
+    """Return the slice, 1 to ``count``, of each of consecutive items of these bytes, the one with its middle byte."""
     ends = np.cumsum(sizes, dtype=np.int64)
     total = max(1, int(ends[-1])) if len(ends) else 1
     numbers = 1 + ((ends - np.asarray(sizes) / 2) * count / total).astype(np.int64)
@@ -326,10 +316,7 @@ class ShardWriter:
                 file.close()
 
     def end_part(self, num_documents: int, num_bytes: int, num_rows: int, sha256: bytes) -> None:
-        """Count a part as read; its documents may be written later.
-
-        ``num_rows`` are those counted by the reader; ``sha256`` is that of the file, or NO_SHA256.
-        """
+        """Count a part as read, with its rows and SHA-256, if it has one; documents may be written later."""
         self._parts.append((num_documents, num_rows, sha256))
         self._bytes_before += num_bytes
         self._show(0)
@@ -375,13 +362,9 @@ class ShardWriter:
         self.skip(ordinal, LeftOut(manifest.BAD_ROW))
 
     def write(self, documents: np.ndarray, ids: np.ndarray, supervised: np.ndarray | None, position: int) -> None:
-        """Write the tokens of documents; write masks from the first ones on that have them.
+        """Write documents, ENCODED [documents], with joined tokens, int32 [T], and masks, bool [T], if there are any.
 
-        Args:
-            documents: ENCODED [documents].
-            ids: int32 [T], their tokens, joined.
-            supervised: bool [T]; None if all tokens are supervised.
-            position: bytes of the part that have been read.
+        ``position`` is the number of the part's bytes that have been read.
         """
         if supervised is not None and self._masks is None:
             self._masks = self._masks_path.open("wb")

@@ -100,10 +100,7 @@ def write_slice(
 
 
 def find_finished_slice(arguments: TokenizeArguments) -> bool:
-    """Return whether --output_dir has the slice of these arguments already.
-
-    InputError if it has a slice of other arguments.
-    """
+    """Return whether --output_dir has the slice of these arguments; InputError if it has one of other arguments."""
     folder = Path(arguments.output_dir).expanduser()
     if not is_slice(folder):
         return False
@@ -161,11 +158,7 @@ def differing_arguments(ours: TokenizeArguments, theirs: TokenizeArguments) -> l
 
 
 def open_slices(folders: Sequence[Path], target: Path) -> list[Slice]:
-    """Open all slices of a run, to be merged into ``target``, and return them in their order.
-
-    InputError if slices are missing, damaged or of different arguments, or were made where paths mean something else;
-    or ``target`` is taken, or in one of them.
-    """
+    """Return all slices of a run in their order, to be merged into ``target``; InputError if they are not all there."""
     check_not_taken(target)
     for folder in folders:
         check_not_inside(target, folder)

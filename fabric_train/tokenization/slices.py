@@ -76,10 +76,7 @@ def merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZE
 
 
 def encode_slice(arguments: TokenizeArguments, check: ParityCheck, sizes: ShardSizes = SIZES) -> list[str]:
-    """Encode the slice --shard into --output_dir, which is complete or absent; return lines of a summary.
-
-    ``check`` compares the encoder's ids with the tokenizer's; it may already be loading the tokenizer.
-    """
+    """Encode the slice --shard into --output_dir, complete or absent; return lines of a summary."""
     target = Path(arguments.output_dir).expanduser()
     check_not_taken(target)
     with unfinished_folder(target, sizes) as unfinished, complete_folder(target) as folder:
@@ -107,11 +104,7 @@ def _hashed_files(sources: Sequence[Source], digests: Sequence[np.ndarray]) -> I
 
 
 def merge_slices(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZES) -> tuple[Manifest, list[str]]:
-    """Write the token dataset ``target`` that one run without --shard would write. It is complete or absent.
-
-    Returns:
-        The manifest, and notes for the user.
-    """
+    """Write the token dataset that one run without --shard would write, complete or absent; return notes too."""
     with complete_folder(target) as folder:
         corpus = slice_folder.open_input(slices, folder, sizes)
         encoded = _join(corpus, slices)
@@ -161,10 +154,7 @@ def merge_command(arguments: TokenizeArguments, output_dir: str) -> str:
 
 
 def encode_command(arguments: TokenizeArguments, lines: str) -> str:
-    """Return the command of the task that encodes a slice without the repeated ``lines``, a folder.
-
-    ``arguments`` are those of the task that counted the lines of the slice.
-    """
+    """Return the command that encodes the slice counted with ``arguments``, without ``lines``, a folder."""
     output_dir = beside_slices(arguments, os.path.join("slices", _number(arguments)))
     changed = {"boilerplate": lines, "shard": arguments.shard, "output_dir": output_dir}
     given = {field.name: getattr(arguments, field.name) for field in fields(arguments) if _is_given(field, arguments)}

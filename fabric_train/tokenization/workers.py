@@ -99,11 +99,7 @@ class Worker(Generic[Item, Result]):
         other.close()
 
     def send(self, item: Item) -> None:
-        """Send an item; items are computed in the order in which they are sent.
-
-        It returns soon, however large the item is: the process receives items also while it sends a result.
-        ChildProcessError if the process was killed.
-        """
+        """Send the next item, which returns soon also while a result is sent; ChildProcessError if it was killed."""
         try:
             self.connection.send(item)
         except (BrokenPipeError, ConnectionResetError):
@@ -132,10 +128,7 @@ class Worker(Generic[Item, Result]):
 
 
 class WorkerPool(Generic[Item, Result]):
-    """A context manager of ``num_proc`` processes, which it kills when the block ends.
-
-    ``describe`` names what a process reads for an item, for the error if it is killed meanwhile.
-    """
+    """A context manager of ``num_proc`` processes; ``describe`` names what one reads, if it is killed meanwhile."""
 
     def __init__(self, function: Callable[[Item], Result], num_proc: int, describe: Callable[[Item], str]) -> None:
         self._describe = describe
@@ -210,10 +203,7 @@ def _serve(function: Callable[[Any], Any], pipe: Any) -> None:
 
 
 def _receive(pipe: Any, items: "queue.SimpleQueue[Any]") -> None:
-    """Put what comes through the pipe into ``items``.
-
-    It is a thread of its own, because parent and process would wait for each other for ever if both were sending.
-    """
+    """Put what comes through the pipe into ``items``; a thread does, as both ends could be sending for ever."""
     while True:
         try:
             items.put(pipe.recv())

@@ -32,10 +32,7 @@ _BATCH_CHARACTERS, _BATCH_ROWS = 500_000, 1_000  # passed to the encoder at once
 
 
 def open_part_encoder(tokenizer_file: Path, tokenizer: "PreTrainedTokenizerFast") -> TextEncoder | None:
-    """Return an encoder of the texts between control tokens; None if they cannot be encoded one by one.
-
-    It encodes the text of a special token as plain text. ``tokenizer`` is ``tokenizer_file``, loaded.
-    """
+    """Return an encoder of the texts between control tokens; None if they cannot be encoded one by one."""
     normalizer, pre_tokenizer = tokenizer.backend_tokenizer.normalizer, tokenizer.backend_tokenizer.pre_tokenizer
     for token in tokenizer.added_tokens_decoder.values():
         if token.single_word or token.lstrip or token.rstrip or (token.normalized and normalizer is not None):
@@ -46,10 +43,7 @@ def open_part_encoder(tokenizer_file: Path, tokenizer: "PreTrainedTokenizerFast"
 
 
 def gives_whole_ids(tokens: ControlTokens, template: ChatTemplate, tokenizer: "PreTrainedTokenizerFast") -> bool:
-    """Return whether ``tokens`` gives chats of hard strings the ids that the tokenizer gives the whole renderings.
-
-    These are the ids of ``apply_chat_template``, because no content has the text of a control token.
-    """
+    """Return whether ``tokens`` gives chats of hard strings the same ids as ``apply_chat_template``."""
     contents = [text for text in HARD_STRINGS if len(text) <= _LONGEST_TRIED and tokens.shield(text) == text]
     renderings = []
     for question, answer in zip(contents[::2], contents[1::2], strict=False):
@@ -123,20 +117,14 @@ class ChatEncoder:
             self._tokens = ControlTokens(file, control, None)
 
     def encode(self, record: Mapping[str, Any]) -> EncodedDocument | LeftOut:
-        """Encode a row, or leave it out as ``manifest.EMPTY``, ``TOO_LONG`` or ``NOTHING_SUPERVISED``.
-
-        BadRowError if it has another format, or the template cannot render or mark it.
-        """
+        """Encode a row, or leave it out as EMPTY, TOO_LONG or NOTHING_SUPERVISED; BadRowError if that fails."""
         (result,) = self.encode_all([read_chat(record, self._data_format)])
         if isinstance(result, BadRowError):
             raise result
         return result
 
     def encode_all(self, chats: Iterable[Chat | BadRowError]) -> Iterator[EncodedDocument | LeftOut | BadRowError]:
-        """Yield what ``encode`` returns or raises for each chat, in order; an error that is given stays as it is.
-
-        The chats are encoded in batches, so they are read ahead.
-        """
+        """Yield what ``encode`` returns or raises for each chat, which are read ahead; a given error stays as it is."""
         batch: list[_RenderedChat | LeftOut | BadRowError] = []
         num_characters = 0
         for chat in chats:

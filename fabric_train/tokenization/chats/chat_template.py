@@ -81,16 +81,11 @@ class Rendering:
 
 
 class ChatTemplate:
-    """A chat template of a tokenizer.
+    """A chat template of a tokenizer, in Jinja, which runs in transformers' sandbox.
 
-    BadRowError if the template is invalid, or refuses a question with an answer, fails on it, does not end, or takes
-    too much memory.
-
-    Args:
-        source: in Jinja; it runs in transformers' sandbox.
-        variables: special tokens by the names that templates use (``bos_token``).
-        added_tokens: the texts of all added tokens.
-        special_tokens: those that are special.
+    ``variables`` are special tokens by the names that templates use (``bos_token``), ``added_tokens`` the texts of all
+    added tokens, and ``special_tokens`` those that are special. BadRowError if the template is invalid, or refuses a
+    question with an answer, fails on it, does not end, or takes too much memory.
     """
 
     def __init__(
@@ -126,10 +121,7 @@ class ChatTemplate:
         self._generation_prompt = prompt.removeprefix(begin) if prompt.startswith(begin) else ""
 
     def render(self, messages: list[Message], tools: list[Any] | None = None, generation_prompt: bool = False) -> str:
-        """Return the text of a conversation; with ``generation_prompt``, also the header of the assistant's next turn.
-
-        BadRowError if the template refuses the conversation, fails on it or does not end.
-        """
+        """Return the text of a conversation; with ``generation_prompt``, also the header of the assistant's turn."""
         return self._render(messages, tools, generation_prompt, False)[0]
 
     def render_to_mark(self, messages: list[Message], tools: list[Any] | None) -> Rendering:
@@ -137,10 +129,7 @@ class ChatTemplate:
         return Rendering(messages, tools, *self._render(messages, tools, False, self._has_generation))
 
     def mark(self, rendering: Rendering, turns: Sequence[int]) -> list[Span]:
-        """Return the assistant's part of each of ``turns``, indices of messages, as (start, end) in the text.
-
-        BadRowError if the template cannot mark these turns.
-        """
+        """Return (start, end) in the text of the assistant's ``turns``, indices of messages, or raise a BadRowError."""
         messages, tools, text = rendering.messages, rendering.tools, rendering.text
         if self._has_generation:
             return self._mark_by_generation(rendering, turns)
@@ -163,11 +152,7 @@ class ChatTemplate:
         return True
 
     def built_in_prompt(self) -> str:
-        """Return the text that the template writes before a conversation without a system turn; mostly there is none.
-
-        It is what comes before the user's first content and not before the second. Control tokens and a role are left
-        out, and a long text is shortened.
-        """
+        """Return the start of the text that the template itself writes before a conversation; mostly there is none."""
         try:
             text = self.render(_speak(["user", "assistant", "user"]))
         except BadRowError:  # of a template for single turns
@@ -331,11 +316,7 @@ def _check_content_rendered(messages: list[Message], turn: int, text: str, span:
 
 
 def read_chosen_template(file: str, tokenizer: "CorpusTokenizer") -> str:
-    """Return the template in ``file``, the argument of --chat_template.
-
-    It is checked without loading the tokenizer, so that a fault is found before anything is read or downloaded.
-    InputError if there is no such file, it is no template, or it cannot render a question with an answer.
-    """
+    """Return the template in the --chat_template ``file``, tried before sources are read; InputError if it fails."""
     template = read_chat_template(Path(file).expanduser())
     if not template.strip():
         raise InputError(f"--chat_template {file}: the file is empty; give a Jinja template")

@@ -29,10 +29,7 @@ Span = tuple[int, int]
 
 
 class AliasedTokenizer:
-    """A tokenizer that matches its control tokens only by aliases, which no message contains.
-
-    ``control`` has their ids by text, ``aliases`` the alias by text; they are added tokens of the file.
-    """
+    """A tokenizer that matches ``control``, ids by text, only by ``aliases``, which no message contains."""
 
     def __init__(self, tokenizer_file: Path, control: Mapping[str, int], aliases: Mapping[str, str]) -> None:
         from tokenizers import AddedToken, processors
@@ -84,8 +81,7 @@ class _NeedsWholeTextError(Exception):
 class ControlTokens:
     """An encoder of renderings in which only the template's control tokens become tokens.
 
-    ``control`` has their ids by text. ``encoder`` gives the ids of the texts between them; None encodes each rendering
-    whole.
+    ``control`` has their ids by text, ``encoder`` encodes the texts between them; without one, renderings stay whole.
     """
 
     def __init__(self, tokenizer_file: Path, control: Mapping[str, int], encoder: TextEncoder | None) -> None:
@@ -126,13 +122,10 @@ class ControlTokens:
             self._encode_new(chain.from_iterable(self._parts.values()))
 
     def encode(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a rendering of shielded messages, which has no half of a surrogate pair.
+        """Return the ids of a rendering, int32 [T], and which lie at least partly in one of ``spans``, bool [T].
 
-        ``spans`` are (start, end) of the characters to mark, in order and without overlap. BadRowError if the tokenizer
-        makes a control token from text.
-
-        Returns:
-            The ids, int32 [T], and which of them lie at least partly in a span, bool [T].
+        ``spans``, (start, end) in characters, are in order. BadRowError if the tokenizer makes a control token from
+        text.
         """
         try:
             return self._encode_by_parts(text, spans)

@@ -27,10 +27,7 @@ class OutOfTimeError(BaseException):
 
 @contextmanager
 def limited_time(seconds: float) -> Iterator[None]:
-    """Raise OutOfTimeError in the block after ``seconds`` of this process's processor time. Main thread only.
-
-    A busy machine does not shorten the time. The two switches of a timer take a few microseconds.
-    """
+    """Raise OutOfTimeError in the block after ``seconds`` of this process's processor time. Main thread only."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise OutOfTimeError
@@ -46,10 +43,7 @@ def limited_time(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def limited_memory(num_bytes: int) -> Iterator[None]:
-    """Let allocations in the block raise MemoryError when the process would have ``num_bytes`` more than before.
-
-    The limit is one of address space, and is only set on Linux. It takes about 10 microseconds.
-    """
+    """Let allocations in the block raise MemoryError at ``num_bytes`` more address space than before (Linux only)."""
     if sys.platform != "linux":
         yield
         return

@@ -123,10 +123,7 @@ def write_repeated_lines(folder: Path, lines: Boilerplate, text_column: str) -> 
 
 
 def open_boilerplate(given: int | str, text_column: str) -> Boilerplate:
-    """Return the step for a value of --boilerplate: of a folder with its lines, of a number without, to be counted.
-
-    InputError if the folder has no such lines or is damaged, or they were counted in another way or column.
-    """
+    """Return the step for --boilerplate: of a folder with its lines, of a number without, to be counted."""
     return Boilerplate(given) if isinstance(given, int) else _read(Path(given).expanduser(), text_column)
 
 

@@ -124,10 +124,7 @@ class Cleaner:
 
 
 def open_cleaner(arguments: TokenizeArguments, kinds: Sequence[str]) -> Cleaner:
-    """Return the cleaner for the switches that are given; ``kinds`` has the data format of each source.
-
-    InputError if a switch cannot be used, or not for chats and a source has them.
-    """
+    """Return the cleaner for the switches that are given; ``kinds`` has the data format of each source."""
     _check_for_chats(arguments, kinds)
     steps: dict[str, CleaningStep] = {}
     if arguments.language is not None:
@@ -162,10 +159,7 @@ def _check_for_chats(arguments: TokenizeArguments, kinds: Sequence[str]) -> None
 
 
 def change_texts(chat: Chat, change: Callable[[str], str]) -> Chat:
-    """Return the chat with ``change`` of each text: contents, and the values of a tool call's arguments.
-
-    BadRowError if the chat is nested too deeply.
-    """
+    """Return the chat with ``change`` of each text: contents, and the values of a tool call's arguments."""
     try:
         return replace(chat, messages=[_changed(message, change, _NO_TEXT) for message in chat.messages])
     except RecursionError:
@@ -188,10 +182,7 @@ def _changed(value: Any, change: Callable[[str], str], kept: frozenset[str]) -> 
 
 
 def all_text(chat: Chat) -> str:
-    """Return all texts, on lines of their own: those of a tool call's arguments and of system messages too.
-
-    BadRowError if the chat is nested too deeply, or has half of a surrogate pair.
-    """
+    """Return all texts, on lines of their own: those of a tool call's arguments and of system messages too."""
     return _joined(_texts(chat, chat.messages))
 
 
@@ -201,10 +192,7 @@ def text_without_system(chat: Chat) -> str:
 
 
 def spoken_text(chat: Chat) -> str:
-    """Return what the user and the assistant say, whatever the language of system messages and of tools is.
-
-    BadRowError if it has half of a surrogate pair.
-    """
+    """Return what the user and the assistant say, whatever the language of system messages and of tools is."""
     return _joined(message["content"] for message in chat.messages if message["role"] in _SPEAKERS)
 
 

@@ -361,10 +361,7 @@ class Decontamination:
 
 
 def open_decontamination(places: Sequence[str], action: Literal["drop", "mark"]) -> Decontamination:
-    """Return the step for the tasks in files of JSON lines.
-
-    InputError if a file cannot be used, or all items are too short.
-    """
+    """Return the step for the tasks in files of JSON lines; InputError if a file is unusable or all items too short."""
     files = read_task_files(places)
     index = index_tasks(list(dict.fromkeys(item for file in files for item in file.items)))
     if not index.tables:

@@ -96,10 +96,7 @@ def write_sample(folder: Path, dropped: Sequence[DroppedDocument], sources: Sour
 
 
 def join_samples(folders: Sequence[Path], target: Path) -> None:
-    """Write the sample of several token datasets together: again at most 20 documents for each reason.
-
-    InputError if a line of a sample is damaged.
-    """
+    """Write the sample of several token datasets together: again at most 20 documents for each reason."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for file in (folder / DROPPED_FILE for folder in folders):
         lines = file.read_bytes().splitlines() if file.exists() else []

@@ -33,10 +33,7 @@ _TICK_SECONDS = 0.2
 
 
 def find_boilerplate(corpus: OpenedCorpus, folder: Path) -> Boilerplate:
-    """Count the lines of all documents, and return the step that removes those that repeat.
-
-    The counts of shards are written into ``folder``.
-    """
+    """Count the lines of all documents, in files in ``folder``; return the step that removes those that repeat."""
     shards = split_to_count(corpus)
     count_lines(corpus, shards, folder)
     return add_up_lines(corpus, shards, [lines_file(folder, shard) for shard in shards])

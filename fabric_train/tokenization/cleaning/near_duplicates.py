@@ -103,10 +103,7 @@ class NearDuplicates:
 
 
 def find_near_duplicates(files: Sequence[Path], threshold: float, folder: Path) -> NearDuplicates:
-    """Find the documents that nearly repeat an earlier one, from the files of all signatures.
-
-    ``threshold`` is the smallest estimated Jaccard similarity. ``folder`` is created for the bands, and removed.
-    """
+    """Find documents whose signatures in ``files`` are like those of an earlier one; ``folder`` is for the bands."""
     folder.mkdir()
     signatures = SignatureFiles(files)
     with progress_of("near duplicates") as show:
@@ -199,14 +196,11 @@ def _read_pieces(file: Path, dtype: np.dtype, count: int) -> Iterator[np.ndarray
 def sample_duplicates(
     near: NearDuplicates | None, collections: Sequence[Collection], sources: SourceTable, tokenizer_folder: Path
 ) -> list[DroppedDocument]:
-    """Return at most 20 of the duplicates and 20 of the near duplicates that were left out, spread evenly.
+    """Return at most 20 of the duplicates and 20 of the near duplicates that were left out, as cleaning left them.
 
     The detail of a near duplicate is its estimated similarity with the first document of its cluster, and that
-    document's place. It may be below the threshold: then both are similar to others in between. Texts are decoded from
-    tokens, so they are as cleaning has left them.
-
-    ``collections`` are the documents of --dataset, and of --validation_dataset; ``near`` numbers them in order, and is
-    None without --near_duplicates.
+    document's place. It may be below the threshold: then both are similar to others in between. ``near`` numbers the
+    documents of all ``collections`` in order.
     """
     starts = np.cumsum([0, *(len(collection.characters) for collection in collections)])
     exact = np.concatenate([first + one.duplicates for first, one in zip(starts, collections, strict=False)])

@@ -130,10 +130,7 @@ class Redaction:
 
 
 def open_redaction(kinds: Sequence[str]) -> Redaction:
-    """Return the step for ``kinds``, keys of PLACEHOLDERS.
-
-    InputError if a package that checks numbers is not installed.
-    """
+    """Return the step for ``kinds``, keys of PLACEHOLDERS; InputError if a package that it needs is not installed."""
     needed = {_PACKAGES[kind]: kind for kind in kinds if kind in _PACKAGES}
     for package, kind in needed.items():
         try:
@@ -205,11 +202,7 @@ def _find_phones(text: str) -> Iterator[_Span]:
 
 
 def _is_phone(number: str, region: str = "ES", country: str | None = None) -> bool:
-    """Return whether the numbering plans of libphonenumber have this number, as it is written.
-
-    ``region`` is for the national form, and for numbers that begin with 00, where that is the international prefix;
-    ``country`` is the country's code, if the writing shows where it ends.
-    """
+    """Return whether libphonenumber has this number: in the national form of ``region``, or with a ``country`` code."""
     import phonenumbers
 
     number = _SPACES.sub(" ", number)  # the library does not know all of them

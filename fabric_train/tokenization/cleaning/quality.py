@@ -204,10 +204,7 @@ def _fault_of_top_n_grams(measured: MeasuredText) -> Fault | None:
 
 
 def _fault_of_duplicate_n_grams(measured: MeasuredText) -> Fault | None:
-    """Check the characters in n-grams that occurred before.
-
-    Every longer n-gram that occurs twice begins with a 5-gram that does, so only those places are looked at.
-    """
+    """Check the characters in n-grams that occurred before, which begin where a repeated 5-gram does."""
     places = _repeated_5_grams(measured.words)
     for n in range(5, 11) if places else ():
         share = _characters_in_duplicates(measured.words, places, n) / len(measured.text)
@@ -329,10 +326,7 @@ class QualityFilter:
 
 
 def open_quality_filter(given: str) -> QualityFilter:
-    """Return the filter for a value of ``--quality`` such as ``gopher,c4``.
-
-    InputError if the identifier of languages is not installed.
-    """
+    """Return the filter for a value of ``--quality`` such as ``gopher,c4``."""
     chosen = given.split(",")
     if "gopher" in chosen:
         load_identifier("--quality gopher")

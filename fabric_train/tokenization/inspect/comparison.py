@@ -140,8 +140,7 @@ class SampledDocument:
 def sample_documents(corpus: OpenCorpus, advance: Callable[[int], None]) -> Iterator[SampledDocument]:
     """Yield ``sample_size`` documents, cut to one length so that together they have at most 2^20 tokens.
 
-    The documents that begin in the rows are divided into equal parts, and each part gives one document. Only the rows
-    with tokens of the sample are read. ``advance`` is called with the number of records of the index just searched.
+    The documents that begin in the rows are divided into equal parts, and each part gives one document.
     """
     index, vocabulary = corpus.index, corpus.vocabulary
     chosen = _spread(int(index.rows["documents"][-1]), corpus.sample_size)
@@ -159,10 +158,9 @@ def sample_documents(corpus: OpenCorpus, advance: Callable[[int], None]) -> Iter
 
 
 def _spread(total: int, count: int) -> np.ndarray:
-    """Return ``count`` different numbers below ``total``, which is not smaller, in ascending order; int64.
+    """Return a number from each of ``count`` equal ranges of ``range(total)``, int64, in ascending order.
 
-    Each is in its own of ``count`` equal ranges. The place in the range follows multiples of the golden ratio, so that
-    no regular order of documents meets a regular step.
+    The place in the range follows multiples of the golden ratio, so that no regular order meets a regular step.
     """
     numbers = np.arange(count)
     return ((numbers + numbers * 0.6180339887498949 % 1) * (total / count)).astype(np.int64)
@@ -221,11 +219,7 @@ class FrequentWord:
 
 
 def words_more_often(counts: tuple[WordCounts, WordCounts], which: int) -> list[FrequentWord]:
-    """Return up to 15 words that one of two corpora, ``which``, has clearly more often than the other.
-
-    They are in at least 3 of its documents, and at least twice as frequent there as in the other. Those whose
-    frequencies differ most come first.
-    """
+    """Return up to 15 words that corpus ``which`` has clearly more often than the other, largest difference first."""
     own = counts[which]
     millions = [max(one.times.total(), 1) / 1e6 for one in counts]
     found = []
@@ -271,10 +265,7 @@ class CorpusSummary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two corpora, and the words that the first and the second has more often.
-
-    ``no_languages`` says why languages were not identified, and is None if they were.
-    """
+    """Two corpora, the words that each has more often, and why languages were not identified, None if they were."""
 
     corpora: tuple[CorpusSummary, CorpusSummary]
     words: tuple[list[FrequentWord], list[FrequentWord]]
@@ -288,13 +279,7 @@ class Comparison:
 
 
 def compare(corpora: Sequence[OpenCorpus], no_languages: str | None, advance: Callable[[int], None]) -> Comparison:
-    """Compare two opened corpora; the result depends on their content alone.
-
-    Args:
-        corpora: the first and the second.
-        no_languages: why languages cannot be identified; None if they can.
-        advance: called with how far it came since the last call, of ``amount_of_work`` in all.
-    """
+    """Compare two opened corpora; ``advance`` gets how far it came since the last call, of ``amount_of_work``."""
     counts = (WordCounts(), WordCounts())
     summaries = []
     for corpus, words in zip(corpora, counts, strict=True):

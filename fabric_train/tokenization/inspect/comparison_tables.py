@@ -113,10 +113,7 @@ def _pairs(
     names: list[list[str]],
     values: Callable[[CorpusSummary, str], tuple[float, tuple[str, ...]]],
 ) -> list[tuple[str, ...]]:
-    """Return a line for A and one for B under each name that one of them has, the largest share first.
-
-    ``values`` returns the share that a name has in a corpus, and its cells.
-    """
+    """Return lines for A and B under each name that one has; ``values`` gives a name's share in a corpus, and cells."""
     found = [
         {name: values(corpus, name) for name in own} for corpus, own in zip(comparison.corpora, names, strict=True)
     ]

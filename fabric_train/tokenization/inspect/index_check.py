@@ -21,10 +21,7 @@ class IndexCheck:
         self._found = {name: np.zeros(len(index.sources.names), np.int64) for name in _COUNTED}
 
     def add(self, batch: RowBatch, ends: np.ndarray) -> None:
-        """Compare the index of some rows with their document borders and their tokens.
-
-        ``ends``, int64 [rows], is where the padding of each row begins, counted from the batch's first token.
-        """
+        """Compare the index of some rows with their document borders and tokens; ``ends`` is from ``content_ends``."""
         num_rows = len(batch.offsets) - 1
         pieces = self._index.pieces(np.arange(batch.first_row, batch.first_row + num_rows))
         if batch.document_starts is not None and batch.start_rows is not None:

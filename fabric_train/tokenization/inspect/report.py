@@ -26,10 +26,7 @@ _BARS = 10
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """The counts and problems of a token dataset; ``split`` is the one whose ``rows`` and lengths are shown.
-
-    ``dropped`` are some of the documents that were left out, by reason.
-    """
+    """What is in a token dataset; ``rows``, lengths of documents are of ``split``, ``dropped`` by reason."""
 
     folder: Path
     manifest: Manifest | None
@@ -51,14 +48,9 @@ class TextTable:
 
 
 def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, int], None]) -> DatasetReport:
-    """Read all splits of a token dataset.
+    """Read all splits of a token dataset, of which ``split``, "train" or "validation", has the ``rows`` to be shown.
 
-    InputError if ``folder`` is not a token dataset, is damaged, or lacks the split or the rows; or the content of its
-    document index is damaged.
-
-    Args:
-        split: "train" or "validation", of which ``rows`` are to be shown.
-        advance: called with the number of rows read so far and the number of all rows.
+    ``advance`` is called with the number of rows read so far and the number of all rows.
     """
     splits = open_splits(folder)
     shown = shown_split(folder, splits, split).name

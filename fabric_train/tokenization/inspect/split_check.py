@@ -93,10 +93,7 @@ class _OpenDocument:
 
 @dataclass
 class DocumentCounter:
-    """A counter of the documents of a split, which fills ``counts``.
-
-    ``without_end`` are documents without a token that ends documents; ``first_without_end`` is the row of the first.
-    """
+    """A counter of the documents of a split, which fills ``counts``, and of those without a token that ends them."""
 
     counts: Counts
     without_end: int = 0
@@ -104,10 +101,7 @@ class DocumentCounter:
     _open: _OpenDocument | None = None
 
     def add(self, pieces: DocumentPieces, overlap: int) -> None:
-        """Add the pieces of rows in sequence: a piece that begins no document continues the one before it.
-
-        Such a piece repeats the last ``overlap`` tokens of the row before, or as many as are there.
-        """
+        """Add the pieces of rows in sequence: one that begins no document continues the one before it."""
         if not len(pieces.rows):
             return
         has_end = self._has_end(pieces)

@@ -42,10 +42,7 @@ class SpooledFile:
 
 @dataclass(frozen=True)
 class SpooledDocuments:
-    """The documents of all files, numbered in the order of the files; each document is in one file.
-
-    There may be any number of files of any size. Reading in random order is fast for up to 128 files.
-    """
+    """The documents of all files, numbered in order, each in one file; random order is fast for up to 128 files."""
 
     lengths: np.ndarray  # int64 [documents], tokens in each document; 0 is allowed
     files: tuple[SpooledFile, ...]  # with as many tokens as ``lengths`` adds up to
@@ -77,11 +74,7 @@ class SpoolReader:
         self._map = lru_cache(_MAX_OPEN_FILES)(_map)
 
     def read(self, pieces: PiecesToCopy, input_ids: np.ndarray, supervised: np.ndarray | None) -> None:
-        """Copy the tokens of pieces into ``input_ids``, int32.
-
-        ``supervised``, uint8, receives 1 for targets and 0 for other tokens, and is not changed for the tokens of a
-        file without masks; None if it is not needed.
-        """
+        """Copy the tokens of pieces into ``input_ids``, int32, and masks, if any, into ``supervised``, uint8."""
         for index, runs in self._runs_by_file(pieces):
             file = self._files[index]
             self._copy(file.tokens, runs, input_ids)
@@ -221,10 +214,7 @@ class _SplitFiles:
         return num_supervised, checksums
 
     def _fill(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, np.ndarray]:
-        """Return the rows ``first`` to ``last - 1``, at least one, joined: what ``row_checksums`` takes, all int32.
-
-        A label is the token itself, or -100 if it is not supervised.
-        """
+        """Return rows ``first`` to ``last - 1``, at least one, as ``row_checksums`` takes them."""
         plan, max_length, num_rows = self.plan, self.plan.max_length, last - first
         row_offsets = plan.row_offsets[first : last + 1]
         chosen = slice(row_offsets[0], row_offsets[-1])
@@ -310,10 +300,9 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def count_severed_chats(documents: SpooledDocuments, plan: RowPlan, is_chat: np.ndarray) -> int:
-    """Return the number of chats with a supervised token in a row that does not hold the chat's beginning.
+    """Return the number of chats with a supervised token in a row without the chat's beginning (only ``concat``).
 
-    The model learns these tokens without the turns before them. Only ``concat`` cuts chats. ``is_chat`` is bool
-    [documents].
+    The model learns these tokens without the turns before them. ``is_chat`` is bool [documents].
     """
     new = plan.starts + plan.repeated  # the first token of each piece that is not repeated
     pieces = np.flatnonzero(is_chat[plan.order][plan.entries] & (new > 0))

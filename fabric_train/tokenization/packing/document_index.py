@@ -99,9 +99,8 @@ class SourceTable:
 class DocumentIndex:
     """The index of one split, read from disk as it is asked for; opening it takes the same time for any size.
 
-    ``checksums``, CHECKSUM [rows], are those of the rows' content; None if an older version wrote the index.
-    ``num_documents`` are the documents packed, from the manifest's ledger. InputError if a file is missing or damaged,
-    or not as long as the manifest says.
+    ``checksums``, CHECKSUM [rows], are None if an older version wrote the index. ``num_documents`` is from the ledger.
+    InputError if a file is missing or damaged, or not as long as the manifest says.
     """
 
     def __init__(self, folder: Path, sources: SourceTable, max_length: int, num_documents: int, num_rows: int) -> None:
@@ -119,10 +118,7 @@ class DocumentIndex:
             raise InputError(f"{folder / FOLDER}: not the index of these rows and this manifest.json; tokenize again")
 
     def pieces(self, rows: np.ndarray) -> IndexedPieces:
-        """Return the pieces of documents in some rows of the split, integers [R], in any order.
-
-        InputError if the index is damaged.
-        """
+        """Return the pieces of documents in some rows, integers [R]; InputError if the index is damaged."""
         first, last = self.rows[rows], self.rows[rows + 1]
         for name, array in (("documents", self.documents), ("continuations", self.continuations)):
             self._check((first[name] <= last[name]) & (last[name] <= len(array)))
@@ -162,10 +158,7 @@ class DocumentIndex:
         return self.sources.sources_of(self.documents["file"][documents])
 
     def count_by_source(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens and the bytes that each source has in some rows, int64 [R, sources] each.
-
-        Repeated tokens do not count, so that a document counts once over all rows.
-        """
+        """Return the tokens and the bytes of each source in some rows, int64 [R, sources], without repeated tokens."""
         pieces = self.pieces(rows)
         shape = (len(rows), len(self.sources.names))
         cells = pieces.rows * shape[1] + self.source_numbers(pieces.documents)
@@ -183,10 +176,7 @@ class DocumentIndex:
 
 
 def open_index(folder: Path, manifest: Manifest | None, split: str) -> DocumentIndex | None:
-    """Open the document index of a split of the token dataset ``folder``; None if an older version wrote it.
-
-    InputError if the index is damaged, or not that of the manifest.
-    """
+    """Open the document index of a split of ``folder``, None in older versions; InputError if it is damaged."""
     if manifest is None or not manifest.has_index or split not in manifest.ledger.splits:
         return None
     ledger = manifest.ledger.splits[split]
@@ -195,10 +185,7 @@ def open_index(folder: Path, manifest: Manifest | None, split: str) -> DocumentI
 
 
 def write_index(folder: Path, plan: RowPlan, documents: np.ndarray, checksums: np.ndarray) -> None:
-    """Write the index of the split ``folder``, which exists.
-
-    ``documents`` are DOCUMENT [entries of ``plan.order``], ``checksums`` CHECKSUM [rows].
-    """
+    """Write the index of the split ``folder``; ``documents`` are DOCUMENT [entries of ``plan.order``]."""
     begins = plan.begins
     begun = plan.entries[begins]
     is_left = np.ones(len(documents), dtype=bool)
@@ -225,7 +212,7 @@ def write_index(folder: Path, plan: RowPlan, documents: np.ndarray, checksums: n
 def join_indexes(folder: Path, indexes: Sequence[DocumentIndex], first_files: Sequence[int]) -> None:
     """Write the index of the split ``folder``, whose rows are those of several splits, joined in order.
 
-    It has checksums if all of them have. ``first_files`` has the number of each one's first file in the new manifest.
+    ``first_files`` has the number of each one's first file in the new manifest.
     """
     (folder / FOLDER).mkdir()
     num_placed = [int(index.rows["documents"][-1]) for index in indexes]
@@ -267,10 +254,7 @@ def _copy(records: np.ndarray, target: np.ndarray, added: dict[str, int]) -> Non
 
 
 def count_sources(plan: RowPlan, documents: np.ndarray, sources: SourceTable) -> dict[str, SourceLedger]:
-    """Return the ledger of each source that has documents in the plan, by its name.
-
-    ``documents`` are DOCUMENT [entries of ``plan.order``].
-    """
+    """Return the ledger of each source in the plan, by name; ``documents`` are DOCUMENT [entries of ``plan.order``]."""
     numbers = sources.sources_of(documents["file"])
 
     def total(of: np.ndarray, values: np.ndarray | None = None) -> list[int]:
@@ -312,10 +296,7 @@ def num_records(index: DocumentIndex) -> int:
 
 
 def files_named(sources: SourceTable, name: str) -> dict[str, list[int]]:
-    """Return the numbers of the files with a name, or else those that end with ``/name``, by their whole name.
-
-    A file may have several numbers: it was given twice, or is in several parts of a merged token dataset.
-    """
+    """Return, by whole name, the numbers of files called ``name`` or else ending with ``/name``; one may come again."""
     exact, ending = dict[str, list[int]](), dict[str, list[int]]()
     for file in range(sources.num_files):
         whole = sources.file_name(file)
@@ -325,10 +306,7 @@ def files_named(sources: SourceTable, name: str) -> dict[str, list[int]]:
 
 
 def find_documents(index: DocumentIndex, files: Sequence[int], row: int, show: ShowSearched) -> list[int]:
-    """Return the numbers of the documents at a row, counted from 1, of some files.
-
-    They are several if the document is packed several times. Reads all documents of the index, a part at a time.
-    """
+    """Return the numbers of the documents at a row, from 1, of some files: several if it is packed several times."""
     found = list[int]()
     for first, part in chunks(index.documents, show):
         places = np.flatnonzero(part["row"] == row)
@@ -337,10 +315,7 @@ def find_documents(index: DocumentIndex, files: Sequence[int], row: int, show: S
 
 
 def find_rows(index: DocumentIndex, documents: Sequence[int], show: ShowSearched) -> dict[int, tuple[int, int]]:
-    """Return the rows that hold tokens of some documents, with the number of these tokens and of the repeated ones.
-
-    The rows in which they begin are found by binary search, the others by reading all continuations, a part at a time.
-    """
+    """Return the rows that hold tokens of some documents, each with the number of these tokens and of repeated ones."""
     rows = {_row_with(index.rows["documents"], document) for document in documents}
     for first, part in chunks(index.continuations, show):
         places = np.flatnonzero(np.isin(part["document"], np.array(documents, dtype=np.uint64)))

@@ -240,10 +240,7 @@ def _plan_joined(lengths: np.ndarray, order: np.ndarray, max_length: int, overla
 def _cut_joined(
     document_begins: np.ndarray, num_tokens: int, max_length: int, overlap: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return where rows begin in the joined documents and how many tokens each repeats.
-
-    They are int64 [rows + 1], the position of each row's first new token and the end of the last row, and int64 [rows].
-    """
+    """Return where rows' new tokens begin and the last ends, int64 [rows + 1], and what rows repeat, int64 [rows]."""
     if not overlap:
         begins = np.arange(0, num_tokens + 1, max_length)
         return begins, np.zeros(len(begins) - 1, dtype=np.int64)

@@ -46,10 +46,7 @@ def without_read_ahead() -> Iterator[None]:
 
 
 def map_table(file: str | Path) -> tuple[pa.Table, mmap.mmap]:
-    """Return the table of an Arrow stream file, and its memory map, of which only what is used is read.
-
-    OSError if the file cannot be read; ValueError if it is empty, or its content is not an Arrow stream.
-    """
+    """Return the table of an Arrow stream file, OSError or ValueError if it is damaged, and its memory map."""
     with open(file, "rb") as opened:
         mapped = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
     mapped.madvise(mmap.MADV_RANDOM)
@@ -74,23 +71,16 @@ def row_checksum(input_ids: np.ndarray, labels: np.ndarray | None, document_star
 def altered_rows(
     rows: Iterable[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]], checksums: np.ndarray
 ) -> np.ndarray:
-    """Return the indices of the rows that do not have the checksum that they were written with, int64 [any number].
-
-    ``rows`` are what :func:`row_checksum` takes, ``checksums`` CHECKSUM [rows].
-    """
+    """Return the indices of the rows, as :func:`row_checksum` takes them, that do not have these CHECKSUM [rows]."""
     return np.flatnonzero(np.array([row_checksum(*row) for row in rows], dtype=CHECKSUM) != checksums)
 
 
 def row_checksums(
     input_ids: np.ndarray, labels: np.ndarray | None, document_starts: np.ndarray, offsets: np.ndarray
 ) -> np.ndarray:
-    """Return the checksums of rows of equal length, CHECKSUM [R].
+    """Return the checksums of R rows of T tokens, joined, CHECKSUM [R]; arguments as for :func:`row_checksum`.
 
-    Args:
-        input_ids: int32 [R * T], the rows joined.
-        labels: int32 [R * T]; None if each token is its own label.
-        document_starts: int32 [any number], positions within a row.
-        offsets: integers [R + 1]; row r has ``document_starts[offsets[r] : offsets[r + 1]]``.
+    ``offsets`` are integers [R + 1]; row r has ``document_starts[offsets[r] : offsets[r + 1]]``.
     """
     num_rows = len(offsets) - 1
     rows = input_ids.reshape(num_rows, -1)
@@ -139,10 +129,7 @@ class Split:
                     yield part
 
     def read_rows(self, rows: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield the ``input_ids`` of some rows, whose numbers ascend; the others are not read.
-
-        InputError if a file is damaged.
-        """
+        """Yield the ``input_ids`` of some rows, whose numbers ascend; the others are not read."""
         first = 0
         for file in self.files:
             with _naming(file):
@@ -156,10 +143,7 @@ class Split:
 
 
 def open_splits(folder: Path) -> dict[str, Split]:
-    """Return the splits of a token dataset by name, in the order of ``dataset_dict.json``.
-
-    InputError if ``folder`` is not a token dataset, or it is damaged.
-    """
+    """Return the splits of a token dataset in the order of ``dataset_dict.json``; InputError if it is damaged."""
     listing = folder / "dataset_dict.json"
     if not folder.is_dir():
         raise InputError(f"{folder}: {missing_folder(folder)}; give the --output_dir of tokenize_dataset.py")
@@ -175,10 +159,7 @@ def open_splits(folder: Path) -> dict[str, Split]:
 
 
 def check_listed_files(folder: Path, fix: str) -> None:
-    """Check that the JSON files of a save_to_disk folder, of one or several splits, list only files inside it.
-
-    ``fix`` ends the error message. InputError if a JSON file is damaged, or lists a file or folder elsewhere.
-    """
+    """Raise an InputError, ending with ``fix``, if the JSON files of a save_to_disk folder list files outside it."""
     listing, splits = folder / "dataset_dict.json", [folder]
     if listing.is_file():
         splits = [folder / check_file_name(name, listing) for name in _read_list(listing, "splits", fix)]

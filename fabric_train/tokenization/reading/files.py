@@ -45,12 +45,9 @@ class FileReader:
 
     A ``BadRowError`` takes the place of a row that cannot be used. ``position`` is the number of the part's bytes up to
     the end of the last row; for compressed files, JSON arrays and parquet it is an estimate, for csv up to 8 KiB more.
-    ``num_counted`` is the number of rows; in JSON lines, blank lines count too. InputError if the file is not of the
-    kind that its name says, or a damaged one; RunError if memory ran out.
-
-    Args:
-        part: what to read.
-        columns: the columns to read of parquet; a txt or md file is one row with the first of them.
+    ``num_counted`` is the number of rows; in JSON lines, blank lines count too. ``columns`` are those to read of
+    parquet; a txt or md file is one row with the first of them. InputError if the file is not what its name says, or is
+    damaged.
     """
 
     def __init__(self, part: FilePart, columns: tuple[str, ...]) -> None:
@@ -74,10 +71,7 @@ class FileReader:
         self.position = self.part.num_bytes
 
     def sha256(self) -> bytes:
-        """Return the SHA-256 of a file that was read at once, ``NO_SHA256`` for others.
-
-        InputError if it has changed since it was listed.
-        """
+        """Return the SHA-256 of a file read at once, ``NO_SHA256`` for others; InputError if it has changed."""
         if self.content is None:
             return NO_SHA256
         if self._now != self.part.file:
@@ -127,10 +121,7 @@ def readable_suffixes() -> str:
 
 
 def split_file(file: ListedFile, part_bytes: int, origin: int = 0) -> list[FilePart]:
-    """Split JSON lines or parquet into parts of about ``part_bytes`` bytes; any other file is one part.
-
-    InputError if the file has the suffix of parquet and is something else, or damaged.
-    """
+    """Split JSON lines or parquet into parts of about ``part_bytes`` bytes; any other file is one part."""
     size, suffix = file.size, file_suffix(file.name)
     if suffix == ".parquet":
         return _split_parquet(file, part_bytes, origin)

@@ -23,10 +23,7 @@ _SAVED = ("dataset_dict.json", "state.json")
 
 @dataclass(frozen=True)
 class DatasetName:
-    """A dataset as ``NAME:SUBSET:SPLIT@REVISION``, of which everything except the name may be left out.
-
-    ``NAME@REVISION`` and ``NAME::SPLIT`` are such names too. Several splits are joined by +. None is the default.
-    """
+    """A dataset as ``NAME:SUBSET:SPLIT@REVISION``; all but the name may be left out. Splits are joined by +."""
 
     name: str
     subset: str | None
@@ -61,10 +58,7 @@ def errors_of_datasets() -> tuple[type[Exception], ...]:
 
 
 def hub_fault(option: str, value: str, error: Exception, is_folder: bool = False) -> InputError:
-    """Return the one-line error for ``value`` of ``option``, which cannot be loaded from the hub, or from a folder.
-
-    The messages of ``datasets`` and ``huggingface_hub`` are long, so the reason is taken from the class of ``error``.
-    """
+    """Return an error of one line for ``value`` of ``option``, by the class of ``error``, whose message is long."""
     classes = {base.__name__ for base in type(error).__mro__}
     message = first_line(error)
     cause = error.__cause__ if "DatasetGenerationError" in classes and error.__cause__ else error
@@ -88,10 +82,7 @@ def hub_fault(option: str, value: str, error: Exception, is_folder: bool = False
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows ``start`` to ``stop`` of a split; of a streamed split, shard ``start`` of ``stop`` shards.
-
-    ``origin`` is the number of the split in its source.
-    """
+    """Rows ``start`` to ``stop`` of split number ``origin``; of a streamed split, shard ``start`` of ``stop``."""
 
     split: str
     start: int
@@ -197,10 +188,7 @@ def _hub_record(hub: DatasetName, splits: Mapping[str, Any]) -> SourceRecord:
 
 
 class RowReader:
-    """An iterable over the rows of a ``datasets`` dataset; see ``files.FileReader``.
-
-    RunError if its files are damaged, or the connection to the hub has broken off.
-    """
+    """An iterable over the rows of a dataset, see ``files.FileReader``; RunError if it cannot be read to the end."""
 
     def __init__(self, rows: "Dataset | IterableDataset", place: str, part: RowRange, first: int) -> None:
         self.position = self.num_counted = 0
@@ -256,10 +244,7 @@ def open_saved(name: str, option: str, folder: Path, split: str | None) -> Datas
 
 
 def open_hub(name: str, option: str, dataset: DatasetName, stream: bool) -> DatasetSource | StreamSource:
-    """Open a dataset on the hub that ``option`` names; download it, unless it is to be streamed.
-
-    InputError if the hub does not give it, or it has no such subset or split.
-    """
+    """Open a dataset on the hub that ``option`` names; download it, unless it is to be streamed."""
     print(f"asking the hub for {name}", file=sys.stderr)
     builder = open_builder(name, option, dataset.name, dataset)
     for path in [path for paths in (builder.config.data_files or {}).values() for path in paths]:
@@ -279,10 +264,7 @@ def open_hub(name: str, option: str, dataset: DatasetName, stream: bool) -> Data
 
 
 def open_builder(name: str, option: str, path: str, dataset: DatasetName) -> "DatasetBuilder":
-    """Return what loads a dataset from the hub or the folder ``path``.
-
-    InputError if there is no such dataset, subset or revision.
-    """
+    """Return what loads a dataset from the hub or the folder ``path``; InputError if there is no such dataset."""
     import datasets
     from huggingface_hub.utils import logging as huggingface_logging
 

@@ -142,19 +142,13 @@ def is_about_data(name: str) -> bool:
 
 
 def list_folder(folder: Path, is_wanted: Callable[[str], bool]) -> Listing:
-    """List the files of a folder and of all folders in it, except hidden ones.
-
-    InputError if a link leads nowhere, or what is called like a wanted file is a pipe, a socket or a device.
-    """
+    """List the files of a folder and of all folders in it, except hidden ones; InputError as in ``list_file``."""
     repeated: list[str] = []
     return _listing(_walk(["" if folder == Path() else str(folder)], repeated), is_wanted, repeated)
 
 
 def list_pattern(pattern: str, is_wanted: Callable[[str], bool]) -> Listing:
-    """List the files whose paths match a pattern; ``**`` stands for any number of folders.
-
-    InputError as for ``list_folder``, or if ``**`` is not a whole part of the path.
-    """
+    """List the files whose paths match a pattern; ``**``, a whole part of it, stands for any number of folders."""
     from fsspec.utils import glob_translate  # type: ignore[import-untyped]
 
     head, recursive, _ = pattern.partition("**")
@@ -191,10 +185,7 @@ def _listing(found: Iterable[str], is_wanted: Callable[[str], bool], repeated: S
 
 
 def _walk(roots: Iterable[str], repeated: list[str]) -> Iterator[str]:
-    """Yield the paths of all files below the ``roots``, in no order; add links to folders seen before to ``repeated``.
-
-    The current folder is "". Linked folders come after all others, so that a link to one of these is known as such.
-    """
+    """Yield all files below ``roots``, linked folders last; add links to folders seen before to ``repeated``."""
     folders, links = list[str](), list[str]()
     for root in roots:
         (links if os.path.islink(root) else folders).append(root)
@@ -221,10 +212,7 @@ def _walk(roots: Iterable[str], repeated: list[str]) -> Iterator[str]:
 
 
 def read_file(file: ListedFile) -> tuple[bytes, ListedFile]:
-    """Return the content of a file, up to the size that it was listed with, and the file as it is now.
-
-    Each call of the system counts with very many files: there are four, to open, read, look and close.
-    """
+    """Return a file's content, up to its listed size, and the file as it is now, in four calls of the system."""
     opened = os.open(file.name, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = os.read(opened, file.size)
@@ -290,10 +278,9 @@ def changed(file: ListedFile) -> InputError:
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A file, or a part of it: bytes ``start`` to ``stop`` of JSON lines, or these row groups of parquet.
+    """Bytes ``start`` to ``stop`` of JSON lines, row groups of parquet, or a file; ``origin`` is its number.
 
-    ``num_bytes`` is its size, of row groups uncompressed. A line belongs to the part in which it begins. ``origin`` is
-    the number of the file in its source.
+    ``num_bytes`` is its size, of row groups uncompressed. A line belongs to the part in which it begins.
     """
 
     file: ListedFile
@@ -351,10 +338,7 @@ def is_compressed(name: str | Path) -> bool:
 
 @contextmanager
 def open_text(file: ListedFile, content: bytes | None = None) -> Iterator[BinaryIO]:
-    """Open a file at its beginning, decompressed; ``content`` is what is in it, if that has been read.
-
-    InputError if it is no text, or a damaged archive.
-    """
+    """Open a file, or its ``content``, at its beginning, decompressed; InputError if it is no text or damaged."""
     with open(file.name, "rb") if content is None else io.BytesIO(content) as raw:
         if not is_compressed(file.name):
             _check_is_text(file.name, raw.read(8))

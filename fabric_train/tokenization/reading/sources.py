@@ -131,16 +131,9 @@ def place_of(value: str) -> str:
 
 
 def open_sources(names: list[str], option: str, stream: bool, downloads: Path) -> list[Source]:
-    """Open every source, in the order of ``names``.
+    """Open every source of ``option``, in the order of ``names``; ``downloads`` is the folder for files of URLs.
 
     InputError, with one line for each name that cannot be opened.
-
-    Args:
-        names: files, folders, globs, URLs, save_to_disk folders or hub names. The last two, and a folder that is a copy
-            of a hub dataset, may name a part as ``NAME:SUBSET:SPLIT@REVISION``.
-        option: the command-line option that gives them, for error messages.
-        stream: stream hub datasets instead of downloading them.
-        downloads: folder for the files that URLs name.
     """
     sources: list[Source] = []
     faults: list[str] = []
@@ -219,10 +212,7 @@ def _is_copy_of_hub(folder: Path) -> bool:
 
 
 def _open_part_of_folder(name: str, option: str, dataset: DatasetName) -> DatasetSource | FileSource:
-    """Open a split of a save_to_disk folder, or the files of a subset and split of a copy of a hub dataset.
-
-    The latter are read as files, because the loaders of ``datasets`` change documents (see ``files``).
-    """
+    """Open a split of a save_to_disk folder, or as files, which stay unchanged, a part of a copy of a hub dataset."""
     folder = Path(dataset.name).expanduser().resolve()
     if dataset.revision:
         raise InputError(f"{option} {name}: a folder has no revisions; leave out @{dataset.revision}")
@@ -243,10 +233,9 @@ def _open_part_of_folder(name: str, option: str, dataset: DatasetName) -> Datase
 
 
 def _open_url(url: str, option: str, folder: Path) -> FileSource:
-    """Download the file, or the readable files that a URL with a pattern names, into ``folder``, unless they are there.
+    """Download the file, or the readable files of a pattern, into ``folder``, unless they are there.
 
-    Files are downloaded before they are read, so that several processes can read parts of one file, the file can be
-    hashed, and a restart does not download it again.
+    Then processes can read parts of one file, it can be hashed, and a restart need not download it again.
     """
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 

@@ -40,10 +40,7 @@ def special_token_strings(tokens: Iterable[str]) -> Iterator[str]:
 
 
 def _every_plane() -> Iterator[str]:
-    """Yield samples of code points from all Unicode planes: joined, with spaces, and between letters and digits.
-
-    The strings are short, because an encoder may leave a text with certain characters to another one.
-    """
+    """Yield short samples of code points of all Unicode planes: joined, with spaces, between letters and digits."""
     strides = ((0, 0xD800, 61), (0xE000, 0x10000, 61), (0x10000, 0x40000, 257), (0x40000, 0x110000, 0x7FF))
     letters = [chr(code) for start, end, stride in strides for code in range(start, end, stride)]
     # letters, digits and marks of recent Unicode versions, which libraries adopt at different times
@@ -105,10 +102,7 @@ HARD_STRINGS: tuple[str, ...] = (
 
 
 class Reference:
-    """The tokenizer in the ``tokenizers`` library, whose ids are the correct ones.
-
-    Texts are encoded one at a time: the library starts no threads for that, so the process can still be forked.
-    """
+    """The tokenizer in ``tokenizers``, whose ids are right; one text at a time, so that no threads prevent a fork."""
 
     def __init__(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:
         self._tokenizer = load_fast(tokenizer_file, special_text_is_plain)
@@ -178,10 +172,7 @@ class ParityCheck:
             self._worker.kill()
 
     def start_early(self, name: str) -> None:
-        """Start to load the tokenizer called ``name``, if its ``tokenizer.json`` is used unchanged.
-
-        InputError if there is no such tokenizer.
-        """
+        """Start to load the tokenizer called ``name``, if there is a ``tokenizer.json`` that is used unchanged."""
         file = find_tokenizer_json(name)
         if file:
             self.start(file, special_text_is_plain=False)

@@ -91,16 +91,10 @@ def join_documents(documents: list[np.ndarray], borders: Borders) -> tuple[np.nd
 
 
 class TextEncoder(Protocol):
-    """An encoder of texts on one core, with the tokenizer in the file ``tokenizer.json``.
-
-    ``special_text_is_plain`` says whether the text of a special token is encoded as text, not as the token.
-    """
+    """An encoder of texts on one core; with ``special_text_is_plain``, the text of a special token is no token."""
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return each text's ids, int32 [T], without BOS and EOS. Texts must not contain lone surrogates.
-
-        InputError if the tokenizer cannot encode one, such as by a pattern that takes too many steps.
-        """
+        """Return each text's ids, int32 [T], without BOS and EOS; InputError if the tokenizer cannot encode one."""
 
     def encode_documents(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
         """Return the joined ids of one or more UTF-8 texts with BOS and EOS, int32 [T], and their lengths, int64."""
@@ -170,11 +164,7 @@ class FastEncoder:
 
 
 class CharacterFinder:
-    """A search for ``characters``, code points from 128 on, in UTF-8.
-
-    The first two bytes of a character decide for most texts; only the others are searched with a regular expression,
-    which takes longer.
-    """
+    """A search for ``characters``, code points from 128 on, in UTF-8, first by the first two bytes, which is fast."""
 
     def __init__(self, characters: Iterable[int]) -> None:
         codes = sorted(set(characters))
@@ -212,11 +202,7 @@ class ReadableJson:
 
 
 def read_for_gigatoken(tokenizer_file: Path, special_text_is_plain: bool) -> ReadableJson:
-    """Return the content of a ``tokenizer.json`` for gigatoken; ``special_text_is_plain`` as for ``TextEncoder``.
-
-    InputError if it is a pipe, a folder or another kind of file; ValueError if it is not a ``tokenizer.json``, or
-    gigatoken would find its added tokens elsewhere.
-    """
+    """Return the content of a ``tokenizer.json`` for gigatoken; ValueError if gigatoken would give other ids."""
     known = read_tokenizer_json(tokenizer_file)
     raw = tokenizer_file.read_bytes()
     added = [token for token in known.added_tokens if not (special_text_is_plain and token.special)]
@@ -286,9 +272,8 @@ def _byte_letters() -> list[str]:
 class GigatokenEncoder:
     """An encoder on one core, whose ids are those of the ``tokenizers`` library.
 
-    It looks at the memory of the process after each ``text_between_looks`` bytes of text; pieces that never repeat take
-    several times as much. If its cache has grown by ``most_growth`` bytes, it loads the tokenizer again.
-    UnsupportedTokenizerError if gigatoken does not know this kind of tokenizer, or is not installed.
+    After each ``text_between_looks`` bytes it looks at the memory of the process: if that has grown by ``most_growth``
+    bytes, it loads the tokenizer again, without its cache. UnsupportedTokenizerError if gigatoken cannot load it.
     """
 
     def __init__(
@@ -326,10 +311,7 @@ class GigatokenEncoder:
         return [self._encode(text) for text in encoded]
 
     def encode_documents(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
-        """Encode all texts at once, with the text of EOS and BOS between them.
-
-        These are added tokens, at which the tokenizer splits before it does anything else.
-        """
+        """Encode all texts at once, with EOS and BOS, added tokens at which the tokenizer splits first, between them."""
         self._limit_memory(sum(map(len, texts)))
         return self._encode_joined(texts, borders) or join_documents([self._encode(text) for text in texts], borders)
 
@@ -381,10 +363,7 @@ class GigatokenEncoder:
 def open_encoder(
     tokenizer_file: Path, special_text_is_plain: bool, why_not_gigatoken: str = ""
 ) -> tuple[TextEncoder, str]:
-    """Return the fastest encoder for the tokenizer, and "gigatoken" or "tokenizers: REASON".
-
-    ``why_not_gigatoken`` is a reason not to use gigatoken; "" if there is none.
-    """
+    """Return the fastest encoder, and "gigatoken" or "tokenizers: REASON"; a reason may be given."""
     try:
         if why_not_gigatoken:
             raise UnsupportedTokenizerError(why_not_gigatoken)

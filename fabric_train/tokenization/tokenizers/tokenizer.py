@@ -82,11 +82,7 @@ _kept: list[tuple[bytes, TokenizerJson]] = []  # at most one file's bytes and co
 
 
 def read_tokenizer_json(file: Path, *, keep: bool = False) -> TokenizerJson:
-    """Read ``file``; ``keep`` its content in memory until the same content is read again, also from a copy.
-
-    InputError if it is a pipe, a folder or another kind of file; ValueError if the file is not JSON, or not of this
-    format.
-    """
+    """Read ``file``, ValueError if it is no such file; ``keep`` it in memory until it, or a copy, is read again."""
     with open_regular(file, "fetch the file again") as opened:
         raw = opened.read()
     content = next((content for kept, content in _kept if kept == raw), None) or _parse(raw)
@@ -172,10 +168,7 @@ class CorpusTokenizer:
 
 
 def find_tokenizer_json(name: str) -> Path | None:
-    """Return the ``tokenizer.json`` that ``load_tokenizer`` uses unchanged, or None if it builds one.
-
-    InputError if there is no such tokenizer.
-    """
+    """Return the ``tokenizer.json`` that ``load_tokenizer`` uses unchanged, or None if it builds one."""
     folder, model_file = _find(name)
     file = folder / "tokenizer.json"
     return file if model_file is None and file.is_file() else None

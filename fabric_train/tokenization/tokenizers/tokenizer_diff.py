@@ -81,10 +81,7 @@ def _read(file: Path) -> _Content:
 
 
 def _differing_tokens(here: _Content, there: _Content) -> Iterator[tuple[str, int, bool]]:
-    """Yield each token that does not have the same id on both sides, its id, and whether it is only an added token.
-
-    The third value is true if every side that has the token, or another token with its id, has it as an added token.
-    """
+    """Yield tokens that differ, with id and whether sides that have the token or its id have it as an added token."""
     for one, other in ((here, there), (there, here)):
         tokens = {index: token for token, index in other.ids.items()}
         added = set(other.added.values())

@@ -151,10 +151,7 @@ def _added_tokens(folder: Path, num_pieces: int) -> list[str]:
 
 
 def load_sentencepiece_bpe(path: Path, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Build the tokenizer of the SentencePiece model at ``path``. It adds BOS to each text, if the model has one.
-
-    InputError if the file is not a SentencePiece model, or no fast tokenizer can reproduce its ids.
-    """
+    """Build the tokenizer of a SentencePiece model, which adds its BOS; InputError if no fast one can have its ids."""
     content = path.read_bytes()
     try:
         library = sentencepiece.SentencePieceProcessor()
@@ -273,10 +270,7 @@ def is_rank_file(path: Path) -> bool:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Return each token's rank, from 0 to 127,999.
-
-    InputError if a line is not base64 text and a rank, or the ranks are not Llama-3's.
-    """
+    """Return each token's rank, from 0 to 127,999; InputError if a line or the ranks are not Llama-3's."""
     ranks = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:

@@ -71,10 +71,7 @@ class Vocabulary:
 
 
 def load_vocabulary(folder: Path) -> Vocabulary | None:
-    """Return the vocabulary of a Hugging Face tokenizer folder, or None if it has no ``tokenizer.json``.
-
-    InputError if a file in it is damaged.
-    """
+    """Return the vocabulary of a Hugging Face tokenizer folder, or None if it has no ``tokenizer.json``."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
