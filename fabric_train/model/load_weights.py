@@ -24,7 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
-from fabric_train.distributed.shards import FlatShard, flat_shards, local_part, original_name
+from fabric_train.distributed.ranks import FlatShard, flat_shards, local_part, original_name
 from fabric_train.model.hf_model import (
     ModelShape,
     check_loaded_weights,

@@ -16,8 +16,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from fabric_train.cli.errors import first_line
-from fabric_train.distributed.devices import to_device_async
-from fabric_train.distributed.shards import local_part
+from fabric_train.distributed.ranks import local_part, to_device_async
 from fabric_train.optim.low_precision import (
     BLOCK,
     Blockwise8Bit,

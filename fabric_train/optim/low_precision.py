@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fabric_train.distributed.devices import to_device_async
-from fabric_train.distributed.shards import FlatShard
+from fabric_train.distributed.ranks import FlatShard, to_device_async
 
 BLOCK = 256
 CHUNK = 2**15
@@ -116,7 +115,7 @@ class LocalElements:
 
 
 def local_elements(parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> LocalElements:
-    """Return the elements of a parameter that this rank has; ``cuts`` are FSDP1's, from ``shards.flat_shards``."""
+    """Return the elements of a parameter that this rank has; ``cuts`` are FSDP1's, from ``ranks.flat_shards``."""
     if id(parameter) in cuts:
         cut = cuts[id(parameter)]
         begin, end = cut.range(cut.rank)

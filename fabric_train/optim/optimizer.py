@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fabric_train.distributed.shards import FlatShard, original_name
+from fabric_train.distributed.ranks import FlatShard, original_name
 from fabric_train.optim.adamw import AdamW, LowPrecisionAdamW
 from fabric_train.optim.low_precision import local_elements
 from fabric_train.optim.states import DeclaredStates
@@ -57,7 +57,7 @@ def build_optimizer(
         fused: Whether torch's AdamW updates with one kernel. Fabric cannot clip its gradients under an fp16 gradient
             scaler.
         seed: The seed of stochastic rounding.
-        cuts: FSDP1's shards, from ``shards.flat_shards``; None under the other strategies.
+        cuts: FSDP1's shards, from ``ranks.flat_shards``; None under the other strategies.
         compiles: See ``LowPrecisionAdamW``.
     """
     names = {parameter: original_name(name) for name, parameter in named_parameters}

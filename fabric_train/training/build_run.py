@@ -14,11 +14,10 @@ from fabric_train.data.step_sampler import TrainBatches, WindowSource, validatio
 from fabric_train.data.stream_batches import LaneOrder, StreamBatches
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
-from fabric_train.distributed.collectives import data_ranks, first_text
 from fabric_train.distributed.decoder_layers import MAX_STATIC_LENGTHS
 from fabric_train.distributed.devices import device_name
 from fabric_train.distributed.precision import weights_dtype
-from fabric_train.distributed.shards import flat_shards
+from fabric_train.distributed.ranks import data_ranks, first_text, flat_shards
 from fabric_train.distributed.signals import Heartbeat
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.model.flops import peak_flops_of_run
