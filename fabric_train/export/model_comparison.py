@@ -31,14 +31,20 @@ from fabric_train.files.typed_json import read_json
 from fabric_train.model.hf_model import (
     GENERATION_CONFIG,
     ModelShape,
-    build_model,
     check_readable,
     checkpoint_generation_config,
     quiet_transformers,
     read_generation_config,
     read_shape,
 )
-from fabric_train.model.load_weights import MetaModel, build_on_meta, open_in_parts, open_tensors, read_buffers
+from fabric_train.model.load_weights import (
+    MetaModel,
+    build_model,
+    build_on_meta,
+    open_in_parts,
+    open_tensors,
+    read_buffers,
+)
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights, open_weights
 
 _VOCABULARY_BLOCK = 8192  # rows of the output layer
