@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from fabric_train.checkpoint.files import hash_file, join_parts, write_part
 from fabric_train.checkpoint.tensors import LocalTensor, Write, full_writes, sharded_writes
-from fabric_train.checkpoint.trainer_json import FORMAT
-from fabric_train.checkpoint.trainer_state import TrainerState
+from fabric_train.checkpoint.trainer_json import FORMAT, TrainerState
 from fabric_train.model.origin import ModelOrigin
 
 LLAMA_8B = LlamaConfig(

@@ -44,7 +44,7 @@ PARTS = (
 
 _PART_OF_FILE = {
     "/fabric_train/model/lm_head_loss.py": "head",
-    "/fabric_train/distributed/shards.py": "clip",
+    "/fabric_train/distributed/ranks.py": "clip",
     "/fabric_train/optim/": "optimizer",
     "/torch/optim/": "optimizer",
     "/torch/distributed/fsdp/": "casts and copies of FSDP",

@@ -24,7 +24,7 @@ from fabric_train.cli.output import open_console
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.evaluation.tasks_file import files_of, is_task_file, read_tasks
 from fabric_train.export.hub import download, text_files
-from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
+from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder, nearest_existing
 from fabric_train.files.regular_file import check_links
 from fabric_train.model.hf_model import quiet_transformers, read_shape
 from fabric_train.model.weight_files import check_weight_files, safetensors_files
@@ -55,14 +55,8 @@ class Request:
     tasks: str | None = None  # file of ``evaluate.py --tasks``
 
     @property
-    def places(self) -> list[str]:
-        """The places of the token datasets in the bundle."""
+    def places(self) -> list[str]:  # of the token datasets in the bundle
         return [f"data/{folder.absolute().name}" for folder in self.data]
-
-    @property
-    def extras(self) -> list[str]:
-        """The extras of this program that the other machine needs."""
-        return ["eval"] if self.tasks else []
 
 
 @dataclass(frozen=True)
@@ -78,9 +72,7 @@ class Part:
 def collect(request: Request, output: Path) -> tuple[list[Part], list[str], str]:
     """Write the bundle ``output``; return its parts, notes, and the SHA-256 of install.sh, which checks the rest.
 
-    Raises:
-        InputError: something cannot be used or fetched, model and data do not fit together, or the disk is too small;
-            ``output`` does not exist then.
+    After an InputError ``output`` does not exist.
     """
     check_not_taken(output)
     if not (_ROOT / "pyproject.toml").is_file():
@@ -95,7 +87,7 @@ def collect(request: Request, output: Path) -> tuple[list[Part], list[str], str]
         data += _files_in(source, Path(place))
     tasks = list(files_of_tasks(request.tasks)) if request.tasks else []
     needed = sum(source.stat().st_size for source, _ in (*model, *data)) + estimated_bytes(request.target)
-    parent = next(parent for parent in output.absolute().parents if parent.exists())
+    parent = nearest_existing(output.absolute())
     if (free := free_bytes(parent)) < needed:
         raise InputError(
             f"--output {output}: the bundle takes about {show_size(needed)}, and {parent} has {show_size(free)} left; "
@@ -115,7 +107,8 @@ def collect(request: Request, output: Path) -> tuple[list[Part], list[str], str]
         _check_inside(request, folder)
         print_errors(f"[4/5] wheels for {request.target}")
         with _spinner() as show:
-            download_wheels(request.target, _ROOT / "requirements.txt", folder / "wheels", show, request.extras)
+            extras = ["eval"] if request.tasks else []
+            download_wheels(request.target, _ROOT / "requirements.txt", folder / "wheels", show, extras)
         print_errors(f"[5/5] {_CHECKSUMS}")
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         (folder / _CHECKSUMS).write_text("".join(_checksums(folder, files)), encoding="utf-8")
@@ -184,11 +177,7 @@ def _files_in(folder: Path, place: Path) -> Iterator[tuple[Path, str]]:
 
 
 def files_of_tasks(tasks: str) -> Iterator[tuple[Path, str]]:
-    """Yield a file of tasks and the task files that it names, which lie in the bundle as in this folder.
-
-    Raises:
-        InputError: one is not in this folder.
-    """
+    """Yield a file of tasks and the task files that it names, which must be in this folder, and their places in it."""
     of_tasks = (files_of(Path(task.source)) for task in read_tasks(tasks) if is_task_file(task.source))
     for path in dict.fromkeys((Path(os.path.abspath(tasks)), *chain.from_iterable(of_tasks))):
         if not path.is_relative_to(Path.cwd()):
@@ -232,7 +221,7 @@ def _installer(request: Request, folder: Path, num_files: int) -> str:
     for name, value in {
         "PYTHON": request.target.python,
         "MACHINE": request.target.machine,
-        "SOURCE": "source" + (f"[{','.join(request.extras)}]" if request.extras else ""),
+        "SOURCE": "source[eval]" if request.tasks else "source",
         "CHECKSUMS_SHA256": sha256(folder / _CHECKSUMS),
         "NUM_FILES": num_files,
         "INSTALLED_BYTES": installed_bytes(folder / "wheels"),

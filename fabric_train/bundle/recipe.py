@@ -27,7 +27,6 @@ class Recipe:
 
     @property
     def data(self) -> list[str]:
-        """The token datasets that it names."""
         named = self.given.get("train_data_dir") or []
         return [named] if isinstance(named, str) else list(named)
 
@@ -55,9 +54,6 @@ class Recipe:
         """Write ``train.yaml`` into the bundle's folder, and the files that it names.
 
         ``data`` has the places of the token datasets in the bundle, in the recipe's order.
-
-        Raises:
-            InputError: a file cannot be read, or a share is of no token dataset.
         """
         places = dict(zip(self.data or data, data, strict=False))
         given = dict(self.given)
@@ -93,7 +89,7 @@ class Recipe:
 
 
 def read_recipe(path: str | None) -> Recipe:
-    """Return the arguments in a YAML file, unchecked; raise an InputError if it cannot be read, or has none."""
+    """Return the arguments in a YAML file, unchecked."""
     if path is None:
         return Recipe(None, {})
     try:

@@ -45,12 +45,10 @@ class Target:
 
     @property
     def python(self) -> str:
-        """The version of Python, such as "3.11"."""
         return self.python_version or f"{sys.version_info[0]}.{sys.version_info[1]}"
 
     @property
-    def machine(self) -> str:
-        """The processor, as ``uname -m`` has it."""
+    def machine(self) -> str:  # as ``uname -m`` has it
         return {"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
 
     @property
@@ -76,17 +74,10 @@ class Target:
 def download_wheels(
     target: Target, constraints: Path, folder: Path, show: Callable[[str], None], extras: Collection[str] = ()
 ) -> None:
-    """Download into the new folder ``folder``. pip's own settings (indexes, mirrors, proxies) count.
+    """Download a wheel of each package into the new folder ``folder``. pip's own settings (indexes, proxies) count.
 
-    Args:
-        target: what the wheels are for.
-        constraints: requirements.txt with the pinned versions.
-        folder: gets one file for each package.
-        show: is called with the name of each package when pip comes to it.
-        extras: of this program, whose requirements are downloaded too.
-
-    Raises:
-        InputError: a package has no wheel for the target, or an index cannot be reached.
+    ``constraints`` is a requirements.txt with the pinned versions, ``extras`` are those of this program. ``show`` is
+    called with the name of each package when pip comes to it.
     """
     folder.mkdir()
     torch = _torch_version(target, constraints)
@@ -104,11 +95,7 @@ def download_wheels(
 
 
 def _build_wheel(name: str, folder: Path) -> None:
-    """Build the wheel of a package in Python alone, which has no wheel on PyPI.
-
-    Raises:
-        InputError: pip has failed.
-    """
+    """Build the wheel of a package in Python alone, which has no wheel on PyPI."""
     command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps", "--wheel-dir"]
     pip = subprocess.run([*command, str(folder), name], capture_output=True, text=True, check=False)
     if pip.returncode:
@@ -130,7 +117,9 @@ def pip_download(target: Target, folder: Path, words: list[str], show: Callable[
     command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", target.python]
     abis = (f"cp{target.python.replace('.', '')}", "abi3", "none")
     command += [word for abi in abis for word in ("--abi", abi)]
-    command += [word for one in _platforms(target.machine) for word in ("--platform", one)]
+    platforms = [f"manylinux_2_{minor}" for minor in range(_NEWEST_GLIBC, 4, -1)]  # the newest first
+    for name in (*platforms, "manylinux2014", "manylinux2010", "manylinux1", "linux"):
+        command += ["--platform", f"{name}_{target.machine}"]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     last = deque[str](maxlen=200)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as pip:
@@ -171,9 +160,3 @@ def requirements_with(extras: Collection[str]) -> list[str]:
     wanted = [f'extra == "{name}"' for name in extras]
     own = [str(one) for one in requirements if "extra" not in str(one.marker)]
     return own + [str(one).partition(";")[0].strip() for one in requirements if str(one.marker) in wanted]
-
-
-def _platforms(machine: str) -> list[str]:
-    """Return the platforms of the wheels that glibc 2.28 runs, the newest first."""
-    tags = [f"manylinux_2_{minor}_{machine}" for minor in range(_NEWEST_GLIBC, 4, -1)]
-    return [*tags, *(f"{name}_{machine}" for name in ("manylinux2014", "manylinux2010", "manylinux1", "linux"))]

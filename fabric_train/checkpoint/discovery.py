@@ -14,7 +14,7 @@ from fabric_train.checkpoint.files import find_damage, find_wrong_content
 from fabric_train.checkpoint.trainer_json import FORMAT, find_unreadable, read_format, read_trainer_json
 from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.cli.output import open_console
-from fabric_train.distributed.collectives import first_text
+from fabric_train.distributed.ranks import first_text
 from fabric_train.files.atomic_folder import is_temporary, remove, sync_and_rename
 
 _NAME = re.compile(r"step-[0-9]{8,18}")

@@ -29,15 +29,14 @@ from fabric_train.checkpoint.tensors import (
     local_weights,
     sharded_writes,
 )
-from fabric_train.checkpoint.trainer_json import FORMAT
-from fabric_train.checkpoint.trainer_state import Description, TrainerState, to_content
+from fabric_train.checkpoint.trainer_json import FORMAT, Description, TrainerState, to_content
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
-from fabric_train.distributed.collectives import first_text, gather_over_data_ranks
+from fabric_train.distributed.ranks import first_text, gather_over_data_ranks
 from fabric_train.files.atomic_folder import remove, temporary_for, this_process
 from fabric_train.model.hf_model import write_generation_config
 
 if TYPE_CHECKING:
-    from fabric_train.distributed.collectives import StepSync
+    from fabric_train.distributed.ranks import StepSync
 
 
 class SaveError(RunError):

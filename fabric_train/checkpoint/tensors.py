@@ -21,8 +21,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fabric_train.checkpoint.trainer_json import read_trainer_json
 from fabric_train.cli.errors import InputError
-from fabric_train.distributed.collectives import exchange_bytes
-from fabric_train.distributed.shards import FlatShard, flat_shards, local_part, named_parameters, original_name
+from fabric_train.distributed.ranks import (
+    FlatShard,
+    exchange_bytes,
+    flat_shards,
+    local_part,
+    named_parameters,
+    original_name,
+)
 from fabric_train.model.load_weights import read_local_part
 from fabric_train.model.trained_parts import trained_parameters
 from fabric_train.model.weight_files import DTYPES, SHARDING_INFO, CheckpointTensors

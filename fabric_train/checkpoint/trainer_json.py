@@ -1,29 +1,14 @@
-"""Read trainer.json and stream.json of a checkpoint."""
+"""The state and the description of a run, which trainer.json holds, and how it and stream.json are read."""
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
 
-from fabric_train.checkpoint.trainer_state import (
-    BranchPoint,
-    Count,
-    DataOrder,
-    Description,
-    Evaluation,
-    LossProgress,
-    PhaseRows,
-    PhaseSchedule,
-    PositiveCount,
-    StreamOrder,
-    TrainerState,
-    TrainingSession,
-    TrainingStage,
-    data_starts_after,
-    describe_changes,
-)
 from fabric_train.cli.errors import InputError
 from fabric_train.data.stream_batches import LaneCursor
 from fabric_train.files.regular_file import read_json
@@ -31,19 +16,387 @@ from fabric_train.model.origin import ModelOrigin, find_stages_file
 
 FORMAT = 2
 _ADVICE = "use another checkpoint"
+Count = Annotated[int, Field(ge=0)]
+PositiveCount: TypeAlias = Annotated[int, Field(gt=0)]
+Seconds: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of ``num_tokens`` supervised tokens: ``nats`` is its sum.
+
+    ``num_bytes`` are the UTF-8 bytes of text that the tokens stand for (``token_dataset.place_pieces``); None without a
+    document index. ``further`` are other figures by name, of ``training.evaluation.METRICS`` and of the objective.
+    """
+
+    nats: float
+    num_tokens: Count
+    num_bytes: float | None = None
+    further: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        """Nats per token; NaN without tokens."""
+        return self.nats / self.num_tokens if self.num_tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per byte of text, which can be compared between tokenizers; None if the bytes are not known."""
+        return self.nats / (math.log(2) * self.num_bytes) if self.num_bytes else None
+
+    def figures(self) -> dict[str, float | None]:
+        """Return loss, perplexity, bits_per_byte and the further figures by name."""
+        usual = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return usual | self.further
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The losses of a validation after ``step``: of all tokens, and of each source that has some.
+
+    ``rows`` is ``batch.hash_supervised`` of the rows; None if an earlier version evaluated them.
+    ``follows_other_rows``: the run evaluated other rows before, whose losses cannot be compared with these.
+    """
+
+    whole: TokenLoss
+    sources: dict[str, TokenLoss] = field(default_factory=dict)
+    step: Count = 0
+    rows: str | None = None
+    follows_other_rows: bool = False
+
+    @property
+    def parts(self) -> dict[str, TokenLoss]:
+        """The loss of each source by its name, if there are several, and that of the whole as ``all``."""
+        return {**(self.sources if len(self.sources) > 1 else {}), "all": self.whole}
+
+    def is_comparable(self, other: "Evaluation") -> bool:
+        """Whether another evaluation is of the same rows, as far as that is known."""
+        return self.rows is None or other.rows is None or self.rows == other.rows
+
+    def loss_of(self, source: str) -> float | None:
+        """Return the loss of a source, or of the whole for "all"; None if the source has no supervised token.
+
+        FIGURE, or FIGURE/SOURCE, is a further figure of the whole, or of the source.
+        """
+        losses = {**self.sources, "all": self.whole}
+        if source in losses:
+            return losses[source].loss
+        figure, _, of_source = source.partition("/")
+        found = losses.get(of_source or "all")
+        return found.further.get(figure) if found else None
+
+
+@dataclass(frozen=True)
+class LossProgress:
+    """The validation loss of a source so far, for ``--early_stopping``; ``source`` is "all" for the whole.
+
+    ``best`` is the lowest value, after ``best_step``, None if none was finite; ``num_since`` evaluations came since
+    then.
+    """
+
+    source: str
+    best: float | None = None
+    best_step: Count = 0
+    num_since: Count = 0
+
+    def after(self, evaluation: Evaluation) -> "LossProgress":
+        loss = evaluation.loss_of(self.source)
+        if loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best):
+            return LossProgress(self.source, loss, evaluation.step)
+        return replace(self, num_since=self.num_since + 1)
+
+
+def to_content(record: Any) -> dict[str, Any]:
+    """Return one of these dataclasses as trainer.json has it: without ``further`` where it is empty."""
+    return asdict(
+        record, dict_factory=lambda pairs: {name: value for name, value in pairs if name != "further" or value}
+    )
+
+
+def perplexity(loss: float) -> float:
+    """Return exp of a loss in nats per token; infinite if that does not fit into a float."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def compare_evaluations(first: Evaluation, now: Evaluation) -> Iterator[tuple[str, TokenLoss | None, TokenLoss]]:
+    """Yield the name of each source, or "all", and its loss in both evaluations; None if the first had none."""
+    for name, loss in now.parts.items():
+        yield name, first.whole if name == "all" else first.sources.get(name), loss
+
+
+@dataclass(frozen=True)
+class PhaseRows:
+    """From ``first_step`` on, an epoch has ``rows_per_epoch`` of each source of a mixture."""
+
+    first_step: PositiveCount
+    rows_per_epoch: tuple[Count, ...]
+
+
+@dataclass(frozen=True)
+class DataOrder:
+    """The values that determine which rows a step consumes. They must be equal to resume a run.
+
+    ``num_rows`` are those of an epoch. ``version`` is 2 for a mixture, else 1. ``rows_per_epoch`` are the rows of each
+    source of a mixture. ``phases`` have others, from their first step to that of the next one; those that have not
+    begun may change.
+    """
+
+    fingerprint: str
+    num_rows: PositiveCount
+    rows_per_window: PositiveCount
+    seed: int
+    version: PositiveCount = 1
+    rows_per_epoch: list[Count] | None = None
+    phases: tuple[PhaseRows, ...] = ()
+
+    def begun(self, step: int) -> "DataOrder":
+        """Return this order with the phases that have taken a step by ``step``."""
+        return replace(self, phases=tuple(phase for phase in self.phases if phase.first_step <= step))
+
+
+@dataclass(frozen=True)
+class StreamOrder:
+    """The values that determine, with the cursors, which rows of a stream a step consumes. They must be equal to
+    resume.
+
+    ``shares`` is how much of each place a pass reads, None if it reads one place after the other; then
+    ``files_of_places``, the files or splits of each place, is None too. ``seed`` is None if the order does not depend
+    on it. ``chat_template`` is the SHA-256 of the template, None without chats.
+    """
+
+    sources: list[str]
+    text_column: str
+    max_length: int
+    tokenizer: str
+    special_text_is_plain: bool
+    rows_per_window: PositiveCount
+    shares: list[float] | None = None
+    files_of_places: list[PositiveCount] | None = None
+    shuffle_buffer: Count = 0
+    seed: int | None = None
+    chat_template: str | None = None
+
+
+def describe_changes(saved: DataOrder | StreamOrder, current: DataOrder | StreamOrder, step: int) -> list[str]:
+    """Return each difference between the data order of a checkpoint and another one, up to the checkpoint's step."""
+    there, here = (asdict(order.begun(step) if isinstance(order, DataOrder) else order) for order in (saved, current))
+    if there.keys() != here.keys():
+        options = ("--streaming_dataset", "--train_data_dir")
+        saved_option, current_option = options if "sources" in there else reversed(options)
+        return [f"its run read {saved_option}, not {current_option}"]
+    causes = {
+        "sources": "--streaming_dataset reads other files, or they have changed",
+        "text_column": "--text_column differs",
+        "shares": "--shares differ",
+        "shuffle_buffer": "--shuffle_buffer differs",
+        "files_of_places": "--streaming_dataset has other numbers of files in its places",
+        "max_length": "--max_length differs",
+        "tokenizer": "the tokenizer differs",
+        "chat_template": "the chat template differs, or there were no chats",
+        "special_text_is_plain": "the kind of the tokenizer differs",
+        "fingerprint": "--train_data_dir is another token dataset",
+        "num_rows": "--train_data_dir has another number of rows",
+        "rows_per_window": "the rows of one optimizer step differ (--total_batch_size keeps them)",
+        "seed": "--seed differs",
+        "version": "the version of the order differs (2 is that of --shares and of several --train_data_dir)",
+        "rows_per_epoch": "an epoch has other numbers of rows of each source (--shares, --token_shares)",
+        "phases": "--phases differs in a phase that has begun",
+    }
+    return [
+        f"{causes[name]}: {_difference(there[name], value)}" for name, value in here.items() if there[name] != value
+    ]
+
+
+def _difference(saved: Any, current: Any) -> str:
+    """Return both values as text; for lists, the first elements that differ."""
+    if isinstance(saved, list | tuple) and isinstance(current, list | tuple):
+        saved, current = next(pair for pair in zip_longest(saved, current, fillvalue="nothing") if pair[0] != pair[1])
+    if isinstance(saved, dict) or isinstance(current, dict):
+        saved, current = (
+            f"{each['rows_per_epoch']} from step {each['first_step']} on" if isinstance(each, dict) else each
+            for each in (saved, current)
+        )
+    return f"{saved} there, {current} here"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The counters of a run after ``step`` optimizer steps.
+
+    ``epoch`` and the losses are those of the last step. ``skipped_steps`` had a loss or gradient that was not finite.
+    ``rows_hash`` is the hash of consumed rows, see ``WindowOrder.rows_hash``; None for a stream. ``rows_of_sources``
+    counts the consumed rows of each token dataset of a mixture. ``val_loss`` and ``evaluation`` are None if the step
+    had no evaluation. ``first_evaluation`` is the first one of the rows that the run evaluates now, for a branch that
+    of the run that it comes from. ``progress`` is that of ``--early_stopping``. ``unlogged`` are the step's metrics by
+    column of metrics.csv, if a signal came before its evaluation was complete.
+    """
+
+    step: Count = 0
+    epoch: Count = 0
+    num_tokens: Count = 0
+    num_samples: Count = 0
+    skipped_steps: Count = 0
+    rows_hash: str | None = None
+    rows_of_sources: list[Count] | None = None
+    train_loss: float | None = None
+    val_loss: float | None = None
+    evaluation: Evaluation | None = None
+    first_evaluation: Evaluation | None = None
+    progress: LossProgress | None = None
+    unlogged: dict[str, int | float | str | None] | None = None
+
+    def loss_of(self, source: str) -> float | None:
+        """Return the last step's validation loss of a source, or of the whole for "all"; None if it has none."""
+        if source == "all":
+            return self.val_loss
+        return self.evaluation.loss_of(source) if self.evaluation else None
+
+
+@dataclass(frozen=True)
+class BranchPoint:
+    """Where a run branched off the run in the folder ``run``, whose steps up to ``step`` are the common ones.
+
+    ``continues_data``: the rows after ``step`` are the next ones of the same data order; otherwise those of another
+    order, from its beginning. ``changed`` has the old and the new value of each argument that differs.
+    """
+
+    run: str
+    step: PositiveCount
+    continues_data: bool
+    changed: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
+
+
+@dataclass(frozen=True)
+class PhaseSchedule:
+    """A learning-rate schedule of the steps from ``first_step`` to ``last_step``, in place of that of the run.
+
+    It has ``num_steps``, which are more if it is cut short, and fewer if the rate stays at its last one. ``arguments``
+    are ``lr_schedule.ARGUMENTS``.
+    """
+
+    first_step: PositiveCount
+    last_step: PositiveCount
+    num_steps: PositiveCount
+    arguments: dict[str, Any]
+
+
+SPLIT_ARGUMENTS = (
+    *("parallelism", "micro_batch_size", "gradient_accumulation_steps", "tensor_parallel_size", "sharding_strategy"),
+    *("cpu_offload", "gradient_reduction", "compile", "activation_checkpointing"),
+)
+"""Arguments that change the order of additions, and so the last digits of the losses."""
+
+
+@dataclass(frozen=True)
+class TrainingSession:
+    """The steps of a run after ``after_step`` that the same processes took, and the devices and the time for them.
+
+    ``device`` is a ``device_name``. ``seconds`` are from the first step to the save of the checkpoint, evaluations
+    included. ``arguments`` are ``SPLIT_ARGUMENTS`` and ``log_step_interval``; empty if an earlier version saved the
+    checkpoint.
+    """
+
+    after_step: Count
+    device: str
+    num_devices: PositiveCount
+    seconds: Seconds = 0.0
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def device_hours(self) -> float:
+        return self.num_devices * self.seconds / 3600
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset on the hub; ``revision`` is its commit, None if it is not known."""
+
+    repository: str
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class StageSource:
+    """What a stage of training read of a source, by the source's public name.
+
+    ``share`` is that of the stage's tokens, for a stream that of its pass. ``tokens`` and ``documents`` are those of
+    the token dataset; None for a stream. ``files`` are lines of ``sha256sum`` with names SOURCE/FILE.
+    """
+
+    name: str
+    share: float
+    tokens: Count | None
+    documents: Count | None
+    files: list[str]
+    datasets: list[HubDataset]
+
+
+@dataclass(frozen=True)
+class TrainingStage:
+    """A run whose weights the next stage began with, after ``step``, in words that may be published.
+
+    ``base_model`` is what the first stage began with. ``sessions`` are those up to ``step``.
+    """
+
+    run: str
+    step: Count
+    num_tokens: Count
+    base_model: ModelOrigin | None
+    sources: list[StageSource]
+    sessions: list[TrainingSession]
+
+
+@dataclass(frozen=True)
+class Description:
+    """The description of a run in each of its checkpoints, sufficient to export, generate or resume.
+
+    ``attachments`` are files and folders that are copied into each checkpoint: the tokenizer, the token dataset's
+    manifest, the base model's licence. ``base_model`` is None for random weights. ``schedule_steps`` is the length of
+    the learning-rate schedule. ``lineage`` are the branch points from the first run to this one. ``mixture_sources``
+    names the sources of a mixture as ``--shares`` does, in the order of their rows; ``mixture_tokens`` are the tokens
+    of each by the source of documents. ``sessions`` are those from the first step to the present one, also of the run
+    that a branch comes from. ``stages`` are the runs before this one, in their order: each began with the weights of
+    the one before.
+    """
+
+    state_dict_type: str
+    weights_dtype: str
+    data: DataOrder | StreamOrder
+    arguments: dict[str, Any]
+    versions: dict[str, str]
+    base_model: ModelOrigin | None
+    attachments: tuple[Path, ...]
+    schedule_steps: PositiveCount | None = None
+    lineage: tuple[BranchPoint, ...] = ()
+    phase_schedules: tuple[PhaseSchedule, ...] = ()
+    device: str | None = None
+    mixture_sources: tuple[str, ...] = ()
+    mixture_tokens: tuple[dict[str, Count], ...] = ()
+    sessions: tuple[TrainingSession, ...] = ()
+    stages: tuple[TrainingStage, ...] = ()
+
+    def after(self, seconds: float) -> "Description":
+        now = tuple(replace(session, seconds=seconds) for session in self.sessions[-1:])
+        return replace(self, sessions=(*self.sessions[:-1], *now))
+
+
+def data_starts_after(lineage: Iterable[BranchPoint]) -> int:
+    """Return the step after which a run's data order begins: the last branch to other data, or 0."""
+    return max((branch.step for branch in lineage if not branch.continues_data), default=0)
 
 
 @dataclass(frozen=True)
 class TrainerJson:
-    """The content of a trainer.json.
+    """The content of a trainer.json; for most fields see :class:`Description`.
 
-    ``base_model`` is None if the model began with random weights. ``lineage`` are the branch points from the first run
-    to this one, ``phase_schedules`` the learning-rate schedules of its phases. ``sessions`` led to the checkpoint, the
-    first one first. ``stages`` are the runs before this one, in order: each began with the weights of the one before.
     ``best_by`` is the source whose validation loss says which checkpoint is the best; "all" for the whole. ``interim``:
     it stays only while its validation loss is the lowest, see ``discovery.prune``. ``scheduled``: an interval, or the
-    end of an epoch or of the run, is the reason for the checkpoint, not a signal. ``num_steps`` is that of the run,
-    ``schedule_steps`` the length of its learning-rate schedule; infinite if not known.
+    end of an epoch or of the run, is the reason for it, not a signal. ``num_steps`` and ``schedule_steps`` are infinite
+    if not known.
     """
 
     content: dict[str, Any]
@@ -62,15 +415,11 @@ class TrainerJson:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the run by name."""
-        arguments: dict[str, Any] = self.content["arguments"]
-        return arguments
+        return self.content["arguments"]
 
     @property
     def versions(self) -> dict[str, str]:
-        """Return the versions of the packages that the run used."""
-        versions: dict[str, str] = self.content["versions"]
-        return versions
+        return self.content["versions"]
 
     def session_of(self, step: int) -> TrainingSession | None:
         """Return the session that took a step; None if an earlier version saved the checkpoint."""
@@ -101,28 +450,20 @@ class _SavedArguments(BaseModel):
     best_by: str = "all"
 
 
-_TYPES = get_type_hints(TrainerState, include_extras=True) | get_type_hints(Description, include_extras=True)
-_REQUIRED: dict[str, Any] = {name: (kind, ...) for name, kind in _TYPES.items() if name != "attachments"}
-_OTHERWISE: dict[str, Any] = {
-    "arguments": (_SavedArguments, ...),
-    "base_model": (ModelOrigin | None, None),
-    "rows_of_sources": (list[Count] | None, None),
-    "evaluation": (Evaluation | None, None),
-    "first_evaluation": (Evaluation | None, None),
-    "progress": (LossProgress | None, None),
-    "unlogged": (dict[str, int | float | str | None] | None, ...),
-    "schedule_steps": (PositiveCount | None, None),
-    "lineage": (list[BranchPoint], []),
-    "phase_schedules": (list[PhaseSchedule], []),
-    "device": (str | None, None),
-    "mixture_sources": (list[str], []),
-    "mixture_tokens": (list[dict[str, Count]], []),
-    "interim": (bool, False),
-    "scheduled": (bool, True),
-    "sessions": (list[TrainingSession], []),
-    "stages": (list[TrainingStage], []),
+_ADDED_LATER = {
+    *("base_model", "rows_of_sources", "evaluation", "first_evaluation", "progress", "schedule_steps", "lineage"),
+    *("phase_schedules", "device", "mixture_sources", "mixture_tokens", "sessions", "stages"),
 }
-_Parsed: Any = create_model("Parsed", **(_REQUIRED | _OTHERWISE))
+"""Fields that checkpoints of earlier versions lack: then they have the default of their class, or are None."""
+_FIELDS: dict[str, Any] = {
+    name: (kind, getattr(owner, name, None) if name in _ADDED_LATER else ...)
+    for owner in (TrainerState, Description)
+    for name, kind in get_type_hints(owner, include_extras=True).items()
+    if name != "attachments"
+}
+_FIELDS |= {"arguments": (_SavedArguments, ...), "interim": (bool, False), "scheduled": (bool, True)}
+_Parsed: Any = create_model("Parsed", **_FIELDS)
+_COPIED = ("data", "base_model", "lineage", "phase_schedules", "sessions", "stages", "interim", "scheduled")
 
 
 @dataclass(frozen=True)
@@ -131,11 +472,7 @@ class _StreamJson:
 
 
 def read_trainer_json(checkpoint: Path) -> TrainerJson:
-    """Read a checkpoint's trainer.json. Those of earlier versions lack the fields that ``_OTHERWISE`` gives a value.
-
-    Raises:
-        InputError: The file is damaged or has a format that this version does not read.
-    """
+    """Read a checkpoint's trainer.json; an InputError if it is damaged or has another format."""
     file = checkpoint / "trainer.json"
     content = read_json(file, dict, _ADVICE)
     if (found := content.get("format")) != FORMAT:
@@ -147,17 +484,10 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
     return TrainerJson(
         content=content,
         state=TrainerState(**{field.name: getattr(parsed, field.name) for field in fields(TrainerState)}),
-        data=parsed.data,
-        base_model=parsed.base_model,
-        lineage=tuple(parsed.lineage),
-        phase_schedules=tuple(parsed.phase_schedules),
-        sessions=tuple(parsed.sessions),
-        stages=tuple(parsed.stages),
         best_by=parsed.arguments.best_by,
-        interim=parsed.interim,
-        scheduled=parsed.scheduled,
         num_steps=num_steps,
         schedule_steps=parsed.schedule_steps or num_steps,
+        **{name: getattr(parsed, name) for name in _COPIED},
     )
 
 
@@ -165,9 +495,6 @@ def read_stages(model_name: str) -> tuple[TrainingStage, ...]:
     """Return the stages of training that an export of this program records, the first one first; none of other models.
 
     ``model_name`` is a folder, or a hub name that is in the cache.
-
-    Raises:
-        InputError: The record is damaged.
     """
     file = find_stages_file(model_name)
     return tuple(read_json(file, list[TrainingStage], "export the model again, or remove this file")) if file else ()
@@ -192,11 +519,7 @@ def find_unreadable(checkpoint: Path) -> str | None:
 
 
 def read_cursors(checkpoint: Path) -> list[LaneCursor]:
-    """Return the cursors of all lanes of the checkpoint's stream.
-
-    Raises:
-        InputError: where stream.json is damaged.
-    """
+    """Return the cursors of all lanes of the checkpoint's stream; an InputError if stream.json is damaged."""
     file = checkpoint / "stream.json"
     order, cursors = read_trainer_json(checkpoint).stream, read_json(file, _StreamJson, _ADVICE).cursors
     if order is None or len(cursors) != order.rows_per_window:

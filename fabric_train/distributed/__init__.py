@@ -2,7 +2,6 @@
 
 - Fabric and devices: ``strategy``, ``precision``, ``devices``, ``xla``, ``memory``.
 - Decoder layers: ``decoder_layers`` compiles and checkpoints them.
-- Parameters and gradients, however they are sharded: ``shards``.
-- Communication: ``cluster_environment`` connects the ranks, ``collectives`` exchanges data between them.
+- Ranks: ``cluster_environment`` connects them, ``ranks`` exchanges their data and has their parts of the parameters.
 - Stops and failures: ``signals``, ``watchdog``.
 """

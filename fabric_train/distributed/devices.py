@@ -115,10 +115,3 @@ def use_threads_of(name: str | None) -> None:
     found = re.fullmatch(r"CPU, .*, threads ([1-9][0-9]{0,4})", name or "")
     if found:
         torch.set_num_threads(int(found[1]))
-
-
-def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a small tensor on a device; the host does not wait for the device's pending work."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()  # the host would wait for a copy from unpinned memory
-    return tensor.to(device, non_blocking=True)

@@ -1,10 +1,9 @@
 """Confidence intervals by paired bootstrap over documents.
 
-Documents are drawn with replacement, the same ones for all models, and each statistic is computed from the sums over
-the drawn ones: nats per token, or bits per byte. The interval is between the 2.5th and the 97.5th percentile of these
-(Efron and Tibshirani 1993, chapter 13). Models are compared by the interval of their difference on the same draws
-(Koehn 2004, Statistical Significance Tests for Machine Translation Evaluation). It says how sure a result is for
-documents like these; it says nothing about other texts, or about another training run.
+Documents are drawn with replacement, the same ones for all models. The interval of a statistic is between the 2.5th and
+the 97.5th percentile of its values on the draws (Efron and Tibshirani 1993, chapter 13). Models are compared by the
+interval of their difference on the same draws (Koehn 2004, Statistical Significance Tests for Machine Translation
+Evaluation). It says how sure a result is for documents like these, not for other texts or another training run.
 
 Shapes: M models, D documents, R resamples.
 """
@@ -51,7 +50,6 @@ class Difference:
 
     @property
     def excludes_0(self) -> bool:
-        """Whether the interval has only differences of one sign."""
         return self.interval[0] > 0 or self.interval[1] < 0
 
 
@@ -82,13 +80,13 @@ def compare(of_models: Sequence[DocumentSums], seed: int) -> list[ModelLoss]:
     if all(total.num_bytes for total in totals):
         bits = nats / (math.log(2) * resample([sums.num_bytes for sums in of_models], seed))
     losses = nats / tokens
+    unit, values = ("loss", losses) if bits is None else ("bits_per_byte", bits)
     compared = []
     for number, total in enumerate(totals):
         difference = None
-        if number and bits is not None:
-            difference = _difference("bits_per_byte", total.bits_per_byte, totals[0].bits_per_byte, bits, number)
-        elif number and np.array_equal(of_models[number].tokens, of_models[0].tokens):
-            difference = _difference("loss", total.loss, totals[0].loss, losses, number)
+        if number and (bits is not None or np.array_equal(of_models[number].tokens, of_models[0].tokens)):
+            above = getattr(total, unit) - getattr(totals[0], unit)
+            difference = Difference(unit, above, _interval(values[:, number] - values[:, 0]))
         in_bits = None if bits is None else _interval(bits[:, number])
         compared.append(ModelLoss(total, num_documents, _interval(losses[:, number]), in_bits, difference))
     return compared
@@ -115,9 +113,3 @@ def _interval(values: np.ndarray) -> Interval:
     tail = (100 - LEVEL) / 2
     low, high = np.percentile(values, [tail, 100 - tail]).tolist()
     return low, high
-
-
-def _difference(unit: str, value: float | None, first: float | None, resampled: np.ndarray, number: int) -> Difference:
-    assert value is not None
-    assert first is not None
-    return Difference(unit, value - first, _interval(resampled[:, number] - resampled[:, 0]))

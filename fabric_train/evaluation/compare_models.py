@@ -1,7 +1,4 @@
-"""Evaluate several models on several texts, one model in memory at a time, and write and print the results.
-
-A folder with an evaluation is added to.
-"""
+"""Evaluate several models on several texts, one model in memory at a time, and write and print the results."""
 
 import os
 import sys
@@ -16,14 +13,11 @@ from fabric_train.evaluation import loss_table
 from fabric_train.evaluation.loss_changes import changes_page, find_changes
 from fabric_train.evaluation.models import (
     FOLDER,
-    NUM_DIGITS,
     ComparedModel,
     LossCache,
     check_all_evaluated,
     check_tokenizer,
-    device_kind,
     find_models,
-    full_digest,
     score_texts,
     scoring_progress,
 )
@@ -33,8 +27,6 @@ from fabric_train.evaluation.texts import (
     HeldOutRows,
     PackedText,
     WindowedText,
-    identity_of_rows,
-    identity_of_texts,
     open_texts,
     open_validation_of,
 )
@@ -45,11 +37,9 @@ if TYPE_CHECKING:
 
 
 def compare_models(arguments: "EvaluateArguments") -> None:
-    """Evaluate ``--models`` on ``--texts``, print a table, and write what ``--output_dir`` gets.
+    """Evaluate ``--models`` on ``--texts``, print a table, and write or extend the evaluation in ``--output_dir``.
 
-    Raises:
-        InputError: a model or text cannot be used, or the folder is taken; nothing has been written.
-        RunError: a model's loss is not finite.
+    An InputError comes before anything is written, a RunError if a model's loss is not finite.
     """
     assert arguments.models is not None  # EvaluateArguments.faults
     assert arguments.output_dir is not None
@@ -60,16 +50,17 @@ def compare_models(arguments: "EvaluateArguments") -> None:
     texts = _open_texts(arguments, models, folder)
     encoded = _encode_for(models, texts, arguments)
     weights = {model.name: model.weights for model in models}
-    documents = _documents_by_source(encoded[models[0].name])
+    documents: dict[str, list[str]] = {}
+    for text in encoded[models[0].name]:
+        for number in text.sources.tolist():
+            documents.setdefault(text.source_names[number], []).append(text.identity)
     loss_table.check_same_documents(earlier, weights, documents, folder)
     outdated = loss_table.outdated_models(earlier, weights)
     for name in outdated:
         print(f"note: {name} has other weights than in the earlier evaluation, which it replaces", file=sys.stderr)
     losses = _score(models, encoded, LossCache(folder / FOLDER), arguments.batch_tokens)
     new = {
-        model.name: loss_table.document_losses(
-            model.name, model.weights, _identified(encoded[model.name]), losses[model.name]
-        )
+        model.name: loss_table.document_losses(model.name, model.weights, encoded[model.name], losses[model.name])
         for model in models
     }
     with wait_for_lock(folder / "evaluation.lock"):
@@ -95,32 +86,6 @@ def print_evaluated(folder: Path, seed: int) -> None:
     """Print the table of all that has been evaluated in a folder."""
     evaluated = loss_table.read_evaluated(folder)
     loss_table.print_table(loss_table.compare_evaluated(evaluated, seed), loss_table.have_same_tokens(evaluated))
-
-
-def unscored_texts(texts: Sequence[EvaluatedText], max_length: int, overlap: int) -> frozenset[str]:
-    """Return what tells the texts from others, as ``DocumentLoss.text`` does, without encoding them."""
-    identities = (
-        identity_of_rows(text) if isinstance(text, HeldOutRows) else identity_of_texts(text, max_length, overlap)
-        for text in texts
-    )
-    return frozenset(map(_on_this_device, identities))
-
-
-def _on_this_device(identity: str) -> str:
-    return full_digest(f"{identity} {device_kind()}")[:NUM_DIGITS]  # another kind has another precision
-
-
-def _identified(texts: Sequence[EncodedText]) -> list[tuple[str, EncodedText]]:
-    return [(_on_this_device(text.identity), text) for text in texts]
-
-
-def _documents_by_source(texts: Sequence[EncodedText]) -> dict[str, list[str]]:
-    """Return what tells the text of each document from others, by source."""
-    found: dict[str, list[str]] = {}
-    for identity, text in _identified(texts):
-        for number in text.sources.tolist():
-            found.setdefault(text.source_names[number], []).append(identity)
-    return found
 
 
 def check_output(folder: Path) -> None:

@@ -87,32 +87,23 @@ Evaluated = dict[str, dict[str, list[DocumentLoss]]]
 
 
 def document_losses(
-    model: str, weights: str, texts: Sequence[tuple[str, EncodedText]], losses: Sequence[np.ndarray]
+    model: str, weights: str, texts: Sequence[EncodedText], losses: Sequence[np.ndarray]
 ) -> dict[str, list[DocumentLoss]]:
-    """Return the losses of a model on each document by source; sources of one name are one.
-
-    ``texts`` come with what tells them from others, and ``losses`` are fp32 [N] for each text.
-    """
+    """Return a model's losses on each document by source, from the ``losses`` of each text's tokens, fp32 [N]."""
     found: dict[str, list[DocumentLoss]] = {}
-    for (identity, text), of_tokens in zip(texts, losses, strict=True):
+    for text, of_tokens in zip(texts, losses, strict=True):
         nats = np.bincount(text.owners, of_tokens.astype(np.float64), len(text.sources)).tolist()
         tokens = np.bincount(text.owners, minlength=len(text.sources)).tolist()
         for number, num_bytes in enumerate(text.num_bytes.tolist()):
             source = text.source_names[text.sources[number]]
             known = None if np.isnan(num_bytes) else _whole(num_bytes)
-            line = DocumentLoss(
-                model, weights, source, identity, text.place(number), tokens[number], known, nats[number]
-            )
-            found.setdefault(source, []).append(line)
-    return {source: found[source] for text in texts for source in text[1].source_names if source in found}
+            place = (model, weights, source, text.identity, text.place(number))
+            found.setdefault(source, []).append(DocumentLoss(*place, tokens[number], known, nats[number]))
+    return {source: found[source] for text in texts for source in text.source_names if source in found}
 
 
 def read_evaluated(folder: Path) -> Evaluated:
-    """Return what earlier evaluations have written into a folder, which need not exist.
-
-    Raises:
-        InputError: ``documents.jsonl`` is damaged.
-    """
+    """Return what earlier evaluations have written into a folder, which need not exist."""
     file = folder / DOCUMENTS
     evaluated: Evaluated = {}
     if not file.exists():
@@ -138,12 +129,9 @@ def outdated_models(earlier: Evaluated, weights: Mapping[str, str]) -> list[str]
 def check_same_documents(
     earlier: Evaluated, weights: Mapping[str, str], documents: Mapping[str, Sequence[str]], folder: Path
 ) -> None:
-    """Check that the models in ``folder``, unless they are evaluated again, have losses on the same documents.
+    """Raise an InputError if a model in ``folder`` has losses on other documents, windows or another kind of device.
 
-    ``weights`` are by model those that are evaluated now, ``documents`` by source the ``DocumentLoss.text`` of each.
-
-    Raises:
-        InputError: a source has other documents, windows or another device there.
+    ``weights`` has the models that are evaluated again, ``documents`` by source the ``DocumentLoss.text`` of each one.
     """
     faults = []
     for source, texts in documents.items():
@@ -244,10 +232,7 @@ def _whole(number: float) -> float:
 
 
 def draw_losses(file: Path, models: Sequence[str], results: Results) -> None:
-    """Write a PNG with a panel for each source: bits per byte of each model, or nats per token if bytes are not known.
-
-    Panels have scales of their own, so that the differences within a source can be seen.
-    """
+    """Write a PNG with a panel for each source: bits per byte of each model, or nats per token if bytes are unknown."""
     from matplotlib.figure import Figure  # slow
 
     num_columns = min(_PANELS_IN_A_ROW, len(results))

@@ -3,7 +3,6 @@
 Finished parts of a text stay on the disk, so that a stopped evaluation goes on.
 """
 
-import hashlib
 import json
 import os
 import sys
@@ -25,7 +24,7 @@ from fabric_train.cli.errors import InputError, RunError
 from fabric_train.cli.output import open_console
 from fabric_train.data.batch import Batch
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.evaluation.texts import EncodedText, ScoredPart
+from fabric_train.evaluation.texts import NUM_DIGITS, EncodedText, ScoredPart, device_kind, full_digest
 from fabric_train.inference.load_model import is_adapter, load_for_inference, read_base_name
 from fabric_train.model.hf_model import check_readable, load_hf_tokenizer, read_shape
 from fabric_train.model.lm_head_loss import compute_loss_in_head
@@ -34,8 +33,6 @@ from fabric_train.tokenization.workers import ThrottledLog
 from fabric_train.training.objective import CrossEntropy
 
 FOLDER = "token_losses"
-NUM_DIGITS = 16
-"""Hexadecimal digits that tell weights and texts from others in ``documents.jsonl``."""
 ShowScored = Callable[[str, int], None]  # the model, and further tokens scored
 
 
@@ -62,9 +59,6 @@ def find_models(names: Sequence[str]) -> tuple[list[ComparedModel], list[str]]:
     """Find the models of ``--models``, and return the names of damaged checkpoints of ``RUN/all`` too.
 
     A checkpoint of ``RUN/all`` has the name ``RUN/step-00000500``.
-
-    Raises:
-        InputError: a model is not found or damaged, or ``RUN/all`` has no undamaged checkpoint.
     """
     found: dict[str, ComparedModel] = {}
     damaged: list[str] = []
@@ -109,7 +103,7 @@ def _find_whole(name: str) -> ComparedModel:
     tokenizer = load_hf_tokenizer(Path(source, "tokenizer") if is_checkpoint else source)
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise InputError(f"--models {name}: its tokenizer has neither BOS nor EOS, which begins a text; add one")
-    identity = identity_of(Path(source)) if Path(source).is_dir() else f"{source} {shape.config._commit_hash}"
+    identity = identity_of_files(Path(source)) if Path(source).is_dir() else f"{source} {shape.config._commit_hash}"
     of_tokenizer = (tokenizer, _tokenizer_id(tokenizer))
     return ComparedModel(name, source, is_checkpoint, identity, *of_tokenizer, shape.max_positions, shape.vocab_size)
 
@@ -119,17 +113,13 @@ def _with_adapter(base: ComparedModel, name: str) -> ComparedModel:
     folder = Path(name)
     has_own = (folder / "tokenizer_config.json").is_file()
     tokenizer = load_hf_tokenizer(folder) if has_own else base.tokenizer
-    identity = f"{identity_of(folder)}\n{base.identity}"
+    identity = f"{identity_of_files(folder)}\n{base.identity}"
     own = replace(base, name=name, source=name, checkpoint=False, identity=identity)
     return replace(own, tokenizer=tokenizer, tokenizer_id=_tokenizer_id(tokenizer))
 
 
 def check_tokenizer(model: ComparedModel, dataset: TokenDataset) -> None:
-    """Check that a token dataset that says what its tokenizer is has the ids of the model's tokenizer.
-
-    Raises:
-        InputError: an id means another token, or a text gets other ids.
-    """
+    """Raise an InputError if a token dataset says that its tokenizer has other ids than the model's."""
     ours = dataset.folder / "tokenizer" / "tokenizer.json"
     backend = getattr(model.tokenizer, "backend_tokenizer", None)
     if dataset.manifest is None or not ours.is_file() or backend is None:
@@ -146,7 +136,7 @@ def check_tokenizer(model: ComparedModel, dataset: TokenDataset) -> None:
         )
 
 
-def identity_of(folder: Path) -> str:
+def identity_of_files(folder: Path) -> str:
     """Return the checksums of a checkpoint, or the names, sizes and times of all files of another folder."""
     checksums = folder / "checksums.json"
     if checksums.is_file():
@@ -156,13 +146,8 @@ def identity_of(folder: Path) -> str:
     return "\n".join([os.path.realpath(folder), *listed])
 
 
-def full_digest(text: str) -> str:
-    """Return the SHA-256 of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _tokenizer_id(tokenizer: Any) -> str:
-    """Return the SHA-256 of all that decides the ids of a text, and of the tokens around it."""
+    """Return a hash of all that decides the ids of a text, and of the tokens around it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         deciding = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
@@ -226,25 +211,16 @@ class LossCache:
 
     def _file(self, model: ComparedModel, part: ScoredPart) -> Path:
         key = f"{model.identity}\n{part.content}\n{self._device}"
-        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npy"
-
-
-def device_kind() -> str:
-    """Return the kind of device that models are evaluated on, which decides the precision."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+        return self._folder / f"{full_digest(key)[:32]}.npy"
 
 
 def score_texts(
     model: ComparedModel, texts: Sequence[EncodedText], cache: LossCache, batch_tokens: int, show: ShowScored
 ) -> list[np.ndarray]:
-    """Return the loss of each predicted token of some texts in nats, fp32 [N] for each.
+    """Return the loss of each predicted token of texts in nats, fp32 [N] for each; a RunError if one is not finite.
 
     The model is loaded when the first part comes that is not finished. ``show`` is called after each forward pass, of
     ``batch_tokens`` tokens.
-
-    Raises:
-        InputError: the model's weights are damaged.
-        RunError: a loss is not finite.
     """
     loaded, of_texts = None, []
     for text in texts:
@@ -254,7 +230,10 @@ def score_texts(
             if losses is None:
                 loaded = loaded or load_to_score(model)
                 losses = score_part(loaded, text, part, batch_tokens, partial(show, model.name))
-                _check_finite(model, text, part, losses)
+                if not (is_finite := np.isfinite(losses)).all():
+                    place = text.place(int(text.owners[part.tokens.start + int(np.argmin(is_finite))]))
+                    fault = f"the loss of a token of {place} is not finite; its weights are damaged or overflow"
+                    raise RunError(f"--models {model.name}: {fault}")
                 cache.write(model, part, losses)
             of_parts.append(losses)
         of_texts.append(np.concatenate(of_parts))
@@ -294,12 +273,3 @@ def score_part(
         losses[batch.places - part.tokens.start] = of_tokens.float().cpu().numpy()
         advance(len(batch.places))
     return losses
-
-
-def _check_finite(model: ComparedModel, text: EncodedText, part: ScoredPart, losses: np.ndarray) -> None:
-    is_finite = np.isfinite(losses)
-    if not is_finite.all():
-        place = text.place(int(text.owners[part.tokens.start + int(np.argmin(is_finite))]))
-        raise RunError(
-            f"--models {model.name}: the loss of a token of {place} is not finite; its weights are damaged or overflow"
-        )

@@ -68,11 +68,7 @@ class ModelScores:
 
 
 def read_scores(path: Path, unscored: ModelScores) -> ModelScores:
-    """Return the scores of a model so far, from its file, which need not exist; with other weights they do not count.
-
-    Raises:
-        InputError: the file is damaged.
-    """
+    """Return the scores of a model so far; those of other weights do not count, and ``path`` need not exist."""
     if not path.exists():
         return unscored
     found = read_score_file(path)
@@ -80,7 +76,6 @@ def read_scores(path: Path, unscored: ModelScores) -> ModelScores:
 
 
 def read_score_file(path: Path) -> ModelScores:
-    """Return the content of a file of scores; raise an InputError if it is damaged."""
     return read_json(path, ModelScores, "remove it to evaluate the model again")
 
 
@@ -106,7 +101,6 @@ class Column:
 
     @property
     def title(self) -> str:
-        """The words above the column."""
         return f"{self.language} {self.quantity}"
 
 

@@ -51,11 +51,7 @@ class LanguageTask:
 
 
 def read_tasks(path: str) -> list[LanguageTask]:
-    """Return the tasks of a file, in its order.
-
-    Raises:
-        InputError: it cannot be read, or a value in it is not one; every fault at once.
-    """
+    """Return the tasks of a file, in its order; an InputError has every fault at once."""
     try:
         content = yaml_core.load(yaml_core.read_text(path))
     except yaml_core.YamlFault as fault:

@@ -24,6 +24,8 @@ from fabric_train.tokenization.documents import utf8_length
 from fabric_train.tokenization.manifest import FILE_NAME
 from fabric_train.tokenization.reading.sources import open_sources, split_names
 
+NUM_DIGITS = 16
+"""Hexadecimal digits that tell weights and texts from others in ``documents.jsonl``."""
 _PART_TOKENS = 1 << 18
 _ROWS_AT_ONCE = 64
 _TEXTS_AT_ONCE = 256
@@ -50,11 +52,7 @@ EvaluatedText = DocumentTexts | HeldOutRows
 
 
 def open_texts(given: Sequence[str], text_column: str, downloads: Path) -> list[EvaluatedText]:
-    """Read the documents that ``--texts`` names as NAME=PLACE or PLACE; files at a URL come into ``downloads``.
-
-    Raises:
-        InputError: a place cannot be read, or has no text.
-    """
+    """Read the documents that ``--texts`` names as NAME=PLACE or PLACE; files at a URL come into ``downloads``."""
     opened: list[EvaluatedText] = []
     faults: list[str] = []
     for value, (name, place) in zip(given, split_names(given, "--texts"), strict=True):
@@ -71,11 +69,7 @@ def open_texts(given: Sequence[str], text_column: str, downloads: Path) -> list[
 
 
 def open_validation_of(checkpoint: Path) -> list[EvaluatedText]:
-    """Open the validation split of what a checkpoint's run was trained on, to be read as the run itself does.
-
-    Raises:
-        InputError: the run had none, or it is not there any more.
-    """
+    """Open the validation split of what a checkpoint's run was trained on, to be read as the run itself does."""
     saved = read_trainer_json(checkpoint)
     if saved.stream is not None:
         raise InputError(f"{checkpoint}: its run read a stream, which has no validation split; give --texts")
@@ -135,7 +129,7 @@ class EncodedText(abc.ABC):
     """The documents of a text as the tokens of one tokenizer: D documents, N predicted tokens."""
 
     name: str  # for messages
-    identity: str  # the same for the same documents and windows, whatever the tokenizer
+    identity: str  # see ``identity_of``
     target_ids: np.ndarray  # int32 [N], the predicted tokens
     owners: np.ndarray  # int64 [N], the documents that they belong to
     source_names: tuple[str, ...]
@@ -193,7 +187,7 @@ class WindowedText(EncodedText):
     def __init__(self, documents: DocumentTexts, tokenizer: Any, max_length: int, overlap: int) -> None:
         self._documents, self._max_length, self._overlap = documents, max_length, overlap
         prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        self.name, self.identity = documents.name, identity_of_texts(documents, max_length, overlap)
+        self.name, self.identity = documents.name, identity_of(documents, max_length, overlap)
         ids = list(_encode(documents.texts, tokenizer, prefix))
         self._starts = np.cumsum([0, *map(len, ids)])
         self._prefix = np.array([prefix], dtype=np.int32)
@@ -254,7 +248,7 @@ class PackedText(EncodedText):
 
     def __init__(self, text: HeldOutRows) -> None:
         assert text.dataset.validation is not None
-        self.name, self.identity = text.dataset.name, identity_of_rows(text)
+        self.name, self.identity = text.dataset.name, identity_of(text)
         self._dataset, self._rows = text.dataset, text.dataset.validation
         ids, of_rows, documents, sources, num_targets, num_bytes = [], [0], [], [], [], []
         self.highest_id = 0
@@ -309,16 +303,24 @@ class PackedText(EncodedText):
             yield PredictedBatch(batch.input_ids, batch.documents, find_targets(batch.labels), places)
 
 
-def identity_of_texts(documents: DocumentTexts, max_length: int, overlap: int) -> str:
-    """Return what tells documents, and the windows that they are read in, from others."""
-    texts = (text.encode("utf-8", "surrogatepass") for text in documents.texts)
-    digests = (hashlib.sha256(text).digest() for text in texts)
-    return _digest(f"{max_length} {overlap}".encode(), *digests)
+def identity_of(text: EvaluatedText, max_length: int = 0, overlap: int = 0) -> str:
+    """Return what tells a text, the windows of documents and the kind of device from others, whatever the tokenizer."""
+    if isinstance(text, HeldOutRows):
+        own = _digest(f"{text.dataset.fingerprint} {text.dataset.isolates}".encode())
+    else:
+        digests = (hashlib.sha256(one.encode("utf-8", "surrogatepass")).digest() for one in text.texts)
+        own = _digest(f"{max_length} {overlap}".encode(), *digests)
+    return full_digest(f"{own} {device_kind()}")[:NUM_DIGITS]
 
 
-def identity_of_rows(text: HeldOutRows) -> str:
-    """Return what tells the validation split of a token dataset, as it is read, from others."""
-    return _digest(f"{text.dataset.fingerprint} {text.dataset.isolates}".encode())
+def device_kind() -> str:
+    """Return the kind of device that models are evaluated on, which decides the precision."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def full_digest(text: str) -> str:
+    """Return the SHA-256 of a text."""
+    return _digest(text.encode())
 
 
 def _encode(texts: Sequence[str], tokenizer: Any, prefix: int) -> Iterator[np.ndarray]:

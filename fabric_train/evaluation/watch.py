@@ -18,20 +18,13 @@ from fabric_train.checkpoint import read_trainer_json, saved_checkpoints
 from fabric_train.cli.errors import InputError, RunError, missing_folder
 from fabric_train.cli.output import open_console
 from fabric_train.evaluation import scores
-from fabric_train.evaluation.compare_models import check_output, print_evaluated, unscored_texts
+from fabric_train.evaluation.compare_models import check_output, print_evaluated
 from fabric_train.evaluation.lm_eval_worker import RequestedTask, WorkerRequest, start_worker
 from fabric_train.evaluation.loss_table import DOCUMENTS, Evaluated, check_same_documents, read_evaluated
-from fabric_train.evaluation.models import (
-    FOLDER,
-    NUM_DIGITS,
-    check_all_evaluated,
-    find_models,
-    full_digest,
-    identity_of,
-)
+from fabric_train.evaluation.models import FOLDER, check_all_evaluated, find_models, identity_of_files
 from fabric_train.evaluation.scores import ModelScores, ScoreTable
 from fabric_train.evaluation.tasks_file import LanguageTask, TaskSettings, read_tasks
-from fabric_train.evaluation.texts import DocumentTexts, open_texts
+from fabric_train.evaluation.texts import NUM_DIGITS, DocumentTexts, full_digest, identity_of, open_texts
 from fabric_train.files.atomic_folder import hold_lock, wait_for_lock
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.training.evaluation import parse_early_stopping
@@ -56,17 +49,14 @@ class WatchedModel:
 
     @property
     def weights(self) -> str:
-        """What ``DocumentLoss.weights`` is for it."""
         return self.identity[:NUM_DIGITS]
 
     @property
     def unscored(self) -> ModelScores:
-        """Its scores before any evaluation."""
         return ModelScores(self.name, self.step, self.identity, [])
 
     @property
     def file_name(self) -> str:
-        """The name of its file of scores."""
         if self.step is not None:
             return f"{self.name}.json"
         plain = re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-")[-60:]
@@ -86,16 +76,15 @@ class WatchedTexts:
         assert arguments.texts is not None
         check_output(output)
         texts = open_texts(arguments.texts, arguments.text_column, output / FOLDER / "downloads")
+        identities = [identity_of(text, arguments.max_length, arguments.overlap) for text in texts]
         documents: dict[str, list[str]] = {}
-        for text in texts:
+        for text, own in zip(texts, identities, strict=True):
             if isinstance(text, DocumentTexts):  # of rows, the worker knows the documents
-                (own,) = unscored_texts([text], arguments.max_length, arguments.overlap)
                 documents.setdefault(text.name, []).extend([own] * len(text.texts))
         check_same_documents(read_evaluated(output), {}, documents, output)
         names = ("text_column", "max_length", "overlap", "batch_tokens", "seed")
         options = (word for name in names for word in (f"--{name}", str(getattr(arguments, name))))
-        identities = unscored_texts(texts, arguments.max_length, arguments.overlap)
-        return cls(identities, ("--texts", *arguments.texts, "--output_dir", str(output), *options))
+        return cls(frozenset(identities), ("--texts", *arguments.texts, "--output_dir", str(output), *options))
 
     def has_all(self, evaluated: Evaluated, model: WatchedModel, name: str) -> bool:
         """Return whether a model with these weights has been evaluated on each text, under a name."""
@@ -199,7 +188,7 @@ class Watch:
         yield from self.models
         for step, checkpoint in saved_checkpoints(self.run).items():
             with suppress(FileNotFoundError):
-                identity = full_digest(identity_of(checkpoint))
+                identity = full_digest(identity_of_files(checkpoint))
                 if checkpoint.is_dir():  # else the run has just removed it
                     yield WatchedModel(checkpoint.name, str(checkpoint), step, identity)
 
@@ -218,11 +207,8 @@ class Watch:
 def watch_run(arguments: "EvaluateArguments") -> None:
     """Evaluate the checkpoints of ``--watch`` and the models of ``--models`` until nothing is left to evaluate.
 
-    With ``--wait true``, further checkpoints are waited for until the run has ended.
-
-    Raises:
-        InputError: the run, a model or a task does not exist, or lm_eval is not installed; nothing has been written.
-        RunError: some checkpoint could not be evaluated.
+    With ``--wait true``, wait for further checkpoints until the run has ended. An InputError comes before anything is
+    written, a RunError at the end if a checkpoint could not be evaluated.
     """
     assert arguments.watch is not None
     run = Path(arguments.watch)

@@ -4,7 +4,7 @@ The uniform average of the last checkpoints of a run often has a lower loss than
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,19 +35,18 @@ class AveragePart:
 class AveragedTensors:
     """The average of the tensors of checkpoints in fp32, summed in fp64; each is computed on request.
 
-    Tensors that are no floating-point numbers are those of the last part.
-
-    Raises:
-        InputError: the parts have other tensors or other shapes, or a file cannot be read.
+    Tensors that are no floating-point numbers are those of the last part. An InputError if the parts have other tensors
+    or shapes.
     """
 
     def __init__(self, parts: Sequence[AveragePart]) -> None:
-        self._parts: list[tuple[StoredTensors, float]] = [
-            (open_weights(part.checkpoint), part.weight) for part in parts
-        ]
-        self._last = self._parts[-1][0]
-        for part, (tensors, _) in zip(parts, self._parts, strict=True):
-            if fault := _other_tensors(tensors, self._last):
+        self._parts: list[StoredTensors] = [open_weights(part.checkpoint) for part in parts]
+        self._weights, self._last = [part.weight for part in parts], self._parts[-1]
+        wanted = {name: list(self._last.shape(name)) for name in self._last}
+        for part, tensors in zip(parts, self._parts, strict=True):
+            found = {name: list(tensors.shape(name)) for name in tensors}
+            if name := next((name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)), None):
+                fault = f"{name} is {found.get(name, 'absent')}, not {wanted.get(name, 'absent')}"
                 raise _cannot_be_averaged(part.checkpoint, parts[-1].checkpoint, fault)
 
     def __iter__(self) -> Iterator[str]:
@@ -81,31 +80,24 @@ class AveragedTensors:
         """Return the block of ``shape`` that begins at ``offsets`` of the full tensor, on the CPU."""
         if not self._last.dtype(name).is_floating_point:
             return self._last.read_block(name, offsets, shape)
-        blocks = (tensors.read_block(name, offsets, shape) for tensors, _ in self._parts)
-        return self._average(blocks, [weight for _, weight in self._parts])
+        return self._average(tensors.read_block(name, offsets, shape).double() for tensors in self._parts)
 
-    def _average(self, blocks: Iterator[torch.Tensor], weights: list[float]) -> torch.Tensor:
-        total = next(blocks).double() * weights[0]
-        for block, weight in zip(blocks, weights[1:], strict=True):
-            total += block.double() * weight
-        return total.div_(sum(weights)).float()
+    def _average(self, blocks: Iterable[torch.Tensor]) -> torch.Tensor:
+        terms = (block * weight for block, weight in zip(blocks, self._weights, strict=True))
+        return functools.reduce(torch.Tensor.add_, terms).div_(sum(self._weights)).float()
 
 
 class PlainAverage(AveragedTensors):
     """The same average as one formula of numpy, which holds a block of every part: for verification."""
 
-    def _average(self, blocks: Iterator[torch.Tensor], weights: list[float]) -> torch.Tensor:
-        terms = [weight * np.asarray(block.double()) for block, weight in zip(blocks, weights, strict=True)]
+    def _average(self, blocks: Iterable[torch.Tensor]) -> torch.Tensor:
+        terms = [weight * np.asarray(block) for block, weight in zip(blocks, self._weights, strict=True)]
         with np.errstate(all="ignore"):  # an overflow ends as infinity, as in torch
-            return torch.from_numpy(np.asarray(functools.reduce(np.add, terms) / sum(weights), dtype=np.float32))
+            return torch.from_numpy(np.asarray(functools.reduce(np.add, terms) / sum(self._weights), dtype=np.float32))
 
 
 def check_one_model(checkpoints: Sequence[Path]) -> None:
-    """Check that checkpoints are of one model: configuration, tensors and the tokenizer's vocabulary.
-
-    Raises:
-        InputError: One of them differs from the last one, or is damaged.
-    """
+    """Raise an InputError if a configuration, the tensors or a tokenizer's vocabulary differ from the last one's."""
     last = checkpoints[-1]
     AveragedTensors([AveragePart(checkpoint) for checkpoint in checkpoints])
     configuration, vocabulary = _configuration(last), _vocabulary(last)
@@ -117,14 +109,6 @@ def check_one_model(checkpoints: Sequence[Path]) -> None:
             raise _cannot_be_averaged(checkpoint, last, fault)
         if _vocabulary(checkpoint) != vocabulary:
             raise _cannot_be_averaged(checkpoint, last, "its tokenizer has another vocabulary")
-
-
-def _other_tensors(tensors: StoredTensors, wanted: StoredTensors) -> str | None:
-    here, there = ({name: list(one.shape(name)) for name in one} for one in (tensors, wanted))
-    for name in sorted(here.keys() | there.keys()):
-        if here.get(name) != there.get(name):
-            return f"{name} is {here.get(name, 'absent')}, not {there.get(name, 'absent')}"
-    return None
 
 
 def _configuration(checkpoint: Path) -> dict[str, Any]:

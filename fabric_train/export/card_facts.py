@@ -113,17 +113,10 @@ class ModelRecord:
 
 
 def read_record(checkpoint: Path, parts: Sequence[AveragePart] = ()) -> ModelRecord:
-    """Return what a complete checkpoint says about its model.
-
-    Raises:
-        InputError: trainer.json or manifest.json is damaged.
-    """
+    """Return what a complete checkpoint says about its model."""
     saved, manifest = read_trainer_json(checkpoint), read_manifest(checkpoint)
     certificate = read_certificate(run_of(checkpoint), saved.state.step)
     return ModelRecord(checkpoint, saved, manifest, saved.base_model, certificate, PublicNames(manifest), tuple(parts))
-
-
-# ----------------------------------------------------------------------------------------------- sources and stages
 
 
 def stages_through(checkpoint: Path) -> tuple[TrainingStage, ...]:
@@ -151,19 +144,13 @@ def all_stages(record: ModelRecord) -> tuple[TrainingStage, ...]:
 def write_stages(record: ModelRecord, folder: Path) -> None:
     """Write the stages of training, from which a run that begins with the export takes them, and the source files.
 
-    Each source file of all stages is a line, as ``sha256sum`` writes it, with a name of the form SOURCE/FILE. Without
-    source files there is no such file.
+    Each source file is a line, as ``sha256sum`` writes it, with a name of the form SOURCE/FILE.
     """
     stages = all_stages(record)
     text = json.dumps([asdict(stage) for stage in stages], indent=2)
     (folder / STAGES).write_text(redact(text) + "\n", encoding="utf-8")
-    lines = dict.fromkeys(
-        "".join(part if part.isprintable() else "?" for part in line)
-        for stage in stages
-        for source in stage.sources
-        for line in source.files
-    )
-    if lines:
+    files = (line for stage in stages for source in stage.sources for line in source.files)
+    if lines := dict.fromkeys("".join(part if part.isprintable() else "?" for part in line) for line in files):
         (folder / HASHES).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
@@ -202,9 +189,9 @@ def seen_shares(record: ModelRecord) -> list[tuple[str, float]]:
 
 
 def _seen_of_sources(record: ModelRecord) -> dict[str, float]:
-    """Return the share of the tokens seen of each source of documents in a mixture, by its public name.
+    """Return the share of the tokens seen of each source of documents in a mixture by its public name, if it is known.
 
-    A token dataset gives tokens of its sources as it has them. Nothing is returned if the checkpoint does not say.
+    A token dataset gives tokens of its sources as it has them.
     """
     rows, tokens = record.saved.state.rows_of_sources, record.saved.content.get("mixture_tokens") or ()
     if not rows or len(rows) != len(tokens) or not all(map(bool, tokens)):
@@ -241,9 +228,9 @@ def stream_rows(record: ModelRecord) -> list[Row]:
     """Return name, share of a pass and revision of each place of a stream."""
     rows = []
     for place in record.stream_places():
-        name = _linked(place.name, [place.dataset] if place.dataset else [])
-        revision = place.dataset.revision if place.dataset else None
-        rows.append((name, f"{place.share:g}", code(revision[:SHOWN_DIGITS]) if revision else ""))
+        datasets = [place.dataset] if place.dataset else []
+        revision = ", ".join(code(one.revision[:SHOWN_DIGITS]) for one in datasets if one.revision)
+        rows.append((_linked(place.name, datasets), f"{place.share:g}", Markdown(revision)))
     return rows
 
 
@@ -255,26 +242,19 @@ def stream_files(record: ModelRecord) -> list[str]:
 
 def left_out_rows(manifest: Manifest, names: PublicNames) -> list[Row]:
     """Return what was read, kept and left out of each source; of all together if that is all one knows."""
-    ledger, rows = manifest.ledger, list[Row]()
-    by_source: dict[str, tuple[int, Counter[str]]] = {}
-    for source in manifest.sources:
-        kept, skipped = by_source.get(source.name, (0, Counter[str]()))
-        by_source[source.name] = kept + source.documents, skipped + Counter(source.documents_skipped or {})
-    if any(source.documents_skipped is None for source in manifest.sources):
-        by_source = {}
-    for name, (kept, skipped) in by_source.items():
-        rows.append(_left_out_row(code(names[name]), kept, skipped))
-    if len(rows) != 1:
-        rows.append(_left_out_row("all", ledger.documents_kept, Counter(ledger.documents_skipped)))
+    counted: dict[str, tuple[int, Counter[str]]] = {}
+    if all(source.documents_skipped is not None for source in manifest.sources):
+        for source in manifest.sources:
+            own = code(names[source.name])
+            kept, skipped = counted.get(own, (0, Counter[str]()))
+            counted[own] = kept + source.documents, skipped + Counter(source.documents_skipped)
+    if len(counted) != 1:
+        counted["all"] = manifest.ledger.documents_kept, Counter(manifest.ledger.documents_skipped)
+    rows: list[Row] = []
+    for name, (kept, skipped) in counted.items():
+        reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in skipped.most_common())
+        rows.append((name, kept + skipped.total(), kept, reasons))
     return rows
-
-
-def _left_out_row(name: str, kept: int, skipped: Counter[str]) -> Row:
-    reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in skipped.most_common())
-    return name, kept + skipped.total(), kept, reasons
-
-
-# ------------------------------------------------------------------------------------------------ mixture and cleaning
 
 
 def mixture_names(record: ModelRecord) -> list[str]:
@@ -364,9 +344,6 @@ def _checked_tasks(parts: Sequence[dict[str, Any]], contaminated: dict[str, int]
         rows.append((code(task), items, too_short, where, contaminated.get(task, 0)))
     became = " or ".join(word for action, word in _WHAT_BECAME.items() if action in actions)
     return [{**checks[0], "became": became, "tasks": rows}]
-
-
-# -------------------------------------------------------------------------------------------------- devices and hours
 
 
 def device_hours(sessions: Sequence[TrainingSession]) -> Markdown:

@@ -1,7 +1,7 @@
 """What the cards of models and of token datasets share: templates, escaped values, and names without private places.
 
-A template (``templates/*.md.j2``) has the text of a card. Each value that it inserts is escaped, so that a name from
-the data is no Markdown and no HTML, unless it is :class:`Markdown` already.
+Each value that a template (``templates/*.md.j2``) inserts is escaped, so that a name from the data is no Markdown and
+no HTML, unless it is :class:`Markdown` already.
 """
 
 import re
@@ -14,7 +14,7 @@ from urllib.parse import quote
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from fabric_train.cli.output import redact
-from fabric_train.tokenization.manifest import Manifest, SourceRecord
+from fabric_train.tokenization.manifest import Manifest
 
 SHOWN_DIGITS = 12
 """Hexadecimal digits of a hash or revision in a card."""
@@ -48,10 +48,7 @@ def number(value: float) -> str:
 
 
 def table(head: str, rows: Sequence[Sequence[Any]]) -> Markdown:
-    """Return a table; ``head`` has the names of its columns, separated by ``|``.
-
-    Numbers get commas, and None is empty.
-    """
+    """Return a table; ``head`` has the names of its columns, separated by ``|``. None is an empty cell."""
     lines = [f"| {head} |", f"|{'|'.join('---' for _ in head.split('|'))}|"]
     for row in rows:
         cells = (number(one) if isinstance(one, int) else "" if one is None else one for one in row)
@@ -128,16 +125,13 @@ def public_value(value: Any) -> str:
 
 
 class PublicNames:
-    """The public name of each source: its given name, its dataset on the hub, or the last part of its path.
-
-    Two sources never have the same.
-    """
+    """A public name for each source, no two the same: its given name, dataset on the hub, or last part of its path."""
 
     def __init__(self, manifest: Manifest | None) -> None:
-        """Name the sources of a manifest first."""
         self._names: dict[str, str] = {}
         for source in manifest.sources if manifest else ():
-            self._add(source.name, _public_name(source))
+            is_plain_hub = source.kind == "hub" and source.place in (None, source.name)
+            self._add(source.name, source.hub_name if is_plain_hub else last_part(source.name))
 
     def __getitem__(self, name: str) -> str:
         if name not in self._names:
@@ -148,9 +142,3 @@ class PublicNames:
         if name not in self._names:
             names = (f"{public} ({number})" if number > 1 else public for number in count(1))
             self._names[name] = next(one for one in names if one not in self._names.values())
-
-
-def _public_name(source: SourceRecord) -> str:
-    if source.kind == "hub" and source.place in (None, source.name):
-        return source.hub_name
-    return last_part(source.name)

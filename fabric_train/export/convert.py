@@ -45,11 +45,8 @@ def convert(
 ) -> VerificationReport:
     """Export ``source`` as the Hugging Face folder ``target``, which exists only if a fresh process verified it.
 
-    ``max_shard_size`` is that of the largest safetensors file, such as 5GB.
-
-    Raises:
-        InputError: the checkpoint is damaged, or ``target`` is taken.
-        VerificationError: the export does not match the checkpoint; ``target`` is not created.
+    ``max_shard_size`` is that of the largest safetensors file, such as 5GB. A VerificationError says that the export
+    does not match the checkpoint.
     """
     checkpoint = source.checkpoint
     for complete in (checkpoint, *(part.checkpoint for part in source.parts)):
@@ -73,7 +70,12 @@ def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_sha
         kind = shape.config.model_type
         print(f"note: {kind}: weights keep transformers' own names; other software may not know them", file=sys.stderr)
     write_weights(tensors, folder, dtype, max_shard_size, f"writing {checkpoint.name}")
-    _write_configurations(checkpoint, folder, dtype)
+    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    config.dtype = dtype
+    config.use_cache = True  # training turns it off; generation without it is quadratic
+    config.architectures = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(folder)
+    write_generation_config(folder, checkpoint_generation_config(checkpoint, config))
     if (checkpoint / "tokenizer").is_dir():
         # copied, not loaded and saved: so the chat template and all settings keep their values
         copy_folder(checkpoint / "tokenizer", folder)
@@ -83,15 +85,6 @@ def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_sha
     write_card(source, folder, facts)
 
 
-def _write_configurations(checkpoint: Path, folder: Path, dtype: torch.dtype) -> None:
-    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
-    config.dtype = dtype
-    config.use_cache = True  # training turns it off; generation without it is quadratic
-    config.architectures = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    config.save_pretrained(folder)
-    write_generation_config(folder, checkpoint_generation_config(checkpoint, config))
-
-
 def plan_targets(
     paths: list[Path], output_dir: Path, dtype: torch.dtype, push: bool = False
 ) -> tuple[dict[Path, ExportSource], list[str]]:
@@ -99,9 +92,6 @@ def plan_targets(
 
     The folder is ``output_dir`` for one checkpoint, else one of its subfolders for each. A checkpoint that is in its
     subfolder already, verified, is left out with a note; with ``push`` it is returned, to be pushed.
-
-    Raises:
-        InputError: a folder is taken, a path has no checkpoint, or two checkpoints have the same name.
     """
     is_single = len(paths) == 1 and not means_all(paths[0])
     if is_single and not push:
@@ -147,11 +137,6 @@ def plan_average(
         output_dir: with ``push``, it may be a verified export of this average already.
         average: last:K for the K newest checkpoints of the run, without those of a signal or a loss, or all.
         decay: weight of each checkpoint, relative to the next.
-        dtype: of the exported weights.
-        push: whether the export is pushed.
-
-    Raises:
-        InputError: ``output_dir`` is taken, a path has no checkpoint, there are too few, or they are not of one model.
     """
     if not push:
         check_not_taken(output_dir)

@@ -35,7 +35,7 @@ from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.cli.output import redact
-from fabric_train.files.atomic_folder import check_not_taken, sync_and_rename
+from fabric_train.files.atomic_folder import check_not_taken, nearest_existing, sync_and_rename
 from fabric_train.files.regular_file import check_no_links_in, write_atomically
 from fabric_train.model.origin import HUB_SOURCE, HubSource
 from fabric_train.model.weight_files import check_weight_files, shard_names
@@ -82,9 +82,6 @@ def push(folder: Path, request: PushRequest, message: str, content: Path | None 
     What an earlier push of the same content has uploaded is not sent again: pieces of files with ``hf_xet``, whole
     files without it. ``huggingface_hub`` sends a request again that fails for a moment (a cut connection, 429, 5xx).
     ``content`` has the files to upload, if they are not those of ``folder``, which messages name.
-
-    Raises:
-        PushError: the hub cannot be reached or refuses the push.
     """
     api = HfApi()
     name, kind = request.repository, request.repo_type
@@ -177,14 +174,10 @@ def _shown_progress() -> Iterator[None]:
 
 
 def check_push(request: PushRequest) -> None:
-    """Ask the hub whether the token may push to ``request.repository``; nothing is created there.
+    """Raise an InputError if the hub says that the token may not push to ``request.repository``; create nothing there.
 
     So who lacks the right hears it before hours of tokenization or conversion. What the user should know about a
     repository that exists is printed as notes on standard error.
-
-    Raises:
-        InputError: the name is not valid, there is no token, the hub does not accept it or cannot be reached, or the
-            token lacks the right to write to the repository or to create it.
     """
     asked, api = f"--push_to_hub {request.repository}", HfApi()
     try:
@@ -301,10 +294,6 @@ def download(
 
     ``hub_source.json`` there says which repository and commit it is. Files that an interrupted download has left are
     not fetched again. ``pickles`` allows weights that are not safetensors.
-
-    Raises:
-        InputError: the name, the revision or the weights do not exist, the hub cannot be reached, or ``folder`` is
-            taken.
     """
     check_not_taken(folder)
     unfinished = folder.absolute().with_name(f".{folder.absolute().name}.unfinished")
@@ -318,8 +307,7 @@ def download(
         if not tokenizer_only:
             names += _weights(name, there, info.sha, unfinished, pickles)
         needed = sum(file.size or 0 for file in info.siblings or () if file.rfilename in names)
-        free = free_bytes(next(parent for parent in folder.absolute().parents if parent.exists()))
-        if free < needed:
+        if (free := free_bytes(nearest_existing(folder))) < needed:
             raise InputError(
                 f"{name} takes {show_size(needed)}, and {folder} has {show_size(free)} left; choose another disk"
             )

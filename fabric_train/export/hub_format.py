@@ -41,10 +41,10 @@ def published(model: PreTrainedModel, tensors: StoredTensors) -> StoredTensors:
 
 
 class PublishedTensors:
-    """Tensors by their published names; each is read on request, and joined ones whole: see :func:`published`."""
+    """Tensors by their published names, see :func:`published`; each is read on request, and joined ones whole."""
 
     def __init__(self, model: PreTrainedModel, tensors: StoredTensors) -> None:
-        self._model, self._tensors = model, tensors
+        self._tensors = tensors
         self._in_memory: dict[str, str] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._renamed: set[str] = set()
@@ -54,7 +54,9 @@ class PublishedTensors:
                 self._in_memory[published], self._shapes[published] = name, part.shape
                 if part is outline:
                     self._renamed.add(published)
-        self._convert = functools.lru_cache(maxsize=1)(self._convert_one)
+        self._convert = functools.lru_cache(maxsize=1)(
+            lambda name: revert_weight_conversion(model, {name: tensors.read(name)})
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._in_memory)
@@ -79,17 +81,13 @@ class PublishedTensors:
         if name in self._renamed:
             return self._tensors.read_block(self._in_memory[name], offsets, shape)
         block = tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))
-        return self._convert(self._in_memory[name])[name][block]
-
-    def _convert_one(self, name: str) -> dict[str, torch.Tensor]:
-        converted: dict[str, torch.Tensor] = revert_weight_conversion(self._model, {name: self._tensors.read(name)})
-        return converted
+        converted: dict[str, torch.Tensor] = self._convert(self._in_memory[name])
+        return converted[name][block]
 
 
 def add_former_names(folder: Path) -> None:
-    """Add the names of transformers 4 to ``config.json`` and ``tokenizer_config.json`` of an export.
+    """Add the names of transformers 4, which many a server and converter reads, to the configurations of an export.
 
-    For those who run the export with software that is still on transformers 4, such as many a server and converter.
     config.json stays as it is if transformers 5 would then read one of the settings differently.
     """
     file = folder / "config.json"
@@ -99,8 +97,16 @@ def add_former_names(folder: Path) -> None:
     found = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
     if any(found.get(name) != value for name, value in settings.items()):
         file.write_bytes(written)
-    if (folder / "tokenizer_config.json").is_file():
-        _add_to_tokenizer_config(folder / "tokenizer_config.json")
+    file = folder / "tokenizer_config.json"
+    if file.is_file():
+        config = read_json(file, dict, _ADVICE)
+        if config.get("tokenizer_class") == "TokenizersBackend":
+            config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(config.get("extra_special_tokens"), list):
+            config["additional_special_tokens"] = config.pop("extra_special_tokens")
+        if config.get("chat_template", "") is None:
+            del config["chat_template"]  # llama.cpp's converter would take it, and not chat_template.jinja
+        _write_json(file, config)
 
 
 def former_names(config: dict[str, Any]) -> dict[str, Any]:
@@ -118,17 +124,6 @@ def former_names(config: dict[str, Any]) -> dict[str, Any]:
     return former
 
 
-def _add_to_tokenizer_config(file: Path) -> None:
-    config = read_json(file, dict, _ADVICE)
-    if config.get("tokenizer_class") == "TokenizersBackend":
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(config.get("extra_special_tokens"), list):
-        config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    if config.get("chat_template", "") is None:
-        del config["chat_template"]  # llama.cpp's converter would take it, and not chat_template.jinja
-    _write_json(file, config)
-
-
 def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -136,12 +131,7 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 def write_weights(tensors: StoredTensors, folder: Path, dtype: torch.dtype, max_shard_size: str, title: str) -> None:
     """Write ``model.safetensors``, or shards with an index. One block of rows of one tensor is in memory at a time.
 
-    Args:
-        tensors: by the names in the file.
-        folder: exists already.
-        dtype: of the written weights.
-        max_shard_size: largest file, such as 5GB; a larger tensor gets a file of its own.
-        title: of the progress bar.
+    A tensor that is larger than ``max_shard_size``, such as 5GB, gets a file of its own.
     """
     outline = {name: torch.empty(tensors.shape(name), dtype=dtype, device="meta") for name in tensors}
     plan = split_torch_state_dict_into_shards(outline, max_shard_size=max_shard_size)

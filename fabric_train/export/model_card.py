@@ -85,26 +85,15 @@ def write_model_card(checkpoint: Path, folder: Path, facts: CardFacts, parts: Se
 
     The export ``folder`` has the licence's files, and the picture of the losses if the card shall show it. ``parts``
     are the checkpoints whose average is exported; none if it is the checkpoint itself.
-
-    Raises:
-        InputError: trainer.json or manifest.json of the checkpoint is damaged.
     """
-    record = _with_base_model(read_record(checkpoint, parts), facts.base_model)
+    record = read_record(checkpoint, parts)
+    if name := facts.base_model:  # the revision stays if the name is the same
+        origin = record.origin or ModelOrigin(name)
+        revision = origin.revision if origin.repository == name else None
+        record = replace(record, origin=replace(origin, name=name, repository=name, revision=revision))
     card_facts.write_stages(record, folder)
     text = redact(card_text(record, facts, folder))
     ModelCard(f"---\n{card_metadata(record, facts, folder).to_yaml()}\n---\n\n{text}\n").save(folder / "README.md")
-
-
-def _with_base_model(record: ModelRecord, name: str | None) -> ModelRecord:
-    """Return the record with another base model, OWNER/NAME on the hub; its revision stays if the name is the same."""
-    if name is None:
-        return record
-    origin = record.origin
-    revision = origin.revision if origin and origin.repository == name else None
-    return replace(record, origin=replace(origin or ModelOrigin(name), name=name, repository=name, revision=revision))
-
-
-# ------------------------------------------------------------------------------------------------------------ metadata
 
 
 def card_metadata(record: ModelRecord, facts: CardFacts, folder: Path) -> ModelCardData:
@@ -164,20 +153,20 @@ def _eval_results(record: ModelRecord) -> list[EvalResult]:
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------- text
-
-
 def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
     """Return the card without its metadata; ``folder`` is the export."""
     saved, state, stages = record.saved, record.saved.state, card_facts.all_stages(record)
     sessions = [session for stage in stages for session in stage.sessions]
     config = AutoConfig.from_pretrained(record.checkpoint, trust_remote_code=False)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     has_chats, row_length = None, None  # not known, if a token dataset had no manifest
     if saved.stream:
         has_chats, row_length = saved.stream.chat_template is not None, saved.stream.max_length
     if record.manifest:
         has_chats = record.manifest.tokenizer.chat_template_sha256 is not None
         row_length = record.manifest.settings.max_length
+    lengths = [f"{positions:,} tokens"] if positions else []
+    lengths += [f"trained on rows of {row_length:,} tokens"] if row_length else []
     return render(
         "model_card.md.j2",
         name=facts.name,
@@ -185,14 +174,14 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
         state=state,
         steps=f"{state.step:,} optimizer step{'s' * (state.step != 1)}",
         origin=record.origin,
-        origin_link=_origin_link(record.origin) if record.origin else None,
+        origin_link=record.origin and _origin_link(record.origin),
         origin_is_known="base_model" in saved.content,
         model_type=config.model_type,
         trained_on=_trained_on(record),
         license=facts.license,
         legal_files=Markdown(", ".join(link(file.name, file.name) for file in legal_files(folder) if record.origin)),
         languages=facts.languages,
-        context_length=_context_length(config, row_length),
+        context_length=lengths,
         compute=card_facts.device_hours(sessions) if sessions else None,
         has_chats=has_chats,
         has_chat_template=_has_chat_template(record.checkpoint / "tokenizer"),
@@ -231,13 +220,6 @@ def _trained_on(record: ModelRecord) -> list[Markdown]:
     shares = [(name, share) for name, share in card_facts.seen_shares(record) if share]
     names = [Markdown(code(name) + (f" ({share:.1%})" if len(shares) > 1 else "")) for name, share in shares]
     return names or [code(place.name) for place in record.stream_places()]
-
-
-def _context_length(config: Any, row_length: int | None) -> list[str]:
-    """Return the largest number of positions, and the length of the rows in training."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    longest = [f"{positions:,} tokens"] if positions else []
-    return [*longest, f"trained on rows of {row_length:,} tokens"] if row_length else longest
 
 
 def _has_chat_template(tokenizer: Path) -> bool:
@@ -300,15 +282,12 @@ def _results(record: ModelRecord) -> dict[str, Any]:
             cells = [f"{there}\u00a0→\u00a0{here}".strip("\u00a0→") if has_before else here for there, here in pairs]
             change = [_change(before, after)] if has_before else []
             rows.append((record.part_name(name), after.num_tokens, *cells, *change))
+    runs = [code(last_part(str(run_of(part.checkpoint)))) for part in record.parts]
     return {
         "parts": record.parts,
         "part_rows": [
-            (
-                code(last_part(str(run_of(part.checkpoint)))),
-                read_trainer_json(part.checkpoint).state.step,
-                f"{part.weight / total:.2%}",
-            )
-            for part in record.parts
+            (run, read_trainer_json(part.checkpoint).state.step, f"{part.weight / total:.2%}")
+            for run, part in zip(runs, record.parts, strict=True)
         ],
         "now": now,
         "first": first,
@@ -330,9 +309,6 @@ def _change(before: TokenLoss | None, after: TokenLoss) -> str:
     return f"{after.loss / before.loss - 1:+.1%}".replace("-", "−")  # that of the bits per byte, too
 
 
-# ------------------------------------------------------------------------------------------------------------- picture
-
-
 def draw_card_picture(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
     """Draw the losses of the checkpoint's run into ``folder``, with those of the runs that it branched off.
 
@@ -348,7 +324,12 @@ def draw_card_picture(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
         rows += [row for row in _read(Path(branch.run), branch.step) if row.step > after]
     branched_after = [branch.step for branch in record.saved.lineage]
     rows += [row for row in own if row.step > (branched_after[-1] if branched_after else -1)]
-    rows = [_with_public_names(row, record) for row in rows]
+    for number, row in enumerate(rows):
+        by_source = {}
+        for column, value in row.by_source.items():
+            figure, _, name = column.partition("/")
+            by_source[f"{figure}/{record.names[name]}"] = value
+        rows[number] = replace(row, by_source=by_source)
     draw_loss_curves(rows, folder / PICTURE, Path(facts.name).name, branched_after)
 
 
@@ -357,11 +338,3 @@ def _read(run: Path, last_step: int) -> list[Metrics]:
         return read_metrics(run / "metrics.csv", last_step)
     except InputError:
         return []
-
-
-def _with_public_names(row: Metrics, record: ModelRecord) -> Metrics:
-    by_source = {}
-    for column, value in row.by_source.items():
-        figure, _, name = column.partition("/")
-        by_source[f"{figure}/{record.names[name]}"] = value
-    return replace(row, by_source=by_source)

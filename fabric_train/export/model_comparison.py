@@ -31,14 +31,20 @@ from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import (
     GENERATION_CONFIG,
     ModelShape,
-    build_model,
     check_readable,
     checkpoint_generation_config,
     quiet_transformers,
     read_generation_config,
     read_shape,
 )
-from fabric_train.model.load_weights import MetaModel, build_on_meta, open_in_parts, open_tensors, read_buffers
+from fabric_train.model.load_weights import (
+    MetaModel,
+    build_model,
+    build_on_meta,
+    open_in_parts,
+    open_tensors,
+    read_buffers,
+)
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights, open_weights
 
 _VOCABULARY_BLOCK = 8192  # rows of the output layer
@@ -69,15 +75,12 @@ class _Sides:
 
 @dataclass(frozen=True)
 class _Outputs:
-    """The comparison of what two models compute.
-
-    ``wrongly_loaded`` are weights that transformers misses, does not know, or loads with other values than the files.
-    """
+    """The comparison of what two models compute."""
 
     method: Method
     layers: list[OutputReport]
     logits: OutputReport | None
-    wrongly_loaded: list[str]
+    wrongly_loaded: list[str]  # weights that transformers misses, does not know, or loads with other values
 
 
 _NOT_RUN = _Outputs("tensors only", [], None, [])
@@ -113,8 +116,7 @@ def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _Sides:
 
 def _compare(sides: _Sides) -> VerificationReport:
     checkpoint = sides.source.checkpoint
-    settings = _compare_configurations(sides.folder, sides.exported_shape, checkpoint, sides.shape, sides.dtype)
-    settings += _compare_index(sides.folder, sides.files)
+    settings = [*_compare_configurations(sides), *_compare_index(sides.folder, sides.files)]
     of_tokenizer = _compare_tokenizers(sides.folder, checkpoint / "tokenizer")
     tensors = _compare_tensors(sides)
     fits = not (settings or tensors.missing or tensors.unexpected or tensors.max_difference == math.inf)
@@ -250,32 +252,28 @@ def _fixed_input(folder: Path, shape: ModelShape) -> torch.Tensor:
     return ids[:, : shape.max_positions]
 
 
-def _compare_configurations(
-    folder: Path, exported: ModelShape, checkpoint: Path, stored: ModelShape, dtype: torch.dtype
-) -> list[str]:
+def _compare_configurations(sides: _Sides) -> list[str]:
     """Return the settings of config.json and generation_config.json that are not those of the checkpoint.
 
     An export has its own dtype and architecture, it always uses the cache, and it has names for transformers 4 too.
     """
-    expected, found = stored.config.to_dict(), exported.config.to_dict()
+    folder, exported, stored = sides.folder, sides.exported_shape.config, sides.shape.config
+    expected, found = stored.to_dict(), exported.to_dict()
     for name, value in former_names(found).items():
         if name not in expected and found.get(name) == value:
             del found[name]
     differences = [f"{name} in config.json" for name in _different(expected, found)]
-    if exported.config.dtype != dtype:
+    if exported.dtype != sides.dtype:
         differences.append("dtype in config.json")
     if not (folder / GENERATION_CONFIG).is_file():
         return [*differences, GENERATION_CONFIG]
-    generation = checkpoint_generation_config(checkpoint, stored.config).to_dict()
-    of_export = read_generation_config(str(folder), exported.config).to_dict()
+    generation = checkpoint_generation_config(sides.source.checkpoint, stored).to_dict()
+    of_export = read_generation_config(str(folder), exported).to_dict()
     return [*differences, *(f"{name} in {GENERATION_CONFIG}" for name in _different(generation, of_export))]
 
 
 def _compare_tokenizers(folder: Path, original: Path) -> list[str] | None:
-    """Return what differs between two tokenizers, as transformers reads them and in the bytes of their files.
-
-    None if the checkpoint has none.
-    """
+    """Return what differs between two tokenizers, as transformers reads them and in bytes; None without an original."""
     if not original.is_dir():
         return None
     expected, found = _traits(original), _traits(folder)

@@ -21,7 +21,7 @@ from fabric_train.export.card_text import (
     render,
 )
 from fabric_train.tokenization.cleaning.dropped import CONTAMINATION_FILE, DROPPED_FILE
-from fabric_train.tokenization.manifest import FILE_NAME, Manifest, Settings, SourceRecord, write_manifest
+from fabric_train.tokenization.manifest import FILE_NAME, Manifest, SourceRecord, write_manifest
 
 _PRIVATE = (DROPPED_FILE, CONTAMINATION_FILE)  # texts that were left out, and places
 
@@ -89,7 +89,8 @@ def public_manifest(manifest: Manifest) -> Manifest:
 
     Files keep their paths within their source. ``manifest`` is not of a merge, which no program pushes.
     """
-    names = PublicNames(manifest)
+    names, settings = PublicNames(manifest), manifest.settings
+    held_out, template, lines = settings.validation_dataset, settings.chat_template, settings.boilerplate
     splits = {
         name: replace(split, sources={names[source]: sums for source, sums in split.sources.items()})
         for name, split in manifest.ledger.splits.items()
@@ -99,7 +100,12 @@ def public_manifest(manifest: Manifest) -> Manifest:
         ledger=replace(manifest.ledger, splits=splits),
         sources=tuple(_public_source(source, names) for source in manifest.sources),
         tokenizer=replace(manifest.tokenizer, name=public_value(manifest.tokenizer.name)),
-        settings=_public_settings(manifest.settings),
+        settings=replace(
+            settings,
+            validation_dataset=held_out and [public_value(name) for name in held_out],
+            chat_template=template and last_part(template),
+            boilerplate=last_part(lines) if isinstance(lines, str) else lines,
+        ),
     )
 
 
@@ -111,13 +117,3 @@ def _public_source(source: SourceRecord, names: PublicNames) -> SourceRecord:
     )
     public = place if source.kind == "hub" else last_part(place)
     return replace(source, name=names[source.name], place=public, folder=None, files=files)
-
-
-def _public_settings(settings: Settings) -> Settings:
-    held_out, template, lines = settings.validation_dataset, settings.chat_template, settings.boilerplate
-    return replace(
-        settings,
-        validation_dataset=held_out and [public_value(name) for name in held_out],
-        chat_template=template and last_part(template),
-        boilerplate=last_part(lines) if isinstance(lines, str) else lines,
-    )

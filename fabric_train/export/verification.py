@@ -66,11 +66,7 @@ class VerificationError(RuntimeError):
 
 
 def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
-    """Compare the export ``folder`` with ``source`` in a new Python process, which also writes its report there.
-
-    Raises:
-        VerificationError: they do not match, or the process ended without a report.
-    """
+    """Compare the export ``folder`` with ``source`` in a new Python process, which also writes its report there."""
     report_file, checkpoint = folder / REPORT_NAME, source.checkpoint
     command = [sys.executable, "-m", __name__, str(folder), str(checkpoint), str(dtype).removeprefix("torch.")]
     parts = [f"{part.checkpoint}={part.weight!r}" for part in source.parts]

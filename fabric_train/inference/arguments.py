@@ -64,18 +64,6 @@ class GenerateArguments:
 
     def faults(self) -> list[str]:
         """Return contradictions, a --top_p that leaves no token, and a --temperature at which numbers overflow."""
-        faults = self._faults_of_prompts()
-        if self.top_p == 0:
-            faults.append("--top_p 0 leaves no token to choose from: give a number above 0")
-        if 0 < self.temperature < 0.001:
-            faults.append(f"--temperature {self.temperature:g} is too low: give 0 for the most likely tokens")
-        if "" in self.stop:
-            faults.append("--stop has an empty text, at which every text ends: leave it out")
-        if self.device_memory is not None and not parse_size(self.device_memory):
-            faults.append(f"--device_memory: expected a size such as 20GB, got {self.device_memory!r}")
-        return faults
-
-    def _faults_of_prompts(self) -> list[str]:
         faults = []
         if self.prompt is None and self.prompts is None and not self.chat:
             faults.append("--prompt is required, or --prompts FILE, or --chat true")
@@ -85,4 +73,12 @@ class GenerateArguments:
             faults.append("--prompts and --output need each other: the file to read and the file to write")
         if self.system is not None and not self.chat:
             faults.append("--system is of a chat: give --chat true, too")
+        if self.top_p == 0:
+            faults.append("--top_p 0 leaves no token to choose from: give a number above 0")
+        if 0 < self.temperature < 0.001:
+            faults.append(f"--temperature {self.temperature:g} is too low: give 0 for the most likely tokens")
+        if "" in self.stop:
+            faults.append("--stop has an empty text, at which every text ends: leave it out")
+        if self.device_memory is not None and not parse_size(self.device_memory):
+            faults.append(f"--device_memory: expected a size such as 20GB, got {self.device_memory!r}")
         return faults

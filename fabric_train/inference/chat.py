@@ -33,8 +33,7 @@ class Conversation:
     def answer(self, text: str) -> GeneratedText:
         """Print the answer to a user's turn as it is generated; Ctrl-C stops it. Both turns become history.
 
-        Raises:
-            InputError: the conversation is too long for the model, or its template refuses it. The turn is dropped.
+        An InputError if the conversation is too long for the model, or its template refuses it; the turn is dropped.
         """
         turn = chat_turn(text, None if self._history else self._settings.system).messages
         messages = [*self._history, *turn]
@@ -59,8 +58,7 @@ class Conversation:
 def chat_in_terminal(conversation: Conversation) -> None:
     """Answer the lines of standard input until its end or /exit. Only answers are written to standard output.
 
-    Raises:
-        InputError: standard input is closed; or it is no terminal and has a line that cannot be answered.
+    If it is no terminal, a line that cannot be answered ends the program.
     """
     if sys.stdin is None:
         raise InputError("--chat: standard input is closed, so there is no question; give one there or by --prompt")

@@ -19,11 +19,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # some bytes of a character; the next
 
 
 class TextPrinter(BaseStreamer):
-    """Print the text of a single prompt on standard output while ``generate`` runs, and a line break at its end.
-
-    The texts in ``stop``, at which generation ends, are not printed. On a terminal, ``cli.output`` makes control
-    characters visible.
-    """
+    """Print the text of a single prompt while ``generate`` runs, without the texts in ``stop``, and a line break."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), shows_prompt: bool = False) -> None:
         self._tokenizer, self._stop, self._shows_prompt = tokenizer, stop, shows_prompt

@@ -47,9 +47,6 @@ def add_adapter(model: Any, folder: Path, base: str) -> Any:
     """Return the model with the adapter in ``folder``; the model is changed.
 
     The adapter's matrices are not merged into the weights, whose dtype could round them away.
-
-    Raises:
-        InputError: peft is not installed, the adapter is damaged or pickled, or is of another model.
     """
     read_json(folder / _CONFIG, dict, _ADVICE)
     check_no_pipes(folder)
@@ -76,9 +73,6 @@ def load_onto_devices(opened: MetaModel, gpu_bytes: int | None = None) -> Any:
     A model that does not fit into one GPU is spread over all GPUs of this machine, layer by layer. What does not fit
     there stays in host memory, and is copied to a GPU each time it is used. accelerate moves the activations.
     ``gpu_bytes`` is the largest size of the weights on one GPU; by default 85 % of its free memory.
-
-    Raises:
-        InputError: the model needs several devices and accelerate is not installed, or it does not fit into all.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     free = (torch.cuda.mem_get_info(index)[0] for index in range(num_gpus))
@@ -96,11 +90,7 @@ def load_onto_devices(opened: MetaModel, gpu_bytes: int | None = None) -> Any:
 def spread(model: Any, room: Mapping[int, int]) -> dict[str, str]:
     """Return the device of each part of a model, by the part's name; layers stay whole.
 
-    ``room`` has the bytes of weights for each GPU by its index; host memory takes the rest. The model's weights may be
-    on the meta device.
-
-    Raises:
-        InputError: accelerate is not installed, or the model does not fit.
+    ``room`` has the bytes of weights for each GPU by its index; host memory takes the rest.
     """
     try:
         from accelerate import infer_auto_device_map
@@ -166,10 +156,6 @@ def load_for_inference(name: str, *, base_model: str | None = None, gpu_bytes: i
     A folder with an adapter of peft is put on its base model, which is ``base_model`` or the one that its configuration
     names. The weights are bfloat16 on a GPU; on CPU they keep the dtype in which they are stored.
     ``model.name_or_path`` is where they come from. ``gpu_bytes``: see ``load_onto_devices``.
-
-    Raises:
-        InputError: the model does not exist, its weights or its tokenizer are missing or damaged, or it does not fit
-            into the devices.
     """
     quiet_transformers()
     folder = Path(name)
@@ -181,7 +167,8 @@ def load_for_inference(name: str, *, base_model: str | None = None, gpu_bytes: i
     if base_model is not None:
         raise InputError(f"--base_model {base_model}: {name} is not a folder with an adapter; leave it out")
     on_gpu = torch.cuda.is_available()
-    if is_short_name(folder) or (folder.is_dir() and not _is_export(folder)):
+    is_export = (folder / "config.json").is_file() and not (folder / "trainer.json").is_file()
+    if is_short_name(folder) or (folder.is_dir() and not is_export):
         checkpoint = find_whole_checkpoint(folder)
         weights = open_weights(checkpoint)
         dtype = torch.bfloat16 if on_gpu else weights.dtype(next(iter(weights)))
@@ -194,7 +181,3 @@ def load_for_inference(name: str, *, base_model: str | None = None, gpu_bytes: i
     model = load_onto_devices(open_pretrained(shape, torch.bfloat16 if on_gpu else stored), gpu_bytes)
     model.generation_config = read_generation_config(name, shape.config)
     return model, load_hf_tokenizer(name)
-
-
-def _is_export(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and not (folder / "trainer.json").is_file()  # which a checkpoint has

@@ -48,16 +48,13 @@ def chat_turn(text: str, system: str | None) -> Chat:
 
 
 def read_prompts(file: Path, *, chat: bool = False, system: str | None = None) -> list[Prompt]:
-    """Read a file of prompts; empty lines are left out.
+    """Read a file of prompts; empty lines are left out. An InputError has every line that is not valid.
 
     Args:
         file: .txt with a prompt on each line; or .jsonl, where each line has a text ``prompt``, or ``messages`` (and
             ``tools``) of a chat that ends before the assistant's turn.
         chat: take a text for a user's turn.
         system: system turn of chats that have none.
-
-    Raises:
-        InputError: the file cannot be read, or has no prompts; or one line for each line of it that is not valid.
     """
     if file.suffix not in (".txt", ".jsonl"):
         raise InputError(f"{file}: unknown kind of file; {_ADVICE}")
@@ -115,9 +112,6 @@ class PromptEncoder:
     """Make the token ids of prompts, among which there may be chats if ``prompts_chats``.
 
     ``end_ids`` has the token that ends the assistant's turn, if chats are prompted and the template writes one.
-
-    Raises:
-        InputError: there are chats, and the tokenizer has no chat template or one that cannot be used.
     """
 
     def __init__(self, tokenizer: Any, name: str, prompts_chats: bool) -> None:
@@ -135,15 +129,11 @@ class PromptEncoder:
                 self.end_ids = (tokenizer.convert_tokens_to_ids(self._template.end_of_turn),)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the ids of a prompt: a text after one BOS, or a chat in the template's form.
-
-        Raises:
-            InputError: the template refuses the chat.
-        """
-        if isinstance(prompt.content, str):
-            return encode_text(self._tokenizer, prompt.content)
-        assert self._template is not None
+        """Return the ids of a prompt: a text after one BOS, or a chat in the template's form."""
         chat = prompt.content
+        if isinstance(chat, str):
+            return encode_text(self._tokenizer, chat)
+        assert self._template is not None
         try:
             text = self._template.render(chat.messages, chat.tools, generation_prompt=True)
         except BadRowError as error:
@@ -194,16 +184,10 @@ def encode_prompts(
     num_tokens: int,
     option: str = "--num_tokens",
 ) -> list[list[int]]:
-    """Return the ids of prompts.
-
-    Raises:
-        InputError: one line for each prompt that cannot be continued by ``num_tokens``, the value of ``option``.
-    """
+    """Return the ids of prompts; an InputError has each that cannot be continued by ``num_tokens`` of ``option``."""
     encoded = [encoder.encode(prompt) for prompt in prompts]
-    found = (
-        limits.find_fault(ids, prompt.place, num_tokens, option) for prompt, ids in zip(prompts, encoded, strict=True)
-    )
-    if faults := [fault for fault in found if fault]:
+    pairs = zip(prompts, encoded, strict=True)
+    if faults := [*filter(None, (limits.find_fault(ids, one.place, num_tokens, option) for one, ids in pairs))]:
         raise InputError(*faults)
     return encoded
 
@@ -214,9 +198,6 @@ class OutputFile:
     A line has ``line`` (of the prompt in its file), ``prompt`` or ``messages``, ``text``, ``num_tokens``, ``ended_by``,
     ``model`` and ``settings``, so that a program that continues the file can check that it is the same work. The file
     may have the first lines already; a last line that is cut off is removed when it is written to.
-
-    Raises:
-        InputError: a line is damaged, or is of another prompt or other settings.
     """
 
     def __init__(self, path: Path, prompts: Sequence[Prompt], settings: "GenerateArguments") -> None:

@@ -7,8 +7,7 @@ no backward pass. Recomputed activations count once: MFU measures how fast the m
 """
 
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,13 +49,11 @@ class ModelFlops:
     num_frozen: int = 0
     num_below: int = 0
 
-    def of(self, lengths: Iterable[int]) -> float:
+    def of(self, lengths: Sequence[int]) -> float:
         """Return the FLOPs of a forward and backward pass over documents with these numbers of tokens."""
-        counts = Counter(lengths)
-        per_token = 6.0 * self.num_used - 2.0 * (self.num_frozen + self.num_below)
-        total = per_token * sum(length * count for length, count in counts.items())
+        total = (6.0 * self.num_used - 2.0 * (self.num_frozen + self.num_below)) * sum(lengths)
         for part in self.attention:
-            seen = sum(length * min(length, part.window or length) * count for length, count in counts.items())
+            seen = sum(length * min(length, part.window or length) for length in lengths)
             total += (12.0 * part.num_layers - 8.0 * part.num_below) * part.width * seen
         return total
 

@@ -1,17 +1,15 @@
-"""The Hugging Face causal language model: read its configurations, build it, load its weights and its tokenizer."""
+"""The Hugging Face causal language model: its configurations, the shape that they give it, and its tokenizer."""
 
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils import logging as hub_logging
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -134,87 +132,6 @@ def check_readable(source: str) -> None:
         )
         if index:
             shard_names(Path(index))
-
-
-def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the pretrained model in ``dtype`` on the CPU. Rotary frequencies and other computed buffers stay fp32.
-
-    Raises:
-        InputError: Weights are missing or do not fit the configuration.
-    """
-    check_readable(shape.source)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            shape.source,
-            dtype=dtype,
-            attn_implementation=shape.config._attn_implementation,
-            trust_remote_code=False,
-            weights_only=True,  # of a pickle
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # check_loaded_weights reports them in one line
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
-        raise_reached_limit(error)
-        raise InputError(
-            f"--model_name {shape.source}: cannot load its weights: {first_line(error).rstrip('.')}; "
-            "fetch the model again, or give another"
-        ) from error
-    model, report = loaded
-    mismatched = [key if isinstance(key, str) else key[0] for key in report.get("mismatched_keys", ())]
-    check_loaded_weights(shape.source, [*report["missing_keys"], *mismatched])
-    head = model.get_output_embeddings()
-    if model.config.tie_word_embeddings and head is not None and head.weight is not model.get_input_embeddings().weight:
-        # stored with different values, so transformers does not tie them; a checkpoint's configuration must say so
-        model.config.tie_word_embeddings = False
-    return model
-
-
-def build_model(shape: ModelShape, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model of ``shape`` in ``dtype`` from full CPU tensors by name; tied duplicates may be absent.
-
-    Raises:
-        InputError: A weight is missing, unknown or of another shape.
-    """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype)
-    check_weights_fit(shape.source, model, {name: tensor.shape for name, tensor in weights.items()})
-    return type(model).from_pretrained(None, config=shape.config, state_dict=weights, dtype=dtype)
-
-
-def check_loaded_weights(source: str, wrong: list[str]) -> None:
-    """Check that no weight of a pretrained model is wrong; ``wrong`` names those that are missing or misshapen.
-
-    Raises:
-        InputError: ``wrong`` is not empty.
-    """
-    if wrong:
-        raise InputError(
-            f"--model_name {source}: {len(wrong)} weights are missing or do not have the shape in config.json, "
-            f"{min(wrong)} first; fetch the model again, or give another"
-        )
-
-
-def check_weights_fit(source: str, model: PreTrainedModel, shapes: dict[str, torch.Size]) -> None:
-    """Check that the names and shapes of weights are those of the model. Tied duplicates may be absent.
-
-    Raises:
-        InputError: A weight is missing, unknown or of another shape.
-    """
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    wrong = [name for name, shape in shapes.items() if expected.get(name) != shape]
-    wrong += [name for name in expected if name not in shapes and name not in tied_weight_names(model)]
-    if wrong:
-        raise InputError(f"{source}: {len(wrong)} weights do not fit its config.json, {wrong[0]} first")
-
-
-def tied_weight_names(model: PreTrainedModel) -> set[str]:
-    """Return the names in the state dict that are second names of a parameter, such as a tied ``lm_head.weight``."""
-    seen: dict[int, str] = {}
-    tied = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if seen.setdefault(id(parameter), name) != name:
-            tied.add(name)
-    return tied
 
 
 def quiet_transformers() -> None:

@@ -20,8 +20,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.model.hf_model import ModelShape, shape_from_config, tied_weight_names
-from fabric_train.model.load_weights import MetaModel, build_on_meta
+from fabric_train.model.hf_model import ModelShape, shape_from_config
+from fabric_train.model.load_weights import MetaModel, build_on_meta, tied_weight_names
 
 if TYPE_CHECKING:
     from arguments import ModelArguments

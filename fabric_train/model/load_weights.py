@@ -12,9 +12,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -24,14 +26,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
-from fabric_train.distributed.shards import FlatShard, flat_shards, local_part, original_name
-from fabric_train.model.hf_model import (
-    ModelShape,
-    check_loaded_weights,
-    check_weights_fit,
-    load_model,
-    read_generation_config,
-)
+from fabric_train.distributed.ranks import FlatShard, flat_shards, local_part, original_name
+from fabric_train.model.hf_model import ModelShape, check_readable
 from fabric_train.model.weight_files import (
     CheckpointTensors,
     StoredTensors,
@@ -116,8 +112,6 @@ def build_on_meta(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # initialize the buffers only
     model.initialize_weights()
-    if not shape.is_new:
-        model.generation_config = read_generation_config(shape.source, shape.config)
     return model
 
 
@@ -139,6 +133,87 @@ def read_buffers(model: nn.Module, weights: Weights) -> None:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 stored = original_name(f"{prefix}.{name}")
                 buffer.copy_(weights.read_block(stored, (0,) * buffer.dim(), buffer.shape))
+
+
+def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
+    """Load the pretrained model in ``dtype`` on the CPU. Rotary frequencies and other computed buffers stay fp32.
+
+    Raises:
+        InputError: Weights are missing or do not fit the configuration.
+    """
+    check_readable(shape.source)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            shape.source,
+            dtype=dtype,
+            attn_implementation=shape.config._attn_implementation,
+            trust_remote_code=False,
+            weights_only=True,  # of a pickle
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # check_loaded_weights reports them in one line
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        raise_reached_limit(error)
+        raise InputError(
+            f"--model_name {shape.source}: cannot load its weights: {first_line(error).rstrip('.')}; "
+            "fetch the model again, or give another"
+        ) from error
+    model, report = loaded
+    mismatched = [key if isinstance(key, str) else key[0] for key in report.get("mismatched_keys", ())]
+    check_loaded_weights(shape.source, [*report["missing_keys"], *mismatched])
+    head = model.get_output_embeddings()
+    if model.config.tie_word_embeddings and head is not None and head.weight is not model.get_input_embeddings().weight:
+        # stored with different values, so transformers does not tie them; a checkpoint's configuration must say so
+        model.config.tie_word_embeddings = False
+    return model
+
+
+def build_model(shape: ModelShape, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model of ``shape`` in ``dtype`` from full CPU tensors by name; tied duplicates may be absent.
+
+    Raises:
+        InputError: A weight is missing, unknown or of another shape.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype)
+    check_weights_fit(shape.source, model, {name: tensor.shape for name, tensor in weights.items()})
+    return type(model).from_pretrained(None, config=shape.config, state_dict=weights, dtype=dtype)
+
+
+def check_loaded_weights(source: str, wrong: list[str]) -> None:
+    """Check that no weight of a pretrained model is wrong; ``wrong`` names those that are missing or misshapen.
+
+    Raises:
+        InputError: ``wrong`` is not empty.
+    """
+    if wrong:
+        raise InputError(
+            f"--model_name {source}: {len(wrong)} weights are missing or do not have the shape in config.json, "
+            f"{min(wrong)} first; fetch the model again, or give another"
+        )
+
+
+def check_weights_fit(source: str, model: PreTrainedModel, shapes: dict[str, torch.Size]) -> None:
+    """Check that the names and shapes of weights are those of the model. Tied duplicates may be absent.
+
+    Raises:
+        InputError: A weight is missing, unknown or of another shape.
+    """
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    wrong = [name for name, shape in shapes.items() if expected.get(name) != shape]
+    wrong += [name for name in expected if name not in shapes and name not in tied_weight_names(model)]
+    if wrong:
+        raise InputError(f"{source}: {len(wrong)} weights do not fit its config.json, {wrong[0]} first")
+
+
+def tied_weight_names(model: PreTrainedModel) -> set[str]:
+    """Return the names in the state dict that are second names of a parameter, such as a tied ``lm_head.weight``."""
+    seen: dict[int, str] = {}
+    tied = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if seen.setdefault(id(parameter), name) != name:
+            tied.add(name)
+    return tied
 
 
 def _find_safetensors(source: str) -> list[Path]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fabric_train.cli.errors import InputError
-from fabric_train.distributed.shards import named_parameters, original_name
+from fabric_train.distributed.ranks import named_parameters, original_name
 
 _trains: Callable[[str], bool] | None = None
 

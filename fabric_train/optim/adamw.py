@@ -8,27 +8,26 @@ drift apart, and a resumed or resharded run would draw other numbers.
 """
 
 import functools
+import hashlib
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
 
-from fabric_train.cli.errors import first_line
-from fabric_train.distributed.devices import to_device_async
-from fabric_train.distributed.shards import local_part
+from fabric_train.distributed.ranks import FlatShard, local_part, to_device_async
 from fabric_train.optim.low_precision import (
     BLOCK,
     Blockwise8Bit,
-    LocalElements,
     Row,
     Storage,
     TensorTable,
     is_aligned,
-    random_bits,
-    round_stochastically,
-    salt,
     tensor_table,
 )
 from fabric_train.optim.states import DeclaredStates, State, flat_local
@@ -37,8 +36,80 @@ from fabric_train.optim.states import DeclaredStates, State, flat_local
 _CHUNK = {"cpu": 2**16, "cuda": 2**24}
 assert not any(size % BLOCK for size in _CHUNK.values())
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_MOST_DIFFERENT = 0.01
-"""Share of the numbers that may differ by more than fp32's last bits: those that are rounded to another neighbour."""
+
+
+@dataclass(frozen=True)
+class LocalElements:
+    """The elements of a flattened full tensor that a rank has.
+
+    They are runs of ``width`` consecutive elements. The first run begins at ``begin``, and each following one
+    ``stride`` elements after the previous one.
+    """
+
+    begin: int
+    width: int
+    stride: int
+
+    def indices(self, first: int, count: int, device: torch.device) -> torch.Tensor:
+        """Return the indices modulo 2³² of ``count`` local elements from number ``first`` on: int32 [count]."""
+        if self.width == self.stride:
+            return torch.arange(count, dtype=torch.int32, device=device).add_(_wrapped(self.begin + first))
+        local = torch.arange(first, first + count, device=device)
+        indices = local // self.width * (self.stride - self.width) + local + self.begin
+        return indices.to(torch.int32)
+
+
+def local_elements(parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> LocalElements:
+    """Return the elements of a parameter that this rank has; ``cuts`` are FSDP1's, from ``ranks.flat_shards``."""
+    if id(parameter) in cuts:
+        cut = cuts[id(parameter)]
+        begin, end = cut.range(cut.rank)
+        return LocalElements(begin, max(end - begin, 1), max(end - begin, 1))
+    full = parameter.shape
+    if not isinstance(parameter, DTensor):
+        return LocalElements(0, full.numel(), full.numel())
+    shape, offsets = compute_local_shape_and_global_offset(full, parameter.device_mesh, parameter.placements)
+    begin = sum(offset * math.prod(full[axis + 1 :]) for axis, offset in enumerate(offsets))
+    sharded_dims = [dim for dim, (local, size) in enumerate(zip(shape, full, strict=True)) if dim and local != size]
+    dim = sharded_dims[-1] if sharded_dims else 0
+    assert len(sharded_dims) < 2, f"a parameter is sharded along {len(sharded_dims)} dimensions besides its first"
+    width = math.prod(shape[dim:])
+    return LocalElements(begin, width, math.prod(full[dim:]) if sharded_dims else width)
+
+
+def salt(seed: int, name: str) -> int:
+    """Return a hash of a seed and a parameter's name, in the range of int32."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def random_bits(indices: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
+    """Return 32 random bits for each of the int32 ``indices``, with the same shape and dtype.
+
+    The hash is Chris Wellons' lowbias32 (https://nullprogram.com/blog/2018/07/31). int32 products wrap. Right shifts
+    copy the sign bit, so the result is masked.
+    """
+    bits = indices ^ key
+    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+    bits *= 0x7FEB352D
+    bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
+    bits *= _wrapped(0x846CA68B)
+    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+    return bits
+
+
+def round_stochastically(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """Round finite fp32 ``values`` in place to one of the two nearest bfloat16 numbers, and return them.
+
+    The mean of many roundings is the value. bfloat16 keeps the upper 16 of the 32 bits; the lower 16 bits, divided by
+    2¹⁶, are the probability of rounding away from zero. ``random`` is int32, uniform from 0 to 2¹⁶ - 1.
+    """
+    return values.view(torch.int32).add_(random).bitwise_and_(-0x10000).view(torch.float32)
+
+
+def _wrapped(number: int) -> int:
+    """Return the int32 that is equal to ``number`` modulo 2³²."""
+    return (number + 2**31) % 2**32 - 2**31
 
 
 class AdamW(DeclaredStates, torch.optim.AdamW):
@@ -313,62 +384,4 @@ def _adamw(tensors: list[torch.Tensor], gradient: torch.Tensor, num_steps: torch
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=False,
-    )
-
-
-def use_triton(optimizer: LowPrecisionAdamW) -> str | None:
-    """Let one Triton kernel update all parameters if it works on their device; else return why it does not.
-
-    It has to give the same results for small parameters that are stored like the optimizer's. This also compiles the
-    kernel before the first step.
-    """
-    fault: str | None
-    try:
-        from fabric_train.optim.triton_adamw import launch
-
-        fault = _difference(optimizer, launch)
-    except Exception as error:  # noqa: BLE001 - Triton, the driver and compilers raise much; the other step needs none
-        return f"{type(error).__name__}: {first_line(error)}"
-    if fault is None:
-        optimizer.launch = launch
-    return fault
-
-
-def _difference(optimizer: LowPrecisionAdamW, launch: Callable[[TensorTable], None]) -> str | None:
-    """Return what differs after two steps of small parameters, None if nothing does."""
-    ours, reference = _small(optimizer), _small(optimizer)
-    ours.launch = launch
-    for both in zip(*(each.param_groups[0]["params"] for each in (ours, reference)), strict=True):
-        for parameter in both:
-            angles = torch.arange(parameter.numel(), device=parameter.device).view(parameter.shape)
-            parameter.grad = angles.sin().to(parameter.dtype)
-    for each in (ours, reference):
-        each.step()
-        each.step()
-    for one, other in zip(*(each.param_groups[0]["params"] for each in (ours, reference)), strict=True):
-        kept = {"weights": (one, other)}
-        kept |= {key: (ours.read_states(one)[key], reference.read_states(other)[key]) for key in MOMENTS}
-        for name, (found, expected) in kept.items():
-            close = torch.isclose(found.float().flatten(), expected.float().flatten(), rtol=1e-6, atol=1e-9)
-            share = float((~close).double().mean())
-            if share > _MOST_DIFFERENT:
-                return f"in a trial, {share:.0%} of its {name} differ from those of torch's kernel"
-    return None
-
-
-def _small(optimizer: LowPrecisionAdamW) -> LowPrecisionAdamW:
-    """Return an optimizer like the given one, over a matrix sharded by columns and an unaligned vector."""
-    like = optimizer.param_groups[0]["params"][0]
-    numbers = torch.cos(torch.arange(3400, device=like.device)).to(like.dtype)
-    matrix, vector = nn.Parameter(numbers[:2100].clone().view(3, 700)), nn.Parameter(numbers.clone()[2101:])
-    return LowPrecisionAdamW(
-        [{"params": [matrix, vector], "weight_decay": 0.1}],
-        lr=1e-2,
-        betas=(0.9, 0.95),
-        moments_dtype=optimizer.moments_dtype,
-        in_8bit=[matrix] if optimizer.has_8bit() else [],
-        stochastic_rounding=optimizer.rounds_stochastically,
-        names={matrix: "matrix", vector: "vector"},
-        elements={matrix: LocalElements(700, 700, 1400), vector: LocalElements(0, vector.numel(), vector.numel())},
-        seed=0,
     )

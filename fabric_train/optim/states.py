@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fabric_train.distributed.shards import local_part
+from fabric_train.distributed.ranks import local_part
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """AdamW's step over many parameters as one Triton kernel, which reads and writes each number once.
 
-It computes the formula of ``adamw.adamw_step`` and rounds with the random bits of ``low_precision``; in
+It computes the formula of ``adamw.adamw_step`` and rounds with the random bits there; in
 Triton's interpreter its results are theirs bit for bit. Numbers in bfloat16 are read and written as the upper
 halves of fp32 numbers, so that the rounding is the one written here.
 """
@@ -192,7 +192,7 @@ def _pointer(address, begin, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _random_bits(row, begin):
-    """Return 32 random bits for each element from ``begin`` on; see ``low_precision.random_bits``."""
+    """Return 32 random bits for each element from ``begin`` on; see ``adamw.random_bits``."""
     local = begin + _offsets()
     index = tl.load(row + 8) + local
     gap = tl.load(row + 10)

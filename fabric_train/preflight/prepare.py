@@ -35,7 +35,7 @@ from fabric_train.training.metrics import are_columns, find_lost_rows
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
 
 if TYPE_CHECKING:
-    from arguments import CheckpointArguments, DataArguments, ModelArguments, TrainArguments
+    from arguments import CheckpointArguments, DataArguments, TrainArguments
 
 _PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
 """The packages that a run's losses depend on."""
@@ -48,36 +48,26 @@ def prepare(
 
     ``damages`` are the checkpoints that are known to be damaged. Unless it ``compares``, the run need not fit the
     checkpoint that it continues.
-
-    Raises:
-        InputError: for whatever the user can fix.
     """
-    folder, given_arguments = Path(arguments.save.output_dir), arguments
+    folder, given, only_reads = Path(arguments.save.output_dir), arguments, arguments.evaluation.only_reads
     _check_output_dir(folder, *arguments.data.data_dirs, arguments.checkpoint.checkpoint)
     device_plan = _plan_devices(arguments)
     arguments, start_from, checkpoint = _choose_beginning(arguments, folder, damages)
-    continues = not (start_from.weights_only or arguments.evaluation.only_reads)
     phases_given = read_phases(arguments)
     data = _open_data(arguments, folder, checkpoint, phases_given)
     model = _read_model(arguments, checkpoint, data)
     masks_because = choose_attention(model, arguments) if device_plan.accelerator == "cuda" else None
     phases = plan_phases(phases_given, arguments.training, data)
     order = _data_order(data, rows_per_window(arguments, device_plan.world_size), arguments.data, phases)
-    start = StartingPoint(checkpoint, checkpoints.TrainerState())
-    if checkpoint and continues:
-        start = _continue_from(checkpoint, order, branches=start_from.branch is not None)
-    elif checkpoint and not arguments.evaluation.only_reads:
-        from fabric_train.export.card_facts import stages_through  # slow
-
-        start = replace(start, stages=stages_through(checkpoint))
+    start = _starting_point(None if only_reads else checkpoint, order, start_from)
     starts_after = checkpoints.data_starts_after(start.lineage)
     plan = plan_steps(arguments, model, data, device_plan.world_size, starts_after, phases)
     run = PreparedRun(
-        given=given_arguments,
+        given=given,
         arguments=arguments,
         folder=folder,
         devices=device_plan,
-        start=start,
+        start=replace(start, checkpoint=checkpoint),
         data=data,
         model=model,
         plan=plan,
@@ -93,13 +83,12 @@ def prepare(
         run = _with_notes(run, f"attention is slow: it keeps documents apart by {mask}, because {masks_because}")
     if not arguments.planning.checks:
         run = resolve_automatic(run)
-    if not arguments.evaluation.only_reads:
-        step_interval = arguments.logging.log_step_interval
-        run = _with_notes(run, find_lost_rows(folder / "metrics.csv", start.state, step_interval))
+    if not only_reads:
+        run = _with_notes(run, find_lost_rows(folder / "metrics.csv", start.state, arguments.logging.log_step_interval))
     if checkpoint is None:
         return run
     changed: list[str] = []
-    if continues and compares:
+    if compares and not (start_from.weights_only or only_reads):
         run, changed = (check_branch if start.branches else check_resume)(run, checkpoint)
         run, lengths = choose_schedule(run, checkpoint)
         changed += lengths
@@ -113,9 +102,6 @@ def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None])
     """Check every byte of the checkpoint that a run starts from, each rank its share.
 
     Return the run itself, or the run from the checkpoint before if the newest one is damaged.
-
-    Raises:
-        InputError: the checkpoint that the user named is damaged, or there is no other.
     """
     damages: dict[Path, str] = {}
     while run.start.checkpoint and (damage := checkpoints.wrong_content(run.start.checkpoint, fabric)):
@@ -174,10 +160,21 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
 def _choose_beginning(
     arguments: "TrainArguments", folder: Path, damages: checkpoints.Damages | None
 ) -> tuple["TrainArguments", "CheckpointArguments", Path | None]:
-    """Return the arguments, those of the start, and the checkpoint: the run's own, a named one, or a branch's."""
-    start_from = _continue_branch(_after_restart(arguments.checkpoint, folder, damages), folder, damages)
-    if _takes_weights(start_from, arguments.model, folder, damages):
-        start_from = replace(start_from, checkpoint=arguments.model.model_name, weights_only=True)
+    """Return the arguments, those of the start, and the checkpoint: the run's own, a named one, or a branch's.
+
+    A restart by torchrun resumes from the run's newest checkpoint, if there is one. A ``--model_name`` that is a
+    checkpoint or a run gives the weights of a run that neither begins with another checkpoint nor continues.
+    """
+    start_from, model = arguments.checkpoint, arguments.model
+    if num_restarts():
+        start_from = replace(start_from, resume=True)
+        if checkpoints.newest_checkpoint(folder, damages):
+            start_from = replace(start_from, checkpoint=None, branch=None, weights_only=False)
+    start_from = _continue_branch(start_from, folder, damages)
+    is_elsewhere = model.family or start_from.checkpoint or start_from.branch
+    takes_weights = not is_elsewhere and checkpoints.means_checkpoint(Path(model.model_name))
+    if takes_weights and not (start_from.resume and checkpoints.newest_checkpoint(folder, damages)):
+        start_from = replace(start_from, checkpoint=model.model_name, weights_only=True)
         arguments = replace(arguments, checkpoint=start_from)
     checkpoint = checkpoints.choose_checkpoint(
         folder,
@@ -197,25 +194,10 @@ def _named_checkpoint(start_from: "CheckpointArguments") -> str | None:
     return str(checkpoints.branch_point(start_from.branch)) if start_from.branch else start_from.checkpoint
 
 
-def _after_restart(
-    given: "CheckpointArguments", folder: Path, damages: checkpoints.Damages | None
-) -> "CheckpointArguments":
-    """Return what a run starts from; torchrun's restart resumes from the run's newest checkpoint, if there is one."""
-    if not num_restarts():
-        return given
-    if checkpoints.newest_checkpoint(folder, damages) is None:
-        return replace(given, resume=True)
-    return replace(given, resume=True, checkpoint=None, branch=None, weights_only=False)
-
-
 def _continue_branch(
     given: "CheckpointArguments", folder: Path, damages: checkpoints.Damages | None
 ) -> "CheckpointArguments":
-    """Return what a run starts from: a branch that has begun continues in its own folder with ``--resume true``.
-
-    Raises:
-        InputError: the output folder is that of the run to branch from, or has another run.
-    """
+    """Return what a run starts from: a branch that has begun continues in its own folder with ``--resume true``."""
     if given.branch is None:
         return given
     trunk, step = checkpoints.split_branch(given.branch)
@@ -234,38 +216,32 @@ def _continue_branch(
     return replace(given, branch=None)
 
 
-def _takes_weights(
-    given: "CheckpointArguments", model: "ModelArguments", folder: Path, damages: checkpoints.Damages | None
-) -> bool:
-    """Return whether a run begins with the weights of ``--model_name``, a checkpoint or a run.
-
-    It does not if it begins with those of another checkpoint, or continues the run in its own folder.
-    """
-    if given.checkpoint or given.branch or model.family or not checkpoints.means_checkpoint(Path(model.model_name)):
-        return False
-    return not given.resume or checkpoints.newest_checkpoint(folder, damages) is None
-
-
-def _continue_from(
-    checkpoint: Path, order: checkpoints.DataOrder | checkpoints.StreamOrder, *, branches: bool
+def _starting_point(
+    checkpoint: Path | None, order: checkpoints.DataOrder | checkpoints.StreamOrder, given: "CheckpointArguments"
 ) -> StartingPoint:
     """Return the state and the lineage of a checkpoint, with a new branch point if the run branches off there.
 
-    Raises:
-        InputError: trainer.json is damaged, or its unlogged metrics are not those that this version logs.
+    Without a checkpoint, or if only its weights are taken, the run begins with step 1.
     """
+    start = StartingPoint(checkpoint, checkpoints.TrainerState())
+    if checkpoint is None:
+        return start
+    if given.weights_only:
+        from fabric_train.export.card_facts import stages_through  # slow
+
+        return replace(start, stages=stages_through(checkpoint))
     saved = checkpoints.read_trainer_json(checkpoint)
     state = saved.state
     if state.unlogged and not are_columns(list(state.unlogged)):
         raise InputError(f"{checkpoint / 'trainer.json'}: damaged (unlogged: unknown metrics); use another checkpoint")
-    if not branches:
-        return StartingPoint(checkpoint, state, lineage=saved.lineage, stages=saved.stages)
+    start = replace(start, state=state, lineage=saved.lineage, stages=saved.stages)
+    if given.branch is None:
+        return start
     same_data = not saved.data_changes(order)
     branch = checkpoints.BranchPoint(str(checkpoints.run_of(checkpoint)), state.step, same_data, {})
     # metrics that a signal left unlogged are those of a step of the other run; of other data, no row was read
     state = replace(state, unlogged=None, progress=None, rows_of_sources=state.rows_of_sources if same_data else None)
-    lineage = (*saved.lineage, branch)
-    return StartingPoint(checkpoint, state, lineage=lineage, branches=True, stages=saved.stages)
+    return replace(start, state=state, lineage=(*saved.lineage, branch), branches=True)
 
 
 def _open_data(
@@ -278,7 +254,13 @@ def _open_data(
             "--self_check true reads rows of a token dataset, not --streaming_dataset: make a small one of the same "
             "texts with tokenize_dataset.py --max_tokens 100000 and give --train_data_dir"
         )
-    dataset = _open_datasets(given, folder, [phase.shares for phase in phases if phase.shares])
+    dataset: TokenDataset | TokenMixture | None = None
+    if given.mixes:
+        shares = given.shares_of_epochs if given.streaming_dataset is None else Shares("--shares", None)
+        later = [phase.shares for phase in phases if phase.shares]
+        dataset = open_mixture(given.data_dirs, shares, given.isolate_documents, folder, later)
+    elif given.data_dirs:
+        dataset = open_dataset(given.data_dirs[0], given.isolate_documents)
     if given.streaming_dataset is None or arguments.evaluation.eval_only:
         if dataset is None:
             raise InputError("--eval_only true needs --train_data_dir: the token dataset with the validation split")
@@ -290,13 +272,6 @@ def _open_data(
             tokenizer_name = str(checkpoint / "tokenizer")
     special_text_is_plain = streamed.special_text_is_plain if streamed else None
     return open_stream(given, tokenizer_name, special_text_is_plain, folder / "tokenizer", dataset)
-
-
-def _open_datasets(given: "DataArguments", folder: Path, later: Sequence[Shares]) -> TokenDataset | TokenMixture | None:
-    if given.mixes:
-        shares = given.shares_of_epochs if given.streaming_dataset is None else Shares("--shares", None)
-        return open_mixture(given.data_dirs, shares, given.isolate_documents, folder, later)
-    return open_dataset(given.data_dirs[0], given.isolate_documents) if given.data_dirs else None
 
 
 def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TrainingData) -> ModelShape:

@@ -17,8 +17,7 @@ from fabric_train.checkpoint import (
     run_of,
     saved_checkpoints,
 )
-from fabric_train.checkpoint.trainer_json import find_unreadable
-from fabric_train.checkpoint.trainer_state import PositiveCount
+from fabric_train.checkpoint.trainer_json import PositiveCount, find_unreadable
 from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
 from fabric_train.data.mixture import Mixture, MixtureOrder

@@ -14,22 +14,21 @@ from fabric_train.data.step_sampler import TrainBatches, WindowSource, validatio
 from fabric_train.data.stream_batches import LaneOrder, StreamBatches
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
-from fabric_train.distributed.collectives import data_ranks, first_text
 from fabric_train.distributed.decoder_layers import MAX_STATIC_LENGTHS
 from fabric_train.distributed.devices import device_name
 from fabric_train.distributed.precision import weights_dtype
-from fabric_train.distributed.shards import flat_shards
+from fabric_train.distributed.ranks import data_ranks, first_text, flat_shards
 from fabric_train.distributed.signals import Heartbeat
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.model.flops import peak_flops_of_run
-from fabric_train.model.hf_model import add_stop_tokens
+from fabric_train.model.hf_model import add_stop_tokens, read_generation_config
 from fabric_train.model.init_weights import note_on_end_of_turn, open_new
 from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained
 from fabric_train.model.origin import ModelOrigin, find_origin, legal_files
 from fabric_train.model.parallelize import setup_model
 from fabric_train.model.trained_parts import freeze_other_parts, trained_parameters
-from fabric_train.optim.adamw import LowPrecisionAdamW, use_triton
-from fabric_train.optim.optimizer import build_optimizer, decayed_names
+from fabric_train.optim.adamw import LowPrecisionAdamW
+from fabric_train.optim.optimizer import build_optimizer, decayed_names, use_triton
 from fabric_train.training.evaluation import METRICS, Validation
 from fabric_train.training.loggers import GuardedLogger, LoggedRun, Outputs, ProgressLine, open_loggers
 from fabric_train.training.loop import Loop
@@ -51,12 +50,15 @@ def set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
     if fabric.is_global_zero and not isinstance(run.data, Stream):
         for line in filter(None, (note_on_end_of_turn(meta_model, part) for part in run.data.parts)):
             note(line)
-    if meta_model.model.generation_config is not None:
-        add_stop_tokens(meta_model.model.generation_config, run.data.stop_token_ids)
-    freeze_other_parts(meta_model.model)
-    decayed = decayed_names(meta_model.model)
+    model: Any = meta_model.model
+    if not run.model.is_new:
+        model.generation_config = read_generation_config(run.model.source, run.model.config)
+    if model.generation_config is not None:
+        add_stop_tokens(model.generation_config, run.data.stop_token_ids)
+    freeze_other_parts(model)
+    decayed = decayed_names(model)
     any_length = arguments.evaluation.self_check or len(_row_lengths(run)) > MAX_STATIC_LENGTHS
-    model = setup_model(fabric, meta_model.model, run.model.layer_classes, arguments, meta_model.weights, any_length)
+    model = setup_model(fabric, model, run.model.layer_classes, arguments, meta_model.weights, any_length)
     return model, decayed
 
 

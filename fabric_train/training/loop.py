@@ -14,7 +14,7 @@ import numpy as np
 from fabric_train.checkpoint import CheckpointManager, TrainerState, read_trainer_json
 from fabric_train.cli.errors import RunError
 from fabric_train.data.step_sampler import Window, WindowSource
-from fabric_train.distributed.collectives import StepSync, sync_step
+from fabric_train.distributed.ranks import StepSync, sync_step
 from fabric_train.distributed.signals import RunStopped, StepPhase
 from fabric_train.training.evaluation import Validation
 from fabric_train.training.loggers import Outputs

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fabric_train.data.batch import Batch, count_supervised, find_targets
-from fabric_train.distributed.devices import to_device_async
+from fabric_train.distributed.ranks import to_device_async
 from fabric_train.model.attention import forward
 from fabric_train.model.lm_head_loss import has_loss_in_head
 

@@ -18,8 +18,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
 from fabric_train.data.step_sampler import Window, positions
 from fabric_train.data.token_dataset import IndexedRows
-from fabric_train.distributed.collectives import data_ranks, gather_over_ranks
-from fabric_train.distributed.shards import clip_grad_norm, original_name
+from fabric_train.distributed.ranks import clip_grad_norm, data_ranks, gather_over_ranks, original_name
 from fabric_train.training.objective import Objective
 from fabric_train.training.step import accumulate
 

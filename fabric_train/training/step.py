@@ -18,9 +18,14 @@ from lightning import Fabric
 
 from fabric_train.checkpoint import CheckpointManager
 from fabric_train.data.step_sampler import Window
-from fabric_train.distributed.collectives import StepSync, data_ranks, gather_over_data_ranks, gather_over_ranks
-from fabric_train.distributed.devices import to_device_async
-from fabric_train.distributed.shards import clip_grad_norm
+from fabric_train.distributed.ranks import (
+    StepSync,
+    clip_grad_norm,
+    data_ranks,
+    gather_over_data_ranks,
+    gather_over_ranks,
+    to_device_async,
+)
 from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.distributed.xla import seed_xla
 from fabric_train.model.flops import ModelFlops

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from fabric_train.data.batch import Batch, Documents, isolate
 from fabric_train.distributed.decoder_layers import compile_layers
 from fabric_train.model.attention import VARLEN
-from fabric_train.model.hf_model import load_model, read_shape
+from fabric_train.model.hf_model import read_shape
+from fabric_train.model.load_weights import load_model
 from fabric_train.model.weight_files import CheckpointTensors, open_weights
 from fabric_train.training.objective import CrossEntropy
 from tests.support.forked_runs import ForkedRuns

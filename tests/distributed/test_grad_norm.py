@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fabric_train.distributed import shards
-from fabric_train.distributed.shards import clip_grad_norm
+from fabric_train.distributed import ranks
+from fabric_train.distributed.ranks import clip_grad_norm
 from tests.support.device_operations import DeviceOperations
 from tests.support.forked_runs import ForkedRuns
 from tests.support.sharded_8b import NUM_ELEMENTS, eight_ranks, sharded_parameters
@@ -50,7 +50,7 @@ def test_norms_for_a_gpu_and_for_a_cpu_are_the_true_ones(dtype: torch.dtype) -> 
     random = torch.Generator().manual_seed(0)
     tensors = [torch.randn(count, generator=random).to(dtype) for count in (1, 0, 5000, 100_001)]
     exact = torch.stack([tensor.double().norm() for tensor in tensors])
-    torch.testing.assert_close(shards._squared_norms(tensors)[1:].sqrt(), exact, rtol=1e-6, atol=0)
-    for_a_gpu = torch.stack([*shards._norms_in_fp64(tensors)])
+    torch.testing.assert_close(ranks._squared_norms(tensors)[1:].sqrt(), exact, rtol=1e-6, atol=0)
+    for_a_gpu = torch.stack([*ranks._norms_in_fp64(tensors)])
     torch.testing.assert_close(for_a_gpu, exact[exact > 0], rtol=1e-12, atol=0)
-    assert shards._norms_in_fp64(tensors[1:2]) == ()
+    assert ranks._norms_in_fp64(tensors[1:2]) == ()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fabric_train.model.hf_model import tied_weight_names
+from fabric_train.model.load_weights import tied_weight_names
 from tests.support.checkpoint_examples import TOKENIZER_FILES, write_full
 from tests.support.downstream_uses import Checked, Used, assert_same, use_in_transformers
 from tests.support.environments import downstream_environment, run_inside

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.strategy import ParameterMaterializer
-from fabric_train.model.hf_model import load_model, read_shape
-from fabric_train.model.load_weights import open_pretrained, read_weights
+from fabric_train.model.hf_model import read_shape
+from fabric_train.model.load_weights import load_model, open_pretrained, read_weights
 from tests.support.forked_runs import ForkedRuns
 from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, plain_pytorch
 from tests.support.unequal_rows import ROWS_PER_WINDOW, VOCABULARY, argv, metrics, write_model, write_rows

@@ -14,8 +14,7 @@ _MEASURE = """
 import ctypes
 import fabric_train.training.build_run as building
 from fabric_train.distributed.precision import weights_dtype
-from fabric_train.model.load_weights import MetaModel
-from fabric_train.model.hf_model import load_model
+from fabric_train.model.load_weights import MetaModel, load_model
 
 def status(name):
     with open("/proc/self/status") as lines:

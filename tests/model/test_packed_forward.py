@@ -37,8 +37,9 @@ from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised, find
 from fabric_train.data.step_sampler import Window
 from fabric_train.data.token_dataset import Rows
 from fabric_train.model.attention import VARLEN, check_attention, check_isolation, forward
-from fabric_train.model.hf_model import load_model, read_shape
+from fabric_train.model.hf_model import read_shape
 from fabric_train.model.lm_head_loss import compute_loss_in_head
+from fabric_train.model.load_weights import load_model
 from fabric_train.training.evaluation import evaluate
 from fabric_train.training.objective import CrossEntropy
 from fabric_train.training.step import accumulate

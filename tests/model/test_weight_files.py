@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from fabric_train.cli.errors import InputError
-from fabric_train.model.hf_model import build_model, read_shape
+from fabric_train.model.hf_model import read_shape
+from fabric_train.model.load_weights import build_model
 from fabric_train.model.weight_files import CheckpointTensors, open_weights
 from tests.support.checkpoint_examples import run_with_two_checkpoints, trained_weights
 from tests.support.forked_runs import ForkedRuns

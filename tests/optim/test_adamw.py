@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from arguments import TrainArguments, TrainingArguments, parse
-from fabric_train.optim.adamw import AdamW, LowPrecisionAdamW
-from fabric_train.optim.low_precision import LocalElements, random_bits, round_stochastically, salt
+from fabric_train.optim.adamw import AdamW, LocalElements, LowPrecisionAdamW, random_bits, round_stochastically, salt
 from fabric_train.optim.optimizer import build_optimizer
 from fabric_train.training.build_run import set_up_optimizer
 from tests.support.forked_runs import ForkedRuns

@@ -16,8 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from fabric_train.checkpoint.files import CHECKSUMS, hash_file, join_parts, write_part
-from fabric_train.checkpoint.trainer_json import FORMAT
-from fabric_train.checkpoint.trainer_state import TrainerState
+from fabric_train.checkpoint.trainer_json import FORMAT, TrainerState
 from fabric_train.model.origin import ModelOrigin
 from tests.support.forked_runs import ForkedRuns
 

@@ -4,8 +4,8 @@ import ctypes
 
 import torch
 
-from fabric_train.optim.adamw import adamw_step
-from fabric_train.optim.low_precision import CHUNK, Blockwise8Bit, LocalElements, Row, TensorTable
+from fabric_train.optim.adamw import LocalElements, adamw_step
+from fabric_train.optim.low_precision import CHUNK, Blockwise8Bit, Row, TensorTable
 
 CPU = torch.device("cpu")
 

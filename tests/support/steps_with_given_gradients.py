@@ -17,7 +17,7 @@ from arguments import TrainArguments, parse
 from fabric_train import checkpoint as checkpoints
 from fabric_train.distributed.cluster_environment import destroy_process_group
 from fabric_train.distributed.precision import weights_dtype
-from fabric_train.distributed.shards import flat_shards, named_parameters, original_name
+from fabric_train.distributed.ranks import flat_shards, named_parameters, original_name
 from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.load_weights import open_checkpoint, open_pretrained, read_local_part

@@ -18,9 +18,10 @@ from arguments import TrainArguments, parse
 from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed.precision import weights_dtype
-from fabric_train.distributed.shards import clip_grad_norm
+from fabric_train.distributed.ranks import clip_grad_norm
 from fabric_train.distributed.strategy import build_fabric
-from fabric_train.model.hf_model import load_model, read_shape
+from fabric_train.model.hf_model import read_shape
+from fabric_train.model.load_weights import load_model
 from fabric_train.model.parallelize import setup_model
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
 from fabric_train.training.step import accumulate

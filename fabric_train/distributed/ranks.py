@@ -1,11 +1,13 @@
-"""Name the parameters of a set-up model, locate this rank's part of each, and clip the gradient's norm.
+"""What the ranks of a run share: data that they exchange, and parameters of which each has a part.
+
+Functions that exchange data are collective: every rank must call them, in the same order.
 
 FSDP1 concatenates the parameters of a unit into one flat vector and gives every rank an equal part of it. FSDP2 and
 tensor parallelism give every rank a block of each parameter. DDP and a single device keep whole parameters.
 """
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -16,8 +18,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from fabric_train.distributed.devices import to_device_async
-
+_MAX_TEXT_BYTES = 2000  # longer texts are truncated
 _WRAPPERS = (
     "_forward_module.",
     "_fsdp_wrapped_module.",
@@ -28,6 +29,116 @@ _WRAPPERS = (
 )
 _ROW = 1024
 """Squares added in fp32 on CPU; the sums of these rows are added in fp64."""
+
+
+def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a small tensor on a device; the host does not wait for the device's pending work."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # the host would wait for a copy from unpinned memory
+    return tensor.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class DataRanks:
+    """The groups of ranks that read different rows.
+
+    There are ``size`` groups of ``tensor_parallel_size`` consecutive ranks that read the same rows; this process is in
+    group ``rank``.
+    """
+
+    size: int
+    rank: int
+    tensor_parallel_size: int
+
+
+def data_ranks(fabric: Fabric) -> DataRanks:
+    """Return the groups of ranks that read different rows: every rank, or every tensor-parallel group."""
+    group_size = getattr(fabric.strategy, "tensor_parallel_size", 1)
+    return DataRanks(fabric.world_size // group_size, fabric.global_rank // group_size, group_size)
+
+
+def gather_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
+    """Return every rank's tensor, stacked in rank order: [ranks, ...]; all ranks give the same shape and dtype.
+
+    With NCCL the host does not wait. Fabric's ``all_reduce`` would: it begins with a barrier.
+    """
+    stacked = torch.zeros(fabric.world_size, *tensor.shape, dtype=tensor.dtype, device=fabric.device)
+    stacked[fabric.global_rank] = to_device_async(tensor, fabric.device)
+    if fabric.world_size > 1:
+        dist.all_reduce(stacked)  # sum with the other ranks' zeros
+    return stacked
+
+
+def gather_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
+    """Return every data rank's tensor, stacked: [data ranks, ...]."""
+    return gather_over_ranks(fabric, tensor)[:: data_ranks(fabric).tensor_parallel_size]
+
+
+def sum_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the data ranks' tensors, on this rank's device."""
+    return gather_over_data_ranks(fabric, tensor).sum(dim=0)
+
+
+def first_text(fabric: Fabric, text: str | None) -> str | None:
+    """Return, on all ranks, the text of the lowest rank that has one; None if no rank has one.
+
+    A text is truncated to 2000 bytes of UTF-8.
+    """
+    encoded = (text or "").encode()[:_MAX_TEXT_BYTES]
+    line = torch.zeros(_MAX_TEXT_BYTES, dtype=torch.uint8, device=fabric.device)
+    line[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if encoded else 0
+    lines = gather_over_ranks(fabric, line).tolist()
+    texts = (bytes(line).rstrip(b"\0").decode(errors="ignore") for line in lines)
+    return next(filter(None, texts), None)
+
+
+def exchange_bytes(
+    outgoing: Mapping[int, torch.Tensor],
+    incoming: Mapping[int, int],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> dict[int, torch.Tensor]:
+    """Send messages to ranks of a group and receive messages from others, at most one to and from each.
+
+    Args:
+        outgoing: uint8 message on ``device`` by receiving rank of the group.
+        incoming: Number of bytes by sending rank of the group.
+        group: The ranks that call this together; None for a single rank, which has nothing to exchange.
+        device: The group's communication device.
+
+    Returns:
+        The uint8 message by sending rank of the group.
+    """
+    received = {rank: torch.empty(size, dtype=torch.uint8, device=device) for rank, size in sorted(incoming.items())}
+    sends = [
+        dist.P2POp(dist.isend, message, group=group, group_peer=rank) for rank, message in sorted(outgoing.items())
+    ]
+    receives = [dist.P2POp(dist.irecv, message, group=group, group_peer=rank) for rank, message in received.items()]
+    for work in dist.batch_isend_irecv(sends + receives) if sends or receives else []:
+        work.wait()
+    return received
+
+
+@dataclass(frozen=True)
+class StepSync:
+    """What ranks tell each other once per step: one rank's own, or the maximum over all ranks.
+
+    ``stop_signal`` is the number of the signal that asks the run to save and stop, 0 for none. ``is_saving``: a
+    background save is still writing. ``save_failed``: one has failed.
+    """
+
+    stop_signal: int = 0
+    is_saving: bool = False
+    save_failed: bool = False
+
+
+def sync_step(fabric: Fabric, own: StepSync) -> StepSync:
+    """Return what any rank has set; the host waits for one small all-reduce."""
+    flags = to_device_async(torch.tensor([int(flag) for flag in astuple(own)]), fabric.device)
+    if fabric.world_size > 1:
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+    stop_signal, is_saving, save_failed = flags.tolist()
+    return StepSync(stop_signal, bool(is_saving), bool(save_failed))
 
 
 @dataclass(frozen=True)
