@@ -43,7 +43,9 @@ TEXTS = [f"Document {number} says twice: {number} and {number}.\n\nThe end." for
 
 @dataclass(frozen=True)
 class Way:
-    """A way through the code: what runs while a function of ``begins_in`` runs, which are files or folders.
+    """A way through the code: what runs while a function of ``begins_in`` runs.
+
+    ``begins_in`` are functions, as ``file:function``, or all functions of a file or folder.
 
     ``until_update``: only up to the end of the optimizer's first update. ``program`` is the one that is traced, and
     ``limit`` the number of files that the way may have.
@@ -55,20 +57,20 @@ class Way:
     limit: int
     until_update: bool = False
 
-    def leads_through(self, callers: list[str]) -> bool:
-        """Return whether a call is on the way, by the files of its callers, itself first."""
-        for number, module in enumerate(callers):
-            if module.startswith(self.begins_in):
-                return not any(_floor(between) < _floor(module) for between in callers[:number])
+    def leads_through(self, callers: list[tuple[str, str]]) -> bool:
+        """Return whether a call is on the way, by the files and functions of its callers, itself first."""
+        for number, (module, function) in enumerate(callers):
+            if module.startswith(self.begins_in) or f"{module}:{function}" in self.begins_in:
+                return not any(_floor(between) < _floor(module) for between, _ in callers[:number])
         return False
 
 
 WAYS = {
     "step": Way("One step, from the loop to the optimizer's update", ("training/loop.py",), ("train",), 17, True),
     "document": Way(
-        "One document, from its file to the token dataset and the batch that reads it",
-        ("tokenization/build.py", "data/token_dataset.py"),
-        ("tokenize", "train"),
+        "One document, from its file to the token dataset",
+        ("tokenization/encoding.py:encode_sources", "tokenization/build.py:write_token_dataset"),
+        ("tokenize",),
         29,
     ),
     "checkpoint": Way(
@@ -118,15 +120,16 @@ class Trace:
     def _called(self, frame: FrameType, _event: str, _argument: object) -> Any:
         if _module(frame) is None:
             return None
-        callers = []
+        callers: list[tuple[str, str]] = []
         caller: FrameType | None = frame
         while caller is not None:
             module = _module(caller)
             if module and not caller.f_code.co_flags & inspect.CO_OPTIMIZED:
                 return None  # a module or the body of a class, which an import runs
-            callers.append(module)
+            if module:
+                callers.append((module, caller.f_code.co_name))
             caller = caller.f_back
-        ways = [name for name, way in self._ways.items() if way.leads_through([one for one in callers if one])]
+        ways = [name for name, way in self._ways.items() if way.leads_through(callers)]
         return (lambda *event: self._ran(ways, *event)) if ways else None
 
     def _ran(self, ways: list[str], frame: FrameType, event: str, _argument: object) -> Any:
