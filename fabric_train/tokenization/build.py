@@ -122,20 +122,17 @@ def _collect(corpus: OpenedCorpus, encoded: EncodedSources, near: NearDuplicates
     """Collect the documents of --dataset and, if given, of --validation_dataset."""
     arguments, sources, num_train = corpus.arguments, corpus.sources, len(corpus.train)
     _check_not_empty(sources, encoded, num_train)
-    max_tokens = None if arguments.weights else arguments.max_tokens
+    caps = (arguments.max_documents, None if arguments.weights else arguments.max_tokens)
     seen = np.empty((0, HASH_BYTES), dtype=np.uint8) if arguments.deduplicate else None
     collections: list[Collection] = []
-    for is_train in (True, False):
+    for is_train in (True, False) if arguments.validation_dataset else (True,):
         chosen = [i for i, shard in enumerate(encoded.shards) if (shard.source < num_train) == is_train]
         shards, records = [encoded.shards[i] for i in chosen], [encoded.records[i] for i in chosen]
         first = sum(len(collection.characters) for collection in collections)
         repeats = None if near is None else near.repeats(first, sum(len(one.documents) for one in records))
-        if is_train:
-            max_documents = arguments.max_documents
-            collections.append(collect(shards, records, sources, max_documents, max_tokens, seen, repeats))
-            seen = None if seen is None else collections[0].hashes
-        elif arguments.validation_dataset:
-            collections.append(collect(shards, records, sources, None, None, seen, repeats))
+        limits = caps if is_train else (None, None)
+        collections.append(collect(shards, records, sources, *limits, seen, repeats))
+        seen = None if seen is None else collections[-1].hashes
     return collections
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fabric_train.cli.errors import InputError, raise_reached_limit
+from fabric_train.cli.errors import InputError, collect_faults, raise_reached_limit
 from fabric_train.cli.output import redact
 from fabric_train.files.atomic_folder import hold_lock
 from fabric_train.files.regular_file import check_no_links_in
@@ -27,7 +27,7 @@ from fabric_train.tokenization.manifest import SourceRecord
 from fabric_train.tokenization.packing.rows import Packing
 from fabric_train.tokenization.reading.listing import sha256
 from fabric_train.tokenization.reading.sources import UNFINISHED_SUFFIX, Source, open_sources, split_names
-from fabric_train.tokenization.shards import SIZES, Shard, ShardSizes, files_read_at_once, split_into_shards
+from fabric_train.tokenization.shards import SIZES, Shard, ShardSizes, split_into_shards
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer, set_chat_template
 
 if TYPE_CHECKING:
@@ -126,7 +126,10 @@ class OpenedCorpus:
 
     def files_read_at_once(self, shards: Sequence[Shard]) -> list[np.ndarray]:
         """Return which files of each source are hashed when their shard is read, bool [files]; none with a cap."""
-        return files_read_at_once(self.sources, shards if self.caps == (None, None) else [])
+        are_read = [np.zeros(len(source.files), dtype=bool) for source in self.sources]
+        for shard in shards if self.caps == (None, None) else ():
+            are_read[shard.source][shard.origins[shard.read_at_once]] = True
+        return are_read
 
     def source_records(self, digests: Sequence[np.ndarray]) -> list[SourceRecord]:
         """Return the sources' records for the manifest; ``digests`` are the SHA-256 of the files of each source."""
@@ -153,7 +156,9 @@ def open_corpus(
     tokenizer.save(tokenizer_folder)
     if chosen is not None:
         set_chat_template(tokenizer_folder, chosen)
-    kinds = find_kinds([*train, *held_out], arguments)
+    asked = None if arguments.data_format == "auto" else arguments.data_format
+    skips = arguments.on_bad_rows == "skip"
+    kinds = collect_faults(lambda one: asked or find_kind(one, arguments.text_column, skips), [*train, *held_out])
     default: Packing = "best_fit" if set(kinds) - {"text"} else "concat"  # which would cut chats
     arguments = replace(arguments, packing=arguments.packing or default)
     formats = open_formats(kinds, tokenizer_folder, arguments)
@@ -169,21 +174,6 @@ def open_corpus(
         cleaner=open_cleaner(arguments, kinds) if arguments.cleans else None,
         sizes=sizes,
     )
-
-
-def find_kinds(sources: Sequence[Source], arguments: TokenizeArguments) -> list[str]:
-    """Return each source's data format, found from its first row."""
-    kinds: list[str] = []
-    faults: list[str] = []
-    for source in sources:
-        try:
-            given, skips = arguments.data_format, arguments.on_bad_rows == "skip"
-            kinds.append(find_kind(source, arguments.text_column, skips) if given == "auto" else given)
-        except InputError as error:
-            faults += error.faults
-    if faults:
-        raise InputError(*faults)
-    return kinds
 
 
 def find_kind(source: Source, text_column: str, skips_bad_rows: bool) -> str:
@@ -251,7 +241,7 @@ def _first_texts(source: Source, format_: SourceFormat, part: Any, left: int) ->
         if left <= 0:
             return
         try:
-            text = "" if isinstance(row, BadRowError) else _text_in(row, format_, partial(reader.place, number))
+            text = _text_in(row, format_, partial(reader.place, number))
         except BadRowError:
             continue  # reported or skipped when the shard is encoded
         if text:
@@ -259,7 +249,7 @@ def _first_texts(source: Source, format_: SourceFormat, part: Any, left: int) ->
             left -= len(text)
 
 
-def _text_in(row: Row, format_: SourceFormat, place: Callable[[], str]) -> str:
+def _text_in(row: Row | BadRowError, format_: SourceFormat, place: Callable[[], str]) -> str:
     if format_.chat is None:
         return text_of(row, format_.columns[0], place)[0]
     text = "\n".join(message["content"] for message in read_chat(row, format_.kind).messages)

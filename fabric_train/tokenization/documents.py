@@ -69,12 +69,14 @@ def check_text_columns(place: str, schema: Any, columns: list[str]) -> None:
             raise InputError(f"{place}: {_not_text(name, kind)}")
 
 
-def text_of(row: Row, column: str, place: Callable[[], str]) -> tuple[str, bytes]:
+def text_of(row: "Row | BadRowError", column: str, place: Callable[[], str]) -> tuple[str, bytes]:
     """Return the text in ``column`` and the same in UTF-8; both are empty if there is none.
 
     A list of strings is joined if ``column`` is NAME:SEPARATOR, where a backslash with n or t is a line break or a tab.
     BadRowError if the column is missing, or holds something that is not text; ``place`` names the row.
     """
+    if isinstance(row, BadRowError):
+        raise row
     name = name_in(column, row)
     text = row.get(name)
     if text is None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from fabric_train.tokenization import manifest
 from fabric_train.tokenization.chats.chat_format import Chat, is_blank, read_chat
-from fabric_train.tokenization.cleaning.cleaner import Dropped, text_without_system
+from fabric_train.tokenization.cleaning.cleaner import text_without_system
 from fabric_train.tokenization.corpus import OpenedCorpus, open_formats, sample_texts
 from fabric_train.tokenization.documents import BadRowError, LeftOut, text_of
 from fabric_train.tokenization.reading.files import memory_errors_name
@@ -282,8 +282,6 @@ def _encode_texts(
     for row_number, row in reader:
         ordinal = writer.read()
         try:
-            if isinstance(row, BadRowError):
-                raise row
             text, data = text_of(row, column, partial(reader.place, row_number))
         except BadRowError as error:
             writer.skip_bad_row(ordinal, error)
@@ -292,14 +290,11 @@ def _encode_texts(
             writer.skip(ordinal, LeftOut(manifest.EMPTY))
             continue
         if cleaner is not None:
-            result = cleaner.clean(text)
-            writer.list_hits(ordinal, row_number, result.hits)
-            if isinstance(result, Dropped):
-                writer.drop(ordinal, row_number, result, text, cleaner.redact)
+            cleaned = writer.clean(ordinal, row_number, cleaner.clean(text), partial(cleaner.redact, text))
+            if cleaned is None:
                 continue
-            writer.count_edits(ordinal, result.edits)
-            writer.sign(result.signature)
-            text, data = result.text, result.text.encode()
+            writer.sign(cleaned.signature)
+            text, data = cleaned.content, cleaned.content.encode()
         waiting.add((ordinal, row_number), text, data, reader.position)
         num_documents += 1
     return num_documents
@@ -343,12 +338,8 @@ def _clean_chat(
     corpus: OpenedCorpus, chat: Chat | BadRowError, place: _Place, writer: ShardWriter
 ) -> tuple[Chat | BadRowError, np.ndarray | None] | None:
     """Return the cleaned chat and its signature, None if it is dropped; bad rows and blank chats stay as they are."""
-    if corpus.cleaner is None or isinstance(chat, BadRowError) or is_blank(chat):
+    cleaner = corpus.cleaner
+    if cleaner is None or isinstance(chat, BadRowError) or is_blank(chat):
         return chat, None
-    result = corpus.cleaner.clean_chat(chat)
-    writer.list_hits(*place, result.hits)
-    if isinstance(result, Dropped):
-        writer.drop(*place, result, text_without_system(chat), corpus.cleaner.redact)
-        return None
-    writer.count_edits(place[0], result.edits)
-    return result.chat, result.signature
+    cleaned = writer.clean(*place, cleaner.clean_chat(chat), lambda: cleaner.redact(text_without_system(chat)))
+    return None if cleaned is None else (cleaned.content, cleaned.signature)

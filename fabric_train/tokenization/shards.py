@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fabric_train.tokenization import manifest
-from fabric_train.tokenization.cleaning.dropped import PER_SHARD, TEXT_CHARACTERS, Dropped, TaskHit
+from fabric_train.tokenization.cleaning.dropped import PER_SHARD, TEXT_CHARACTERS, Cleaned, Content, Dropped, TaskHit
 from fabric_train.tokenization.documents import BadRowError, LeftOut
 from fabric_train.tokenization.reading.listing import SHA256_BYTES, FilePart
 from fabric_train.tokenization.reading.sources import Source
@@ -139,14 +139,6 @@ class FilesToHash:
     stop: int
 
 
-def files_read_at_once(sources: Sequence[Source], shards: Sequence[Shard]) -> list[np.ndarray]:
-    """Return which files of each source are hashed when their shard is read, bool [files] each."""
-    are_read = [np.zeros(len(source.files), dtype=bool) for source in sources]
-    for shard in shards:
-        are_read[shard.source][shard.origins[shard.read_at_once]] = True
-    return are_read
-
-
 def files_to_hash(
     sources: Sequence[Source], input_slice: InputSlice, are_read: Sequence[np.ndarray], group_bytes: int = 256 << 20
 ) -> Iterator[FilesToHash]:
@@ -228,22 +220,17 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
     with np.load(file, allow_pickle=False) as stored:
         return ShardRecord(
             folder=folder,
-            documents=stored["documents"],
-            parts=stored["parts"],
-            skipped=stored["skipped"],
+            **{name: stored[name] for name in ("documents", "parts", "skipped", "edits", "hashes", "turn_ends")},
             reasons=tuple(stored["reasons"].tolist()),
-            edits=stored["edits"],
             kinds=tuple(stored["kinds"].tolist()),
             samples=tuple(DroppedRow(**sample) for sample in json.loads(str(stored["samples"]))),
             hits=tuple(
                 ContaminatedRow(number, part, row, TaskHit(*hit))
                 for number, part, row, *hit in json.loads(str(stored["hits"]))
             ),
-            hashes=stored["hashes"],
             num_read=int(stored["num_read"]),
             has_masks=(folder / f"{shard.key}.masks").exists(),
             first_bad_row=str(stored["first_bad_row"]),
-            turn_ends=stored["turn_ends"],
         )
 
 
@@ -330,23 +317,21 @@ class ShardWriter:
         number = self._reasons.setdefault(left_out.reason, len(self._reasons))
         self._skipped.append((ordinal, number, left_out.num_tokens_cut))
 
-    def drop(self, ordinal: int, row: int, dropped: Dropped, text: str, shown: Callable[[str], str]) -> None:
-        """Record a document as dropped by cleaning, and keep the beginning of the first ones as ``shown`` gives it."""
-        self.skip(ordinal, LeftOut(dropped.reason))
-        self._num_dropped[dropped.reason] += 1
-        if self._num_dropped[dropped.reason] <= PER_SHARD:
-            place = (ordinal, len(self._parts), row)
-            beginning = shown(text)[:TEXT_CHARACTERS]
-            self._samples.append(DroppedRow(*place, dropped.reason, dropped.detail, beginning))
-
-    def list_hits(self, ordinal: int, row: int, hits: Sequence[TaskHit]) -> None:
-        """Record what a document shares with evaluation tasks, whether it is kept or not."""
-        self._hits += [ContaminatedRow(ordinal, len(self._parts), row, hit) for hit in hits]
-
-    def count_edits(self, ordinal: int, edits: dict[str, int]) -> None:
-        """Record what cleaning changed in a document."""
-        for kind, count in edits.items():
+    def clean(
+        self, ordinal: int, row: int, result: Cleaned[Content] | Dropped, shown: Callable[[], str]
+    ) -> Cleaned[Content] | None:
+        """Record what cleaning has found and changed in a document; of the first dropped ones, keep what is shown."""
+        place = (ordinal, len(self._parts), row)
+        self._hits += [ContaminatedRow(*place, hit) for hit in result.hits]
+        if isinstance(result, Dropped):
+            self.skip(ordinal, LeftOut(result.reason))
+            self._num_dropped[result.reason] += 1
+            if self._num_dropped[result.reason] <= PER_SHARD:
+                self._samples.append(DroppedRow(*place, result.reason, result.detail, shown()[:TEXT_CHARACTERS]))
+            return None
+        for kind, count in result.edits.items():
             self._edits.append((ordinal, self._kinds.setdefault(kind, len(self._kinds)), count))
+        return result
 
     def sign(self, signature: np.ndarray | None) -> None:
         """Write the signature of the next document, if documents have one."""

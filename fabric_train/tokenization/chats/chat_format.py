@@ -55,13 +55,15 @@ def columns(data_format: str) -> tuple[str, ...]:
     return _COLUMNS[data_format]
 
 
-def read_chat(record: Mapping[str, Any], data_format: str) -> Chat:
+def read_chat(record: Mapping[str, Any] | BadRowError, data_format: str) -> Chat:
     """Read a row.
 
     An instruction and its input, with an empty line between them, become the user's turn, and the output becomes the
     assistant's. A prompt and a completion that are texts become two turns as well. BadRowError if the row has another
     format; the message shows the row.
     """
+    if isinstance(record, BadRowError):
+        raise record
     found = detect_format(record) if data_format == "auto" else data_format
     try:
         if found == "messages":

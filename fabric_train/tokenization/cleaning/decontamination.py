@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, collect_faults
 from fabric_train.tokenization.cleaning.dropped import Dropped, Marked, TaskHit
 from fabric_train.tokenization.documents import BadRowError, Row
 from fabric_train.tokenization.reading.files import FileReader
@@ -68,15 +68,10 @@ def read_task_files(places: Sequence[str]) -> list[TaskFile]:
     name of the file. InputError, with one line for each file that is missing, no file of JSON lines, or has a bad line
     or no text.
     """
-    files, faults = list[TaskFile](), list[str]()
-    for place in places:
-        try:
-            files.append(_read_task_file(Path(place).expanduser()))
-        except InputError as error:
-            faults += error.faults
-    if faults:
-        raise InputError(*(f"--decontaminate: {fault}" for fault in faults))
-    return files
+    try:
+        return collect_faults(lambda place: _read_task_file(Path(place).expanduser()), places)
+    except InputError as error:
+        raise InputError(*(f"--decontaminate: {fault}" for fault in error.faults)) from None
 
 
 def _read_task_file(path: Path) -> TaskFile:

@@ -9,11 +9,15 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import open_regular, parse_json
 from fabric_train.tokenization.packing.document_index import SourceTable
 
+Content = TypeVar("Content")
 DROPPED_FILE = "dropped.jsonl"
 CONTAMINATION_FILE = "contamination.jsonl"
 TEXT_CHARACTERS = 500
@@ -30,6 +34,16 @@ class TaskHit:
     item: str  # the item's ``id``, or its line in the file of the task
     num_shared: int  # n-grams that both have
     words: str  # the longest stretch of shared words, normalized, and cut after some words
+
+
+@dataclass(frozen=True)
+class Cleaned(Generic[Content]):
+    """A text or a chat that is kept, as the cleaning steps have left it."""
+
+    content: Content
+    edits: dict[str, int]  # the number of changes by kind, such as ``redacted email``
+    signature: np.ndarray | None  # of MinHash, uint32 [112]; None without --near_duplicates
+    hits: tuple[TaskHit, ...]  # what it shares with evaluation tasks
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,6 @@ def _texts(source: Source, shard: Shard, column: str, skips_bad_rows: bool) -> I
         with memory_errors_name(part_name(source, part)):
             for number, row in reader:
                 try:
-                    if isinstance(row, BadRowError):
-                        raise row
                     yield text_of(row, column, partial(reader.place, number))[0]
                 except BadRowError as error:
                     if not skips_bad_rows:

@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split as SplitText
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, collect_faults
 from fabric_train.tokenization.cleaning.language import DEFAULT_THRESHOLD, identify
 from fabric_train.tokenization.inspect.report import shown_split
 from fabric_train.tokenization.manifest import Manifest, load_manifest
@@ -100,16 +100,9 @@ class OpenCorpus:
 
 def open_corpora(folders: Sequence[Path], split: str) -> list[OpenCorpus]:
     """Open a split, "train" or "validation", of two token datasets; InputError if they cannot be compared."""
-    opened, faults = list[OpenCorpus](), list[str]()
-    for folder in folders:
-        try:
-            opened.append(_open_corpus(folder, split))
-        except InputError as error:
-            faults += error.faults
-    if not faults and opened[0].folder.samefile(opened[1].folder):
-        faults.append(f"--compare: {folders[0]} and {folders[1]} are the same folder; give two token datasets")
-    if faults:
-        raise InputError(*dict.fromkeys(faults))
+    opened = collect_faults(lambda folder: _open_corpus(folder, split), folders)
+    if opened[0].folder.samefile(opened[1].folder):
+        raise InputError(f"--compare: {folders[0]} and {folders[1]} are the same folder; give two token datasets")
     return opened
 
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -93,17 +93,8 @@ class ListedFiles(Sequence[ListedFile]):
             yield ListedFile(os.fsdecode(self._names[start:end]), *state)
             start = end
 
-    @overload
-    def __getitem__(self, index: int) -> ListedFile: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "ListedFiles": ...
-
-    def __getitem__(self, index: int | slice) -> "ListedFile | ListedFiles":
-        if isinstance(index, slice):
-            return ListedFiles(map(self.__getitem__, range(*index.indices(len(self)))))
-        if index < 0:
-            index += len(self)
+    def __getitem__(self, index: int) -> ListedFile:  # type: ignore[override]  # nobody needs slices
+        index = range(len(self))[index]
         name = os.fsdecode(self._names[self._ends[index] : self._ends[index + 1]])
         return ListedFile(name, self.sizes[index], self._mtimes[index], self._ctimes[index])
 
@@ -311,15 +302,7 @@ class PackedParts(Sequence[FilePart]):
     def __len__(self) -> int:
         return len(self._numbers) // _FIELDS
 
-    @overload
-    def __getitem__(self, index: int) -> FilePart: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "PackedParts": ...
-
-    def __getitem__(self, index: int | slice) -> "FilePart | PackedParts":
-        if isinstance(index, slice):
-            return PackedParts(self._files, map(self.__getitem__, range(*index.indices(len(self)))))
+    def __getitem__(self, index: int) -> FilePart:  # type: ignore[override]  # nobody needs slices
         index = range(len(self))[index]
         origin, num_bytes, start, stop = self._numbers[_FIELDS * index : _FIELDS * (index + 1)]
         return FilePart(self._files[origin], num_bytes, start, None if stop == _TO_THE_END else stop, origin)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, collect_faults, first_line
 from fabric_train.cli.output import redact
 from fabric_train.tokenization.manifest import SourceRecord
 from fabric_train.tokenization.reading.files import FileReader, is_readable, readable_suffixes, split_file
@@ -135,16 +135,7 @@ def open_sources(names: list[str], option: str, stream: bool, downloads: Path) -
 
     InputError, with one line for each name that cannot be opened.
     """
-    sources: list[Source] = []
-    faults: list[str] = []
-    for name in names:
-        try:
-            sources.append(_open(name, option, stream, downloads))
-        except InputError as error:
-            faults += error.faults
-    if faults:
-        raise InputError(*faults)
-    return sources
+    return collect_faults(lambda name: _open(name, option, stream, downloads), names)
 
 
 def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:

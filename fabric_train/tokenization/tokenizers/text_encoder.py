@@ -311,7 +311,7 @@ class GigatokenEncoder:
         return [self._encode(text) for text in encoded]
 
     def encode_documents(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
-        """Encode all texts at once, with EOS and BOS, added tokens at which the tokenizer splits first, between them."""
+        """Encode all texts at once, with EOS and BOS between them: the tokenizer splits at added tokens first."""
         self._limit_memory(sum(map(len, texts)))
         return self._encode_joined(texts, borders) or join_documents([self._encode(text) for text in texts], borders)
 
