@@ -11,12 +11,11 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
-from fabric_train.files.atomic_folder import check_not_taken, complete_folder
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.cleaning.dropped import count_by_task, write_hits, write_sample
 from fabric_train.tokenization.cleaning.line_counts import find_boilerplate
 from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, find_near_duplicates, sample_duplicates
-from fabric_train.tokenization.corpus import OpenedCorpus, open_corpus, unfinished_folder
+from fabric_train.tokenization.corpus import OpenedCorpus, opened_corpus
 from fabric_train.tokenization.encoding import EncodedSources, encode_sources
 from fabric_train.tokenization.manifest import (
     BAD_ROW,
@@ -61,10 +60,7 @@ def build_token_dataset(arguments: TokenizeArguments, check: ParityCheck, sizes:
 
     ``check`` compares gigatoken's ids with the tokenizer's; it may already be loading the tokenizer.
     """
-    target = Path(arguments.output_dir).expanduser()
-    check_not_taken(target)
-    with unfinished_folder(target, sizes) as unfinished, complete_folder(target) as folder:
-        corpus = open_corpus(arguments, folder, unfinished, sizes)
+    with opened_corpus(arguments, sizes) as (corpus, folder, unfinished):
         if corpus.cleaner is not None and isinstance(arguments.boilerplate, int):
             # the lines that --boilerplate removes are known once all documents have been read
             corpus = replace(corpus, cleaner=corpus.cleaner.with_boilerplate(find_boilerplate(corpus, unfinished)))

@@ -15,14 +15,23 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError, collect_faults, raise_reached_limit
 from fabric_train.cli.output import redact
-from fabric_train.files.atomic_folder import hold_lock
+from fabric_train.files.atomic_folder import check_not_taken, complete_folder, hold_lock
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.tokenization.arguments import TokenizeArguments
-from fabric_train.tokenization.chats.chat_format import columns, detect_format, read_chat, unexpected_format
 from fabric_train.tokenization.chats.chat_template import read_chosen_template
 from fabric_train.tokenization.chats.control_tokens import check_surrogates
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
-from fabric_train.tokenization.documents import BadRowError, Row, missing_column, name_in, text_of
+from fabric_train.tokenization.documents import (
+    BadRowError,
+    Row,
+    columns,
+    detect_format,
+    missing_column,
+    name_in,
+    read_chat,
+    text_of,
+    unexpected_format,
+)
 from fabric_train.tokenization.manifest import SourceRecord
 from fabric_train.tokenization.packing.rows import Packing
 from fabric_train.tokenization.reading.listing import sha256
@@ -137,6 +146,15 @@ class OpenedCorpus:
         for source, of_files, (name, place) in zip(self.sources, digests, self.named, strict=True):
             records.append(replace(source.record(of_files), name=name, place=redact(place)))
         return records
+
+
+@contextmanager
+def opened_corpus(arguments: TokenizeArguments, sizes: ShardSizes) -> Iterator[tuple["OpenedCorpus", Path, Path]]:
+    """Yield the corpus, the folder for --output_dir, which is complete or absent, and that for unfinished work."""
+    target = Path(arguments.output_dir).expanduser()
+    check_not_taken(target)
+    with unfinished_folder(target, sizes) as unfinished, complete_folder(target) as folder:
+        yield open_corpus(arguments, folder, unfinished, sizes), folder, unfinished
 
 
 def open_corpus(
@@ -259,6 +277,4 @@ def _text_in(row: Row | BadRowError, format_: SourceFormat, place: Callable[[], 
 
 def available_cores() -> int:
     """Return the number of cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

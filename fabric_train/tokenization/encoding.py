@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fabric_train.tokenization import manifest
-from fabric_train.tokenization.chats.chat_format import Chat, is_blank, read_chat
 from fabric_train.tokenization.cleaning.cleaner import text_without_system
 from fabric_train.tokenization.corpus import OpenedCorpus, open_formats, sample_texts
-from fabric_train.tokenization.documents import BadRowError, LeftOut, text_of
+from fabric_train.tokenization.documents import BadRowError, Chat, LeftOut, is_blank, read_chat, text_of
 from fabric_train.tokenization.reading.files import memory_errors_name
 from fabric_train.tokenization.reading.listing import SHA256_BYTES, FilePart, check_unchanged, hash_files
 from fabric_train.tokenization.reading.sources import PartReader

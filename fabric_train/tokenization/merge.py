@@ -6,14 +6,14 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import DownloadColumn, TimeRemainingColumn
 
 from fabric_train.cli.argument_types import POSITIONAL
 from fabric_train.cli.errors import InputError, collect_faults, run_program
@@ -42,6 +42,7 @@ from fabric_train.tokenization.shards import SIZES, ShardSizes
 from fabric_train.tokenization.slice_folder import Slice, is_slice, open_slices
 from fabric_train.tokenization.slices import encode_command, merge_counts, merge_slices
 from fabric_train.tokenization.tokenizers.tokenizer import CHAT_TEMPLATE_FILE
+from fabric_train.tokenization.workers import transient_bar
 
 _VERSIONS_OF = ("fabric-train", "pyarrow")
 
@@ -252,11 +253,14 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
     num_bytes = sum(
         file.stat().st_size for dataset in merged for split in dataset.splits.values() for file in split.files
     )
-    with complete_folder(target) as folder, _progress(num_bytes) as advance:
+    columns = (DownloadColumn(), TimeRemainingColumn())
+    with complete_folder(target) as folder, transient_bar("copying", *columns) as (bar, task):
+        bar.update(task, total=num_bytes)
         copy_folder(first.folder / "tokenizer", folder / "tokenizer")
         for name in manifest.ledger.splits:
             (folder / name).mkdir()
-            _join([dataset.splits[name] for dataset in merged if name in dataset.splits], folder / name, advance)
+            own = [dataset.splits[name] for dataset in merged if name in dataset.splits]
+            _join(own, folder / name, partial(bar.advance, task))
             if manifest.has_index:
                 _join_indexes(merged, name, folder / name)
         write_dataset_dict(folder, manifest.ledger.splits)
@@ -331,15 +335,6 @@ def _sources_in_common(merged: Sequence[MergeInput]) -> Iterator[str]:
                 folder, path = found.setdefault(file.sha256, (dataset.folder, file.path))
                 if folder != dataset.folder:
                     yield f"{path} of {folder} was also read for {dataset.folder}: its documents may come twice"
-
-
-@contextmanager
-def _progress(num_bytes: int) -> Iterator[Callable[[int], None]]:
-    console = open_console(stderr=True)
-    columns = (TextColumn("copying"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=num_bytes)
-        yield lambda copied: progress.advance(task, copied)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn, TaskID
 
 _SECONDS_BETWEEN_LINES = 3.0
 ShowProgress = Callable[[int, int, int], None]  # bytes, documents and tokens done
@@ -74,6 +74,19 @@ def _bar() -> "Progress":
 
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     return Progress(*columns, console=open_console(stderr=True))
+
+
+@contextmanager
+def transient_bar(what: str, *columns: "ProgressColumn") -> Iterator[tuple["Progress", "TaskID"]]:
+    """Show a progress bar with one task on standard error, if that is a terminal, until the block ends."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from fabric_train.cli.output import open_console
+
+    console = open_console(stderr=True)
+    shown = (TextColumn(what), BarColumn(), *columns)
+    with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield bar, bar.add_task("")
 
 
 class ThrottledLog:
@@ -156,20 +169,18 @@ class WorkerPool(Generic[Item, Result]):
         queues: dict[Any, tuple[Worker[Item, Result], deque[Item]]] = {
             worker.connection: (worker, deque()) for worker in self._workers
         }
-        has_started = False
-        while True:
+
+        def send() -> None:
             for _ in range(_ITEMS_AHEAD):
                 for worker, sent in queues.values():
                     if len(sent) < _ITEMS_AHEAD and (item := next(items, None)) is not None:
                         sent.append(item)
                         with self._naming(sent[0]):
                             worker.send(item)
-            if not has_started:
-                has_started = True
-                yield None
-            busy = [one for one, (_, sent) in queues.items() if sent]
-            if not busy:
-                return
+
+        send()
+        yield None
+        while busy := [one for one, (_, sent) in queues.items() if sent]:
             ready = connection.wait(busy, timeout=tick_seconds)
             for one in ready:
                 worker, sent = queues[one]
@@ -178,6 +189,7 @@ class WorkerPool(Generic[Item, Result]):
                 yield sent.popleft(), result
             if not ready:
                 yield None
+            send()
 
     @contextmanager
     def _naming(self, item: Item) -> Iterator[None]:

@@ -11,7 +11,6 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import manifest
-from fabric_train.tokenization.chats.chat_format import TOO_DEEP, Chat, Message, is_blank, read_chat, supervised_turns
 from fabric_train.tokenization.chats.chat_template import (
     LLAMA3_CONTROL_TOKENS,
     LLAMA3_TEMPLATE,
@@ -19,7 +18,18 @@ from fabric_train.tokenization.chats.chat_template import (
     Rendering,
 )
 from fabric_train.tokenization.chats.control_tokens import ControlTokens, Span, check_surrogates
-from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut, utf8_length
+from fabric_train.tokenization.documents import (
+    TOO_DEEP,
+    BadRowError,
+    Chat,
+    EncodedDocument,
+    LeftOut,
+    Message,
+    is_blank,
+    read_chat,
+    supervised_turns,
+    utf8_length,
+)
 from fabric_train.tokenization.tokenizers.parity_check import HARD_STRINGS
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, open_encoder
 

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.tokenization.chats.chat_format import Message
 from fabric_train.tokenization.chats.control_tokens import Span, check_surrogates
 from fabric_train.tokenization.chats.template_limits import (
     MEMORY,
@@ -35,7 +34,7 @@ from fabric_train.tokenization.chats.template_limits import (
     limited_memory,
     limited_time,
 )
-from fabric_train.tokenization.documents import BadRowError
+from fabric_train.tokenization.documents import BadRowError, Message
 from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.arguments import TokenizeArguments
-from fabric_train.tokenization.chats.chat_format import TOO_DEEP, Chat, Message
 from fabric_train.tokenization.chats.control_tokens import check_surrogates
 from fabric_train.tokenization.cleaning import minhash
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, open_boilerplate
@@ -19,7 +18,7 @@ from fabric_train.tokenization.cleaning.dropped import Cleaned, Dropped, Marked,
 from fabric_train.tokenization.cleaning.language import open_language_filter
 from fabric_train.tokenization.cleaning.personal_data import open_redaction
 from fabric_train.tokenization.cleaning.quality import open_quality_filter
-from fabric_train.tokenization.documents import BadRowError
+from fabric_train.tokenization.documents import TOO_DEEP, BadRowError, Chat, Message
 
 _NO_TEXT = frozenset(["role", "type", "id", "name", "tool_call_id", "tools"])  # what a program reads
 _SPEAKERS = ("user", "assistant")
