@@ -39,7 +39,7 @@ from fabric_train.tokenization.packing.document_index import SourceTable, count_
 from fabric_train.tokenization.packing.rows import RowPlan, plan_rows
 from fabric_train.tokenization.reading.sources import Source, split_names
 from fabric_train.tokenization.selection import Collection, Split, collect, select, tokens_by_source
-from fabric_train.tokenization.shards import HASH_BYTES, SIZES, InputSlice, ShardSizes, signatures_file
+from fabric_train.tokenization.shards import HASH_BYTES, SIZES, InputSlice, ShardSizes
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
 _VERSIONS_OF = ("fabric-train", "gigatoken", "tokenizers", "transformers", "datasets", "numpy")
@@ -81,8 +81,7 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
     tokenizer = _tokenizer_record(corpus, encoded)
     near = None
     if arguments.near_duplicates is not None:
-        finished = zip(encoded.shards, encoded.records, strict=True)
-        files = [signatures_file(record.folder, shard) for shard, record in finished]
+        files = [record.spooled.tokens.with_suffix(".signatures") for record in encoded.records]
         near = find_near_duplicates(files, arguments.near_duplicates, folder / "bands")
     collections = _collect(corpus, encoded, near)
     encoded.records.clear()  # gigabytes of a large corpus, of which the collections have what is needed

@@ -206,14 +206,6 @@ def _kinds() -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class TaskText:
-    """A text of an item."""
-
-    item: TaskItem
-    words: str  # normalized, as ``Words.text`` returns it
-
-
-@dataclass(frozen=True)
 class NgramTable:
     """The n-grams of one length."""
 
@@ -239,7 +231,7 @@ class NgramTable:
 class TaskIndex:
     """The n-grams of evaluation tasks."""
 
-    texts: list[TaskText]  # of the items that are compared
+    texts: list[tuple[TaskItem, str]]  # those compared, each with its item, as ``Words.text`` returns them
     tables: dict[int, NgramTable]  # by the number of words of their n-grams, in ascending order
     counts: dict[str, dict[str, int]]  # by task: items, of them too_short, ngrams, and ignored common_ngrams
 
@@ -249,9 +241,9 @@ class TaskIndex:
         shared: dict[TaskItem, set[tuple[int, int]]] = defaultdict(set)  # first word and length of each n-gram
         for length, hashes in ngram_hashes(words, list(self.tables)).items():
             for place, number, start in self.tables[length].find(hashes):
-                text_of_task = self.texts[number]
-                if text_of_task.words.startswith(words.text(place, length), start):  # else only the hash is the same
-                    shared[text_of_task.item].add((place, length))
+                item, text_of_task = self.texts[number]
+                if text_of_task.startswith(words.text(place, length), start):  # else only the hash is the same
+                    shared[item].add((place, length))
         return tuple(_hit(item, sorted(ngrams), words) for item, ngrams in shared.items())
 
 
@@ -259,7 +251,7 @@ def index_tasks(items: Sequence[TaskItem]) -> TaskIndex:
     """Return the index of the items of all tasks; it has no tables if all are too short."""
     tasks = {name: number for number, name in enumerate(dict.fromkeys(item.task for item in items))}
     num_items, num_compared = np.zeros((2, len(tasks)), dtype=np.int64)
-    texts: list[TaskText] = []
+    texts: list[tuple[TaskItem, str]] = []
     found = [np.empty(0, dtype=_NGRAM)]
     for number, item in enumerate(items):
         compared = _compared(item)
@@ -271,7 +263,7 @@ def index_tasks(items: Sequence[TaskItem]) -> TaskIndex:
             ngrams["length"], ngrams["hash"], ngrams["start"] = length, hashes, words.starts[: len(hashes)]
             ngrams["task"], ngrams["item"], ngrams["text"] = tasks[item.task], number, len(texts)
             found.append(ngrams)
-            texts.append(TaskText(item, words.text(0, len(words.starts))))
+            texts.append((item, words.text(0, len(words.starts))))
     ngrams, is_first, is_common = _by_frequency(np.concatenate(found), num_items)
     columns = {
         "items": num_items,

@@ -330,9 +330,8 @@ def open_text(file: ListedFile, content: bytes | None = None) -> Iterator[Binary
             return
         compression = COMPRESSIONS[os.path.splitext(file.name)[1].lower()]
         try:
-            counted = _Counted(raw)
-            with _decompress(counted, compression) as stream:
-                text = _Decompressed(stream, counted)
+            with _decompress(raw, compression) as stream:
+                text = _Decompressed(stream, raw)
                 _check_is_text(file.name, text.peek(8)[:8])
                 yield text
         except (OSError, EOFError, zlib.error) as error:  # for a damaged stream, an OSError has no errno
@@ -342,10 +341,10 @@ def open_text(file: ListedFile, content: bytes | None = None) -> Iterator[Binary
             raise InputError(f"{file.name}: not a whole {compression} file: {reason}; fetch it again") from None
 
 
-def _decompress(file: "_Counted", compression: str) -> Any:
+def _decompress(file: BinaryIO, compression: str) -> Any:
     """Return a stream of the content; gzip's may be followed by zero bytes, which pyarrow refuses."""
     if compression == "gzip":
-        return gzip.GzipFile(fileobj=io.BufferedReader(file, 1 << 20))
+        return gzip.GzipFile(fileobj=file)
     import pyarrow
 
     return pyarrow.CompressedInputStream(file, compression)
@@ -368,7 +367,7 @@ class _Counted(io.RawIOBase):
 
 
 class _Decompressed(io.BufferedReader):
-    def __init__(self, stream: Any, compressed: _Counted) -> None:
+    def __init__(self, stream: Any, compressed: BinaryIO) -> None:
         self.content, self.compressed = _Counted(stream), compressed
         super().__init__(self.content, 1 << 20)
 
@@ -376,7 +375,7 @@ class _Decompressed(io.BufferedReader):
 def position_in(file: BinaryIO) -> int:
     """Return the position in a file; in a compressed one, in proportion to what was taken of its content."""
     if isinstance(file, _Decompressed):
-        return file.compressed.num_read * file.tell() // max(1, file.content.num_read)
+        return file.compressed.tell() * file.tell() // max(1, file.content.num_read)
     return file.tell()
 
 

@@ -105,14 +105,14 @@ class Reference:
 
     def encode(self, texts: Iterable[str]) -> "list[Encoding]":
         """Return the texts' encodings, without added BOS or EOS."""
-        return [self._encode(text) for text in texts]
-
-    def _encode(self, text: str) -> "Encoding":
-        try:
-            with text_encoder.panics_as_errors():
-                return self._tokenizer.encode(text, add_special_tokens=False)
-        except text_encoder.RustPanicError as panic:
-            raise text_encoder.refuse_text(panic, text) from None
+        encodings = []
+        for text in texts:
+            try:
+                with text_encoder.panics_as_errors():
+                    encodings.append(self._tokenizer.encode(text, add_special_tokens=False))
+            except text_encoder.RustPanicError as panic:
+                raise text_encoder.refuse_text(panic, text) from None
+        return encodings
 
 
 def find_difference(texts: Iterable[str], expected: "Iterable[Encoding]", ids: Iterable[np.ndarray]) -> str | None:
