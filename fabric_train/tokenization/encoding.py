@@ -5,6 +5,7 @@ Another process meanwhile compares the encoder's ids with the tokenizer's.
 
 import multiprocessing
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from fabric_train.tokenization.shards import (
 )
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.text_encoder import Borders, FastEncoder, TextEncoder, open_encoder
-from fabric_train.tokenization.workers import WorkerPool, progress
+from fabric_train.tokenization.workers import WorkerPool, progress_of
 
 if TYPE_CHECKING:
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
@@ -145,10 +146,10 @@ def _encode_with(
     for index, record in records.items():
         job.show(index, all_shards[index].num_bytes, len(record.documents), record.num_tokens)
     digests = [np.zeros((len(source.files), SHA256_BYTES), dtype=np.uint8) for source in corpus.sources]
-    total = sum(shard.num_bytes for shard in shards)
+    total, started = sum(shard.num_bytes for shard in shards), time.monotonic()
     tasks: Iterator[_Task] = chain(to_hash, (shard.index for shard in unfinished_shards(corpus, shards, records)))
     num_proc = max(1, min(corpus.num_proc, len(to_hash) + len(shards) - len(records)))
-    with WorkerPool(job.run, num_proc, job.what_is_read) as workers, progress(total) as show:
+    with WorkerPool(job.run, num_proc, job.what_is_read) as workers, progress_of("tokenizing") as show:
         finished_tasks = workers.run(tasks, _TICK_SECONDS)
         next(finished_tasks, None)  # starts the first tasks
         is_compared = not isinstance(encoder, FastEncoder)
@@ -166,7 +167,9 @@ def _encode_with(
                 else:
                     hashed = np.frombuffer(result, np.uint8).reshape(-1, SHA256_BYTES)
                     digests[task.source][task.start : task.stop] = hashed
-            show(*(sum(job.progress[start::3]) for start in range(3)))
+            done, documents, tokens = (sum(job.progress[start::3]) for start in range(3))
+            speed = tokens / max(time.monotonic() - started, 1e-9)
+            show(min(done / max(total, 1), 1), f"{documents:,} documents, {tokens:,} tokens, {speed:,.0f} tokens/s")
         difference = check.result() if is_compared else None
     if difference:
         raise _DifferentIdsError(difference)

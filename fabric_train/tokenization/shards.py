@@ -162,15 +162,13 @@ def files_to_hash(
     is_in = (np.array(is_in, dtype=bool) & ~np.concatenate([[], *are_read]).astype(bool)).tolist()
     first = 0
     for number, source in enumerate(sources):
-        start, num_bytes = 0, 0
+        start = num_bytes = 0
         for index, size in enumerate(source.files.sizes):
-            num_bytes += size if is_in[first + index] else 0
-            if not is_in[first + index]:
-                if start < index:
-                    yield FilesToHash(number, start, index)
-                start, num_bytes = index + 1, 0
-            elif num_bytes >= group_bytes:
-                yield FilesToHash(number, start, index + 1)
+            is_own = is_in[first + index]
+            num_bytes += size if is_own else 0
+            if not is_own or num_bytes >= group_bytes:
+                if start < index + is_own:
+                    yield FilesToHash(number, start, index + is_own)
                 start, num_bytes = index + 1, 0
         if start < len(source.files):
             yield FilesToHash(number, start, len(source.files))
