@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,6 @@ from fabric_train.tokenization.chats.control_tokens import check_surrogates
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
 from fabric_train.tokenization.documents import (
     BadRowError,
-    Row,
     columns,
     detect_format,
     missing_column,
@@ -175,7 +174,7 @@ def open_corpus(
     if chosen is not None:
         set_chat_template(tokenizer_folder, chosen)
     asked = None if arguments.data_format == "auto" else arguments.data_format
-    skips = arguments.on_bad_rows == "skip"
+    skips = arguments.skips_bad_rows
     kinds = collect_faults(lambda one: asked or find_kind(one, arguments.text_column, skips), [*train, *held_out])
     default: Packing = "best_fit" if set(kinds) - {"text"} else "concat"  # which would cut chats
     arguments = replace(arguments, packing=arguments.packing or default)
@@ -259,20 +258,16 @@ def _first_texts(source: Source, format_: SourceFormat, part: Any, left: int) ->
         if left <= 0:
             return
         try:
-            text = _text_in(row, format_, partial(reader.place, number))
+            if format_.chat is None:
+                text = text_of(row, format_.columns[0], partial(reader.place, number))[0]
+            else:
+                text = "\n".join(message["content"] for message in read_chat(row, format_.kind).messages)
+                check_surrogates(text)
         except BadRowError:
             continue  # reported or skipped when the shard is encoded
         if text:
             yield text[:left]
             left -= len(text)
-
-
-def _text_in(row: Row | BadRowError, format_: SourceFormat, place: Callable[[], str]) -> str:
-    if format_.chat is None:
-        return text_of(row, format_.columns[0], place)[0]
-    text = "\n".join(message["content"] for message in read_chat(row, format_.kind).messages)
-    check_surrogates(text)
-    return text
 
 
 def available_cores() -> int:

@@ -193,9 +193,8 @@ def _check_files(corpus: OpenedCorpus, encoded: EncodedSources) -> None:
 def _usable_record(job: EncodingJob, shard: Shard) -> ShardRecord | None:
     """Return the record of a finished shard; None if it skipped bad rows and this run must report them."""
     record = read_record(job.folder, shard)
-    if record is not None and job.corpus.arguments.on_bad_rows != "skip" and manifest.BAD_ROW in record.reasons:
-        return None
-    return record
+    must_report = record is not None and not job.corpus.arguments.skips_bad_rows and manifest.BAD_ROW in record.reasons
+    return None if must_report else record
 
 
 def unfinished_shards(
@@ -225,7 +224,7 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
         partial(job.show, shard.index),
         hashed=corpus.arguments.deduplicate,
         signed=corpus.cleaner is not None and corpus.cleaner.near_duplicates is not None,
-        skips_bad_rows=corpus.arguments.on_bad_rows == "skip",
+        skips_bad_rows=corpus.arguments.skips_bad_rows,
     )
     with writer:
         texts = _WaitingTexts(job, writer)

@@ -82,17 +82,13 @@ def _read_task_file(path: Path) -> TaskFile:
             f"{path}: expected {' or '.join(_SUFFIXES)}, also with .gz or .zst; write the items as JSON lines"
         )
     listed = list_file(path)
-    items = tuple(dict.fromkeys(_items(FileReader(FilePart(listed, listed.size), ("text",)), _task_name(path))))
+    name = path.name[: path.name.lower().rindex(file_suffix(path))]  # without suffixes
+    of_lm_eval = _OF_LM_EVAL.fullmatch(name)
+    reader = FileReader(FilePart(listed, listed.size), ("text",))
+    items = tuple(dict.fromkeys(_items(reader, of_lm_eval[1] if of_lm_eval else name)))
     if not items:
         raise InputError(f"{path}: no text in it; give a file with an evaluation task's items as JSON lines")
     return TaskFile(path.name, sha256(path), items)
-
-
-def _task_name(path: Path) -> str:
-    """Return the name of a file without suffixes, of lm_eval's files the task in it."""
-    name = path.name[: path.name.lower().rindex(file_suffix(path))]
-    of_lm_eval = _OF_LM_EVAL.fullmatch(name)
-    return of_lm_eval[1] if of_lm_eval else name
 
 
 def _items(reader: FileReader, default_task: str) -> Iterator[TaskItem]:
