@@ -6,9 +6,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol
 
 from fabric_train.cli.child_ranks import end_children, report_to_torchrun
 from fabric_train.cli.launcher import global_rank
@@ -21,8 +21,6 @@ STOPPED = 75
 INTERRUPTED = 130
 
 
-Given = TypeVar("Given")
-Made = TypeVar("Made")
 _log = logging.getLogger("fabric_train")  # a training run writes it to RUN/run.log
 _log.addHandler(logging.NullHandler())
 
@@ -33,19 +31,6 @@ class InputError(ValueError):
     def __init__(self, *faults: str) -> None:
         super().__init__("; ".join(faults))
         self.faults = faults
-
-
-def collect_faults(function: Callable[[Given], Made], given: Iterable[Given]) -> list[Made]:
-    """Return what ``function`` makes of each thing given; an InputError has the faults of all, each once."""
-    made, faults = list[Made](), dict[str, None]()
-    for one in given:
-        try:
-            made.append(function(one))
-        except InputError as error:
-            faults |= dict.fromkeys(error.faults)
-    if faults:
-        raise InputError(*faults)
-    return made
 
 
 class RunError(Exception):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fabric_train.cli.errors import InputError, collect_faults, raise_reached_limit
+from fabric_train.cli.errors import InputError, raise_reached_limit
 from fabric_train.cli.output import redact
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder, hold_lock
 from fabric_train.files.regular_file import check_no_links_in
@@ -34,7 +34,7 @@ from fabric_train.tokenization.documents import (
 from fabric_train.tokenization.manifest import SourceRecord
 from fabric_train.tokenization.packing.rows import Packing
 from fabric_train.tokenization.reading.listing import sha256
-from fabric_train.tokenization.reading.sources import UNFINISHED_SUFFIX, Source, open_sources, split_names
+from fabric_train.tokenization.reading.sources import UNFINISHED_SUFFIX, Source, open_each, open_sources, split_names
 from fabric_train.tokenization.shards import SIZES, Shard, ShardSizes, split_into_shards
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer, set_chat_template
 
@@ -175,7 +175,7 @@ def open_corpus(
         set_chat_template(tokenizer_folder, chosen)
     asked = None if arguments.data_format == "auto" else arguments.data_format
     skips = arguments.skips_bad_rows
-    kinds = collect_faults(lambda one: asked or find_kind(one, arguments.text_column, skips), [*train, *held_out])
+    kinds = open_each(lambda one: asked or find_kind(one, arguments.text_column, skips), [*train, *held_out])
     default: Packing = "best_fit" if set(kinds) - {"text"} else "concat"  # which would cut chats
     arguments = replace(arguments, packing=arguments.packing or default)
     formats = open_formats(kinds, tokenizer_folder, arguments)

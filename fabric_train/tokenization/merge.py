@@ -16,7 +16,7 @@ import pyarrow as pa
 from rich.progress import DownloadColumn, TimeRemainingColumn
 
 from fabric_train.cli.argument_types import POSITIONAL
-from fabric_train.cli.errors import InputError, collect_faults, run_program
+from fabric_train.cli.errors import InputError, run_program
 from fabric_train.cli.output import open_console
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.cli.shared_arguments import given_twice
@@ -38,6 +38,7 @@ from fabric_train.tokenization.manifest import (
 from fabric_train.tokenization.packing.arrow_folder import write_dataset_dict, write_json
 from fabric_train.tokenization.packing.document_index import join_indexes, open_index
 from fabric_train.tokenization.packing.token_folder import Split, open_splits, read_arrow
+from fabric_train.tokenization.reading.sources import open_each
 from fabric_train.tokenization.shards import SIZES, ShardSizes
 from fabric_train.tokenization.slice_folder import Slice, is_slice, open_slices
 from fabric_train.tokenization.slices import encode_command, merge_counts, merge_slices
@@ -109,7 +110,7 @@ def open_inputs(
             raise InputError(f"{folder}: its splits are not those of its manifest.json; tokenize again")
         return MergeInput(folder, manifest, splits)
 
-    opened = collect_faults(open_one, folders)
+    opened = open_each(open_one, folders)
     faults = [fault for other in opened[1:] for fault in _differences(opened[0], other)]
     if faults:
         raise InputError(*faults)

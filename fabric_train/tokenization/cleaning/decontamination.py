@@ -18,11 +18,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fabric_train.cli.errors import InputError, collect_faults
+from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.cleaning.dropped import Dropped, Marked, TaskHit
 from fabric_train.tokenization.documents import BadRowError, Row
 from fabric_train.tokenization.reading.files import FileReader
 from fabric_train.tokenization.reading.listing import FilePart, file_suffix, list_file, sha256
+from fabric_train.tokenization.reading.sources import open_each
 
 LONGEST = 13  # words of an n-gram
 _OF_LM_EVAL = re.compile(r"samples_(.+)_[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9.-]+")
@@ -69,7 +70,7 @@ def read_task_files(places: Sequence[str]) -> list[TaskFile]:
     or no text.
     """
     try:
-        return collect_faults(lambda place: _read_task_file(Path(place).expanduser()), places)
+        return open_each(lambda place: _read_task_file(Path(place).expanduser()), places)
     except InputError as error:
         raise InputError(*(f"--decontaminate: {fault}" for fault in error.faults)) from None
 

@@ -13,12 +13,13 @@ import numpy as np
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split as SplitText
 
-from fabric_train.cli.errors import InputError, collect_faults
+from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.cleaning.language import DEFAULT_THRESHOLD, identify
 from fabric_train.tokenization.inspect.report import shown_split
 from fabric_train.tokenization.manifest import Manifest, load_manifest
 from fabric_train.tokenization.packing.document_index import DocumentIndex, chunks, find_rows, num_records, open_index
 from fabric_train.tokenization.packing.token_folder import Split, open_splits
+from fabric_train.tokenization.reading.sources import open_each
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
 NUM_TOKENS = 1 << 20  # of a sample
@@ -109,7 +110,7 @@ class OpenCorpus:
 
 def open_corpora(folders: Sequence[Path], split: str) -> list[OpenCorpus]:
     """Open a split, "train" or "validation", of two token datasets; InputError if they cannot be compared."""
-    opened = collect_faults(lambda folder: _open_corpus(folder, split), folders)
+    opened = open_each(lambda folder: _open_corpus(folder, split), folders)
     if opened[0].folder.samefile(opened[1].folder):
         raise InputError(f"--compare: {folders[0]} and {folders[1]} are the same folder; give two token datasets")
     return opened

@@ -4,14 +4,14 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from fabric_train.cli.errors import InputError, collect_faults, first_line
+from fabric_train.cli.errors import InputError, first_line
 from fabric_train.cli.output import redact
 from fabric_train.tokenization.manifest import SourceRecord
 from fabric_train.tokenization.reading import hf_datasets
@@ -29,6 +29,8 @@ from fabric_train.tokenization.reading.listing import (
 )
 from fabric_train.tokenization.workers import ThrottledLog
 
+Given = TypeVar("Given")
+Opened = TypeVar("Opened")
 UNFINISHED_SUFFIX = ".part"  # the suffix of a file whose download has not finished
 _NAMED = re.compile(r"(\w[\w.-]*)=(.+)", re.DOTALL)
 _SUBSETS_IN_README = re.compile(r"\s*---\s*\n(?:(?!---).*\n)*?(?:configs|dataset_info):")
@@ -118,12 +120,25 @@ def place_of(value: str) -> str:
     return found[2] if found else value
 
 
+def open_each(open_one: Callable[[Given], Opened], given: Iterable[Given]) -> list[Opened]:
+    """Return what is opened for each thing given; an InputError has the faults of all, each once."""
+    opened, faults = list[Opened](), dict[str, None]()
+    for one in given:
+        try:
+            opened.append(open_one(one))
+        except InputError as error:
+            faults |= dict.fromkeys(error.faults)
+    if faults:
+        raise InputError(*faults)
+    return opened
+
+
 def open_sources(names: list[str], option: str, stream: bool, downloads: Path) -> list[Source]:
     """Open every source of ``option``, in the order of ``names``; ``downloads`` is the folder for files of URLs.
 
     InputError, with one line for each name that cannot be opened.
     """
-    return collect_faults(lambda name: _open(name, option, stream, downloads), names)
+    return open_each(lambda name: _open(name, option, stream, downloads), names)
 
 
 def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:
