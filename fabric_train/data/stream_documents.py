@@ -15,8 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import xxhash
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.chats.chat_format import is_blank, read_chat, supervised_turns
-from fabric_train.tokenization.documents import BadRowError, Row, text_of, utf8_length
+from fabric_train.tokenization.documents import (
+    BadRowError,
+    Row,
+    is_blank,
+    read_chat,
+    supervised_turns,
+    text_of,
+    utf8_length,
+)
 from fabric_train.tokenization.reading.hf_datasets import DatasetSource, StreamSource
 from fabric_train.tokenization.reading.listing import FilePart
 from fabric_train.tokenization.reading.sources import FileSource, Source

@@ -14,9 +14,8 @@ from fabric_train.data.stream_documents import TRAIN_ON, Document, StreamedDocum
 from fabric_train.data.token_dataset import IndexedRows, TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.files.regular_file import read_json
-from fabric_train.tokenization.chats.chat_format import columns, read_chat
 from fabric_train.tokenization.corpus import find_kind
-from fabric_train.tokenization.documents import BadRowError, EncodedDocument
+from fabric_train.tokenization.documents import BadRowError, EncodedDocument, columns, read_chat
 from fabric_train.tokenization.reading.sources import open_sources, split_names
 from fabric_train.tokenization.tokenizers.parity_check import Reference, find_difference
 from fabric_train.tokenization.tokenizers.text_encoder import (

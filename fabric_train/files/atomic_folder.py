@@ -15,6 +15,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+import psutil
+
 from fabric_train.cli.errors import InputError, raise_reached_limit
 from fabric_train.files.regular_file import check_no_link, open_to_write
 
@@ -209,17 +211,6 @@ def _remove_leftovers(target: Path) -> None:
     of_this_machine = re.escape(f".{target.name}{_MARK}{socket.gethostname()}-") + "([1-9][0-9]{0,8})"
     for entry in target.parent.iterdir():
         found = re.fullmatch(of_this_machine, entry.name)
-        if found and not _runs(int(found[1])):
+        if found and (int(found[1]) == os.getpid() or not psutil.pid_exists(int(found[1]))):
             with suppress(OSError):  # of another user
                 remove(entry)
-
-
-def _runs(process: int) -> bool:
-    """Whether ``process`` is the id of a running process other than this one."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it belongs to another user
-        pass
-    return process != os.getpid()

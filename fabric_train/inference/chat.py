@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fabric_train.cli.errors import InputError
 from fabric_train.inference.generate import GeneratedText, TextPrinter, generate
 from fabric_train.inference.prompts import Prompt, PromptEncoder, chat_turn, encode_prompts, limits_of
-from fabric_train.tokenization.chats.chat_format import Chat, Message
+from fabric_train.tokenization.documents import Chat, Message
 
 if TYPE_CHECKING:
     from fabric_train.inference.arguments import GenerateArguments

@@ -14,9 +14,8 @@ from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import open_regular, open_to_write, parse_json
 from fabric_train.inference.generate import GeneratedText, generate
 from fabric_train.tokenization.chats.chat_encoder import own_template
-from fabric_train.tokenization.chats.chat_format import Chat, read_chat
 from fabric_train.tokenization.chats.chat_template import ChatTemplate
-from fabric_train.tokenization.documents import BadRowError
+from fabric_train.tokenization.documents import BadRowError, Chat, read_chat
 
 if TYPE_CHECKING:
     from fabric_train.inference.arguments import GenerateArguments

@@ -163,7 +163,8 @@ class TokenizeArguments(CleaningArguments, PushArguments):
     def faults(self) -> list[str]:
         """Return values that leave nothing to train on, and contradictions."""
         faults = [*PushArguments.faults(self), *CleaningArguments.faults(self)]
-        faults += [f"--{name} names nothing: give a source" for name in self._without_sources()]
+        names = ("dataset", "validation_dataset")
+        faults += [f"--{name} names nothing: give a source" for name in names if getattr(self, name) == []]
         if self.validation_split == 1:
             faults.append("--validation_split 1 leaves nothing to train on: give a share below 1")
         if self.max_length < 2:
@@ -191,6 +192,10 @@ class TokenizeArguments(CleaningArguments, PushArguments):
         return numbers if numbers and numbers[0] <= numbers[1] else None
 
     @property
+    def skips_bad_rows(self) -> bool:
+        return self.on_bad_rows == "skip"
+
+    @property
     def counts_lines(self) -> bool:
         """Whether this is a task that counts the lines of its slice for --boilerplate, and does not encode it."""
         return self.shard is not None and isinstance(self.boilerplate, int)
@@ -208,6 +213,3 @@ class TokenizeArguments(CleaningArguments, PushArguments):
         if self.stream:
             faults.append("--shard needs files that all tasks see: leave out --stream true, or download them once")
         return faults
-
-    def _without_sources(self) -> list[str]:
-        return [name for name in ("dataset", "validation_dataset") if getattr(self, name) == []]

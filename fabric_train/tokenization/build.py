@@ -11,12 +11,11 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
-from fabric_train.files.atomic_folder import check_not_taken, complete_folder
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.cleaning.dropped import count_by_task, write_hits, write_sample
 from fabric_train.tokenization.cleaning.line_counts import find_boilerplate
 from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, find_near_duplicates, sample_duplicates
-from fabric_train.tokenization.corpus import OpenedCorpus, open_corpus, unfinished_folder
+from fabric_train.tokenization.corpus import OpenedCorpus, opened_corpus
 from fabric_train.tokenization.encoding import EncodedSources, encode_sources
 from fabric_train.tokenization.manifest import (
     BAD_ROW,
@@ -40,7 +39,7 @@ from fabric_train.tokenization.packing.document_index import SourceTable, count_
 from fabric_train.tokenization.packing.rows import RowPlan, plan_rows
 from fabric_train.tokenization.reading.sources import Source, split_names
 from fabric_train.tokenization.selection import Collection, Split, collect, select, tokens_by_source
-from fabric_train.tokenization.shards import HASH_BYTES, SIZES, InputSlice, ShardSizes, signatures_file
+from fabric_train.tokenization.shards import HASH_BYTES, SIZES, InputSlice, ShardSizes
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
 _VERSIONS_OF = ("fabric-train", "gigatoken", "tokenizers", "transformers", "datasets", "numpy")
@@ -61,10 +60,7 @@ def build_token_dataset(arguments: TokenizeArguments, check: ParityCheck, sizes:
 
     ``check`` compares gigatoken's ids with the tokenizer's; it may already be loading the tokenizer.
     """
-    target = Path(arguments.output_dir).expanduser()
-    check_not_taken(target)
-    with unfinished_folder(target, sizes) as unfinished, complete_folder(target) as folder:
-        corpus = open_corpus(arguments, folder, unfinished, sizes)
+    with opened_corpus(arguments, sizes) as (corpus, folder, unfinished):
         if corpus.cleaner is not None and isinstance(arguments.boilerplate, int):
             # the lines that --boilerplate removes are known once all documents have been read
             corpus = replace(corpus, cleaner=corpus.cleaner.with_boilerplate(find_boilerplate(corpus, unfinished)))
@@ -85,8 +81,7 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
     tokenizer = _tokenizer_record(corpus, encoded)
     near = None
     if arguments.near_duplicates is not None:
-        finished = zip(encoded.shards, encoded.records, strict=True)
-        files = [signatures_file(record.folder, shard) for shard, record in finished]
+        files = [record.spooled.tokens.with_suffix(".signatures") for record in encoded.records]
         near = find_near_duplicates(files, arguments.near_duplicates, folder / "bands")
     collections = _collect(corpus, encoded, near)
     encoded.records.clear()  # gigabytes of a large corpus, of which the collections have what is needed
@@ -122,20 +117,17 @@ def _collect(corpus: OpenedCorpus, encoded: EncodedSources, near: NearDuplicates
     """Collect the documents of --dataset and, if given, of --validation_dataset."""
     arguments, sources, num_train = corpus.arguments, corpus.sources, len(corpus.train)
     _check_not_empty(sources, encoded, num_train)
-    max_tokens = None if arguments.weights else arguments.max_tokens
+    caps = (arguments.max_documents, None if arguments.weights else arguments.max_tokens)
     seen = np.empty((0, HASH_BYTES), dtype=np.uint8) if arguments.deduplicate else None
     collections: list[Collection] = []
-    for is_train in (True, False):
+    for is_train in (True, False) if arguments.validation_dataset else (True,):
         chosen = [i for i, shard in enumerate(encoded.shards) if (shard.source < num_train) == is_train]
         shards, records = [encoded.shards[i] for i in chosen], [encoded.records[i] for i in chosen]
         first = sum(len(collection.characters) for collection in collections)
         repeats = None if near is None else near.repeats(first, sum(len(one.documents) for one in records))
-        if is_train:
-            max_documents = arguments.max_documents
-            collections.append(collect(shards, records, sources, max_documents, max_tokens, seen, repeats))
-            seen = None if seen is None else collections[0].hashes
-        elif arguments.validation_dataset:
-            collections.append(collect(shards, records, sources, None, None, seen, repeats))
+        limits = caps if is_train else (None, None)
+        collections.append(collect(shards, records, sources, *limits, seen, repeats))
+        seen = None if seen is None else collections[-1].hashes
     return collections
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,19 +15,27 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError, raise_reached_limit
 from fabric_train.cli.output import redact
-from fabric_train.files.atomic_folder import hold_lock
+from fabric_train.files.atomic_folder import check_not_taken, complete_folder, hold_lock
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.tokenization.arguments import TokenizeArguments
-from fabric_train.tokenization.chats.chat_format import columns, detect_format, read_chat, unexpected_format
 from fabric_train.tokenization.chats.chat_template import read_chosen_template
 from fabric_train.tokenization.chats.control_tokens import check_surrogates
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
-from fabric_train.tokenization.documents import BadRowError, Row, missing_column, name_in, text_of
+from fabric_train.tokenization.documents import (
+    BadRowError,
+    columns,
+    detect_format,
+    missing_column,
+    name_in,
+    read_chat,
+    text_of,
+    unexpected_format,
+)
 from fabric_train.tokenization.manifest import SourceRecord
 from fabric_train.tokenization.packing.rows import Packing
 from fabric_train.tokenization.reading.listing import sha256
-from fabric_train.tokenization.reading.sources import UNFINISHED_SUFFIX, Source, open_sources, split_names
-from fabric_train.tokenization.shards import SIZES, Shard, ShardSizes, files_read_at_once, split_into_shards
+from fabric_train.tokenization.reading.sources import UNFINISHED_SUFFIX, Source, open_each, open_sources, split_names
+from fabric_train.tokenization.shards import SIZES, Shard, ShardSizes, split_into_shards
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer, set_chat_template
 
 if TYPE_CHECKING:
@@ -126,7 +134,10 @@ class OpenedCorpus:
 
     def files_read_at_once(self, shards: Sequence[Shard]) -> list[np.ndarray]:
         """Return which files of each source are hashed when their shard is read, bool [files]; none with a cap."""
-        return files_read_at_once(self.sources, shards if self.caps == (None, None) else [])
+        are_read = [np.zeros(len(source.files), dtype=bool) for source in self.sources]
+        for shard in shards if self.caps == (None, None) else ():
+            are_read[shard.source][shard.origins[shard.read_at_once]] = True
+        return are_read
 
     def source_records(self, digests: Sequence[np.ndarray]) -> list[SourceRecord]:
         """Return the sources' records for the manifest; ``digests`` are the SHA-256 of the files of each source."""
@@ -134,6 +145,15 @@ class OpenedCorpus:
         for source, of_files, (name, place) in zip(self.sources, digests, self.named, strict=True):
             records.append(replace(source.record(of_files), name=name, place=redact(place)))
         return records
+
+
+@contextmanager
+def opened_corpus(arguments: TokenizeArguments, sizes: ShardSizes) -> Iterator[tuple["OpenedCorpus", Path, Path]]:
+    """Yield the corpus, the folder for --output_dir, which is complete or absent, and that for unfinished work."""
+    target = Path(arguments.output_dir).expanduser()
+    check_not_taken(target)
+    with unfinished_folder(target, sizes) as unfinished, complete_folder(target) as folder:
+        yield open_corpus(arguments, folder, unfinished, sizes), folder, unfinished
 
 
 def open_corpus(
@@ -153,7 +173,9 @@ def open_corpus(
     tokenizer.save(tokenizer_folder)
     if chosen is not None:
         set_chat_template(tokenizer_folder, chosen)
-    kinds = find_kinds([*train, *held_out], arguments)
+    asked = None if arguments.data_format == "auto" else arguments.data_format
+    skips = arguments.skips_bad_rows
+    kinds = open_each(lambda one: asked or find_kind(one, arguments.text_column, skips), [*train, *held_out])
     default: Packing = "best_fit" if set(kinds) - {"text"} else "concat"  # which would cut chats
     arguments = replace(arguments, packing=arguments.packing or default)
     formats = open_formats(kinds, tokenizer_folder, arguments)
@@ -169,21 +191,6 @@ def open_corpus(
         cleaner=open_cleaner(arguments, kinds) if arguments.cleans else None,
         sizes=sizes,
     )
-
-
-def find_kinds(sources: Sequence[Source], arguments: TokenizeArguments) -> list[str]:
-    """Return each source's data format, found from its first row."""
-    kinds: list[str] = []
-    faults: list[str] = []
-    for source in sources:
-        try:
-            given, skips = arguments.data_format, arguments.on_bad_rows == "skip"
-            kinds.append(find_kind(source, arguments.text_column, skips) if given == "auto" else given)
-        except InputError as error:
-            faults += error.faults
-    if faults:
-        raise InputError(*faults)
-    return kinds
 
 
 def find_kind(source: Source, text_column: str, skips_bad_rows: bool) -> str:
@@ -251,7 +258,11 @@ def _first_texts(source: Source, format_: SourceFormat, part: Any, left: int) ->
         if left <= 0:
             return
         try:
-            text = "" if isinstance(row, BadRowError) else _text_in(row, format_, partial(reader.place, number))
+            if format_.chat is None:
+                text = text_of(row, format_.columns[0], partial(reader.place, number))[0]
+            else:
+                text = "\n".join(message["content"] for message in read_chat(row, format_.kind).messages)
+                check_surrogates(text)
         except BadRowError:
             continue  # reported or skipped when the shard is encoded
         if text:
@@ -259,16 +270,6 @@ def _first_texts(source: Source, format_: SourceFormat, part: Any, left: int) ->
             left -= len(text)
 
 
-def _text_in(row: Row, format_: SourceFormat, place: Callable[[], str]) -> str:
-    if format_.chat is None:
-        return text_of(row, format_.columns[0], place)[0]
-    text = "\n".join(message["content"] for message in read_chat(row, format_.kind).messages)
-    check_surrogates(text)
-    return text
-
-
 def available_cores() -> int:
     """Return the number of cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -5,6 +5,7 @@ Another process meanwhile compares the encoder's ids with the tokenizer's.
 
 import multiprocessing
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fabric_train.tokenization import manifest
-from fabric_train.tokenization.chats.chat_format import Chat, is_blank, read_chat
-from fabric_train.tokenization.cleaning.cleaner import Dropped, text_without_system
+from fabric_train.tokenization.cleaning.cleaner import text_without_system
 from fabric_train.tokenization.corpus import OpenedCorpus, open_formats, sample_texts
-from fabric_train.tokenization.documents import BadRowError, LeftOut, text_of
+from fabric_train.tokenization.documents import BadRowError, Chat, LeftOut, is_blank, read_chat, text_of
 from fabric_train.tokenization.reading.files import memory_errors_name
 from fabric_train.tokenization.reading.listing import SHA256_BYTES, FilePart, check_unchanged, hash_files
 from fabric_train.tokenization.reading.sources import PartReader
@@ -37,7 +37,7 @@ from fabric_train.tokenization.shards import (
 )
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.text_encoder import Borders, FastEncoder, TextEncoder, open_encoder
-from fabric_train.tokenization.workers import WorkerPool, progress
+from fabric_train.tokenization.workers import WorkerPool, progress_of
 
 if TYPE_CHECKING:
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
@@ -146,10 +146,10 @@ def _encode_with(
     for index, record in records.items():
         job.show(index, all_shards[index].num_bytes, len(record.documents), record.num_tokens)
     digests = [np.zeros((len(source.files), SHA256_BYTES), dtype=np.uint8) for source in corpus.sources]
-    total = sum(shard.num_bytes for shard in shards)
+    total, started = sum(shard.num_bytes for shard in shards), time.monotonic()
     tasks: Iterator[_Task] = chain(to_hash, (shard.index for shard in unfinished_shards(corpus, shards, records)))
     num_proc = max(1, min(corpus.num_proc, len(to_hash) + len(shards) - len(records)))
-    with WorkerPool(job.run, num_proc, job.what_is_read) as workers, progress(total) as show:
+    with WorkerPool(job.run, num_proc, job.what_is_read) as workers, progress_of("tokenizing") as show:
         finished_tasks = workers.run(tasks, _TICK_SECONDS)
         next(finished_tasks, None)  # starts the first tasks
         is_compared = not isinstance(encoder, FastEncoder)
@@ -167,7 +167,9 @@ def _encode_with(
                 else:
                     hashed = np.frombuffer(result, np.uint8).reshape(-1, SHA256_BYTES)
                     digests[task.source][task.start : task.stop] = hashed
-            show(*(sum(job.progress[start::3]) for start in range(3)))
+            done, documents, tokens = (sum(job.progress[start::3]) for start in range(3))
+            speed = tokens / max(time.monotonic() - started, 1e-9)
+            show(min(done / max(total, 1), 1), f"{documents:,} documents, {tokens:,} tokens, {speed:,.0f} tokens/s")
         difference = check.result() if is_compared else None
     if difference:
         raise _DifferentIdsError(difference)
@@ -191,9 +193,8 @@ def _check_files(corpus: OpenedCorpus, encoded: EncodedSources) -> None:
 def _usable_record(job: EncodingJob, shard: Shard) -> ShardRecord | None:
     """Return the record of a finished shard; None if it skipped bad rows and this run must report them."""
     record = read_record(job.folder, shard)
-    if record is not None and job.corpus.arguments.on_bad_rows != "skip" and manifest.BAD_ROW in record.reasons:
-        return None
-    return record
+    must_report = record is not None and not job.corpus.arguments.skips_bad_rows and manifest.BAD_ROW in record.reasons
+    return None if must_report else record
 
 
 def unfinished_shards(
@@ -223,7 +224,7 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
         partial(job.show, shard.index),
         hashed=corpus.arguments.deduplicate,
         signed=corpus.cleaner is not None and corpus.cleaner.near_duplicates is not None,
-        skips_bad_rows=corpus.arguments.on_bad_rows == "skip",
+        skips_bad_rows=corpus.arguments.skips_bad_rows,
     )
     with writer:
         texts = _WaitingTexts(job, writer)
@@ -282,8 +283,6 @@ def _encode_texts(
     for row_number, row in reader:
         ordinal = writer.read()
         try:
-            if isinstance(row, BadRowError):
-                raise row
             text, data = text_of(row, column, partial(reader.place, row_number))
         except BadRowError as error:
             writer.skip_bad_row(ordinal, error)
@@ -292,14 +291,11 @@ def _encode_texts(
             writer.skip(ordinal, LeftOut(manifest.EMPTY))
             continue
         if cleaner is not None:
-            result = cleaner.clean(text)
-            writer.list_hits(ordinal, row_number, result.hits)
-            if isinstance(result, Dropped):
-                writer.drop(ordinal, row_number, result, text, cleaner.redact)
+            cleaned = writer.clean(ordinal, row_number, cleaner.clean(text), partial(cleaner.redact, text))
+            if cleaned is None:
                 continue
-            writer.count_edits(ordinal, result.edits)
-            writer.sign(result.signature)
-            text, data = result.text, result.text.encode()
+            writer.sign(cleaned.signature)
+            text, data = cleaned.content, cleaned.content.encode()
         waiting.add((ordinal, row_number), text, data, reader.position)
         num_documents += 1
     return num_documents
@@ -343,12 +339,8 @@ def _clean_chat(
     corpus: OpenedCorpus, chat: Chat | BadRowError, place: _Place, writer: ShardWriter
 ) -> tuple[Chat | BadRowError, np.ndarray | None] | None:
     """Return the cleaned chat and its signature, None if it is dropped; bad rows and blank chats stay as they are."""
-    if corpus.cleaner is None or isinstance(chat, BadRowError) or is_blank(chat):
+    cleaner = corpus.cleaner
+    if cleaner is None or isinstance(chat, BadRowError) or is_blank(chat):
         return chat, None
-    result = corpus.cleaner.clean_chat(chat)
-    writer.list_hits(*place, result.hits)
-    if isinstance(result, Dropped):
-        writer.drop(*place, result, text_without_system(chat), corpus.cleaner.redact)
-        return None
-    writer.count_edits(place[0], result.edits)
-    return result.chat, result.signature
+    cleaned = writer.clean(*place, cleaner.clean_chat(chat), lambda: cleaner.redact(text_without_system(chat)))
+    return None if cleaned is None else (cleaned.content, cleaned.signature)

@@ -6,14 +6,14 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import DownloadColumn, TimeRemainingColumn
 
 from fabric_train.cli.argument_types import POSITIONAL
 from fabric_train.cli.errors import InputError, run_program
@@ -35,12 +35,15 @@ from fabric_train.tokenization.manifest import (
     read_manifest,
     write_manifest,
 )
+from fabric_train.tokenization.packing.arrow_folder import write_dataset_dict, write_json
 from fabric_train.tokenization.packing.document_index import join_indexes, open_index
 from fabric_train.tokenization.packing.token_folder import Split, open_splits, read_arrow
+from fabric_train.tokenization.reading.sources import open_each
 from fabric_train.tokenization.shards import SIZES, ShardSizes
 from fabric_train.tokenization.slice_folder import Slice, is_slice, open_slices
 from fabric_train.tokenization.slices import encode_command, merge_counts, merge_slices
 from fabric_train.tokenization.tokenizers.tokenizer import CHAT_TEMPLATE_FILE
+from fabric_train.tokenization.workers import transient_bar
 
 _VERSIONS_OF = ("fabric-train", "pyarrow")
 
@@ -98,22 +101,16 @@ def open_inputs(
     InputError, with one line for each dataset that cannot be read, or whose tokenizer, row length, chat template or
     columns differ from those of the first.
     """
-    opened: list[MergeInput] = []
-    faults: list[str] = []
-    for folder in folders:
-        try:
-            splits, manifest = open_splits(folder), manifest_of(folder)
-        except InputError as error:
-            faults += error.faults
-            continue
+
+    def open_one(folder: Path) -> MergeInput:
+        splits, manifest = open_splits(folder), manifest_of(folder)
         if manifest is None:
-            faults.append(f"{folder}: no manifest.json, so its tokenizer is unknown; tokenize again")
-        elif sorted(splits) != sorted(manifest.ledger.splits):
-            faults.append(f"{folder}: its splits are not those of its manifest.json; tokenize again")
-        else:
-            opened.append(MergeInput(folder, manifest, splits))
-    if faults:
-        raise InputError(*faults)
+            raise InputError(f"{folder}: no manifest.json, so its tokenizer is unknown; tokenize again")
+        if sorted(splits) != sorted(manifest.ledger.splits):
+            raise InputError(f"{folder}: its splits are not those of its manifest.json; tokenize again")
+        return MergeInput(folder, manifest, splits)
+
+    opened = open_each(open_one, folders)
     faults = [fault for other in opened[1:] for fault in _differences(opened[0], other)]
     if faults:
         raise InputError(*faults)
@@ -257,15 +254,20 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
     num_bytes = sum(
         file.stat().st_size for dataset in merged for split in dataset.splits.values() for file in split.files
     )
-    with complete_folder(target) as folder, _progress(num_bytes) as advance:
+    columns = (DownloadColumn(), TimeRemainingColumn())
+    with complete_folder(target) as folder, transient_bar("copying", *columns) as (bar, task):
+        bar.update(task, total=num_bytes)
         copy_folder(first.folder / "tokenizer", folder / "tokenizer")
         for name in manifest.ledger.splits:
             (folder / name).mkdir()
-            _join([dataset.splits[name] for dataset in merged if name in dataset.splits], folder / name, advance)
+            own = [dataset.splits[name] for dataset in merged if name in dataset.splits]
+            _join(own, folder / name, partial(bar.advance, task))
             if manifest.has_index:
                 _join_indexes(merged, name, folder / name)
-        _write_json(folder / "dataset_dict.json", {"splits": list(manifest.ledger.splits)})
-        _join_lists([dataset.folder for dataset in merged], folder, CONTAMINATION_FILE)
+        write_dataset_dict(folder, manifest.ledger.splits)
+        lists = [dataset.folder / CONTAMINATION_FILE for dataset in merged]
+        if hits := b"".join(file.read_bytes() for file in lists if file.exists()):
+            (folder / CONTAMINATION_FILE).write_bytes(hits)
         join_samples([dataset.folder for dataset in merged], folder)
         write_manifest(folder, manifest)
     notes = [
@@ -288,12 +290,12 @@ def _join(splits: Sequence[Split], folder: Path, advance: Callable[[int], None])
             _copy_with_labels(file, folder / name, template.schema)
         advance(file.stat().st_size)
     info = read_json(template.files[0].parent / "dataset_info.json", dict, "tokenize again")
-    _write_json(folder / "dataset_info.json", {"features": info["features"]})
+    write_json(folder / "dataset_info.json", {"features": info["features"]})
     states = [read_json(split.files[0].parent / "state.json", dict, "tokenize again") for split in splits]
     fingerprints = " ".join(str(state["_fingerprint"]) for state in states)
     digest = hashlib.sha256(fingerprints.encode(errors="replace")).hexdigest()
     listed = {"_data_files": [{"filename": name} for name in names], "_fingerprint": digest[:16]}
-    _write_json(folder / "state.json", {**states[0], **listed})
+    write_json(folder / "state.json", {**states[0], **listed})
 
 
 def _copy_with_labels(file: Path, target: Path, schema: pa.Schema) -> None:
@@ -316,12 +318,6 @@ def _join_indexes(merged: Sequence[MergeInput], split: str, folder: Path) -> Non
     join_indexes(folder, [index for index, _ in opened], [first for _, first in opened])
 
 
-def _join_lists(folders: Sequence[Path], target: Path, name: str) -> None:
-    lists = [(folder / name).read_bytes() for folder in folders if (folder / name).exists()]
-    if lists:
-        (target / name).write_bytes(b"".join(lists))
-
-
 def _settings_that_differ(parts: Sequence[MergedPart]) -> Iterator[str]:
     settings = [asdict(part.settings) for part in parts]
     for name in settings[0]:
@@ -340,19 +336,6 @@ def _sources_in_common(merged: Sequence[MergeInput]) -> Iterator[str]:
                 folder, path = found.setdefault(file.sha256, (dataset.folder, file.path))
                 if folder != dataset.folder:
                     yield f"{path} of {folder} was also read for {dataset.folder}: its documents may come twice"
-
-
-def _write_json(file: Path, content: dict) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _progress(num_bytes: int) -> Iterator[Callable[[int], None]]:
-    console = open_console(stderr=True)
-    columns = (TextColumn("copying"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=num_bytes)
-        yield lambda copied: progress.advance(task, copied)
 
 
 if __name__ == "__main__":

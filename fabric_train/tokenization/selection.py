@@ -13,14 +13,14 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.arguments import TokenizeArguments
-from fabric_train.tokenization.cleaning.dropped import ContaminatedDocument, DroppedDocument
+from fabric_train.tokenization.cleaning.dropped import DroppedText, Place, TaskHit
 from fabric_train.tokenization.manifest import DUPLICATE, NEAR_DUPLICATE, TOO_LONG
-from fabric_train.tokenization.packing.arrow_folder import SpooledDocuments, SpooledFile
+from fabric_train.tokenization.packing.arrow_folder import SpooledDocuments
 from fabric_train.tokenization.packing.document_index import DOCUMENT
 from fabric_train.tokenization.reading.sources import Source
-from fabric_train.tokenization.shards import HASH_BYTES, ContaminatedRow, DroppedRow, Shard, ShardRecord, part_name
+from fabric_train.tokenization.shards import HASH_BYTES, PlaceInShard, Shard, ShardRecord, part_name
 
-_Row = TypeVar("_Row", DroppedRow, ContaminatedRow)
+_Found = TypeVar("_Found", DroppedText, TaskHit)
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Collection:
     skipped: dict[int, Counter[str]]  # number of a source → reason → rows skipped among those
     tokens_cut: dict[str, int]  # reason → tokens removed from kept chats, and tokens of chats skipped for this reason
     edits: dict[str, int]  # kind → what cleaning changed in the rows read
-    dropped: list[DroppedDocument]  # some of the documents that cleaning dropped
+    dropped: list[tuple[DroppedText, Place]]  # some of the documents that cleaning dropped
     duplicates: np.ndarray  # int64 [any number], documents that were left out because an earlier one is the same
     near_duplicates: np.ndarray  # int64 [any number], documents that were left out because they nearly repeat another
-    hits: list[ContaminatedDocument]  # documents that share words with evaluation tasks, in the order of the sources
+    hits: list[tuple[TaskHit, Place]]  # what documents share with evaluation tasks, in the order of the sources
     hashes: np.ndarray  # uint8 [kept, 16], of each kept document's content; [0, 16] without --deduplicate
 
 
@@ -86,9 +86,7 @@ def collect(
         for source, count in zip(*np.unique(own_sources[repeats], return_counts=True), strict=True):
             skipped[int(source)][reason] += int(count)
     parts = _parts(shards, records, sources)
-    files = tuple(_spooled(shard, record) for shard, record in zip(shards, records, strict=True))
-    samples = _placed([record.samples for record in records], parts, records, num_read)
-    hits = _placed([record.hits for record in records], parts, records, num_read)
+    files = tuple(record.spooled for record in records)
     return Collection(
         documents=SpooledDocuments(lengths, files),
         kept=kept,
@@ -99,8 +97,8 @@ def collect(
         skipped=skipped,
         tokens_cut={TOO_LONG: num_cut} if num_cut else {},
         edits=dict(edits),
-        dropped=[DroppedDocument(one.reason, one.detail, *place, one.text) for one, place in samples],
-        hits=[ContaminatedDocument(one.hit, *place) for one, place in hits],
+        dropped=list(_placed([record.samples for record in records], parts, records, num_read)),
+        hits=list(_placed([record.hits for record in records], parts, records, num_read)),
         duplicates=duplicates,
         near_duplicates=near_duplicates,
         hashes=hashes[kept] if len(hashes) else hashes,
@@ -154,23 +152,20 @@ def _places(documents: np.ndarray, parts: tuple[np.ndarray, np.ndarray], records
 
 
 def _placed(
-    rows: Sequence[Sequence[_Row]], parts: tuple[np.ndarray, np.ndarray], records: Sequence[ShardRecord], num_read: int
-) -> Iterator[tuple[_Row, tuple[int, int]]]:
-    """Yield those of ``rows`` among the first ``num_read``, with the number of their file and their row there."""
+    found: Sequence[Sequence[tuple[PlaceInShard, _Found]]],
+    parts: tuple[np.ndarray, np.ndarray],
+    records: Sequence[ShardRecord],
+    num_read: int,
+) -> Iterator[tuple[_Found, Place]]:
+    """Yield what was ``found`` in the first ``num_read`` rows of each shard, with the place of the document."""
     files, rows_before = parts
     first_part = first_row = 0
-    for of_record, record in zip(rows, records, strict=True):
-        for one in of_record:
-            if first_row + one.number <= num_read:
-                part = first_part + one.part
-                yield one, (int(files[part]), one.row + int(rows_before[part]))
+    for of_record, record in zip(found, records, strict=True):
+        for (number, part, row), one in of_record:
+            if first_row + number <= num_read:
+                yield one, (int(files[first_part + part]), row + int(rows_before[first_part + part]))
         first_part += len(record.parts)
         first_row += record.num_read
-
-
-def _spooled(shard: Shard, record: ShardRecord) -> SpooledFile:
-    masks = record.folder / f"{shard.key}.masks" if record.has_masks else None
-    return SpooledFile(record.folder / f"{shard.key}.tokens", masks)
 
 
 def _is_first(hashes: np.ndarray, seen: np.ndarray) -> np.ndarray:

@@ -22,8 +22,17 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fabric_train.tokenization import manifest
-from fabric_train.tokenization.cleaning.dropped import PER_SHARD, TEXT_CHARACTERS, Dropped, TaskHit
+from fabric_train.tokenization.cleaning.dropped import (
+    PER_SHARD,
+    TEXT_CHARACTERS,
+    Cleaned,
+    Content,
+    Dropped,
+    DroppedText,
+    TaskHit,
+)
 from fabric_train.tokenization.documents import BadRowError, LeftOut
+from fabric_train.tokenization.packing.arrow_folder import SpooledFile
 from fabric_train.tokenization.reading.listing import SHA256_BYTES, FilePart
 from fabric_train.tokenization.reading.sources import Source
 
@@ -39,6 +48,8 @@ PART = np.dtype([("documents", "u4"), ("rows", "u4"), ("sha256", f"V{SHA256_BYTE
 SKIPPED = np.dtype([("number", "u4"), ("reason", "u2"), ("num_tokens_cut", "u4")])  # reason: index of the record's
 EDIT = np.dtype([("number", "u4"), ("kind", "u2"), ("count", "u4")])  # kind: index of the record's
 HASH_BYTES = 16
+_PLACE = ("number", "part", "row")
+PlaceInShard = tuple[int, int, int]  # number and row of a document, see ENCODED; its part is between them
 
 
 @dataclass(frozen=True)
@@ -139,14 +150,6 @@ class FilesToHash:
     stop: int
 
 
-def files_read_at_once(sources: Sequence[Source], shards: Sequence[Shard]) -> list[np.ndarray]:
-    """Return which files of each source are hashed when their shard is read, bool [files] each."""
-    are_read = [np.zeros(len(source.files), dtype=bool) for source in sources]
-    for shard in shards:
-        are_read[shard.source][shard.origins[shard.read_at_once]] = True
-    return are_read
-
-
 def files_to_hash(
     sources: Sequence[Source], input_slice: InputSlice, are_read: Sequence[np.ndarray], group_bytes: int = 256 << 20
 ) -> Iterator[FilesToHash]:
@@ -159,15 +162,13 @@ def files_to_hash(
     is_in = (np.array(is_in, dtype=bool) & ~np.concatenate([[], *are_read]).astype(bool)).tolist()
     first = 0
     for number, source in enumerate(sources):
-        start, num_bytes = 0, 0
+        start = num_bytes = 0
         for index, size in enumerate(source.files.sizes):
-            num_bytes += size if is_in[first + index] else 0
-            if not is_in[first + index]:
-                if start < index:
-                    yield FilesToHash(number, start, index)
-                start, num_bytes = index + 1, 0
-            elif num_bytes >= group_bytes:
-                yield FilesToHash(number, start, index + 1)
+            is_own = is_in[first + index]
+            num_bytes += size if is_own else 0
+            if not is_own or num_bytes >= group_bytes:
+                if start < index + is_own:
+                    yield FilesToHash(number, start, index + is_own)
                 start, num_bytes = index + 1, 0
         if start < len(source.files):
             yield FilesToHash(number, start, len(source.files))
@@ -178,18 +179,17 @@ def files_to_hash(
 class ShardRecord:
     """What a finished shard holds."""
 
-    folder: Path  # where the shard's files are
     documents: np.ndarray  # ENCODED [kept]
     parts: np.ndarray  # PART [parts of the shard]
     skipped: np.ndarray  # SKIPPED [rows skipped]; `reasons` of the skipped rows, as in the ledger
     reasons: tuple[str, ...]
     edits: np.ndarray  # EDIT [any number], what cleaning changed; `kinds` of the edits, as in the ledger
     kinds: tuple[str, ...]
-    samples: tuple["DroppedRow", ...]  # a few of the documents that cleaning dropped
-    hits: tuple["ContaminatedRow", ...]  # what documents share with evaluation tasks
+    samples: Sequence[tuple[PlaceInShard, DroppedText]]  # a few of the documents that cleaning dropped
+    hits: Sequence[tuple[PlaceInShard, TaskHit]]  # what documents share with evaluation tasks
     hashes: np.ndarray  # uint8 [kept, 16], of each document's content; [0, 16] without --deduplicate
     num_read: int  # rows read
-    has_masks: bool  # whether there is a file of masks
+    spooled: SpooledFile  # its tokens and, if there are any, its masks
     first_bad_row: str  # what is wrong with the first bad row; empty if there is none
     turn_ends: np.ndarray  # int32 [any number], the control tokens with which supervised turns of its chats end
 
@@ -198,58 +198,26 @@ class ShardRecord:
         return int(self.documents["length"].sum(dtype=np.int64))
 
 
-@dataclass(frozen=True)
-class DroppedRow:
-    """A document that cleaning dropped: its place in the shard, see ENCODED, and the beginning of its text."""
-
-    number: int
-    part: int
-    row: int
-    reason: str
-    detail: str
-    text: str
-
-
-@dataclass(frozen=True)
-class ContaminatedRow:
-    """A document that shares words with an evaluation task: its place in the shard, see ENCODED, and what it shares."""
-
-    number: int
-    part: int
-    row: int
-    hit: TaskHit
-
-
 def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
     """Return the record of a finished shard, None if it is not finished."""
     file = folder / f"{shard.key}.npz"
     if not file.exists():
         return None
+    masks = folder / f"{shard.key}.masks"
     with np.load(file, allow_pickle=False) as stored:
         return ShardRecord(
-            folder=folder,
-            documents=stored["documents"],
-            parts=stored["parts"],
-            skipped=stored["skipped"],
+            **{name: stored[name] for name in ("documents", "parts", "skipped", "edits", "hashes", "turn_ends")},
             reasons=tuple(stored["reasons"].tolist()),
-            edits=stored["edits"],
             kinds=tuple(stored["kinds"].tolist()),
-            samples=tuple(DroppedRow(**sample) for sample in json.loads(str(stored["samples"]))),
-            hits=tuple(
-                ContaminatedRow(number, part, row, TaskHit(*hit))
-                for number, part, row, *hit in json.loads(str(stored["hits"]))
-            ),
-            hashes=stored["hashes"],
+            samples=[
+                ((one.pop("number"), one.pop("part"), one.pop("row")), DroppedText(**one))
+                for one in json.loads(str(stored["samples"]))
+            ],
+            hits=[((number, part, row), TaskHit(*hit)) for number, part, row, *hit in json.loads(str(stored["hits"]))],
             num_read=int(stored["num_read"]),
-            has_masks=(folder / f"{shard.key}.masks").exists(),
+            spooled=SpooledFile(folder / f"{shard.key}.tokens", masks if masks.exists() else None),
             first_bad_row=str(stored["first_bad_row"]),
-            turn_ends=stored["turn_ends"],
         )
-
-
-def signatures_file(folder: Path, shard: Shard) -> Path:
-    """Return the file with the signatures of a shard's documents."""
-    return folder / f"{shard.key}.signatures"
 
 
 def remove_outdated_shards(folder: Path) -> int:
@@ -288,8 +256,8 @@ class ShardWriter:
         self._reasons: dict[str, int] = {}  # with their numbers
         self._edits: list[tuple[int, int, int]] = []
         self._kinds: dict[str, int] = {}
-        self._samples: list[DroppedRow] = []
-        self._hits: list[ContaminatedRow] = []
+        self._samples: list[tuple[PlaceInShard, DroppedText]] = []
+        self._hits: list[tuple[PlaceInShard, TaskHit]] = []
         self._hashes: list[bytes] = []
         self._num_read = 0
         self._first_bad_row = ""
@@ -297,7 +265,7 @@ class ShardWriter:
         self._folder, self._shard, self._show_done = folder, shard, show
         self._hashed, self._skips_bad_rows = hashed, skips_bad_rows
         self._tokens = (folder / f"{shard.key}.tokens").open("wb")
-        self._signatures = signatures_file(folder, shard).open("wb") if signed else None
+        self._signatures = (folder / f"{shard.key}.signatures").open("wb") if signed else None
         self._masks_path = folder / f"{shard.key}.masks"
         self._masks_path.unlink(missing_ok=True)
         self._masks: BinaryIO | None = None
@@ -330,23 +298,22 @@ class ShardWriter:
         number = self._reasons.setdefault(left_out.reason, len(self._reasons))
         self._skipped.append((ordinal, number, left_out.num_tokens_cut))
 
-    def drop(self, ordinal: int, row: int, dropped: Dropped, text: str, shown: Callable[[str], str]) -> None:
-        """Record a document as dropped by cleaning, and keep the beginning of the first ones as ``shown`` gives it."""
-        self.skip(ordinal, LeftOut(dropped.reason))
-        self._num_dropped[dropped.reason] += 1
-        if self._num_dropped[dropped.reason] <= PER_SHARD:
-            place = (ordinal, len(self._parts), row)
-            beginning = shown(text)[:TEXT_CHARACTERS]
-            self._samples.append(DroppedRow(*place, dropped.reason, dropped.detail, beginning))
-
-    def list_hits(self, ordinal: int, row: int, hits: Sequence[TaskHit]) -> None:
-        """Record what a document shares with evaluation tasks, whether it is kept or not."""
-        self._hits += [ContaminatedRow(ordinal, len(self._parts), row, hit) for hit in hits]
-
-    def count_edits(self, ordinal: int, edits: dict[str, int]) -> None:
-        """Record what cleaning changed in a document."""
-        for kind, count in edits.items():
+    def clean(
+        self, ordinal: int, row: int, result: Cleaned[Content] | Dropped, shown: Callable[[], str]
+    ) -> Cleaned[Content] | None:
+        """Record what cleaning has found and changed in a document; of the first dropped ones, keep what is shown."""
+        place = (ordinal, len(self._parts), row)
+        self._hits += [(place, hit) for hit in result.hits]
+        if isinstance(result, Dropped):
+            self.skip(ordinal, LeftOut(result.reason))
+            self._num_dropped[result.reason] += 1
+            if self._num_dropped[result.reason] <= PER_SHARD:
+                sample = DroppedText(result.reason, result.detail, shown()[:TEXT_CHARACTERS])
+                self._samples.append((place, sample))
+            return None
+        for kind, count in result.edits.items():
             self._edits.append((ordinal, self._kinds.setdefault(kind, len(self._kinds)), count))
+        return result
 
     def sign(self, signature: np.ndarray | None) -> None:
         """Write the signature of the next document, if documents have one."""
@@ -388,6 +355,9 @@ class ShardWriter:
         """Write the record of the shard, by which it counts as finished, once its other files are whole."""
         self._close()
         partial_file = self._folder / f"{self._shard.key}.partial"
+        samples = [
+            dict(zip(("number", "part", "row"), place, strict=True)) | asdict(one) for place, one in self._samples
+        ]
         with partial_file.open("wb") as record:
             np.savez(
                 record,
@@ -397,8 +367,8 @@ class ShardWriter:
                 reasons=np.array(list(self._reasons), dtype=str),
                 edits=np.array(self._edits, dtype=EDIT),
                 kinds=np.array(list(self._kinds), dtype=str),
-                samples=json.dumps([asdict(sample) for sample in self._samples]),
-                hits=json.dumps([(row.number, row.part, row.row, *astuple(row.hit)) for row in self._hits]),
+                samples=json.dumps(samples),
+                hits=json.dumps([(*place, *astuple(hit)) for place, hit in self._hits]),
                 hashes=np.frombuffer(b"".join(self._hashes), np.uint8).reshape(-1, HASH_BYTES),
                 num_read=self._num_read,
                 first_bad_row=self._first_bad_row,

@@ -18,13 +18,13 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import command_from_here
-from fabric_train.files.atomic_folder import check_not_taken, complete_folder
+from fabric_train.files.atomic_folder import complete_folder
 from fabric_train.tokenization import slice_folder
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.build import notes_of, write_token_dataset
 from fabric_train.tokenization.cleaning import line_counts
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, write_repeated_lines
-from fabric_train.tokenization.corpus import OpenedCorpus, open_corpus, unfinished_folder
+from fabric_train.tokenization.corpus import OpenedCorpus, opened_corpus
 from fabric_train.tokenization.encoding import EncodedSources, encode_sources, unfinished_shards
 from fabric_train.tokenization.manifest import Manifest
 from fabric_train.tokenization.reading.listing import SHA256_BYTES
@@ -37,11 +37,9 @@ from fabric_train.tokenization.workers import ThrottledLog
 
 def count_slice(arguments: TokenizeArguments, sizes: ShardSizes = SIZES) -> list[str]:
     """Count the lines of the slice --shard into --output_dir, complete or absent; return lines of a summary."""
-    target, part = Path(arguments.output_dir).expanduser(), part_of(arguments)
-    check_not_taken(target)
-    with unfinished_folder(target, sizes) as unfinished, complete_folder(target) as folder:
-        # the tokenizer is of no use here, but a wrong one is found before the lines are counted
-        corpus = open_corpus(arguments, folder, unfinished, sizes)
+    part = part_of(arguments)
+    # the tokenizer is of no use here, but a wrong one is found before the lines are counted
+    with opened_corpus(arguments, sizes) as (corpus, folder, unfinished):
         all_shards = line_counts.split_to_count(corpus)
         shards = list(compress(all_shards, part.of([shard.num_bytes for shard in all_shards])))
         started = time.monotonic()
@@ -77,10 +75,7 @@ def merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZE
 
 def encode_slice(arguments: TokenizeArguments, check: ParityCheck, sizes: ShardSizes = SIZES) -> list[str]:
     """Encode the slice --shard into --output_dir, complete or absent; return lines of a summary."""
-    target = Path(arguments.output_dir).expanduser()
-    check_not_taken(target)
-    with unfinished_folder(target, sizes) as unfinished, complete_folder(target) as folder:
-        corpus = open_corpus(arguments, folder, unfinished, sizes)
+    with opened_corpus(arguments, sizes) as (corpus, folder, unfinished):
         started = time.monotonic()
         encoded = encode_sources(corpus, unfinished, check, part_of(arguments))
         seconds = time.monotonic() - started

@@ -19,11 +19,10 @@ from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn, TaskID
 
 _SECONDS_BETWEEN_LINES = 3.0
-ShowProgress = Callable[[int, int, int], None]  # bytes, documents and tokens done
-ShowShare = Callable[[float], None]  # of the work
+ShowShare = Callable[..., None]  # of the work, and perhaps more about it
 _ITEMS_AHEAD = 2  # per process: the one it works on and the next one
 _NO_MORE = object()
 Item = TypeVar("Item")
@@ -33,47 +32,42 @@ _CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" el
 
 
 @contextmanager
-def progress(total: int) -> Iterator[ShowProgress]:
-    """Yield the function that shows the progress in ``total`` bytes; call it often."""
+def progress_of(what: str) -> Iterator[ShowShare]:
+    """Yield the function that shows which share of a step, such as ``near duplicates``, is done; call it often.
+
+    It may also be given more words, which show what is done and how long the rest may take.
+    """
     started, log = time.monotonic(), ThrottledLog()
 
-    def describe(documents: int, tokens: int, seconds: float) -> str:
-        return f"{documents:,} documents, {tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s"
-
-    def show_line(done: int, documents: int, tokens: int) -> None:
-        share, seconds = min(done / max(total, 1), 1), time.monotonic() - started
-        left = f", about {seconds * (1 - share) / share:.0f} s left" if done else ""
-        log(f"tokenizing: {share:.0%}, {describe(documents, tokens, seconds)}{left}")
+    def show_line(share: float, more: str = "") -> None:
+        seconds = time.monotonic() - started
+        left = f", about {seconds * (1 - share) / share:.0f} s left" if more and share else ""
+        log(f"{what}: {share:.0%}{', ' if more else ''}{more}{left}")
 
     if not sys.stderr.isatty():
         yield show_line
         return
-    with _bar() as bar:
-        task = bar.add_task("starting", total=total)
-        yield lambda done, documents, tokens: bar.update(
-            task, completed=min(done, total), description=describe(documents, tokens, time.monotonic() - started)
-        )
-
-
-@contextmanager
-def progress_of(what: str) -> Iterator[ShowShare]:
-    """Yield the function that shows which share of a step, such as ``near duplicates``, is done; call it often."""
-    if sys.stderr.isatty():
-        with _bar() as bar:
-            task = bar.add_task(what, total=1)
-            yield lambda share: bar.update(task, completed=share)
-    else:
-        log = ThrottledLog()
-        yield lambda share: log(f"{what}: {share:.0%}")
-
-
-def _bar() -> "Progress":
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from fabric_train.cli.output import open_console
 
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    return Progress(*columns, console=open_console(stderr=True))
+    with Progress(*columns, console=open_console(stderr=True)) as bar:
+        task = bar.add_task(what, total=1)
+        yield lambda share, more="": bar.update(task, completed=share, description=more or what)
+
+
+@contextmanager
+def transient_bar(what: str, *columns: "ProgressColumn") -> Iterator[tuple["Progress", "TaskID"]]:
+    """Show a progress bar with one task on standard error, if that is a terminal, until the block ends."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from fabric_train.cli.output import open_console
+
+    console = open_console(stderr=True)
+    shown = (TextColumn(what), BarColumn(), *columns)
+    with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield bar, bar.add_task("")
 
 
 class ThrottledLog:
@@ -156,20 +150,18 @@ class WorkerPool(Generic[Item, Result]):
         queues: dict[Any, tuple[Worker[Item, Result], deque[Item]]] = {
             worker.connection: (worker, deque()) for worker in self._workers
         }
-        has_started = False
-        while True:
+
+        def send() -> None:
             for _ in range(_ITEMS_AHEAD):
                 for worker, sent in queues.values():
                     if len(sent) < _ITEMS_AHEAD and (item := next(items, None)) is not None:
                         sent.append(item)
                         with self._naming(sent[0]):
                             worker.send(item)
-            if not has_started:
-                has_started = True
-                yield None
-            busy = [one for one, (_, sent) in queues.items() if sent]
-            if not busy:
-                return
+
+        send()
+        yield None
+        while busy := [one for one, (_, sent) in queues.items() if sent]:
             ready = connection.wait(busy, timeout=tick_seconds)
             for one in ready:
                 worker, sent = queues[one]
@@ -178,6 +170,7 @@ class WorkerPool(Generic[Item, Result]):
                 yield sent.popleft(), result
             if not ready:
                 yield None
+            send()
 
     @contextmanager
     def _naming(self, item: Item) -> Iterator[None]:

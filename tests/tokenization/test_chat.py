@@ -19,8 +19,7 @@ from transformers.utils import chat_template_utils
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import manifest
 from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
-from fabric_train.tokenization.chats.chat_format import columns, detect_format, read_chat
-from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut
+from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut, columns, detect_format, read_chat
 from fabric_train.tokenization.tokenizers.parity_check import HARD_STRINGS
 
 CHATML = (

@@ -94,7 +94,7 @@ def test_a_listed_file_takes_little_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert taken / len(files) < 32 + 32 + len(f"{tmp_path}/data/99.txt") + 16
     assert packed[1_999].name == files[-1].name == f"{tmp_path}/data/99.txt"
-    assert [part.origin for part in packed[3:5]] == [3, 4]
+    assert [packed[number].origin for number in (3, 4)] == [3, 4]
 
 
 def test_names_that_are_not_utf_8_are_read_and_recorded(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -30,7 +30,6 @@ from fabric_train.tokenization.shards import (
     Shard,
     ShardRecord,
     ShardSizes,
-    files_read_at_once,
     files_to_hash,
     read_record,
     slice_numbers,
@@ -134,13 +133,13 @@ def test_groups_of_files_cover_each_file_once(tmp_path: Path) -> None:
     paths = [tmp_path / f"{number}.txt" for number in range(20)]
     for number, path in enumerate(paths):
         path.write_text("x" * (7 * number % 90))
-    files = ListedFiles(map(list_file, paths))
-    sources = [FileSource("a", tmp_path, files[:8]), FileSource("b", tmp_path, files[8:])]
-    are_read = files_read_at_once(sources, [])
+    files = [list_file(path) for path in paths]
+    sources = [FileSource("a", tmp_path, ListedFiles(files[:8])), FileSource("b", tmp_path, ListedFiles(files[8:]))]
+    are_read = [np.zeros(len(source.files), dtype=bool) for source in sources]
     slices = [InputSlice(number, 3) for number in (1, 2, 3)]
     groups = [group for one in slices for group in files_to_hash(sources, one, are_read, group_bytes=100)]
     assert len(groups) > 6
-    assert all(sum(file.size for file in sources[g.source].files[g.start : g.stop - 1]) < 100 for g in groups)
+    assert all(sum(file.size for file in list(sources[g.source].files)[g.start : g.stop - 1]) < 100 for g in groups)
     covered = Counter((group.source, index) for group in groups for index in range(group.start, group.stop))
     assert covered == Counter([(0, index) for index in range(8)] + [(1, index) for index in range(12)])
 

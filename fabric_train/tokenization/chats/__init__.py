@@ -1,4 +1,4 @@
 """Encode chats and instructions as token ids with labels.
 
-Open ``chat_encoder.py`` first: it uses ``chat_format`` (rows), ``chat_template`` (text) and ``control_tokens`` (ids).
+Open ``chat_encoder.py`` first: it uses ``chat_template`` (text) and ``control_tokens`` (ids).
 """

@@ -11,7 +11,6 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import manifest
-from fabric_train.tokenization.chats.chat_format import TOO_DEEP, Chat, Message, is_blank, read_chat, supervised_turns
 from fabric_train.tokenization.chats.chat_template import (
     LLAMA3_CONTROL_TOKENS,
     LLAMA3_TEMPLATE,
@@ -19,7 +18,18 @@ from fabric_train.tokenization.chats.chat_template import (
     Rendering,
 )
 from fabric_train.tokenization.chats.control_tokens import ControlTokens, Span, check_surrogates
-from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut, utf8_length
+from fabric_train.tokenization.documents import (
+    TOO_DEEP,
+    BadRowError,
+    Chat,
+    EncodedDocument,
+    LeftOut,
+    Message,
+    is_blank,
+    read_chat,
+    supervised_turns,
+    utf8_length,
+)
 from fabric_train.tokenization.tokenizers.parity_check import HARD_STRINGS
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, open_encoder
 
@@ -64,27 +74,16 @@ class ChatEncoder:
     """An encoder of chats and instructions that returns token ids with labels.
 
     The ids are those of the tokenizer's ``apply_chat_template``, with BOS only where the template writes it. Most chats
-    end with the end-of-turn token; a chat that does not end with a control token gets EOS.
+    end with the end-of-turn token; a chat that does not end with a control token gets EOS. InputError if the chat
+    template cannot be used; without one, Llama-3's cannot.
 
     Args:
-        tokenizer_folder: a Hugging Face tokenizer folder with ``tokenizer.json``.
-        data_format: messages, conversations, alpaca or prompt_completion; auto detects it in each row.
-        train_on: what is supervised: ``assistant`` (its turns), ``all`` tokens, or ``last`` (the assistant's last
-            turn). The assistant's turns in a prompt are not supervised, except with ``all``.
-        too_long: what happens to a chat of more than ``max_length`` tokens (None is no limit).
-            cut_end: it loses turns at the end; the last turn left is the assistant's, unless all are supervised.
-            cut_start: it loses turns after the system message; the first turn left is the user's.
-            drop: it is left out.
+        data_format, train_on, too_long: as on the command line. With ``cut_end``, the last turn left is the
+            assistant's, unless all are supervised; with ``cut_start``, the first turn left is the user's.
+        max_length: None is no limit.
         by_parts: encode the texts between control tokens one by one, with the fastest encoder, if a trial shows that
             this gives the tokenizer's ids. Otherwise ``tokenizers`` encodes each chat whole, which takes longer.
         is_chosen: whether the user has chosen the folder's chat template, so that no other one can replace it.
-
-    Attributes:
-        end_of_turn_token_id: the token that ends the assistant's turns; None if the template writes none.
-        notes: lines that a user should read.
-
-    Raises:
-        InputError: the tokenizer's chat template cannot be used; without one, Llama-3's cannot.
     """
 
     def __init__(

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.tokenization.chats.chat_format import Message
 from fabric_train.tokenization.chats.control_tokens import Span, check_surrogates
 from fabric_train.tokenization.chats.template_limits import (
     MEMORY,
@@ -35,23 +34,14 @@ from fabric_train.tokenization.chats.template_limits import (
     limited_memory,
     limited_time,
 )
-from fabric_train.tokenization.documents import BadRowError
+from fabric_train.tokenization.documents import BadRowError, Message
 from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
 
 if TYPE_CHECKING:
     from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer
 
 # as in Meta's llama-models, llama3/chat_format.py: contents are stripped, the role of tools is ipython
-LLAMA3_TEMPLATE = (
-    "{{- '<|begin_of_text|>' }}\n"
-    "{%- for message in messages %}\n"
-    "    {%- set role = 'ipython' if message['role'] == 'tool' else message['role'] %}\n"
-    "    {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}\n"
-    "{%- endfor %}\n"
-    "{%- if add_generation_prompt %}\n"
-    "    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}\n"
-    "{%- endif %}\n"
-)
+LLAMA3_TEMPLATE = Path(__file__).with_name("llama3.jinja").read_text(encoding="utf-8")
 LLAMA3_CONTROL_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SECONDS = 5.0  # of processor time for one rendering; an ordinary one takes less than a millisecond

@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from fabric_train.tokenization.chats.chat_format import Message
-from fabric_train.tokenization.documents import BadRowError
+from fabric_train.tokenization.documents import BadRowError, Message
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, load_fast
 
 Span = tuple[int, int]

@@ -10,16 +10,15 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.arguments import TokenizeArguments
-from fabric_train.tokenization.chats.chat_format import TOO_DEEP, Chat, Message
 from fabric_train.tokenization.chats.control_tokens import check_surrogates
 from fabric_train.tokenization.cleaning import minhash
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, open_boilerplate
 from fabric_train.tokenization.cleaning.decontamination import open_decontamination
-from fabric_train.tokenization.cleaning.dropped import Dropped, Marked, TaskHit
+from fabric_train.tokenization.cleaning.dropped import Cleaned, Dropped, Marked, TaskHit
 from fabric_train.tokenization.cleaning.language import open_language_filter
 from fabric_train.tokenization.cleaning.personal_data import open_redaction
 from fabric_train.tokenization.cleaning.quality import open_quality_filter
-from fabric_train.tokenization.documents import BadRowError
+from fabric_train.tokenization.documents import TOO_DEEP, BadRowError, Chat, Message
 
 _NO_TEXT = frozenset(["role", "type", "id", "name", "tool_call_id", "tools"])  # what a program reads
 _SPEAKERS = ("user", "assistant")
@@ -41,33 +40,13 @@ class CleaningStep(Protocol):
 
 
 @dataclass(frozen=True)
-class Cleaned:
-    """A document that is kept, with the text that the steps have left of it."""
-
-    text: str
-    edits: dict[str, int]  # the number of changes by kind, such as ``redacted email``
-    signature: np.ndarray | None  # of MinHash, uint32 [112]; None without --near_duplicates
-    hits: tuple[TaskHit, ...] = ()  # what it shares with evaluation tasks
-
-
-@dataclass(frozen=True)
-class CleanedChat:
-    """A chat that is kept: with changed texts, and the rest as in ``Cleaned``."""
-
-    chat: Chat
-    edits: dict[str, int]
-    signature: np.ndarray | None
-    hits: tuple[TaskHit, ...]
-
-
-@dataclass(frozen=True)
 class Cleaner:
     """Steps by the names of their switches, in the order in which they are applied; then documents get a signature."""
 
     steps: dict[str, CleaningStep]
     near_duplicates: float | None  # the smallest similarity of near duplicates; None for no signatures
 
-    def clean(self, text: str) -> Cleaned | Dropped:
+    def clean(self, text: str) -> Cleaned[str] | Dropped:
         """Return the text that all steps leave, or why one of them drops it; the first that does decides."""
         edits: Counter[str] = Counter()
         hits: tuple[TaskHit, ...] = ()
@@ -81,7 +60,7 @@ class Cleaner:
                 text = result
         return Cleaned(text, dict(edits), self._sign(text), hits)
 
-    def clean_chat(self, chat: Chat) -> CleanedChat | Dropped:
+    def clean_chat(self, chat: Chat) -> Cleaned[Chat] | Dropped:
         """Return the chat with each text redacted, or why a step drops it; the first that does decides.
 
         BadRowError if the chat is nested too deeply, or has half of a surrogate pair.
@@ -96,7 +75,7 @@ class Cleaner:
             if isinstance(result, Dropped):
                 return result
             hits += result.hits if isinstance(result, Marked) else ()
-        return CleanedChat(chat, dict(edits), self._sign(text_without_system(chat)), hits)
+        return Cleaned(chat, dict(edits), self._sign(text_without_system(chat)), hits)
 
     def redact(self, text: str) -> str:
         """Return the text without personal data if there is such a step: for samples of what other steps drop."""

@@ -23,6 +23,7 @@ from fabric_train.tokenization.cleaning.dropped import Dropped, Marked, TaskHit
 from fabric_train.tokenization.documents import BadRowError, Row
 from fabric_train.tokenization.reading.files import FileReader
 from fabric_train.tokenization.reading.listing import FilePart, file_suffix, list_file, sha256
+from fabric_train.tokenization.reading.sources import open_each
 
 LONGEST = 13  # words of an n-gram
 _OF_LM_EVAL = re.compile(r"samples_(.+)_[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9.-]+")
@@ -68,15 +69,10 @@ def read_task_files(places: Sequence[str]) -> list[TaskFile]:
     name of the file. InputError, with one line for each file that is missing, no file of JSON lines, or has a bad line
     or no text.
     """
-    files, faults = list[TaskFile](), list[str]()
-    for place in places:
-        try:
-            files.append(_read_task_file(Path(place).expanduser()))
-        except InputError as error:
-            faults += error.faults
-    if faults:
-        raise InputError(*(f"--decontaminate: {fault}" for fault in faults))
-    return files
+    try:
+        return open_each(lambda place: _read_task_file(Path(place).expanduser()), places)
+    except InputError as error:
+        raise InputError(*(f"--decontaminate: {fault}" for fault in error.faults)) from None
 
 
 def _read_task_file(path: Path) -> TaskFile:
@@ -87,17 +83,13 @@ def _read_task_file(path: Path) -> TaskFile:
             f"{path}: expected {' or '.join(_SUFFIXES)}, also with .gz or .zst; write the items as JSON lines"
         )
     listed = list_file(path)
-    items = tuple(dict.fromkeys(_items(FileReader(FilePart(listed, listed.size), ("text",)), _task_name(path))))
+    name = path.name[: path.name.lower().rindex(file_suffix(path))]  # without suffixes
+    of_lm_eval = _OF_LM_EVAL.fullmatch(name)
+    reader = FileReader(FilePart(listed, listed.size), ("text",))
+    items = tuple(dict.fromkeys(_items(reader, of_lm_eval[1] if of_lm_eval else name)))
     if not items:
         raise InputError(f"{path}: no text in it; give a file with an evaluation task's items as JSON lines")
     return TaskFile(path.name, sha256(path), items)
-
-
-def _task_name(path: Path) -> str:
-    """Return the name of a file without suffixes, of lm_eval's files the task in it."""
-    name = path.name[: path.name.lower().rindex(file_suffix(path))]
-    of_lm_eval = _OF_LM_EVAL.fullmatch(name)
-    return of_lm_eval[1] if of_lm_eval else name
 
 
 def _items(reader: FileReader, default_task: str) -> Iterator[TaskItem]:
@@ -211,14 +203,6 @@ def _kinds() -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class TaskText:
-    """A text of an item."""
-
-    item: TaskItem
-    words: str  # normalized, as ``Words.text`` returns it
-
-
-@dataclass(frozen=True)
 class NgramTable:
     """The n-grams of one length."""
 
@@ -244,7 +228,7 @@ class NgramTable:
 class TaskIndex:
     """The n-grams of evaluation tasks."""
 
-    texts: list[TaskText]  # of the items that are compared
+    texts: list[tuple[TaskItem, str]]  # those compared, each with its item, as ``Words.text`` returns them
     tables: dict[int, NgramTable]  # by the number of words of their n-grams, in ascending order
     counts: dict[str, dict[str, int]]  # by task: items, of them too_short, ngrams, and ignored common_ngrams
 
@@ -254,9 +238,9 @@ class TaskIndex:
         shared: dict[TaskItem, set[tuple[int, int]]] = defaultdict(set)  # first word and length of each n-gram
         for length, hashes in ngram_hashes(words, list(self.tables)).items():
             for place, number, start in self.tables[length].find(hashes):
-                text_of_task = self.texts[number]
-                if text_of_task.words.startswith(words.text(place, length), start):  # else only the hash is the same
-                    shared[text_of_task.item].add((place, length))
+                item, text_of_task = self.texts[number]
+                if text_of_task.startswith(words.text(place, length), start):  # else only the hash is the same
+                    shared[item].add((place, length))
         return tuple(_hit(item, sorted(ngrams), words) for item, ngrams in shared.items())
 
 
@@ -264,7 +248,7 @@ def index_tasks(items: Sequence[TaskItem]) -> TaskIndex:
     """Return the index of the items of all tasks; it has no tables if all are too short."""
     tasks = {name: number for number, name in enumerate(dict.fromkeys(item.task for item in items))}
     num_items, num_compared = np.zeros((2, len(tasks)), dtype=np.int64)
-    texts: list[TaskText] = []
+    texts: list[tuple[TaskItem, str]] = []
     found = [np.empty(0, dtype=_NGRAM)]
     for number, item in enumerate(items):
         compared = _compared(item)
@@ -276,7 +260,7 @@ def index_tasks(items: Sequence[TaskItem]) -> TaskIndex:
             ngrams["length"], ngrams["hash"], ngrams["start"] = length, hashes, words.starts[: len(hashes)]
             ngrams["task"], ngrams["item"], ngrams["text"] = tasks[item.task], number, len(texts)
             found.append(ngrams)
-            texts.append(TaskText(item, words.text(0, len(words.starts))))
+            texts.append((item, words.text(0, len(words.starts))))
     ngrams, is_first, is_common = _by_frequency(np.concatenate(found), num_items)
     columns = {
         "items": num_items,

@@ -7,18 +7,23 @@
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import open_regular, parse_json
 from fabric_train.tokenization.packing.document_index import SourceTable
 
+Content = TypeVar("Content")
 DROPPED_FILE = "dropped.jsonl"
 CONTAMINATION_FILE = "contamination.jsonl"
 TEXT_CHARACTERS = 500
 PER_SHARD = 3  # documents that a shard keeps for each reason
 PER_REASON = 20  # that are shown
+Place = tuple[int, int]  # the number of a document's file as in the document index, and its row there, from 1
 _MOST_BYTES = 64 << 20  # some hundred reasons with 20 texts of 500 characters are less
 
 
@@ -30,6 +35,16 @@ class TaskHit:
     item: str  # the item's ``id``, or its line in the file of the task
     num_shared: int  # n-grams that both have
     words: str  # the longest stretch of shared words, normalized, and cut after some words
+
+
+@dataclass(frozen=True)
+class Cleaned(Generic[Content]):
+    """A text or a chat that is kept, as the cleaning steps have left it."""
+
+    content: Content
+    edits: dict[str, int]  # the number of changes by kind, such as ``redacted email``
+    signature: np.ndarray | None  # of MinHash, uint32 [112]; None without --near_duplicates
+    hits: tuple[TaskHit, ...]  # what it shares with evaluation tasks
 
 
 @dataclass(frozen=True)
@@ -50,23 +65,12 @@ class Marked:
 
 
 @dataclass(frozen=True)
-class DroppedDocument:
-    """A document that was left out, for the sample; ``file`` and ``row`` are those of the document index."""
+class DroppedText:
+    """A document that was left out, for the sample: why, and its first 500 characters."""
 
     reason: str
     detail: str
-    file: int
-    row: int
-    text: str  # its first 500 characters
-
-
-@dataclass(frozen=True)
-class ContaminatedDocument:
-    """A hit and the document's place: number of its file as in the document index, and its row there, from 1."""
-
-    hit: TaskHit
-    file: int
-    row: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -85,13 +89,12 @@ def evenly_spaced(count: int) -> list[int]:
     return [place * count // number for place in range(number)]
 
 
-def write_sample(folder: Path, dropped: Sequence[DroppedDocument], sources: SourceTable) -> None:
+def write_sample(folder: Path, dropped: Sequence[tuple[DroppedText, Place]], sources: SourceTable) -> None:
     """Write at most 20 documents for each reason, spread evenly over their order."""
     by_reason: dict[str, list[str]] = defaultdict(list)
-    for document in dropped:
-        place = sources.place(document.file, document.row)
-        content = {"reason": document.reason, "detail": document.detail, "place": place, "text": document.text}
-        by_reason[document.reason].append(json.dumps(content, ensure_ascii=False))
+    for one, place in dropped:
+        content = asdict(SampledDrop(one.reason, one.detail, sources.place(*place), one.text))
+        by_reason[one.reason].append(json.dumps(content, ensure_ascii=False))
     _write(folder, by_reason)
 
 
@@ -148,18 +151,19 @@ def read_sample(folder: Path, num_skipped: Mapping[str, int]) -> tuple[dict[str,
     return by_reason, faults
 
 
-def count_by_task(hits: Sequence[ContaminatedDocument]) -> dict[str, int]:
+def count_by_task(hits: Sequence[tuple[TaskHit, Place]]) -> dict[str, int]:
     """Return the number of documents that share words with each task."""
-    return dict(Counter(task for task, _, _ in sorted({(one.hit.task, one.file, one.row) for one in hits})))
+    return dict(Counter(task for task, _, _ in sorted({(hit.task, *place) for hit, place in hits})))
 
 
-def write_hits(folder: Path, hits: Sequence[ContaminatedDocument], sources: SourceTable) -> None:
+def write_hits(folder: Path, hits: Sequence[tuple[TaskHit, Place]], sources: SourceTable) -> None:
     """Write a line for each hit, in the order of the documents.
 
     A line is ``{"task": ..., "item": ..., "place": "SOURCE: FILE:ROW", "num_shared": ..., "words": ...}``.
     """
     lines = []
-    for hit, place in ((one.hit, sources.place(one.file, one.row)) for one in hits):
+    for hit, (file, row) in hits:
+        place = sources.place(file, row)
         content = {"task": hit.task, "item": hit.item, "place": place, "num_shared": hit.num_shared, "words": hit.words}
         lines.append(json.dumps(content, ensure_ascii=False) + "\n")
     (folder / CONTAMINATION_FILE).write_text("".join(lines), encoding="utf-8")

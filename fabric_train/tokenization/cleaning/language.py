@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -24,34 +25,9 @@ They are longer if the identifier is not certain of the short ones. Each stretch
 the identifier divides by the length of the text, so that wide margins make it less certain.
 """
 _PIECE_WITH_MARGINS = 6_000  # where a piece of a long text is taken from
-_VALENCIAN = """
-meua meues teua teues seua seues
-eixe eixa eixes estes açò ací
-huit díhuit dihuit huitanta huité huitena cinqué sisé seté nové desé
-hui vosté vostés mentres arrere prompte
-servici servicis estrela estreles xicotet xicoteta xicotets xicotetes xiquet xiqueta xiquets xiquetes
-anglés anglesos entés permés comprés promés xinés conéixer reconéixer aparéixer desaparéixer paréixer meréixer véncer
-convéncer depén
-tindre vindre mantindre obtindre contindre sostindre previndre intervindre convindre retindre
-traure extraure traent vore eixir ixen eixit sigut
-tinga tinguen mantinga continga obtinga vinguen puga puguen haja hagen faça facen vullga vullguen sàpia sàpien estiguen
-seguix seguixen servix servixen oferix oferixen patix patixen existix existixen establix establixen definix definixen
-afegix afegixen requerix requerixen convertix convertixen dirigix dirigixen decidix decidixen exigix exigixen
-partix partixen repartix consistix consistixen permetix preferix garantix garantixen inserix restablix excedix
-reduïx reduïxen produïx produïxen construïx construïxen constituïx constituïxen contribuïx distribuïx substituïx
-"""
-_GENERAL = """
-meva meves teva teves seva seves
-vuit divuit vuitanta vuitè vuitena cinquè sisè setè novè desè
-avui vostè vostès endarrere
-anglès francès interès entès permès comprès promès xinès conèixer reconèixer aparèixer desaparèixer parèixer merèixer
-vèncer convèncer depèn
-treure extreure sortir sortit surten
-sigui siguin tingui tinguin mantingui contingui obtingui vingui vinguin pugui puguin hagi hagin faci facin vulgui
-vulguin estigui estiguin sàpiga
-"""
 _WORD = re.compile(r"\w+")
-VALENCIAN, GENERAL = frozenset(_VALENCIAN.split()), frozenset(_GENERAL.split())
+_FORMS = Path(__file__).with_name("catalan_forms.txt").read_text(encoding="utf-8").split("\n\n")
+VALENCIAN, GENERAL = (frozenset(forms.split()) for forms in _FORMS)
 OTHER, UNCERTAIN = "other_language", "uncertain_language"  # reasons in the ledger
 DEFAULT_THRESHOLD = 0.65  # as in FineWeb (arXiv:2406.17557), which has another identifier
 _BLANK_LINES = re.compile(r"(\n\s*\n)")

@@ -41,7 +41,7 @@ def find_boilerplate(corpus: OpenedCorpus, folder: Path) -> Boilerplate:
 
 def counting_settings(corpus: OpenedCorpus) -> str:
     """Return what decides the counts of a shard besides its source, as JSON."""
-    return json.dumps(["lines", FORMAT, corpus.arguments.text_column, _skips_bad_rows(corpus)])
+    return json.dumps(["lines", FORMAT, corpus.arguments.text_column, corpus.arguments.skips_bad_rows])
 
 
 def split_to_count(corpus: OpenedCorpus) -> list[Shard]:
@@ -58,7 +58,7 @@ def count_lines(corpus: OpenedCorpus, shards: Sequence[Shard], folder: Path) -> 
     """Count the lines of these shards, except those that are counted already, into files in ``folder``."""
     sources = corpus.sources
     left = [shard for shard in shards if not lines_file(folder, shard).exists()]
-    count = partial(_count_shard, folder, sources, corpus.arguments.text_column, _skips_bad_rows(corpus))
+    count = partial(_count_shard, folder, sources, corpus.arguments.text_column, corpus.arguments.skips_bad_rows)
     with progress_of("counting lines") as show:
         total = sum(shard.num_bytes for shard in shards)
         done = total - sum(shard.num_bytes for shard in left)
@@ -79,10 +79,6 @@ def add_up_lines(corpus: OpenedCorpus, shards: Sequence[Shard], files: Sequence[
     texts = _find_texts(corpus.sources, shards, files, corpus.arguments.text_column, documents)
     shown = tuple((" ".join(texts[hashed].split()), count) for hashed, count in documents.items())
     return Boilerplate(num_documents, np.ascontiguousarray(lines["hash"]), shown)
-
-
-def _skips_bad_rows(corpus: OpenedCorpus) -> bool:
-    return corpus.arguments.on_bad_rows == "skip"
 
 
 def _find_texts(
@@ -120,8 +116,6 @@ def _texts(source: Source, shard: Shard, column: str, skips_bad_rows: bool) -> I
         with memory_errors_name(part_name(source, part)):
             for number, row in reader:
                 try:
-                    if isinstance(row, BadRowError):
-                        raise row
                     yield text_of(row, column, partial(reader.place, number))[0]
                 except BadRowError as error:
                     if not skips_bad_rows:

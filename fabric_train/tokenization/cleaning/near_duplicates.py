@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from fabric_train.tokenization.cleaning import minhash
-from fabric_train.tokenization.cleaning.dropped import TEXT_CHARACTERS, DroppedDocument, evenly_spaced
+from fabric_train.tokenization.cleaning.dropped import TEXT_CHARACTERS, DroppedText, Place, evenly_spaced
 from fabric_train.tokenization.cleaning.minhash import NO_WORDS, NUM_HASHES, SIGNATURE_BYTES, band_hashes, choose_bands
 from fabric_train.tokenization.manifest import DUPLICATE, NEAR_DUPLICATE
 from fabric_train.tokenization.packing.arrow_folder import PiecesToCopy, SpoolReader
@@ -195,7 +195,7 @@ def _read_pieces(file: Path, dtype: np.dtype, count: int) -> Iterator[np.ndarray
 
 def sample_duplicates(
     near: NearDuplicates | None, collections: Sequence[Collection], sources: SourceTable, tokenizer_folder: Path
-) -> list[DroppedDocument]:
+) -> list[tuple[DroppedText, Place]]:
     """Return at most 20 of the duplicates and 20 of the near duplicates that were left out, as cleaning left them.
 
     The detail of a near duplicate is its estimated similarity with the first document of its cluster, and that
@@ -209,7 +209,7 @@ def sample_duplicates(
     tokenizer = load_fast(tokenizer_folder / "tokenizer.json", special_text_is_plain=False)
     readers = [SpoolReader(collection.documents) for collection in collections]
 
-    def place_of(document: int) -> tuple[int, int]:
+    def place_of(document: int) -> Place:
         number = int(np.searchsorted(starts, document, side="right")) - 1
         place = collections[number].places[document - starts[number]]
         return int(place["file"]), int(place["row"])
@@ -230,5 +230,5 @@ def sample_duplicates(
         for document, first, similarity in zip(nearly.tolist(), firsts.tolist(), similarities, strict=True):
             details.append((NEAR_DUPLICATE, document, f"{similarity:.2f} like {sources.place(*place_of(first))}"))
     return [
-        DroppedDocument(reason, detail, *place_of(document), text_of(document)) for reason, document, detail in details
+        (DroppedText(reason, detail, text_of(document)), place_of(document)) for reason, document, detail in details
     ]

@@ -120,7 +120,8 @@ class Redaction:
             spans = list(_FINDERS[kind](text))
             if spans:
                 edits[f"redacted {kind}"] += len(spans)
-                text = _replaced(text, spans, PLACEHOLDERS[kind])
+                ends, starts = [0, *(end for _, end in spans)], [*(start for start, _ in spans), len(text)]
+                text = PLACEHOLDERS[kind].join(text[end:start] for end, start in zip(ends, starts, strict=True))
         return text
 
     def settings(self) -> dict[str, Any]:
@@ -138,14 +139,6 @@ def open_redaction(kinds: Sequence[str]) -> Redaction:
         except ImportError:
             raise InputError(f"--redact {kind} needs {package}: pip install 'fabric-train[cleaning]'") from None
     return Redaction(tuple(kind for kind in PLACEHOLDERS if kind in kinds))
-
-
-def _replaced(text: str, spans: Sequence[_Span], placeholder: str) -> str:
-    pieces, end = [], 0
-    for start, after in spans:
-        pieces += [text[end:start], placeholder]
-        end = after
-    return "".join([*pieces, text[end:]])
 
 
 def _find_emails(text: str) -> Iterator[_Span]:

@@ -3,22 +3,12 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, TaskProgressColumn, TimeRemainingColumn
 
 from fabric_train.cli.argument_types import POSITIONAL, NonNegativeInt, NonNegativeInt64
 from fabric_train.cli.errors import FAILURE, InputError, run_program
@@ -30,6 +20,7 @@ from fabric_train.tokenization.inspect.comparison import Comparison, amount_of_w
 from fabric_train.tokenization.inspect.page import comparison_to_html, report_to_html
 from fabric_train.tokenization.inspect.report import DatasetReport, make_report
 from fabric_train.tokenization.inspect.terminal import print_comparison, print_report
+from fabric_train.tokenization.workers import transient_bar
 
 
 @dataclass(frozen=True)
@@ -98,7 +89,7 @@ def _examine(arguments: InspectArguments) -> DatasetReport:
     assert arguments.dataset_dir is not None
     folder = Path(arguments.dataset_dir).expanduser()
     rows = range(arguments.start, arguments.start + arguments.rows)
-    with _progress("reading rows", MofNCompleteColumn(), TimeRemainingColumn()) as (progress, task):
+    with transient_bar("reading rows", MofNCompleteColumn(), TimeRemainingColumn()) as (progress, task):
         return make_report(
             folder, arguments.split, rows, lambda done, total: progress.update(task, completed=done, total=total)
         )
@@ -111,20 +102,9 @@ def _compare(folders: Sequence[str], split: str) -> Comparison:
         load_identifier("this table")
     except InputError as error:  # all the rest can be compared without it
         no_languages = str(error)
-    with _progress("comparing", TaskProgressColumn(), TimeRemainingColumn()) as (progress, task):
+    with transient_bar("comparing", TaskProgressColumn(), TimeRemainingColumn()) as (progress, task):
         progress.update(task, total=amount_of_work(corpora))
         return compare(corpora, no_languages, lambda n: progress.advance(task, n))
-
-
-@contextmanager
-def _progress(what: str, *columns: ProgressColumn) -> Iterator[tuple[Progress, TaskID]]:
-    """Show a progress bar with one task on standard error, if that is a terminal."""
-    console = open_console(stderr=True)
-    bar = Progress(
-        TextColumn(what), BarColumn(), *columns, console=console, transient=True, disable=not console.is_terminal
-    )
-    with bar as progress:
-        yield progress, progress.add_task("")
 
 
 if __name__ == "__main__":

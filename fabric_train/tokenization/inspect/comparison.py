@@ -4,7 +4,7 @@ Sums and lengths come from the document index; rows are read only for the sample
 of the result.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from fabric_train.tokenization.inspect.report import shown_split
 from fabric_train.tokenization.manifest import Manifest, load_manifest
 from fabric_train.tokenization.packing.document_index import DocumentIndex, chunks, find_rows, num_records, open_index
 from fabric_train.tokenization.packing.token_folder import Split, open_splits
+from fabric_train.tokenization.reading.sources import open_each
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
 NUM_TOKENS = 1 << 20  # of a sample
@@ -40,13 +41,22 @@ _WORD = SplitText(
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class TextTotals:
-    """Some documents: their number, their tokens with BOS and EOS, and the UTF-8 bytes of their text."""
+    """Some documents: their number, tokens with BOS and EOS, and bytes; in a sample, of what was decoded too."""
 
-    documents: int
-    tokens: int
-    bytes: int
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0  # of the text in UTF-8
+    words: int = 0
+    tokens_read: int = 0
+
+    def add(self, document: "SampledDocument", num_words: int) -> None:
+        self.documents += 1
+        self.tokens += document.tokens
+        self.bytes += document.bytes
+        self.words += num_words
+        self.tokens_read += document.tokens_read
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,7 @@ class CorpusTotals:
 def sum_up(index: DocumentIndex, advance: Callable[[int], None]) -> CorpusTotals:
     """Return the totals of all documents of a split; ``advance`` is called with the number of documents just read."""
     names = index.sources.names
-    sums = np.zeros((len(TextTotals.__dataclass_fields__), len(names)), dtype=np.int64)
+    sums = np.zeros((3, len(names)), dtype=np.int64)
     lengths = {"tokens": Counter[int](), "bytes": Counter[int]()}
     for _, documents in chunks(index.documents, advance):
         sources = index.sources.sources_of(documents["file"])
@@ -100,16 +110,9 @@ class OpenCorpus:
 
 def open_corpora(folders: Sequence[Path], split: str) -> list[OpenCorpus]:
     """Open a split, "train" or "validation", of two token datasets; InputError if they cannot be compared."""
-    opened, faults = list[OpenCorpus](), list[str]()
-    for folder in folders:
-        try:
-            opened.append(_open_corpus(folder, split))
-        except InputError as error:
-            faults += error.faults
-    if not faults and opened[0].folder.samefile(opened[1].folder):
-        faults.append(f"--compare: {folders[0]} and {folders[1]} are the same folder; give two token datasets")
-    if faults:
-        raise InputError(*dict.fromkeys(faults))
+    opened = open_each(lambda folder: _open_corpus(folder, split), folders)
+    if opened[0].folder.samefile(opened[1].folder):
+        raise InputError(f"--compare: {folders[0]} and {folders[1]} are the same folder; give two token datasets")
     return opened
 
 
@@ -232,26 +235,6 @@ def words_more_often(counts: tuple[WordCounts, WordCounts], which: int) -> list[
 
 
 @dataclass(frozen=True)
-class SampleTotals(TextTotals):
-    """Some sampled documents, whole, and the words and tokens of the parts of them that were decoded."""
-
-    words: int
-    tokens_read: int
-
-    def plus(self, document: SampledDocument, num_words: int) -> "SampleTotals":
-        return SampleTotals(
-            self.documents + 1,
-            self.tokens + document.tokens,
-            self.bytes + document.bytes,
-            self.words + num_words,
-            self.tokens_read + document.tokens_read,
-        )
-
-
-_NOTHING = SampleTotals(0, 0, 0, 0, 0)
-
-
-@dataclass(frozen=True)
 class CorpusSummary:
     """One of two corpora: its totals, and those of its sample, for all documents and by language code."""
 
@@ -259,8 +242,8 @@ class CorpusSummary:
     manifest: Manifest
     split: str
     totals: CorpusTotals
-    sample: SampleTotals
-    languages: dict[str, SampleTotals]
+    sample: TextTotals
+    languages: dict[str, TextTotals]
 
 
 @dataclass(frozen=True)
@@ -302,13 +285,13 @@ def _summarize(
 ) -> CorpusSummary:
     """Return the totals of a corpus, and add the words of its sample to ``words``."""
     totals = sum_up(corpus.index, advance)
-    sample, languages = _NOTHING, dict[str, SampleTotals]()
+    sample, languages = TextTotals(), defaultdict[str, TextTotals](TextTotals)
     for document in sample_documents(corpus, advance):
         num_words = words.add(document.text)
-        sample = sample.plus(document, num_words)
+        sample.add(document, num_words)
         if with_languages:
             language, probability = identify(document.text)
             language = language if probability >= DEFAULT_THRESHOLD else UNCERTAIN_LANGUAGE
-            languages[language] = languages.get(language, _NOTHING).plus(document, num_words)
+            languages[language].add(document, num_words)
         advance(_SAMPLE_RECORDS)
     return CorpusSummary(corpus.folder, corpus.manifest, corpus.split.name, totals, sample, languages)

@@ -11,7 +11,6 @@ from fabric_train.tokenization.inspect.comparison import (
     UNCERTAIN_LANGUAGE,
     Comparison,
     CorpusSummary,
-    SampleTotals,
     TextTotals,
 )
 from fabric_train.tokenization.inspect.report import TextTable, length_facts
@@ -176,5 +175,5 @@ def _tokens_per_byte(totals: TextTotals) -> str:
     return f"{totals.tokens / totals.bytes:.3f}" if totals.bytes else _NONE
 
 
-def _tokens_per_word(sample: SampleTotals) -> str:
+def _tokens_per_word(sample: TextTotals) -> str:
     return f"{sample.tokens_read / sample.words:.2f}" if sample.words else _NONE

@@ -83,11 +83,6 @@ def _title(token: Token) -> str:
     return f"{position}, id {' '.join(map(str, token.ids))}{name}: {visible(token.text)!r}\n{label}"
 
 
-def _classes(token: Token) -> str:
-    kinds = {"text": "", "bos": " edge", "eos": " edge", "special": " special"}
-    return ("s" if token.is_supervised else "u") + kinds[token.role]
-
-
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
     autoescape=True,
@@ -96,7 +91,7 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-_TEMPLATES.filters |= {"visible": visible, "marked": marked, "title": _title, "classes": _classes}
+_TEMPLATES.filters |= {"visible": visible, "marked": marked, "title": _title}
 _TEMPLATES.filters["number"] = "{:,}".format
 _PARTS: Any = _TEMPLATES.get_template("parts.html.j2").module
 

@@ -79,15 +79,12 @@ def with_origins(rows: list[RowView], index: DocumentIndex | None) -> list[RowVi
 
 def visible(text: str) -> str:
     """Replace line breaks, tabs and invisible characters by visible ones; the result cannot control a terminal."""
-    return "".join(_SIGNS.get(character) or _escaped(character) for character in text)
+    escaped = (f"⟨U+{ord(one):04X}⟩" if unicodedata.category(one) in _INVISIBLE else one for one in text)
+    return "".join(_SIGNS.get(one) or shown for one, shown in zip(text, escaped, strict=True))
 
 
+_INVISIBLE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs")
 _SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥", " ": " "}
-
-
-def _escaped(character: str) -> str:
-    is_invisible = unicodedata.category(character) in ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs")
-    return f"⟨U+{ord(character):04X}⟩" if is_invisible else character
 
 
 def _view(batch: RowBatch, row: int, end: int, vocabulary: Vocabulary | None) -> RowView:

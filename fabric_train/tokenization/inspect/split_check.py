@@ -1,17 +1,21 @@
-"""Count what is in the rows of a split, and find what is wrong with them, in one pass.
+"""Count what is in the rows of a split, and find what is wrong with them and with the document index, in one pass.
 
-``SplitCheck`` gets the batches. ``DocumentCounter`` follows documents from row to row.
+``SplitCheck`` gets the batches, ``DocumentCounter`` follows documents from row to row, ``IndexCheck`` has the index.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from fabric_train.tokenization.packing.token_folder import RowBatch
+from fabric_train.tokenization.manifest import SourceLedger
+from fabric_train.tokenization.packing.document_index import DocumentIndex, chunks
+from fabric_train.tokenization.packing.token_folder import RowBatch, altered_rows
 
 IGNORED_LABEL = -100  # as in fabric_train.data.batch, which imports torch
 _TOLERATED_UNKNOWN = 0.001
+_COUNTED = ("documents", "bytes", "tokens_in", "tokens_repeated", "tokens_in_rows")
 
 
 @dataclass(frozen=True)
@@ -66,29 +70,17 @@ class Counts:
         return None if self.lengths is None else sum(self.lengths.values())
 
 
-@dataclass(frozen=True)
-class DocumentPieces:
-    """P pieces of documents in order, each of which lies in one row."""
-
-    rows: np.ndarray  # each piece's row in the split, int64 [P]
-    lengths: np.ndarray  # in tokens, int64 [P]
-    begins: np.ndarray  # whether the document begins with the piece, bool [P]
-    is_inside: np.ndarray  # whether the piece ends before its row does, bool [P]
-    ends_exactly: np.ndarray  # whether its last token ends documents, bool [P]
-    ends_nearly: np.ndarray  # whether its second-last token ends documents, bool [P]
-
-
-@dataclass
-class _OpenDocument:
-    """The last document so far, which the next row may continue, and the properties of its last piece."""
-
-    length: int
-    num_pieces: int
-    row: int
-    last_length: int
-    ends_exactly: bool
-    has_end: bool
-    is_inside: bool
+# P pieces of documents in order, each of which lies in one row
+PIECE = np.dtype(
+    [
+        ("row", np.int64),  # in the split
+        ("length", np.int64),  # in tokens
+        ("begins", bool),  # whether the document begins with the piece
+        ("is_inside", bool),  # whether the piece ends before its row does
+        ("ends_exactly", bool),  # whether its last token ends documents
+        ("ends_nearly", bool),  # whether its second-last token ends documents
+    ]
+)
 
 
 @dataclass
@@ -98,83 +90,56 @@ class DocumentCounter:
     counts: Counts
     without_end: int = 0
     first_without_end: int | None = None
-    _open: _OpenDocument | None = None
+    _open: np.ndarray = field(default_factory=lambda: np.empty(0, PIECE))  # of the last document, which may continue
+    _overlap: int = 0
 
-    def add(self, pieces: DocumentPieces, overlap: int) -> None:
-        """Add the pieces of rows in sequence: one that begins no document continues the one before it."""
-        if not len(pieces.rows):
-            return
-        has_end = self._has_end(pieces)
-        row_before = np.append(self._open.last_length if self._open else 0, pieces.lengths[:-1])
-        new = pieces.lengths - np.where(pieces.begins, 0, np.minimum(overlap, row_before))
-        firsts = np.flatnonzero(pieces.begins)
-        num_continued = int(firsts[0]) if len(firsts) else len(new)
-        if self._open and num_continued:
-            length = self._open.length + int(new[:num_continued].sum())
-            num_pieces = self._open.num_pieces + num_continued
-            self._open = _opened(pieces, has_end, num_continued - 1, length, num_pieces)
-        if not len(firsts):
-            return
-        self._close()
-        stops = np.append(firsts[1:], len(new))
-        lengths, num_pieces_each = np.add.reduceat(new, firsts), stops - firsts
-        self._count(lengths[:-1])
-        self.counts.documents_over_rows += int((num_pieces_each[:-1] > 1).sum())
-        last = stops[:-1] - 1
-        self._add_missing_ends(pieces.rows[last][~has_end[last]])
-        self._open = _opened(pieces, has_end, -1, int(lengths[-1]), int(num_pieces_each[-1]))
+    def add(self, pieces: np.ndarray, overlap: int) -> None:
+        """Add the pieces of rows in sequence, PIECE [P]: one that begins no document continues the one before it."""
+        pieces, self._overlap = np.concatenate([self._open, pieces]), overlap
+        firsts = np.flatnonzero(pieces["begins"])
+        if len(firsts):
+            self._count_documents(pieces[firsts[0] : firsts[-1]])
+            self._open = pieces[firsts[-1] :]
 
-    def add_unordered(self, pieces: DocumentPieces) -> None:
+    def add_unordered(self, pieces: np.ndarray) -> None:
         """Add pieces that any other row may continue; the end of a piece at a row's end may be in another row."""
-        self._count(pieces.lengths)
-        self.counts.pieces += len(pieces.rows)
-        has_end = pieces.ends_exactly | pieces.ends_nearly
-        self._add_missing_ends(pieces.rows[pieces.is_inside & ~has_end])
+        self._count_lengths(pieces["length"])
+        self.counts.pieces += len(pieces)
+        has_end = pieces["ends_exactly"] | pieces["ends_nearly"]
+        self._add_missing_ends(pieces["row"][pieces["is_inside"] & ~has_end])
 
     def finish(self) -> None:
-        """Close the last document, which may be cut off: no row continues it."""
-        if self._open and not self._open.has_end and not self._open.is_inside:
-            self.counts.documents_cut += 1
-            self._open.has_end = True
-        self._close()
+        """Count the last document, which may be cut off: no row continues it."""
+        self._count_documents(self._open, may_be_cut=True)
+        self._open = self._open[:0]
 
-    def _close(self) -> None:
-        if self._open is None:
+    def _count_documents(self, pieces: np.ndarray, may_be_cut: bool = False) -> None:
+        """Count whole documents; a piece repeats the last ``overlap`` tokens of the one before, or all."""
+        if not len(pieces):
             return
-        self._count(np.array([self._open.length]))
-        self.counts.documents_over_rows += self._open.num_pieces > 1
-        if not self._open.has_end:
-            self._add_missing_ends(np.array([self._open.row]))
-        self._open = None
+        firsts, before = np.flatnonzero(pieces["begins"]), np.roll(pieces, 1)
+        lasts = np.append(firsts[1:], len(pieces)) - 1
+        repeated = np.where(pieces["begins"], 0, np.minimum(self._overlap, before["length"]))
+        self._count_lengths(np.add.reduceat(pieces["length"] - repeated, firsts))
+        self.counts.documents_over_rows += int((lasts > firsts).sum())
+        crosses = (pieces["length"] == 1) & ~pieces["begins"]  # the second-last token is in the row before
+        has_end = pieces["ends_exactly"] | pieces["ends_nearly"] | (crosses & before["ends_exactly"])
+        without_end = pieces[lasts][~has_end[lasts]]
+        if may_be_cut:
+            self.counts.documents_cut += int((~without_end["is_inside"]).sum())
+            without_end = without_end[without_end["is_inside"]]
+        self._add_missing_ends(without_end["row"])
 
     def _add_missing_ends(self, rows: np.ndarray) -> None:
         if len(rows):
             self.without_end += len(rows)
             self.first_without_end = int(rows[0]) if self.first_without_end is None else self.first_without_end
 
-    def _has_end(self, pieces: DocumentPieces) -> np.ndarray:
-        """Return whether the last or second-last token, which may be in the row before, ends a document, bool [P]."""
-        row_before = np.append(self._open is not None and self._open.ends_exactly, pieces.ends_exactly[:-1])
-        crosses = (pieces.lengths == 1) & ~pieces.begins
-        return pieces.ends_exactly | pieces.ends_nearly | (crosses & row_before)
-
-    def _count(self, lengths: np.ndarray) -> None:
+    def _count_lengths(self, lengths: np.ndarray) -> None:
         # few lengths are distinct: k of them need k² / 2 tokens
         values, counts = np.unique(lengths, return_counts=True)
         assert self.counts.lengths is not None
         self.counts.lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-
-
-def _opened(pieces: DocumentPieces, has_end: np.ndarray, last: int, length: int, num_pieces: int) -> _OpenDocument:
-    return _OpenDocument(
-        length,
-        num_pieces,
-        row=int(pieces.rows[last]),
-        last_length=int(pieces.lengths[last]),
-        ends_exactly=bool(pieces.ends_exactly[last]),
-        has_end=bool(has_end[last]),
-        is_inside=bool(pieces.is_inside[last]),
-    )
 
 
 class SplitCheck:
@@ -265,14 +230,12 @@ class SplitCheck:
         begins = begins[order]
         rows = np.concatenate([start_rows, continues])[order]
         stops = np.minimum(np.append(begins[1:], len(batch.input_ids)), ends[rows])
-        pieces = DocumentPieces(
-            rows=batch.first_row + rows,
-            lengths=stops - begins,
-            begins=(np.arange(len(order)) < len(starts))[order],
-            is_inside=stops < batch.offsets[1:][rows],
-            ends_exactly=self._ends_document(batch.input_ids[stops - 1]),
-            ends_nearly=self._ends_document(batch.input_ids[np.maximum(stops - 2, begins)]),
-        )
+        pieces = np.empty(len(order), PIECE)
+        pieces["row"], pieces["length"] = batch.first_row + rows, stops - begins
+        pieces["begins"] = (np.arange(len(order)) < len(starts))[order]
+        pieces["is_inside"] = stops < batch.offsets[1:][rows]
+        pieces["ends_exactly"] = self._ends_document(batch.input_ids[stops - 1])
+        pieces["ends_nearly"] = self._ends_document(batch.input_ids[np.maximum(stops - 2, begins)])
         if self.expected.in_sequence:
             self._documents.add(pieces, self.expected.overlap)
         else:
@@ -340,3 +303,69 @@ def content_ends(batch: RowBatch, expected: Expectation) -> np.ndarray:
 def _rows_at(batch: RowBatch, positions: np.ndarray) -> np.ndarray:
     """Return the rows in the batch, counted from 0, in which these positions lie."""
     return np.searchsorted(batch.offsets, positions, side="right") - 1
+
+
+class IndexCheck:
+    """A check of one split's index. Call ``add`` with all batches of rows, ``finish`` last."""
+
+    def __init__(self, split: str, index: DocumentIndex) -> None:
+        self._split, self._index = split, index
+        self._wrong_rows: dict[str, list[int]] = {}
+        self._found = {name: np.zeros(len(index.sources.names), np.int64) for name in _COUNTED}
+
+    def add(self, batch: RowBatch, ends: np.ndarray) -> None:
+        """Compare the index of some rows with their document borders and tokens; ``ends`` is from ``content_ends``."""
+        num_rows = len(batch.offsets) - 1
+        pieces = self._index.pieces(np.arange(batch.first_row, batch.first_row + num_rows))
+        if batch.document_starts is not None and batch.start_rows is not None:
+            is_border = (pieces.positions > 0) | (pieces.starts + pieces.repeated == 0)
+            expected = (pieces.rows << 32 | pieces.positions)[is_border]
+            found = batch.start_rows << 32 | batch.document_starts.astype(np.int64)
+            self._note("documents begin elsewhere in", batch.first_row + np.unique(np.setxor1d(expected, found) >> 32))
+        num_tokens = np.bincount(pieces.rows, weights=pieces.lengths, minlength=num_rows).astype(np.int64)
+        wrong = np.flatnonzero(num_tokens != ends - batch.offsets[:-1])
+        self._note("documents have more or fewer tokens in", batch.first_row + wrong)
+        if self._index.checksums is not None:
+            stored = self._index.checksums[batch.first_row : batch.first_row + num_rows]
+            self._note("the content has changed since it was written in", batch.first_row + _altered(batch, stored))
+        sources = self._index.source_numbers(pieces.documents)
+        self._count("tokens_repeated", sources, pieces.repeated)
+        self._count("tokens_in_rows", sources, pieces.lengths)
+
+    def finish(self, ledger: dict[str, SourceLedger]) -> list[Problem]:
+        """Compare the sums with the ledger of the split's sources, and return all problems."""
+        problems = [
+            Problem(self._split, f"document index: {what} {len(rows):,} rows", rows[0])
+            for what, rows in self._wrong_rows.items()
+        ]
+        for _, documents in chunks(self._index.documents, lambda _: None):
+            sources = self._index.sources.sources_of(documents["file"])
+            self._count("documents", sources, np.ones(len(sources)))
+            self._count("bytes", sources, documents["bytes"])
+            self._count("tokens_in", sources, documents["tokens"])
+        for number, name in enumerate(self._index.sources.names):
+            for what, totals in self._found.items():
+                said, found = getattr(ledger.get(name), what, 0), int(totals[number])
+                if said != found:
+                    text = f"the ledger has {said:,} {what.replace('_', ' ')} of {name}, the document index {found:,}"
+                    problems.append(Problem(self._split, text))
+        return problems
+
+    def _count(self, what: str, sources: np.ndarray, values: np.ndarray) -> None:
+        counts = np.bincount(sources, weights=values, minlength=len(self._found[what]))
+        self._found[what] += counts.astype(np.int64)
+
+    def _note(self, what: str, rows: np.ndarray) -> None:
+        if len(rows):
+            self._wrong_rows.setdefault(what, []).extend(rows.tolist())
+
+
+def _altered(batch: RowBatch, checksums: np.ndarray) -> np.ndarray:
+    """Return which rows of a batch do not have these checksums, counted from the first of the batch."""
+    cuts, nothing = batch.offsets[1:-1], [None] * len(checksums)
+    labels = nothing if batch.labels is None else np.split(batch.labels, cuts)
+    starts: Sequence[np.ndarray | None] = nothing
+    if batch.document_starts is not None and batch.start_rows is not None:
+        counts = np.bincount(batch.start_rows, minlength=len(checksums))
+        starts = np.split(batch.document_starts, np.cumsum(counts)[:-1])
+    return altered_rows(zip(np.split(batch.input_ids, cuts), labels, starts, strict=True), checksums)

@@ -9,20 +9,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fabric_train.tokenization.inspect import report as reports
 from fabric_train.tokenization.inspect.comparison import Comparison
 from fabric_train.tokenization.inspect.comparison_tables import NAMES, sections
-from fabric_train.tokenization.inspect.report import (
-    DatasetReport,
-    TextTable,
-    dropped_title,
-    facts,
-    histogram,
-    ledger_table,
-    length_facts,
-    length_notes,
-    source_table,
-    success_line,
-)
 from fabric_train.tokenization.inspect.row_view import RowPiece, RowView, Token, visible
 
 _BAR_WIDTH = 40
@@ -35,13 +24,13 @@ _BORDER = "bold cyan"
 _SUPERVISED, _UNSUPERVISED, _PADDING = "green", "bright_black", "dim red"
 
 
-def print_report(report: DatasetReport, console: Console) -> None:
+def print_report(report: reports.DatasetReport, console: Console) -> None:
     """Print the report. Problems come last, so that they are in view at the end."""
     console.rule(Text(f"token dataset {report.folder}"), align="left", style="dim")
-    _print_facts(facts(report), console)
-    console.print(_rich_table(ledger_table(report)))
+    _print_facts(reports.facts(report), console)
+    console.print(_rich_table(reports.ledger_table(report)))
     if report.manifest and report.manifest.sources:
-        console.print(_rich_table(source_table(report.manifest)))
+        console.print(_rich_table(reports.source_table(report.manifest)))
     _print_dropped(report, console)
     _print_lengths(report, console)
     if report.rows:
@@ -52,7 +41,7 @@ def print_report(report: DatasetReport, console: Console) -> None:
     for problem in report.problems:
         console.print(Text(f"✗ {problem}", style="bold red"), soft_wrap=True)
     if not report.problems:
-        console.print(Text(f"✓ {success_line(report)}", style="bold green"), soft_wrap=True)
+        console.print(Text(f"✓ {reports.success_line(report)}", style="bold green"), soft_wrap=True)
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -76,7 +65,7 @@ def _print_facts(lines: Iterable[tuple[str, str]], console: Console) -> None:
     console.print(grid)
 
 
-def _rich_table(table: TextTable) -> Table:
+def _rich_table(table: reports.TextTable) -> Table:
     shown = Table(box=box.SIMPLE)
     for index, name in enumerate(table.columns):
         is_words = index < table.num_words
@@ -93,24 +82,24 @@ def _rich_table(table: TextTable) -> Table:
     return shown
 
 
-def _print_dropped(report: DatasetReport, console: Console) -> None:
+def _print_dropped(report: reports.DatasetReport, console: Console) -> None:
     if report.dropped:
         console.rule(Text("some of the documents left out; --html shows more"), align="left", style="dim")
     for reason, documents in report.dropped.items():
-        console.print(Text(visible(dropped_title(report, reason)), style="bold"), soft_wrap=True)
+        console.print(Text(visible(reports.dropped_title(report, reason)), style="bold"), soft_wrap=True)
         for document in documents[:_SHOWN_DROPPED]:
             head = f"  {document.place}: {document.detail}" if document.detail else f"  {document.place}"
             console.print(Text(visible(head), style=_UNSUPERVISED), soft_wrap=True)
             console.print(Padding(Text(visible(document.text[:_DROPPED_CHARACTERS])), (0, 0, 0, 4)))
 
 
-def _print_lengths(report: DatasetReport, console: Console) -> None:
+def _print_lengths(report: reports.DatasetReport, console: Console) -> None:
     counts = report.counts[report.split]
     console.rule(Text(f"document lengths in {report.split}, in tokens"), align="left", style="dim")
     if counts.lengths is None:
         console.print("unknown: this dataset does not store where documents begin")
         return
-    bars = histogram(counts.lengths)
+    bars = reports.histogram(counts.lengths)
     most = max((bar.count for bar in bars), default=1) or 1
     name_width = max((len(bar.name) for bar in bars), default=0)
     for bar in bars:
@@ -118,8 +107,8 @@ def _print_lengths(report: DatasetReport, console: Console) -> None:
         console.print(
             Text(f"{bar.name:>{name_width}} ").append(block, "cyan").append(f" {bar.count:,}"), soft_wrap=True
         )
-    percentiles = "   ".join(f"{name} {value:,}" for name, value in length_facts(counts.lengths))
-    for line in (percentiles, *length_notes(report)):
+    percentiles = "   ".join(f"{name} {value:,}" for name, value in reports.length_facts(counts.lengths))
+    for line in (percentiles, *reports.length_notes(report)):
         console.print(Text(line))
 
 

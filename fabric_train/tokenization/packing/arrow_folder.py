@@ -170,8 +170,8 @@ def write_split(
     digest = xxh3_64(json.dumps(features).encode())
     digest.update(checksums.data)
     info = {"description": "", "citation": "", "homepage": "", "license": "", "features": features}
-    _write_json(folder / "dataset_info.json", info)
-    _write_json(folder / "state.json", _state(folder.name, names, digest.hexdigest()))
+    write_json(folder / "dataset_info.json", info)
+    write_json(folder / "state.json", _state(folder.name, names, digest.hexdigest()))
     return num_supervised, checksums
 
 
@@ -254,7 +254,7 @@ def _write_files(files: _SplitFiles, num_proc: int) -> Iterator[tuple[int, tuple
 
 def write_dataset_dict(folder: Path, splits: Iterable[str]) -> None:
     """Write ``dataset_dict.json``, which joins the folders of the splits into a ``DatasetDict``."""
-    _write_json(folder / "dataset_dict.json", {"splits": list(splits)})
+    write_json(folder / "dataset_dict.json", {"splits": list(splits)})
 
 
 def _has_labels(documents: SpooledDocuments, plan: RowPlan) -> bool:
@@ -295,7 +295,8 @@ def _state(split: str, names: list[str], fingerprint: str) -> dict[str, Any]:
     }
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object on several lines."""
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -26,18 +26,8 @@ from fabric_train.tokenization.documents import (
     missing_column,
     name_in,
 )
-from fabric_train.tokenization.reading.listing import (
-    COMPRESSIONS,
-    NO_SHA256,
-    FilePart,
-    ListedFile,
-    changed,
-    file_suffix,
-    is_compressed,
-    open_text,
-    position_in,
-    read_file,
-)
+from fabric_train.tokenization.reading import listing
+from fabric_train.tokenization.reading.listing import FilePart, ListedFile, file_suffix, is_compressed, open_text
 
 
 class FileReader:
@@ -60,7 +50,7 @@ class FileReader:
         try:
             with memory_errors_name(self.part.name):
                 if self.part.is_read_at_once:
-                    self.content, self._now = read_file(self.part.file)
+                    self.content, self._now = listing.read_file(self.part.file)
                 for number, row in _READERS[self._suffix](self):
                     self.num_counted = number
                     yield number, row
@@ -73,9 +63,9 @@ class FileReader:
     def sha256(self) -> bytes:
         """Return the SHA-256 of a file read at once, ``NO_SHA256`` for others; InputError if it has changed."""
         if self.content is None:
-            return NO_SHA256
+            return listing.NO_SHA256
         if self._now != self.part.file:
-            raise changed(self.part.file)
+            raise listing.changed(self.part.file)
         return hashlib.sha256(self.content).digest()
 
     def place(self, number: int) -> str:
@@ -117,7 +107,7 @@ def is_readable(name: str | Path) -> bool:
 
 def readable_suffixes() -> str:
     """Return the suffixes of readable files for messages."""
-    return f"{', '.join(_READERS)} (all except parquet also with {' or '.join(COMPRESSIONS)})"
+    return f"{', '.join(_READERS)} (all except parquet also with {' or '.join(listing.COMPRESSIONS)})"
 
 
 def split_file(file: ListedFile, part_bytes: int, origin: int = 0) -> list[FilePart]:
@@ -179,7 +169,7 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
             number += 1
             reader.num_counted = number
             start, position = position, position + len(line)
-            reader.position = position_in(file) if compressed else position - part.start
+            reader.position = listing.position_in(file) if compressed else position - part.start
             try:
                 row = orjson.loads(line)
                 is_plain = all(line.count(key) < 2 for key in keys)  # a key may also be in the text
@@ -259,7 +249,7 @@ def _read_csv(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
                 raise InputError(f"{path}, line {rows.line_num}: {fault}")
             check_not_repeated(path, reader.columns, header)
             for number, row in enumerate((row for row in rows if row), 1):
-                reader.position = position_in(binary)
+                reader.position = listing.position_in(binary)
                 fault = _undecodable(row)
                 if len(row) != len(header):
                     fault = f"{len(row)} fields, but the header has {len(header)}"

@@ -92,11 +92,22 @@ class RowRange:
 
 
 @dataclass(frozen=True)
-class DatasetSource:
+class _OfSplits:
+    name: str
+    splits: dict[str, Any]
+
+    @property
+    def num_origins(self) -> int:
+        return len(self.splits)
+
+    def pack(self, parts: Iterable[Any]) -> Sequence[RowRange]:
+        return tuple(parts)
+
+
+@dataclass(frozen=True)
+class DatasetSource(_OfSplits):
     """The ``files`` of a save_to_disk folder ``root``, or a dataset of the ``hub`` with the subset and commit found."""
 
-    name: str
-    splits: "dict[str, Dataset]"
     root: Path = Path()
     files: ListedFiles = field(default_factory=ListedFiles)
     hub: DatasetName | None = None
@@ -108,13 +119,6 @@ class DatasetSource:
     @property
     def num_bytes(self) -> int:
         return sum(dataset.data.nbytes for dataset in self.splits.values())
-
-    @property
-    def num_origins(self) -> int:
-        return len(self.splits)
-
-    def pack(self, parts: Iterable[Any]) -> Sequence[RowRange]:
-        return tuple(parts)
 
     def parts(self, part_bytes: int) -> Iterator[RowRange]:
         for origin, (split, dataset) in enumerate(self.splits.items()):
@@ -143,11 +147,9 @@ class DatasetSource:
 
 
 @dataclass(frozen=True)
-class StreamSource:
+class StreamSource(_OfSplits):
     """A dataset on the ``hub`` that is streamed without a copy on disk; a part is one file there."""
 
-    name: str
-    splits: "dict[str, IterableDataset]"
     hub: DatasetName
     files: ListedFiles = field(default_factory=ListedFiles)
 
@@ -158,13 +160,6 @@ class StreamSource:
     @property
     def num_bytes(self) -> int:
         return sum(dataset.info.dataset_size or 0 for dataset in self.splits.values())
-
-    @property
-    def num_origins(self) -> int:
-        return len(self.splits)
-
-    def pack(self, parts: Iterable[Any]) -> Sequence[RowRange]:
-        return tuple(parts)
 
     def parts(self, _part_bytes: int) -> Iterator[RowRange]:
         for origin, (split, dataset) in enumerate(self.splits.items()):

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -93,17 +93,8 @@ class ListedFiles(Sequence[ListedFile]):
             yield ListedFile(os.fsdecode(self._names[start:end]), *state)
             start = end
 
-    @overload
-    def __getitem__(self, index: int) -> ListedFile: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "ListedFiles": ...
-
-    def __getitem__(self, index: int | slice) -> "ListedFile | ListedFiles":
-        if isinstance(index, slice):
-            return ListedFiles(map(self.__getitem__, range(*index.indices(len(self)))))
-        if index < 0:
-            index += len(self)
+    def __getitem__(self, index: int) -> ListedFile:  # type: ignore[override]  # nobody needs slices
+        index = range(len(self))[index]
         name = os.fsdecode(self._names[self._ends[index] : self._ends[index + 1]])
         return ListedFile(name, self.sizes[index], self._mtimes[index], self._ctimes[index])
 
@@ -311,15 +302,7 @@ class PackedParts(Sequence[FilePart]):
     def __len__(self) -> int:
         return len(self._numbers) // _FIELDS
 
-    @overload
-    def __getitem__(self, index: int) -> FilePart: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "PackedParts": ...
-
-    def __getitem__(self, index: int | slice) -> "FilePart | PackedParts":
-        if isinstance(index, slice):
-            return PackedParts(self._files, map(self.__getitem__, range(*index.indices(len(self)))))
+    def __getitem__(self, index: int) -> FilePart:  # type: ignore[override]  # nobody needs slices
         index = range(len(self))[index]
         origin, num_bytes, start, stop = self._numbers[_FIELDS * index : _FIELDS * (index + 1)]
         return FilePart(self._files[origin], num_bytes, start, None if stop == _TO_THE_END else stop, origin)
@@ -347,9 +330,8 @@ def open_text(file: ListedFile, content: bytes | None = None) -> Iterator[Binary
             return
         compression = COMPRESSIONS[os.path.splitext(file.name)[1].lower()]
         try:
-            counted = _Counted(raw)
-            with _decompress(counted, compression) as stream:
-                text = _Decompressed(stream, counted)
+            with _decompress(raw, compression) as stream:
+                text = _Decompressed(stream, raw)
                 _check_is_text(file.name, text.peek(8)[:8])
                 yield text
         except (OSError, EOFError, zlib.error) as error:  # for a damaged stream, an OSError has no errno
@@ -359,10 +341,10 @@ def open_text(file: ListedFile, content: bytes | None = None) -> Iterator[Binary
             raise InputError(f"{file.name}: not a whole {compression} file: {reason}; fetch it again") from None
 
 
-def _decompress(file: "_Counted", compression: str) -> Any:
+def _decompress(file: BinaryIO, compression: str) -> Any:
     """Return a stream of the content; gzip's may be followed by zero bytes, which pyarrow refuses."""
     if compression == "gzip":
-        return gzip.GzipFile(fileobj=io.BufferedReader(file, 1 << 20))
+        return gzip.GzipFile(fileobj=file)
     import pyarrow
 
     return pyarrow.CompressedInputStream(file, compression)
@@ -385,7 +367,7 @@ class _Counted(io.RawIOBase):
 
 
 class _Decompressed(io.BufferedReader):
-    def __init__(self, stream: Any, compressed: _Counted) -> None:
+    def __init__(self, stream: Any, compressed: BinaryIO) -> None:
         self.content, self.compressed = _Counted(stream), compressed
         super().__init__(self.content, 1 << 20)
 
@@ -393,7 +375,7 @@ class _Decompressed(io.BufferedReader):
 def position_in(file: BinaryIO) -> int:
     """Return the position in a file; in a compressed one, in proportion to what was taken of its content."""
     if isinstance(file, _Decompressed):
-        return file.compressed.num_read * file.tell() // max(1, file.content.num_read)
+        return file.compressed.tell() * file.tell() // max(1, file.content.num_read)
     return file.tell()
 
 

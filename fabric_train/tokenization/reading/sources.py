@@ -4,30 +4,18 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.cli.output import redact
 from fabric_train.tokenization.manifest import SourceRecord
+from fabric_train.tokenization.reading import hf_datasets
 from fabric_train.tokenization.reading.files import FileReader, is_readable, readable_suffixes, split_file
-from fabric_train.tokenization.reading.hf_datasets import (
-    DatasetName,
-    DatasetSource,
-    RowReader,
-    StreamSource,
-    is_hub_name,
-    is_saved,
-    open_builder,
-    open_hub,
-    open_saved,
-    parse_dataset_name,
-    splits_to_read,
-)
 from fabric_train.tokenization.reading.listing import (
     FilePart,
     ListedFiles,
@@ -41,6 +29,8 @@ from fabric_train.tokenization.reading.listing import (
 )
 from fabric_train.tokenization.workers import ThrottledLog
 
+Given = TypeVar("Given")
+Opened = TypeVar("Opened")
 UNFINISHED_SUFFIX = ".part"  # the suffix of a file whose download has not finished
 _NAMED = re.compile(r"(\w[\w.-]*)=(.+)", re.DOTALL)
 _SUBSETS_IN_README = re.compile(r"\s*---\s*\n(?:(?!---).*\n)*?(?:configs|dataset_info):")
@@ -97,8 +87,8 @@ class FileSource:
         return SourceRecord(name=self.name, kind="files", files=files, splits=(), revision=None, folder=folder)
 
 
-PartReader = FileReader | RowReader
-Source = FileSource | DatasetSource | StreamSource
+PartReader = FileReader | hf_datasets.RowReader
+Source = FileSource | hf_datasets.DatasetSource | hf_datasets.StreamSource
 
 
 def split_names(given: Sequence[str], option: str) -> list[tuple[str, str]]:
@@ -130,21 +120,25 @@ def place_of(value: str) -> str:
     return found[2] if found else value
 
 
+def open_each(open_one: Callable[[Given], Opened], given: Iterable[Given]) -> list[Opened]:
+    """Return what is opened for each thing given; an InputError has the faults of all, each once."""
+    opened, faults = list[Opened](), dict[str, None]()
+    for one in given:
+        try:
+            opened.append(open_one(one))
+        except InputError as error:
+            faults |= dict.fromkeys(error.faults)
+    if faults:
+        raise InputError(*faults)
+    return opened
+
+
 def open_sources(names: list[str], option: str, stream: bool, downloads: Path) -> list[Source]:
     """Open every source of ``option``, in the order of ``names``; ``downloads`` is the folder for files of URLs.
 
     InputError, with one line for each name that cannot be opened.
     """
-    sources: list[Source] = []
-    faults: list[str] = []
-    for name in names:
-        try:
-            sources.append(_open(name, option, stream, downloads))
-        except InputError as error:
-            faults += error.faults
-    if faults:
-        raise InputError(*faults)
-    return sources
+    return open_each(lambda name: _open(name, option, stream, downloads), names)
 
 
 def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:
@@ -152,10 +146,10 @@ def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:
         return _open_url(name, option, downloads)
     path = Path(name).expanduser()
     if path.is_dir():
-        if is_saved(path):
-            return open_saved(name, option, path, None)
+        if hf_datasets.is_saved(path):
+            return hf_datasets.open_saved(name, option, path, None)
         if _is_copy_of_hub(path):
-            return _open_part_of_folder(name, option, DatasetName(str(path), None, None, None))
+            return _open_part_of_folder(name, option, hf_datasets.DatasetName(str(path), None, None, None))
         return _of_files(name, option, "this folder", path, list_folder(path, _is_document))
     if os.path.lexists(path):
         file = list_file(path)
@@ -165,7 +159,7 @@ def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:
                 f"readable are {readable_suffixes()}"
             )
         return FileSource(name=name, root=path.parent, files=ListedFiles([file]))
-    dataset = parse_dataset_name(name)
+    dataset = hf_datasets.parse_dataset_name(name)
     if dataset and Path(dataset.name).expanduser().is_dir():
         return _open_part_of_folder(name, option, dataset)
     if glob.has_magic(name):
@@ -174,9 +168,9 @@ def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:
         folders = {os.path.dirname(file.name) for file in listing.files}
         root = Path(os.path.commonpath(folders)) if folders else Path()
         return _of_files(name, option, "what this pattern names", root, listing)
-    if dataset is None or is_readable(Path(dataset.name)) or not is_hub_name(dataset.name):
+    if dataset is None or is_readable(Path(dataset.name)) or not hf_datasets.is_hub_name(dataset.name):
         raise InputError(f"{option} {name}: no such file or folder; give a path that exists, or a hub name")
-    return open_hub(name, option, dataset, stream)
+    return hf_datasets.open_hub(name, option, dataset, stream)
 
 
 def _is_document(path: str) -> bool:
@@ -211,17 +205,17 @@ def _is_copy_of_hub(folder: Path) -> bool:
         return _SUBSETS_IN_README.match(file.read(1 << 20)) is not None
 
 
-def _open_part_of_folder(name: str, option: str, dataset: DatasetName) -> DatasetSource | FileSource:
+def _open_part_of_folder(name: str, option: str, dataset: hf_datasets.DatasetName) -> Source:
     """Open a split of a save_to_disk folder, or as files, which stay unchanged, a part of a copy of a hub dataset."""
     folder = Path(dataset.name).expanduser().resolve()
     if dataset.revision:
         raise InputError(f"{option} {name}: a folder has no revisions; leave out @{dataset.revision}")
-    if is_saved(folder):
+    if hf_datasets.is_saved(folder):
         if dataset.subset:
             raise InputError(f"{option} {name}: a save_to_disk folder has no subsets; give NAME::SPLIT")
-        return open_saved(name, option, folder, dataset.split)
-    builder = open_builder(name, option, str(folder), dataset)
-    by_split = splits_to_read(name, option, builder.config.data_files or {}, dataset.split)
+        return hf_datasets.open_saved(name, option, folder, dataset.split)
+    builder = hf_datasets.open_builder(name, option, str(folder), dataset)
+    by_split = hf_datasets.splits_to_read(name, option, builder.config.data_files or {}, dataset.split)
     paths = [Path(path) for paths in by_split.values() for path in paths]
     for path in paths:
         if not path.is_relative_to(folder) or ".." in path.parts:

@@ -8,21 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fabric_train.tokenization.tokenizers.text_encoder import (
-    Borders,
-    RustPanicError,
-    add_borders,
-    load_fast,
-    panics_as_errors,
-    refuse_text,
-)
+from fabric_train.tokenization.tokenizers import text_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import find_tokenizer_json
 from fabric_train.tokenization.workers import Worker
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
-
-    from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder
 
 _WHITESPACE = (*" \t\n\r", "\r\n", *"\v\f\x1c\x85\xa0\u2003\u2028\u200b\u3000\ufeff")
 _CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")
@@ -105,7 +96,7 @@ class Reference:
     """The tokenizer in ``tokenizers``, whose ids are right; one text at a time, so that no threads prevent a fork."""
 
     def __init__(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:
-        self._tokenizer = load_fast(tokenizer_file, special_text_is_plain)
+        self._tokenizer = text_encoder.load_fast(tokenizer_file, special_text_is_plain)
 
     def hard_strings(self) -> list[str]:
         """Return texts on which encoders are likely to fail, some with this tokenizer's added tokens."""
@@ -114,17 +105,17 @@ class Reference:
 
     def encode(self, texts: Iterable[str]) -> "list[Encoding]":
         """Return the texts' encodings, without added BOS or EOS."""
-        return [self._encode(text) for text in texts]
+        encodings = []
+        for text in texts:
+            try:
+                with text_encoder.panics_as_errors():
+                    encodings.append(self._tokenizer.encode(text, add_special_tokens=False))
+            except text_encoder.RustPanicError as panic:
+                raise text_encoder.refuse_text(panic, text) from None
+        return encodings
 
-    def _encode(self, text: str) -> "Encoding":
-        try:
-            with panics_as_errors():
-                return self._tokenizer.encode(text, add_special_tokens=False)
-        except RustPanicError as panic:
-            raise refuse_text(panic, text) from None
 
-
-def find_difference(texts: Iterable[str], expected: "Iterable[Encoding]", ids: "Iterable[np.ndarray]") -> str | None:
+def find_difference(texts: Iterable[str], expected: "Iterable[Encoding]", ids: Iterable[np.ndarray]) -> str | None:
     """Return where an encoder's ids, int32 [number of tokens] each, first differ from the tokenizer's, or None."""
     for text, encoding, found in zip(texts, expected, ids, strict=True):
         if found.tolist() != encoding.ids:
@@ -133,11 +124,14 @@ def find_difference(texts: Iterable[str], expected: "Iterable[Encoding]", ids: "
 
 
 def find_different_document(
-    texts: Iterable[str], expected: "Iterable[Encoding]", documents: "Iterable[np.ndarray]", borders: Borders
+    texts: Iterable[str],
+    expected: "Iterable[Encoding]",
+    documents: Iterable[np.ndarray],
+    borders: text_encoder.Borders,
 ) -> str | None:
     """Return where an encoder's ids with BOS and EOS first differ from the tokenizer's, or None."""
     for text, encoding, found in zip(texts, expected, documents, strict=True):
-        if not np.array_equal(found, add_borders(np.array(encoding.ids, dtype=np.int32), borders)):
+        if not np.array_equal(found, text_encoder.add_borders(np.array(encoding.ids, dtype=np.int32), borders)):
             return f"ids differ from the tokenizer's in the document that begins with {text[:_EXCERPT]!r}"
     return None
 
@@ -189,7 +183,7 @@ class ParityCheck:
         self._sample = sample
         self._worker.send(sample)
 
-    def begin(self, encoder: "TextEncoder", borders: Borders) -> None:
+    def begin(self, encoder: text_encoder.TextEncoder, borders: text_encoder.Borders) -> None:
         """Start to compare the encoder's ids of the same texts, each on its own and all as documents."""
         assert self._worker is not None, "start comes first"
         hard_strings = self._worker.receive()
@@ -241,7 +235,7 @@ class _Comparison:
         return difference
 
 
-def _encode(encoder: "TextEncoder", borders: Borders, texts: list[str]) -> list[Any]:
+def _encode(encoder: text_encoder.TextEncoder, borders: text_encoder.Borders, texts: list[str]) -> list[Any]:
     """Return the ids of each text, the same as documents, and BOS and EOS."""
     documents, lengths = encoder.encode_documents([text.encode() for text in texts], borders)
     return [encoder.encode_batch(texts), np.split(documents, np.cumsum(lengths)[:-1]), borders]

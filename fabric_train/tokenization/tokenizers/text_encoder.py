@@ -168,7 +168,9 @@ class CharacterFinder:
 
     def __init__(self, characters: Iterable[int]) -> None:
         codes = sorted(set(characters))
-        self._expression = re.compile(f"[{''.join(_ranges(codes))}]")
+        runs = (list(run) for _, run in groupby(enumerate(codes), key=lambda numbered: numbered[1] - numbered[0]))
+        ranges = (f"{re.escape(chr(run[0][1]))}-{re.escape(chr(run[-1][1]))}" for run in runs)
+        self._expression = re.compile(f"[{''.join(ranges)}]")
         # by the first byte: whether the second one may be that of a character
         self._seconds: dict[int, np.ndarray] = {}
         for first, second in {tuple(chr(code).encode()[:2]) for code in codes}:
@@ -182,11 +184,6 @@ class CharacterFinder:
             if first in text and seconds[codes[np.flatnonzero(codes == first) + 1]].any():
                 return self._expression.search(text.decode()) is not None
         return False
-
-
-def _ranges(codes: list[int]) -> list[str]:
-    runs = (list(run) for _, run in groupby(enumerate(codes), key=lambda numbered: numbered[1] - numbered[0]))
-    return [f"{re.escape(chr(run[0][1]))}-{re.escape(chr(run[-1][1]))}" for run in runs]
 
 
 @dataclass(frozen=True)
@@ -249,7 +246,7 @@ def _separators(known: TokenizerJson, added: list[AddedToken]) -> dict[int, byte
     return {
         token.id: token.content.encode()
         for token in added
-        if not (token.has_conditions or (token.normalized and known.normalizer))
+        if not (token.single_word or token.lstrip or token.rstrip or (token.normalized and known.normalizer))
         and token.content[:1] not in after_start
         and token.content not in beginnings
     }
@@ -311,7 +308,7 @@ class GigatokenEncoder:
         return [self._encode(text) for text in encoded]
 
     def encode_documents(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
-        """Encode all texts at once, with EOS and BOS, added tokens at which the tokenizer splits first, between them."""
+        """Encode all texts at once, with EOS and BOS between them: the tokenizer splits at added tokens first."""
         self._limit_memory(sum(map(len, texts)))
         return self._encode_joined(texts, borders) or join_documents([self._encode(text) for text in texts], borders)
 

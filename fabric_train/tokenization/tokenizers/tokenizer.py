@@ -62,11 +62,6 @@ class AddedToken:
     normalized: bool  # whether it is matched after normalization
     special: bool
 
-    @property
-    def has_conditions(self) -> bool:
-        """Whether a match depends on the whitespace or words around it."""
-        return self.single_word or self.lstrip or self.rstrip
-
 
 @dataclass(frozen=True)
 class TokenizerJson:

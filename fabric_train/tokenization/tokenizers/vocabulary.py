@@ -85,10 +85,7 @@ def load_vocabulary(folder: Path) -> Vocabulary | None:
         tokenizer=tokenizer,
         size=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
         special=special,
-        bos_token_id=by_role["bos_token"],
-        eos_token_id=by_role["eos_token"],
-        pad_token_id=by_role["pad_token"],
-        unk_token_id=by_role["unk_token"],
+        **{f"{role}_id": token for role, token in by_role.items()},
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import merge
-from fabric_train.tokenization.cleaning.dropped import DROPPED_FILE, DroppedDocument, write_sample
+from fabric_train.tokenization.cleaning.dropped import DROPPED_FILE, DroppedText, write_sample
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.packing.document_index import SourceTable
 from tests.support.token_datasets import manifest_of
@@ -35,7 +35,7 @@ def cleaned(tmp_path: Path, tiny_tokens_dir: Path) -> Path:
     file.write_text(json.dumps(content), encoding="utf-8")
     reasons = {"other_language": ("en 0.99", 25), "low_quality: few_words": ("12 words", 2)}
     dropped = [
-        DroppedDocument(reason, detail, 0, number + 1, f"{reason} number {number} {HARD}")
+        (DroppedText(reason, detail, f"{reason} number {number} {HARD}"), (0, number + 1))
         for reason, (detail, count) in reasons.items()
         for number in range(count)
     ]
