@@ -130,25 +130,17 @@ class CheckpointManager:
         If saves are synchronous, or with ``waits``, the checkpoint is complete when this returns. Otherwise, the model
         may change after ``wait_until_copied``, and ``advance`` completes the checkpoint. Old ones are then removed.
 
-        Args:
-            state: The counters to save.
-            cursors: The stream's positions after the last window, see ``stream_batches.StreamBatch``, or a checkpoint
-                of the same step that has them.
-            waits: Whether to complete the checkpoint before returning.
-            interim: Whether it is removed after a later one, unless its validation loss is the lowest.
-            scheduled: Whether an interval or the end of an epoch or of the run is the reason, not a signal or a loss.
+        ``cursors`` are the stream's positions after the last window, see ``stream_batches.StreamBatch``, or a
+        checkpoint of the same step that has them. For ``interim`` and ``scheduled`` see ``TrainerJson``.
 
         Raises:
-            SaveError: This save or the pending one failed; raised on all ranks.
+            SaveError: This save or the pending one failed; raised on all ranks. So do ``advance`` and ``finish``.
         """
         self.finish()
         target = self.path(state)
         temporary = temporary_for(target, self._process)
-        tensors = {
-            "model": local_weights(self._model),
-            "optimizer": local_optimizer_state(self._model, self._optimizer.optimizer),
-        }
-        writes = [write for part, of_part in tensors.items() for write in self._writes(part, of_part)]
+        tensors = (local_weights(self._model), local_optimizer_state(self._model, self._optimizer.optimizer))
+        writes = [*self._writes("model", tensors[0]), *self._writes("optimizer", tensors[1])]
         if self._fabric.device.type == "xla":  # whose tensors only one thread may use
             writes = [replace(write, data=write.data.cpu()) for write in writes]
         texts = self._texts(state, cursors, {"interim": interim, "scheduled": scheduled})
@@ -156,9 +148,7 @@ class CheckpointManager:
         writer = RankWriter(
             temporary, self._fabric.global_rank, writes, staging, lambda folder: self._write_texts(folder, texts)
         )
-        num_bytes = sum(
-            tensor.shape.numel() * tensor.dtype.itemsize for of_part in tensors.values() for tensor in of_part
-        )
+        num_bytes = sum(tensor.shape.numel() * tensor.dtype.itemsize for of_part in tensors for tensor in of_part)
         pending = _PendingSave(target, temporary, num_bytes, writer)
         self._make_folder(pending)
         self._pending, self._task = pending, BackgroundTask(writer.run, self._fabric.device)
@@ -169,19 +159,12 @@ class CheckpointManager:
         return target
 
     def wait_until_copied(self) -> None:
-        """Wait until the model and the optimizer may change. One rank may call this alone.
-
-        The wait is short if the step before took longer than the copy.
-        """
+        """Wait until the model and the optimizer may change. One rank may call this alone."""
         if self._pending is not None:
             self._pending.writer.wait_until_copied()
 
     def advance(self, sync: "StepSync") -> None:
-        """Continue the pending save after the ranks have exchanged the state of their tasks in ``sync``.
-
-        Raises:
-            SaveError: The save failed on a rank; raised on all ranks.
-        """
+        """Continue the pending save after the ranks have exchanged the state of their tasks in ``sync``."""
         if self._pending is None or (sync.is_saving and not sync.save_failed):
             return
         if sync.save_failed:
@@ -190,11 +173,7 @@ class CheckpointManager:
         self._begin_next_stage()
 
     def finish(self) -> None:
-        """Wait until the pending save is complete.
-
-        Raises:
-            SaveError: The save failed on a rank; raised on all ranks.
-        """
+        """Wait until the pending save is complete."""
         while self._pending is not None:
             self._wait_for_tasks()
             self._begin_next_stage()
@@ -211,15 +190,13 @@ class CheckpointManager:
 
     def _wait_for_tasks(self) -> None:
         """Wait for every rank's task in the pending save; raise on all ranks if one has failed."""
-        pending, task = self._pending, self._task
+        pending, task, text = self._pending, self._task, None
         assert pending is not None
         assert task is not None
         task.wait()
-        error = task.error
-        if error is not None:
-            error_text = describe_os_error(error) if isinstance(error, OSError) else describe_failure(error)
-        reason = first_text(self._fabric, error_text if error is not None else None)
-        if reason is None:
+        if task.error is not None:
+            text = describe_os_error(task.error) if isinstance(task.error, OSError) else describe_failure(task.error)
+        if (reason := first_text(self._fabric, text)) is None:
             return
         if self._fabric.is_global_zero:
             shutil.rmtree(pending.temporary, ignore_errors=True)
@@ -273,7 +250,6 @@ class CheckpointManager:
         return full_writes(part, tensors, self._fabric.global_rank)
 
     def _texts(self, state: TrainerState, cursors: np.ndarray | Path | None, kind: dict[str, bool]) -> dict[str, str]:
-        """Return the contents of trainer.json and stream.json by file name."""
         description = asdict(self._description.after(time.monotonic() - self._started))
         del description["attachments"]
         scaler = self._fabric.strategy.precision.state_dict()

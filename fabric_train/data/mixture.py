@@ -50,7 +50,7 @@ def permute(index: np.ndarray, num_rows: np.ndarray, keys: np.ndarray) -> np.nda
 
 
 def unpermute(places: np.ndarray, num_rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return the index that :func:`permute` moves to each place; arguments and result are like those of it."""
+    """Return the index that :func:`permute` moves to each place."""
     return _walk(_inverse_feistel, places, num_rows, keys)
 
 
@@ -133,9 +133,8 @@ class Mixture:
     VERSION: ClassVar[int] = 2
 
     def rows_in(self, epoch: int, window: int) -> np.ndarray:
-        """Return the rows of an epoch's window, both counted from 0, as int64 [rows in the window].
-
-        The rows of each source are spread evenly over the window.
+        """Return the rows of an epoch's window, both counted from 0, as int64; the rows of each source are spread
+        evenly.
         """
         before, counts = np.array(self.rows_before(window)), np.array(self._counts(window))
         sources = np.repeat(np.arange(len(counts)), counts)
@@ -148,9 +147,8 @@ class Mixture:
         return self._offsets[sources] + permute(index, sizes, permutation_keys(self.seed, sources, passes))
 
     def rows_before(self, window: int, only: int | None = None) -> list[int]:
-        """Return how many rows of each source, or of ``only`` one, an epoch has before a window.
-
-        The number of windows gives the whole epoch. It takes O(sources × log windows) operations.
+        """Return how many rows of each source, or of ``only`` one, an epoch has before a window: O(sources × log
+        windows).
         """
         chosen = slice(only, None if only is None else only + 1)
         if window == 0:
@@ -253,7 +251,7 @@ def apportion(weights: Sequence[int | Fraction], total: int) -> list[int]:
 def rows_of_shares(num_rows: Sequence[int], shares: Sequence[float]) -> list[int]:
     """Return how many rows of each source an epoch takes: 1 is all, 0.15 is 15 % of them, 2 is each row twice.
 
-    A share of 0.15 takes other rows in each epoch, until all were taken. The result is rounded to whole rows.
+    A share of 0.15 takes other rows in each epoch, until all were taken.
     """
     return [round(Fraction(str(share)) * rows) for rows, share in zip(num_rows, shares, strict=True)]
 
@@ -315,9 +313,8 @@ class MixtureOrder:
     starts_after: tuple[int, ...] = (0,)
 
     def followed_by(self, starts_after: int, rows_per_epoch: Sequence[int]) -> "MixtureOrder":
-        """Return this order up to a step, not before the last phase, followed by a phase that takes other rows.
-
-        A phase that would have no step is left out.
+        """Return this order up to a step, not before the last phase, then a phase that takes other rows; one without
+        steps goes.
         """
         *before, last = self.mixtures
         phase = replace(last, rows_per_epoch=tuple(rows_per_epoch), already_read=tuple(self.rows_until(starts_after)))
@@ -327,11 +324,9 @@ class MixtureOrder:
 
     @property
     def num_rows(self) -> tuple[int, ...]:
-        """The rows of each source."""
         return self.mixtures[0].num_rows
 
     def rows_of(self, step: int) -> np.ndarray:
-        """Return the rows of a step as int64 [rows of the step]."""
         phase = self._phase_of(step)
         mixture = self.mixtures[phase]
         return mixture.rows_in(*divmod(step - 1 - self.starts_after[phase], mixture.windows_per_epoch))
@@ -358,9 +353,9 @@ class MixtureOrder:
         return found
 
     def rows_hash(self, step: int) -> str:
-        """Hash the rows of the steps 1, ..., ``step // 4``, ``step // 2``, ``step``: O(log step) windows.
+        """Hash the rows of the steps 1, ..., ``step // 4``, ``step // 2``, ``step``, which a resumed run compares.
 
-        A resumed run compares it. The rows of other steps follow from the same numbers, so they need no replay.
+        The rows of other steps follow from the same numbers, so they need no replay.
         """
         return _rows_hash(self, step)
 

@@ -37,11 +37,7 @@ class RowDocument:
 
 
 def documents_in(dataset: TokenDataset, row: int, vocabulary: Vocabulary | None) -> Iterator[RowDocument]:
-    """Yield the documents of a row of the train split, in their order; without a vocabulary, their text is token ids.
-
-    Raises:
-        InputError: the document index is damaged.
-    """
+    """Yield the documents of a row of the train split, in order; without a vocabulary, their text is token ids."""
     ids = dataset.train.read([row])[0][0].tolist()
     index = dataset.train.index
     if index is None:
@@ -58,9 +54,6 @@ def describe_piece(dataset: TokenDataset, row: int, piece: int) -> str | None:
     """Return where the document of a piece comes from, and the piece's first words; None without a document index.
 
     ``piece`` is its number in a row of the train split, from 0.
-
-    Raises:
-        InputError: the document index or the tokenizer is damaged.
     """
     if dataset.train.index is None:
         return None

@@ -44,9 +44,8 @@ class Window:
 
     ``step`` counts from 1, ``epoch`` from 0. ``rows``, int64 [rows of all ranks], are the window's rows in order:
     indices into the train split, or a stream's lanes. ``batches`` are this rank's micro-batches. ``cursors`` are a
-    stream's positions after this window, see ``StreamBatch``; None for a token dataset, where the step is enough.
-    ``rows_hash`` is that of ``WindowOrder``; None for a stream. ``rows_of_sources`` counts the rows of each source of a
-    mixture; None without one.
+    stream's positions after this window, see ``StreamBatch``; None for a token dataset. ``rows_hash`` is that of
+    ``WindowOrder``; None for a stream. ``rows_of_sources`` counts the rows of each source of a mixture.
     """
 
     step: int
@@ -61,7 +60,6 @@ class Window:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows over all ranks."""
         return len(self.rows)
 
     def rows_of(self, batch: int, world_size: int, rank: int) -> list[int]:
@@ -71,8 +69,6 @@ class Window:
 
 
 class WindowSource(Protocol):
-    """A source of windows for the training loop."""
-
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
         """Yield the windows of the steps ``after_step + 1`` to ``last_step``."""
 
@@ -99,11 +95,10 @@ class RowRead:
 
 @dataclass(frozen=True)
 class WindowOrder:
-    """The rows of every window and micro-batch, as functions of the step, the seed and the rank.
+    """The rows of every window and micro-batch, as functions of the step (counted from 1), the seed and the rank.
 
-    ``num_rows`` are those of an epoch. ``rows_per_window`` and ``micro_batch_size`` count rows, the latter on one rank.
-    ``world_size`` and ``rank`` are those of the data ranks. With a ``mixture``, that decides the rows. Steps are
-    counted from 1.
+    ``num_rows`` are those of an epoch. ``world_size`` and ``rank`` are those of the data ranks. A ``mixture`` decides
+    the rows.
     """
 
     num_rows: int
@@ -123,7 +118,6 @@ class WindowOrder:
         return self.epoch_order(epoch)[start : start + self.rows_per_window]
 
     def epoch_of(self, step: int) -> int:
-        """Return the epoch of a step, counted from 0."""
         return self.mixture.epoch_of(step) if self.mixture else (step - 1) // self._windows_per_epoch
 
     def epoch_order(self, epoch: int) -> np.ndarray:
@@ -138,13 +132,13 @@ class WindowOrder:
         if self.mixture:
             found = [(step, row) for row in rows.tolist() for step in self.mixture.steps_of(row, num_steps)]
         else:
-            found = [pair for epoch in range(self.epoch_of(num_steps) + 1) for pair in self._reads_in(epoch, rows)]
+            found = [
+                (epoch * self._windows_per_epoch + place // self.rows_per_window + 1, int(order[place]))
+                for epoch in range(self.epoch_of(num_steps) + 1)
+                for order in [self.epoch_order(epoch)]
+                for place in np.flatnonzero(np.isin(order, rows)).tolist()
+            ]
         return [RowRead(step, self.epoch_of(step), row) for step, row in sorted(found) if step <= num_steps]
-
-    def _reads_in(self, epoch: int, rows: np.ndarray) -> Iterator[tuple[int, int]]:
-        order = self.epoch_order(epoch)
-        for place in np.flatnonzero(np.isin(order, rows)).tolist():
-            yield epoch * self._windows_per_epoch + place // self.rows_per_window + 1, int(order[place])
 
     def rows_hash(self, step: int) -> str:
         """Hash the rows of the steps up to ``step`` in order. The hash does not depend on ranks and micro-batches.
@@ -187,15 +181,9 @@ class WorkerLoader(DataLoader):
     """
 
     def __init__(self, items: Dataset, num_workers: int, pin_memory: bool = False, **more: Any) -> None:
-        super().__init__(
-            items,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            collate_fn=_identity,  # items are whole batches
-            prefetch_factor=8 if num_workers else None,
-            worker_init_fn=ignore_signals_in_worker,
-            **more,
-        )
+        more |= {"prefetch_factor": 8 if num_workers else None, "worker_init_fn": ignore_signals_in_worker}
+        more["collate_fn"] = _identity  # items are whole batches
+        super().__init__(items, num_workers=num_workers, pin_memory=pin_memory, **more)
 
     def __iter__(self) -> Any:
         try:
@@ -221,13 +209,11 @@ class TrainBatches:
     starts_after: int = 0
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
-        """Yield the windows of the steps ``after_step + 1`` to ``last_step``."""
         order, begin, end = self.order, after_step - self.starts_after, last_step - self.starts_after
         rows_hash, epoch = order.rows_hash(begin), order.epoch_of(begin + 1)
         indices = order.batches(begin, end)
-        batches = iter(
-            WorkerLoader(_ErrorsAsItems(self.rows), self.num_workers, self.pin_memory, batch_sampler=indices)
-        )
+        items = _ErrorsAsItems(self.rows)
+        batches = iter(WorkerLoader(items, self.num_workers, self.pin_memory, batch_sampler=indices))
         for step in range(begin + 1, end + 1):
             window, next_epoch = order.rows_of(step), order.epoch_of(step + 1)
             rows_hash = order.rows_hash_after(step, window, rows_hash)

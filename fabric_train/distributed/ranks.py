@@ -75,15 +75,11 @@ def gather_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor
 
 
 def sum_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the data ranks' tensors, on this rank's device."""
     return gather_over_data_ranks(fabric, tensor).sum(dim=0)
 
 
 def first_text(fabric: Fabric, text: str | None) -> str | None:
-    """Return, on all ranks, the text of the lowest rank that has one; None if no rank has one.
-
-    A text is truncated to 2000 bytes of UTF-8.
-    """
+    """Return, on all ranks, the text of the lowest rank that has one, cut to 2000 bytes; None if no rank has one."""
     encoded = (text or "").encode()[:_MAX_TEXT_BYTES]
     line = torch.zeros(_MAX_TEXT_BYTES, dtype=torch.uint8, device=fabric.device)
     line[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if encoded else 0
@@ -98,23 +94,16 @@ def exchange_bytes(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> dict[int, torch.Tensor]:
-    """Send messages to ranks of a group and receive messages from others, at most one to and from each.
+    """Send uint8 messages to ranks of a group and receive others, at most one to and from each.
 
-    Args:
-        outgoing: uint8 message on ``device`` by receiving rank of the group.
-        incoming: Number of bytes by sending rank of the group.
-        group: The ranks that call this together; None for a single rank, which has nothing to exchange.
-        device: The group's communication device.
-
-    Returns:
-        The uint8 message by sending rank of the group.
+    ``outgoing`` are messages on ``device`` by receiving rank, ``incoming`` the number of bytes by sending rank.
+    ``group`` is None for a single rank, which has nothing to exchange. The received messages are returned by sending
+    rank.
     """
     received = {rank: torch.empty(size, dtype=torch.uint8, device=device) for rank, size in sorted(incoming.items())}
-    sends = [
-        dist.P2POp(dist.isend, message, group=group, group_peer=rank) for rank, message in sorted(outgoing.items())
-    ]
-    receives = [dist.P2POp(dist.irecv, message, group=group, group_peer=rank) for rank, message in received.items()]
-    for work in dist.batch_isend_irecv(sends + receives) if sends or receives else []:
+    pairs = [(dist.isend, sorted(outgoing.items())), (dist.irecv, received.items())]
+    works = [dist.P2POp(do, each, group=group, group_peer=rank) for do, of in pairs for rank, each in of]
+    for work in dist.batch_isend_irecv(works) if works else []:
         work.wait()
     return received
 
@@ -158,7 +147,6 @@ class FlatShard:
 
     @property
     def size(self) -> int:
-        """Number of elements of the flat vector on each rank, padding included."""
         return self.local.numel()
 
     def range(self, rank: int) -> tuple[int, int]:
@@ -168,7 +156,6 @@ class FlatShard:
         return begin, end
 
     def owner(self, element: int) -> int:
-        """Return the rank of the group that holds an element of the flattened parameter."""
         return (self.start + element) // self.size
 
 
@@ -219,16 +206,10 @@ def original_name(name: str) -> str:
 
 @torch.no_grad()
 def clip_grad_norm(fabric: Fabric, model: Any, optimizer: Any, max_norm: float) -> torch.Tensor:
-    """Scale the gradient in place to a 2-norm of at most ``max_norm`` over all parameters. All ranks must call it.
+    """Scale the gradient in place to a 2-norm of at most ``max_norm`` over all parameters; 0 leaves it unchanged.
 
-    Args:
-        fabric: That model and optimizer were set up with.
-        model: As returned by Fabric, after the backward passes of a step.
-        optimizer: As returned by Fabric, or torch's.
-        max_norm: 0 leaves the gradient unchanged.
-
-    Returns:
-        The norm before clipping, fp64 [], the same on all ranks.
+    All ranks must call it, after the backward passes of a step, with the model and the optimizer that Fabric has set
+    up. It returns the norm before clipping, fp64 [], the same on all ranks.
     """
     fabric.strategy.precision.unscale_gradients(getattr(optimizer, "optimizer", optimizer))  # undo fp16's loss scaling
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

@@ -1,7 +1,7 @@
 """Build Fabric, with its strategy and precision, from the arguments."""
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning import Fabric
@@ -51,14 +51,9 @@ class FSDP1Strategy(FSDPStrategy):
         it, because a sum in fp16 may overflow. Gradients are reduced in fp32 here, so only shards are divided.
         """
         if self.root_device.type == "cpu":
-            module = FullyShardedDataParallel(
-                module,
-                cpu_offload=self.cpu_offload,
-                mixed_precision=self.mixed_precision_config,
-                sharding_strategy=self.sharding_strategy,
-                device_id=torch.device("cpu"),
-                **self._fsdp_kwargs,
-            )
+            given: dict[str, Any] = {"cpu_offload": self.cpu_offload, "mixed_precision": self.mixed_precision_config}
+            given |= {"sharding_strategy": self.sharding_strategy, "device_id": torch.device("cpu")}
+            module = FullyShardedDataParallel(module, **given, **self._fsdp_kwargs)
             self._fsdp_kwargs.pop("auto_wrap_policy")  # else the base class warns that it does not apply it again
         wrapped = super().setup_module(module)
         for unit in FullyShardedDataParallel.fsdp_modules(wrapped):
@@ -115,10 +110,6 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
     """Build Fabric and launch it; without a launcher, this process starts the other ranks.
 
     FSDP shards each module of ``layer_classes``, the decoder layers, as one unit.
-
-    Raises:
-        InputError: The devices do not exist, the strategy cannot run on them, or the launcher started another number of
-            processes.
     """
     device = arguments.device
     accelerator = resolve_accelerator(device.accelerator)
@@ -146,11 +137,7 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
 
 
 def resolve_parallelism(arguments: "TrainArguments", num_processes: int, accelerator: str) -> str:
-    """Return the parallelism of the run, "fsdp", "fsdp2", "ddp", "single" or "xla", after checking it.
-
-    Raises:
-        InputError: see :func:`check_parallelism`.
-    """
+    """Return the parallelism of the run, "fsdp", "fsdp2", "ddp", "single" or "xla", after checking it."""
     parallelism: str = arguments.fsdp.parallelism
     if parallelism == "auto":
         parallelism = "xla" if accelerator == "tpu" else "fsdp" if num_processes > 1 else "single"
@@ -171,11 +158,7 @@ def why_not_compiled(fsdp: "FSDPArguments", parallelism: str) -> str | None:
 
 
 def check_parallelism(parallelism: str, arguments: "TrainArguments", num_processes: int, accelerator: str) -> None:
-    """Check that a parallelism can run with these arguments on so many processes.
-
-    Raises:
-        InputError: it does not take several processes, or not this precision, offloading or tensor parallel size.
-    """
+    """Check that a parallelism can run with these arguments on so many processes."""
     fsdp = arguments.fsdp
     if (parallelism == "xla") != (accelerator == "tpu"):
         raise InputError(f"--parallelism {parallelism}: xla and --accelerator tpu need each other; change one of them")

@@ -44,9 +44,6 @@ def watch_ranks(fabric: Fabric, heartbeat: Heartbeat, timeout: float, num_nodes:
     """Make the ranks watch each other during the block and end together. All ranks must call it.
 
     A rank may be silent or keep the others waiting for ``timeout`` seconds; 0 for no limit.
-
-    Raises:
-        OSError: The ranks cannot connect to each other.
     """
     watchdog = Watchdog(fabric.global_rank, heartbeat, timeout)
     watchdog.start(fabric, num_nodes)
@@ -115,11 +112,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
 
     def start(self, fabric: Fabric, num_nodes: int) -> None:
-        """Connect the ranks and start the thread.
-
-        Raises:
-            OSError: The ranks cannot connect to each other.
-        """
+        """Connect the ranks and start the thread."""
         is_local = num_nodes == 1
         server = socket.create_server(("127.0.0.1" if is_local else "", 0)) if fabric.is_global_zero else None
         port, token = fabric.broadcast((server.getsockname()[1] if server else 0, secrets.token_hex(16)))

@@ -39,9 +39,9 @@ class Attention:
 class ModelFlops:
     """The FLOPs that a model needs per token.
 
-    ``num_used`` counts the parameters that a token is multiplied with. It leaves out embeddings that are only looked
-    up, and counts the share of the experts that a token is routed to. ``num_frozen`` of them do not train;
-    ``num_below`` of these come before all that train, so they have no backward pass.
+    ``num_used`` counts the parameters that a token is multiplied with: without embeddings that are only looked up, and
+    with the share of the experts that a token is routed to. ``num_frozen`` of them do not train; ``num_below`` of these
+    come before all that train, so they have no backward pass.
     """
 
     num_used: int
@@ -53,8 +53,11 @@ class ModelFlops:
         """Return the FLOPs of a forward and backward pass over documents with these numbers of tokens."""
         total = (6.0 * self.num_used - 2.0 * (self.num_frozen + self.num_below)) * sum(lengths)
         for part in self.attention:
-            seen = sum(length * min(length, part.window or length) for length in lengths)
-            total += (12.0 * part.num_layers - 8.0 * part.num_below) * part.width * seen
+            total += (
+                (12.0 * part.num_layers - 8.0 * part.num_below)
+                * part.width
+                * sum(length * min(length, part.window or length) for length in lengths)
+            )
         return total
 
     def __str__(self) -> str:
@@ -170,9 +173,7 @@ _OTHER_CHIPS = re.compile(r"Laptop|Max-Q|MIG|RTX (30|40|50)90 (D|Ti)\b")  # slow
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
     """Return a device's dense peak in FLOP/s for matrix products in ``dtype``, or None if it is not known.
 
-    Args:
-        name: The name that ``torch.cuda.get_device_name`` returns.
-        dtype: float32, float16 or bfloat16.
+    ``name`` is what ``torch.cuda.get_device_name`` returns; ``dtype`` is float32, float16 or bfloat16.
     """
     if _OTHER_CHIPS.search(name):
         return None
@@ -184,10 +185,7 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 
 
 def peak_flops_of_run(fabric: Fabric, precision: str) -> float | None:
-    """Return the peak FLOP/s of all devices of the run, or None if it is not known.
-
-    All devices are taken to be of this rank's kind.
-    """
+    """Return the peak FLOP/s of all devices, taken to be of this rank's kind; None if it is not known."""
     if fabric.device.type != "cuda":
         return None
     per_device = peak_flops(torch.cuda.get_device_name(fabric.device), compute_dtype(precision))

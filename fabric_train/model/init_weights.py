@@ -47,11 +47,7 @@ _CHUNK_ROWS = 8192
 def new_shape(
     arguments: "ModelArguments", layer_class: str, bos_token_id: int | None = None, eos_token_id: int | None = None
 ) -> ModelShape:
-    """Return the shape of a model with the family and sizes in ``arguments``, and the given document tokens.
-
-    Raises:
-        InputError: There is no such family, or it cannot have these sizes.
-    """
+    """Return the shape of a model with the family and sizes in ``arguments``, and the given document tokens."""
     family = str(arguments.family)
     try:
         default = AutoConfig.for_model(family)
@@ -87,11 +83,7 @@ def new_shape(
 
 
 def open_new(shape: ModelShape, dtype: torch.dtype, seed: int) -> MetaModel:
-    """Build the model of ``shape`` in ``dtype`` on the meta device, with random weights to read.
-
-    Raises:
-        InputError: transformers initializes a weight with an operation that this module does not support.
-    """
+    """Build the model of ``shape`` in ``dtype`` on the meta device, with random weights to read."""
     model = build_on_meta(shape, dtype)
     return MetaModel(model, RandomWeights(model, shape.source, seed))
 
@@ -138,14 +130,13 @@ class RandomWeights:
                 drawn[first - begin : last - begin] = values.numbers[0]
                 continue
             for chunk in range(first // _CHUNK, -(-last // _CHUNK)):
-                stream = self._stream(name, chunk)
-                start = chunk * _CHUNK
-                count = min(last - start, _CHUNK)
-                numbers = stream.standard_normal(count, np.float32) if values.kind == "normal" else stream.random(count)
-                scale, shift = values.numbers[1], values.numbers[0]
+                stream, start = self._stream(name, chunk), chunk * _CHUNK
+                count, (shift, scale) = min(last - start, _CHUNK), values.numbers
                 if values.kind == "uniform":
-                    scale -= shift
-                part = numbers[max(first - start, 0) :].astype(np.float32) * np.float32(scale) + np.float32(shift)
+                    numbers, scale = stream.random(count).astype(np.float32), scale - shift
+                else:
+                    numbers = stream.standard_normal(count, np.float32)
+                part = numbers[max(first - start, 0) :] * np.float32(scale) + np.float32(shift)
                 at = max(start, first) - begin
                 drawn[at : at + len(part)] = part
         return drawn
@@ -245,7 +236,7 @@ def find_untrained(meta_model: MetaModel, token_ids: list[int]) -> list[int]:
     """Return the token ids whose row in the input embedding or the output layer was never trained.
 
     A row counts as untrained if its norm is less than a tenth of the median norm, or if two other rows are closer than
-    a hundredth of the median norm, because training moves rows apart. The matrices are read in chunks.
+    a hundredth of it, because training moves rows apart.
     """
     model = meta_model.model
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -64,9 +64,6 @@ def find_origin(model_name: str) -> tuple[ModelOrigin, tuple[Path, ...]]:
     """Return the origin of ``--model_name``, a folder or a hub name that is in the cache, and its licence's files.
 
     The card and the licence of a hub name are downloaded, unless the hub cannot be reached.
-
-    Raises:
-        InputError: ``hub_source.json`` is damaged.
     """
     is_local = Path(model_name).is_dir()
     folder = Path(model_name) if is_local else _download_legal_files(model_name)

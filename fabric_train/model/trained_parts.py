@@ -27,11 +27,7 @@ def train_only(trains: Callable[[str], bool] | None) -> None:
 
 
 def choose_trained(model: nn.Module) -> dict[str, torch.Size]:
-    """Return the names and shapes of the parameters that train. The model may be on the meta device.
-
-    Raises:
-        InputError: There are none.
-    """
+    """Return the names and shapes of the parameters that train. The model may be on the meta device."""
     named = model.named_parameters()
     trained = {name: parameter.shape for name, parameter in named if _trains is None or _trains(name)}
     if not trained:

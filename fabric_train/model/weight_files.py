@@ -22,16 +22,8 @@ from fabric_train.files.typed_json import parse_json, read_json
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """The key in a header's metadata for the offsets of each piece in the full tensor."""
 _OPEN_FILES = 2
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 
 
 @dataclass(frozen=True)
@@ -93,9 +85,6 @@ class CheckpointTensors:
 
     Pages of a mapped file that were read stay in memory, so only the last few files stay mapped. ``advice`` is what the
     user can do if a file cannot be read.
-
-    Raises:
-        InputError: A file cannot be read, or pieces of a tensor are missing.
     """
 
     def __init__(self, files: list[Path], advice: str = "use another checkpoint") -> None:
@@ -195,11 +184,7 @@ class CheckpointTensors:
 
 
 def open_weights(checkpoint: Path) -> CheckpointTensors:
-    """Open the weights of a full or sharded checkpoint, or of a Hugging Face folder. Tied duplicates may be absent.
-
-    Raises:
-        InputError: The folder has no weights, or pieces are missing.
-    """
+    """Open the weights of a full or sharded checkpoint, or of a Hugging Face folder. Tied duplicates may be absent."""
     sharded = (checkpoint / "model").is_dir()
     files = sorted((checkpoint / "model").glob("*.safetensors")) if sharded else safetensors_files(checkpoint)
     if not files:
@@ -208,11 +193,7 @@ def open_weights(checkpoint: Path) -> CheckpointTensors:
 
 
 def check_weight_files(folder: Path) -> None:
-    """Check that a Hugging Face folder has weights and that the headers of its files can be read. This is fast.
-
-    Raises:
-        InputError: Weights are absent or truncated, or the index names files outside of the folder.
-    """
+    """Check that a Hugging Face folder has weights and that the headers of its files can be read. This is fast."""
     pickled = [folder / "pytorch_model.bin", folder / "pytorch_model.bin.index.json"]  # read with weights_only=True
     files = safetensors_files(folder)
     if not files and not any(file.is_file() for file in pickled):
@@ -224,21 +205,13 @@ def check_weight_files(folder: Path) -> None:
 
 
 def shard_names(index: Path) -> list[str]:
-    """Return the file names in a ``*.index.json`` of sharded weights.
-
-    Raises:
-        InputError: The index is damaged, or names a file in another folder.
-    """
+    """Return the file names in a ``*.index.json`` of sharded weights."""
     names = set(read_json(index, _Index, "fetch the folder again").weight_map.values())
     return sorted(check_file_name(name, index) for name in names)
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a Hugging Face folder, which may be none.
-
-    Raises:
-        InputError: The index of the files is damaged.
-    """
+    """Return the safetensors files of a Hugging Face folder, which may be none."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return [folder / name for name in shard_names(index)]

@@ -116,7 +116,6 @@ class AdamW(DeclaredStates, torch.optim.AdamW):
     """torch's AdamW, whose moments have the dtype of the weights."""
 
     def declare_states(self, parameter: nn.Parameter) -> tuple[State, ...]:
-        """Return both moments and the number of steps."""
         return _declared(parameter.dtype)
 
     def restore_states(self, parameter: nn.Parameter, states: Mapping[str, torch.Tensor]) -> None:
@@ -155,14 +154,11 @@ def adamw_step(
     indices: torch.Tensor | None,
     key: torch.Tensor,
 ) -> None:
-    """Update weights, first and second moment in place, computing in fp32.
+    """Update weights, first and second moment (``tensors``, flat, fp32 or bfloat16) in place, computing in fp32.
 
-    Args:
-        tensors: The three, flat, fp32 or bfloat16.
-        gradient: The gradient of the weights, flat.
-        factors: fp32 [7], from :func:`step_factors`.
-        indices: int32, the elements' indices in the full tensor, for stochastic rounding; None rounds to the nearest.
-        key: 0-dim int32, the random key of this step and parameter.
+    ``factors`` are fp32 [7], from :func:`step_factors`. ``indices`` are int32, the elements' indices in the full
+    tensor, for stochastic rounding; None rounds to the nearest. ``key``, 0-dim int32, is the random key of this step
+    and parameter.
     """
     decay, first_gain, second_decay, second_gain, rate, root_scale, eps = factors.unbind()
     weights, first, second = (tensor.float() for tensor in tensors)
@@ -196,28 +192,18 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
     ) -> None:
         """Set up the optimizer with parameter groups, each with its weight decay.
 
-        Args:
-            groups: As torch's AdamW takes them.
-            lr: Learning rate.
-            betas: Decay of both moments.
-            moments_dtype: float32 or bfloat16.
-            in_8bit: Parameters whose moments are stored in 8 bits instead.
-            stochastic_rounding: Whether to round to bfloat16 stochastically instead of to the nearest.
-            names: The parameters' names before anything wrapped the model.
-            elements: The elements of each parameter that this rank has.
-            seed: The seed of the rounding.
-            compiles: Whether to update parameters in one compiled kernel, except those with moments in 8 bits.
+        ``moments_dtype`` is float32 or bfloat16; the moments of ``in_8bit`` are stored in 8 bits instead.
+        ``stochastic_rounding`` is that to bfloat16, with ``seed``. ``names`` are those before anything wrapped the
+        model, ``elements`` those of each parameter that this rank has. ``compiles``: parameters are updated in one
+        compiled kernel, except those in 8 bits.
         """
         super().__init__(groups, lr=lr, betas=betas)
         self.launch: Callable[[TensorTable], None] | None = None
         """A function that updates all parameters of a table in one kernel launch; None updates them one by one."""
-        self.moments_dtype = moments_dtype
-        self._in_8bit = {id(parameter) for parameter in in_8bit}
-        self.rounds_stochastically = stochastic_rounding
-        self._elements = elements
+        self.moments_dtype, self.rounds_stochastically = moments_dtype, stochastic_rounding
+        self._in_8bit, self._elements, self._compiles = {id(each) for each in in_8bit}, elements, compiles
         self._salts = {parameter: salt(seed, name) for parameter, name in names.items()}
         self._counts: dict[nn.Parameter, int] = {}  # of steps, on the host, so that no step waits for the device
-        self._compiles = compiles
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -256,7 +242,6 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
         self._counts[parameter] = int(states["step"])
 
     def has_8bit(self) -> bool:
-        """Whether some moments are stored in 8 bits."""
         return bool(self._in_8bit)
 
     def _keys(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -369,19 +354,7 @@ def _write(stored: torch.Tensor | Blockwise8Bit, begin: int, values: torch.Tenso
 def _adamw(tensors: list[torch.Tensor], gradient: torch.Tensor, num_steps: torch.Tensor, group: dict[str, Any]) -> None:
     beta1, beta2 = group["betas"]
     weights, first, second = tensors
-    adamw(
-        [weights],
-        [gradient],
-        [first],
-        [second],
-        [],
-        [num_steps.clone()],  # the kernel adds 1 to it
-        fused=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+    steps = [num_steps.clone()]  # the kernel adds 1 to it
+    given = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+    given |= {"beta1": beta1, "beta2": beta2, "fused": True, "amsgrad": False, "maximize": False}
+    adamw([weights], [gradient], [first], [second], [], steps, **given)

@@ -69,12 +69,16 @@ class Schedule:
     last_step: int | None = None
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of the run's optimizer step ``step``."""
         return learning_rate(min(step - self.starts_after, self.num_steps), self.num_steps, self.arguments)
 
     def takes(self, step: int) -> bool:
         """Whether a step is one of this phase's."""
         return self.last_step is not None and self.starts_after < step <= self.last_step
+
+    @property
+    def decided_by(self) -> dict[str, Any]:
+        """The arguments that decide the rates, by name."""
+        return {name: getattr(self.arguments, name) for name in ARGUMENTS}
 
 
 @dataclass(frozen=True)
@@ -85,11 +89,9 @@ class Schedules:
     of_phases: tuple[Schedule, ...] = ()
 
     def at(self, step: int) -> Schedule:
-        """Return the schedule of a step."""
         return next((phase for phase in self.of_phases if phase.takes(step)), self.of_run)
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step."""
         return self.at(step).rate(step)
 
 
@@ -107,6 +109,5 @@ def decay_form(arguments: "TrainingArguments") -> str:
 
 
 def set_learning_rate(optimizer: Any, rate: float) -> None:
-    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -49,19 +49,12 @@ def build_optimizer(
     cuts: dict[int, FlatShard] | None = None,
     compiles: bool = False,
 ) -> DeclaredStates:
-    """Build the optimizer over the parameters of a set-up model that train.
+    """Build the optimizer over the parameters of a set-up model that train, those of ``decayed`` with weight decay.
 
-    AdamW is torch's own if moments and weights have the same dtype and are not rounded stochastically.
-
-    Args:
-        named_parameters: From ``trained_parts.trained_parameters``.
-        decayed: The parameters with weight decay, from :func:`decayed_names`.
-        arguments: Learning rate, betas, weight decay, and the storage of the moments.
-        fused: Whether torch's AdamW updates with one kernel. Fabric cannot clip its gradients under an fp16 gradient
-            scaler.
-        seed: The seed of stochastic rounding.
-        cuts: FSDP1's shards, from ``ranks.flat_shards``; None under the other strategies.
-        compiles: See ``LowPrecisionAdamW``.
+    AdamW is torch's own if moments and weights have the same dtype and are not rounded stochastically. ``fused``: it
+    updates with one kernel; under an fp16 gradient scaler Fabric could not clip its gradients. ``seed`` is that of
+    stochastic rounding. ``cuts`` are FSDP1's shards, from ``ranks.flat_shards``. For ``compiles`` see
+    ``LowPrecisionAdamW``.
     """
     names = {parameter: original_name(name) for name, parameter in named_parameters}
     grouped: dict[tuple[bool, Any], list[nn.Parameter]] = {}

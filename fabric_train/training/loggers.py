@@ -48,7 +48,7 @@ class Logger:
         """Record one step's metrics."""
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
-        """Record the samples of a step, whose metrics follow; none without ``--sample_prompts``."""
+        """Record the samples of a step, whose metrics follow."""
 
     def log_model(self, checkpoint: Path) -> None:
         """Upload a complete checkpoint; called for all or the last, as ``--log_model`` says."""
@@ -81,10 +81,7 @@ class GuardedLogger(Logger):
     def __init__(self, name: str, open_logger: Callable[[], Logger]) -> None:
         self._name, self.logger = name, Logger()
 
-        def open_it(_: Logger) -> None:
-            self.logger = open_logger()
-
-        self._try(open_it)
+        self._try(lambda _: setattr(self, "logger", open_logger()))
 
     def log(self, metrics: Metrics) -> None:
         self._try(lambda logger: logger.log(metrics))
@@ -116,10 +113,8 @@ class CSVLogger(Logger):
     def __init__(self, path: Path, last_step: int, further: Sequence[str] = ()) -> None:
         """Open for appending after ``last_step``; remove rows that an interrupted run wrote after it.
 
-        Beside the usual columns there are those that the file has, and the ``further`` ones.
-
-        Raises:
-            InputError: the file is no metrics.csv, or a link.
+        Beside the usual columns there are those that the file has, and the ``further`` ones. An InputError if the file
+        is no metrics.csv, or a link.
         """
         check_no_link(path)
         found, kept = read_table(path, last_step)
@@ -150,11 +145,8 @@ class CSVLogger(Logger):
 class SampleFile(Logger):
     """RUN/samples.jsonl: a line for each step and prompt.
 
-    The run continues after ``last_step``. Later lines, which an interrupted run wrote, are removed; ``past`` has the
-    samples up to it.
-
-    Raises:
-        InputError: the file is a link, or a line is damaged.
+    Lines after ``last_step``, which an interrupted run wrote, are removed; ``past`` has the samples up to it. An
+    InputError if the file is a link, or a line is damaged.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -177,7 +169,6 @@ class SampleFile(Logger):
             write_atomically(path, kept)
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
-        """Append samples, and wait until they are on the disk."""
         with open_to_write(self._path, "a", newline="") as file:
             file.writelines(map(_line, samples))
             file.flush()
@@ -253,13 +244,8 @@ class _Bar:
 
 
 def _of_sources(metrics: Metrics) -> str:
-    losses = {
-        name: loss
-        for column, loss in metrics.by_source.items()
-        for of, _, name in [column.partition("/")]
-        if of == "val_loss"
-    }
-    return "".join(f"; {name} {loss:.4f}" for name, loss in losses.items())
+    losses = {column: loss for column, loss in metrics.by_source.items() if column.startswith("val_loss/")}
+    return "".join(f"; {column.removeprefix('val_loss/')} {loss:.4f}" for column, loss in losses.items())
 
 
 def _clock(seconds: float) -> str:
@@ -311,11 +297,7 @@ it, and any other one in every run."""
 
 
 def open_loggers(names: Sequence[str], run: LoggedRun) -> list[Logger]:
-    """Open metrics.csv, samples.jsonl and all of ``LOGGERS``, those of ``--loggers`` if they are among ``names``.
-
-    Raises:
-        InputError: metrics.csv or samples.jsonl is damaged, or a link.
-    """
+    """Open metrics.csv, samples.jsonl and all of ``LOGGERS``, those of ``--loggers`` if they are among ``names``."""
     table = CSVLogger(run.folder / "metrics.csv", run.last_step, run.columns)
     samples = SampleFile(run.folder / "samples.jsonl", run.last_step)
     opened: list[Logger] = [table, GuardedLogger("samples.jsonl", lambda: samples)]
@@ -337,7 +319,6 @@ class Outputs:
             logger.log(metrics)
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
-        """Log the samples of a step to all, before its metrics."""
         for logger in self._loggers:
             logger.log_samples(samples)
 

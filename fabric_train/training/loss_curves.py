@@ -61,8 +61,8 @@ class LossCurves(Logger):
 def draw_loss_curves(rows: Sequence[Metrics], picture: Path, title: str, branched_after: Sequence[int] = ()) -> None:
     """Draw the training and validation loss, those of each source if there are several, and the learning rate.
 
-    ``rows`` of metrics.csv are in the order of their steps, and ``picture`` is the PNG to write. The steps after which
-    the run branched off another get a dotted line.
+    ``rows`` of metrics.csv are in the order of their steps, and ``picture`` is the PNG to write. A dotted line marks
+    each step after which the run branched off another.
     """
     import matplotlib  # slow
 
@@ -73,19 +73,13 @@ def draw_loss_curves(rows: Sequence[Metrics], picture: Path, title: str, branche
     rates = _points(rows, "learning_rate")
     heights = [4.0, *([3.0] if of_sources else []), *([1.3] if rates else [])]
     with plt.rc_context({"text.color": _TEXT, "axes.labelcolor": _TEXT, "axes.edgecolor": _TEXT}):
-        figure, panels = plt.subplots(
-            len(heights),
-            figsize=(8, sum(heights) + 0.6),
-            dpi=150,
-            sharex=True,
-            squeeze=False,
-            layout="constrained",
-            height_ratios=heights,
-        )
+        shape: dict[str, Any] = {"figsize": (8, sum(heights) + 0.6), "height_ratios": heights, "layout": "constrained"}
+        figure, panels = plt.subplots(len(heights), dpi=150, sharex=True, squeeze=False, **shape)
         axes = list(panels[:, 0])
         _draw_whole(axes[0], rows)
-        if of_sources:
-            _draw_sources(axes[1], of_sources)
+        for number, (name, points) in enumerate(of_sources.items()):
+            style = ("-", "--", ":")[number // 6 % 3]
+            _draw_validation(axes[1], points, _COLOURS[number % len(_COLOURS)], name, style)
             axes[1].set_ylabel(_FIGURES[figure_of_sources])
         if rates:
             axes[-1].plot(*zip(*rates, strict=True), color=_TEXT, linewidth=1.5)
@@ -129,11 +123,6 @@ def _draw_whole(axes: Any, rows: Sequence[Metrics]) -> None:
             axes.plot(*zip(*_smooth(train, width), strict=True), color=_BLUE, linewidth=1.5, label=label)
     _draw_validation(axes, validation, _ORANGE, "validation")
     axes.set_ylabel("loss\n(nats per token)")
-
-
-def _draw_sources(axes: Any, losses: dict[str, Points]) -> None:
-    for number, (name, points) in enumerate(losses.items()):
-        _draw_validation(axes, points, _COLOURS[number % len(_COLOURS)], name, ("-", "--", ":")[number // 6 % 3])
 
 
 def _draw_validation(axes: Any, points: Points, colour: str, label: str, style: str = "-") -> None:

@@ -120,13 +120,10 @@ def with_evaluation(metrics: Metrics, evaluation: Evaluation, source_names: Sequ
 def read_metrics(path: Path, last_step: int) -> list[Metrics]:
     """Return the rows of metrics.csv up to ``last_step``, none if there is no such file.
 
-    Rows after it are not looked at, and neither is a last line that a crash has cut off.
-
-    Raises:
-        InputError: the file is no metrics.csv, or a row is damaged.
+    Later rows are not looked at, and neither is a last line that a crash has cut off. An InputError if the file is no
+    metrics.csv, or a row is damaged.
     """
-    _, rows = read_table(path, last_step)
-    return rows
+    return read_table(path, last_step)[1]
 
 
 def read_table(path: Path, last_step: int) -> tuple[list[str], list[Metrics]]:
@@ -163,9 +160,6 @@ def find_lost_rows(path: Path, state: TrainerState, log_step_interval: int) -> s
     """Return a line if metrics.csv has rows, but not up to the checkpoint that a run resumes from.
 
     A step that is saved is logged before, unless its evaluation was interrupted, or a fault ended the run after it.
-
-    Raises:
-        InputError: the file is a link; or see :func:`read_metrics`.
     """
     check_no_link(path)
     rows = read_metrics(path, state.step)
@@ -252,10 +246,8 @@ class ProfiledWindows:
             trace.stop()
             trace.export_chrome_trace(str(self.folder / f"{name}.json"))
             if self.on_gpu:
-                self._write_memory(self.folder / f"{name}-memory.html")
+                from torch.cuda._memory_viz import trace_plot
 
-    def _write_memory(self, page: Path) -> None:
-        from torch.cuda._memory_viz import trace_plot
-
-        page.write_text(trace_plot(torch.cuda.memory._snapshot()), encoding="utf-8")
-        torch.cuda.memory._record_memory_history(enabled=None)
+                page = trace_plot(torch.cuda.memory._snapshot())
+                (self.folder / f"{name}-memory.html").write_text(page, encoding="utf-8")
+                torch.cuda.memory._record_memory_history(enabled=None)

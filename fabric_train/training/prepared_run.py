@@ -11,7 +11,7 @@ from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.optim.lr_schedule import ARGUMENTS, Schedule, Schedules
+from fabric_train.optim.lr_schedule import Schedule, Schedules
 from fabric_train.training.evaluation import EarlyStopping, SamplePrompts
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ class StartingPoint:
 
     ``checkpoint`` is None for pretrained and for random weights. ``state`` is at step 0 unless the run resumes.
     ``schedule_steps`` is the length of the learning-rate schedule that a resumed run keeps although it now has another
-    number of steps; None if the schedule is as long as the run. ``lineage`` are the branch points of the run so far;
-    ``branches`` says that it branches off now, at the last of them. ``stages`` are the runs before this one that the
-    ``checkpoint`` knows, and itself if the run takes its weights alone.
+    number of steps, else None. ``lineage`` are the branch points of the run so far; ``branches`` says that it branches
+    off now, at the last of them. ``stages`` are the runs before this one that the ``checkpoint`` knows, and itself if
+    the run takes its weights alone.
     """
 
     checkpoint: Path | None
@@ -71,11 +71,10 @@ class RunPhase:
 class StepPlan:
     """The counts of a run. A window is the rows that one optimizer step consumes over all ranks.
 
-    ``num_rows``, of an epoch, and ``windows_per_epoch`` are None for a stream, whose length is unknown. ``mixture`` is
-    None for a stream and for one token dataset without shares; with ``phases``, ``num_rows`` and ``windows_per_epoch``
-    are those of its first one. The first window of the data is that of the step after
-    ``data_starts_after``, which is 0 except in a branch with other data. ``notes`` are lines that the user should read
-    before the run starts.
+    ``num_rows``, of an epoch, and ``windows_per_epoch`` are None for a stream; with ``phases`` they are those of the
+    first. ``mixture`` is None for a stream and for one token dataset without shares. The first window of the data is
+    that of the step after ``data_starts_after``, which is 0 except in a branch with other data. ``notes`` are lines
+    that the user should read before the run starts.
     """
 
     num_rows: int | None
@@ -103,15 +102,8 @@ class StepPlan:
     def window_order(self, seed: int, rank: int = 0) -> WindowOrder:
         """Return which rows of a token dataset a data rank takes at every step."""
         assert self.num_rows is not None  # a stream has an order of its own
-        return WindowOrder(
-            self.num_rows,
-            self.rows_per_window,
-            self.micro_batch_size,
-            self.num_data_ranks,
-            rank,
-            seed,
-            self.mixture,
-        )
+        sizes = (self.num_rows, self.rows_per_window, self.micro_batch_size)
+        return WindowOrder(*sizes, self.num_data_ranks, rank, seed, self.mixture)
 
 
 @dataclass(frozen=True)
@@ -143,7 +135,6 @@ class PreparedRun:
 
     @property
     def schedule_steps(self) -> int:
-        """Number of steps of the learning-rate schedule; after them the rate stays."""
         return self.start.schedule_steps or self.plan.num_steps
 
     @property
@@ -154,15 +145,10 @@ class PreparedRun:
     @property
     def phase_schedules(self) -> tuple[PhaseSchedule, ...]:
         """The schedules of phases as trainer.json has them."""
+        own = [(phase, phase.schedule) for phase in self.plan.phases if phase.schedule]
         return tuple(
-            PhaseSchedule(
-                phase.first_step,
-                phase.last_step,
-                phase.schedule.num_steps,
-                {name: getattr(phase.schedule.arguments, name) for name in ARGUMENTS},
-            )
-            for phase in self.plan.phases
-            if phase.schedule
+            PhaseSchedule(phase.first_step, phase.last_step, schedule.num_steps, schedule.decided_by)
+            for phase, schedule in own
         )
 
     def keeping(self, schedule: Schedule) -> "PreparedRun":

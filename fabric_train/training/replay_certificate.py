@@ -61,9 +61,8 @@ class Replay:
     """Steps of a run that are ready to be trained again.
 
     ``logged`` are the rows of metrics.csv from the first step that is trained to the last one. ``there`` has the layout
-    of each session that took some of these steps, in their order. ``faults`` are differences that were found without
-    training, ``contents`` says whether the content of the rows was checked. ``evaluations`` are the validation
-    losses in checkpoints of these steps, by step.
+    of each session that took some of these steps. ``faults`` were found without training, ``contents`` says whether the
+    content of the rows was checked. ``evaluations`` are validation losses in checkpoints, by step.
     """
 
     folder: Path
@@ -78,7 +77,6 @@ class Replay:
     other_versions: list[str]
 
     def on(self, device: str) -> "Replay":
-        """Return the replay on the device of this name."""
         return replace(self, here=replace(self.here, device=device))
 
     @property
@@ -151,7 +149,6 @@ class Certificate:
 
     @property
     def largest(self) -> dict[str, float]:
-        """The largest relative difference of each figure."""
         found: dict[str, float] = {}
         for step in self.steps:
             found |= {name: max(found.get(name, 0.0), value) for name, value in step.differences.items()}
@@ -191,7 +188,7 @@ class Certificate:
         table = Table(*columns, title="Replay", title_justify="left", title_style="bold", box=None, pad_edge=False)
         for step in self._shown():
             figures = [(row.train_loss, row.grad_norm) if row else (None, None) for row in (step.there, step.here)]
-            cells = [_figure(value) for pair in zip(*figures, strict=True) for value in pair]
+            cells = ["" if value is None else f"{value:.9g}" for pair in zip(*figures, strict=True) for value in pair]
             table.add_row(str(step.there.step), *cells, f"{max(step.differences.values(), default=0.0):.1e}")
         about = Table.grid(padding=(0, 2))
         for name, text in self._about().items():
@@ -314,7 +311,3 @@ def _digest(rows: Sequence[Metrics]) -> str:
     """Return the SHA-256 of the compared figures of some steps."""
     figures = [[row.step, _exact(row), _figures(row), row.val_loss] for row in rows]
     return hashlib.sha256(json.dumps(figures).encode()).hexdigest()
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.9g}"

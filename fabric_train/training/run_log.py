@@ -64,10 +64,7 @@ def start_log(console: Console | None = None) -> Console:
 def write_log(path: Path) -> None:
     """Append the lines so far and all further ones to the file ``path``, with time, host and rank.
 
-    Ranks other than 0 append only their errors, and open the file only for them.
-
-    Raises:
-        InputError: ``path`` is a link, or is not a file.
+    Ranks other than 0 append only their errors, and open the file only for them. An InputError if ``path`` is no file.
     """
     rank = global_rank()
     file = _LogFile(path, rank)
@@ -186,7 +183,6 @@ class _LogFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s {host} rank {rank}: %(message)s", "%Y-%m-%d %H:%M:%S%z")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text without secrets and control characters."""
         return _clean(super().format(record))
 
 

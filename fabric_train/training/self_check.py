@@ -18,7 +18,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
 from fabric_train.data.step_sampler import Window, positions
 from fabric_train.data.token_dataset import IndexedRows
-from fabric_train.distributed.ranks import clip_grad_norm, data_ranks, gather_over_ranks, original_name
+from fabric_train.distributed.ranks import clip_grad_norm, data_ranks, gather_over_ranks, local_part, original_name
 from fabric_train.training.objective import Objective
 from fabric_train.training.step import accumulate
 
@@ -107,16 +107,16 @@ def check_cuts(
     micro_batch_size: int,
     precision: str,
 ) -> SelfCheck:
-    """Compute loss and gradient of every split, without dropout. No step is taken. All ranks call this together.
+    """Compute loss and gradient of every split, without dropout and without a step. All ranks call this together.
 
-    The model is in evaluation mode afterwards. ``indices`` are the rows of the first window, over all ranks.
-
-    Raises:
-        InputError: none of the rows has a label.
+    The model is in evaluation mode afterwards. ``indices`` are the rows of the first window, over all ranks. An
+    InputError if none of them has a label.
     """
     started = time.monotonic()
     indices = indices[: _ROWS_OF_RANK * data_ranks(fabric).size]
-    length = _length(rows.longest(), micro_batch_size, fabric.device.type)
+    # all rows of a rank are no larger than one micro-batch of the user
+    together = min(_TOKENS_OF_RANK.get(fabric.device.type, _TOKENS_OF_RANK["cuda"]), rows.longest() * micro_batch_size)
+    length = min(rows.longest(), max(_SHORTEST, together // _ROWS_OF_RANK))
     whole = [_read(rows, index, length) for index in indices]
     whole[1::2] = [row.thinned() for row in whole[1::2]]
     num_supervised = sum(row.num_supervised for row in whole)
@@ -130,7 +130,10 @@ def check_cuts(
         if len(figures) == 1:
             faults += _faults_of_parameters(fabric, model)
         optimizer.zero_grad()
-    faults += _faults_of_buffers(model)
+    buffers = [(original_name(name), buffer) for name, buffer in model.named_buffers() if "inv_freq" in name]
+    wrong = [f"{name} ({buffer.dtype})" for name, buffer in buffers if buffer.dtype != torch.float32]
+    if wrong:  # see ``distributed.precision``
+        faults.append(f"{len(wrong)} of {len(buffers)} rotary frequencies are not fp32: {_listed(wrong)}")
     faults += _disagreements(figures, TOLERANCES[precision])
     return SelfCheck(
         rows=indices,
@@ -143,12 +146,6 @@ def check_cuts(
         faults=faults,
         seconds=time.monotonic() - started,
     )
-
-
-def _length(longest: int, micro_batch_size: int, device: str) -> int:
-    """Return the tokens per row, so that all rows of a rank are no larger than one micro-batch of the user."""
-    together = min(_TOKENS_OF_RANK.get(device, _TOKENS_OF_RANK["cuda"]), longest * micro_batch_size)
-    return min(longest, max(_SHORTEST, together // _ROWS_OF_RANK))
 
 
 def _read(rows: IndexedRows, index: int, length: int) -> _Row:
@@ -210,8 +207,8 @@ def _faults_of_parameters(fabric: Fabric, model: Any) -> list[str]:
     parameters = [(original_name(name), weight) for name, weight in model.named_parameters() if weight.requires_grad]
     found = torch.zeros(len(parameters), 3, dtype=torch.int64)
     for index, (_, parameter) in enumerate(parameters):
-        weight, gradient = _local(parameter), _local(parameter.grad)
-        found[index, 0] = weight is not None and not weight.isfinite().all()
+        weight, gradient = local_part(parameter), local_part(parameter.grad)
+        found[index, 0] = not weight.isfinite().all()
         found[index, 1] = gradient is not None and bool(gradient.any())
         found[index, 2] = gradient is not None and not gradient.isfinite().all()
     infinite, has_gradient, bad_gradient = (gather_over_ranks(fabric, found).sum(dim=0) > 0).T.tolist()
@@ -226,17 +223,6 @@ def _faults_of_parameters(fabric: Fabric, model: Any) -> list[str]:
         if names:
             faults.append(f"{len(names)} of {len(parameters)} parameters {what}: {_listed(names)}")
     return faults
-
-
-def _local(tensor: Any) -> torch.Tensor | None:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _faults_of_buffers(model: Any) -> list[str]:
-    """Name rotary frequencies that are not fp32; see ``distributed.precision``."""
-    buffers = [(original_name(name), buffer) for name, buffer in model.named_buffers() if "inv_freq" in name]
-    names = [f"{name} ({buffer.dtype})" for name, buffer in buffers if buffer.dtype != torch.float32]
-    return [f"{len(names)} of {len(buffers)} rotary frequencies are not fp32: {_listed(names)}"] if names else []
 
 
 def _disagreements(figures: list[Figure], tolerance: float) -> list[str]:

@@ -82,9 +82,9 @@ class WandbLogger(Logger):
     """Weights & Biases. Without an account it works offline, in ``RUN/wandb``. It never asks on the terminal.
 
     A run folder has one W&B run, however often it is resumed. A server keeps the steps that it has after the
-    checkpoint: W&B ignores a step that it has, and only some servers can rewind. A resumed run repeats those steps
-    exactly, so they are right. Offline, each start makes a folder, and ``wandb sync`` lets the last one replace the
-    others. So the last one gets all steps, and the others are moved to ``RUN/wandb/replaced``.
+    checkpoint; a resumed run repeats those exactly, so they are right. Offline, each start makes a folder, and ``wandb
+    sync`` lets the last one replace the others. So the last one gets all steps, and the others are moved to
+    ``RUN/wandb/replaced``.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -99,8 +99,10 @@ class WandbLogger(Logger):
             check_no_link(path)
         run_id = _wandb_run_id(folder)
         self.mode = wandb_mode()
-        if self.mode == "offline":
-            _move_replaced(folder / "wandb", run_id)
+        earlier_folders = (folder / "wandb").glob(f"offline-run-*-{run_id}") if self.mode == "offline" else ()
+        for earlier in earlier_folders:  # to a place that ``wandb sync`` does not read
+            (folder / "wandb" / "replaced").mkdir(exist_ok=True)
+            earlier.rename(folder / "wandb" / "replaced" / earlier.name)
         self._run = wandb.init(
             project=run.config["project"],
             entity=run.config["entity"],
@@ -123,7 +125,6 @@ class WandbLogger(Logger):
         self._last_step = metrics.step
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
-        """Log the samples of a step, whose metrics follow, as a table."""
         if samples:
             rows = [[sample.prompt, sample.text] for sample in samples]
             table = self._wandb.Table(columns=["prompt", "text"], data=rows)
@@ -159,11 +160,7 @@ def wandb_mode() -> str:
 
 
 def _wandb_run_id(folder: Path) -> str:
-    """Return the id of the run folder's W&B run; create it on first use.
-
-    Raises:
-        InputError: the file with the id is damaged.
-    """
+    """Return the id of the run folder's W&B run; create it on first use. An InputError if its file is damaged."""
     file = folder / "wandb_run_id"
     if not file.is_file():
         write_atomically(file, uuid.uuid4().hex[:8])
@@ -171,13 +168,6 @@ def _wandb_run_id(folder: Path) -> str:
     if not re.fullmatch(r"[\w-]{1,64}", run_id, re.ASCII):
         raise InputError(f"{file}: damaged; write the id of the run's W&B run into it, or remove it for a new W&B run")
     return run_id
-
-
-def _move_replaced(folder: Path, run_id: str) -> None:
-    """Move a run's earlier offline folders to a place that ``wandb sync`` does not read."""
-    for earlier in folder.glob(f"offline-run-*-{run_id}"):
-        (folder / "replaced").mkdir(exist_ok=True)
-        earlier.rename(folder / "replaced" / earlier.name)
 
 
 def _has_wandb_key() -> bool:
