@@ -298,7 +298,6 @@ def find_fault(checkpoint: Path, damages: Damages | None = None) -> str | None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a path is a checkpoint, which may be damaged or renamed."""
     return path.is_dir() and bool(_NAME.fullmatch(path.name) or (path / "trainer.json").exists())
 
 

@@ -96,12 +96,10 @@ class CheckpointManager:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's task in the pending save is running."""
         return self._task is not None and self._task.is_running
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank's task in the pending save has failed."""
         return self._task is not None and self._task.error is not None
 
     def is_best(self, state: TrainerState) -> bool:
@@ -238,7 +236,6 @@ class CheckpointManager:
         self._saved(pending.target)
 
     def _complete(self, pending: _PendingSave) -> None:
-        """Give the checkpoint its final name and remove old checkpoints, on rank 0."""
         join_parts(pending.temporary)
         # an existing checkpoint of this step is damaged, or a signal came before its evaluation was complete
         replace_checkpoint(pending.temporary, pending.target)

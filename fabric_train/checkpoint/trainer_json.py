@@ -36,7 +36,6 @@ class TokenLoss:
 
     @property
     def loss(self) -> float:
-        """Nats per token; NaN without tokens."""
         return self.nats / self.num_tokens if self.num_tokens else math.nan
 
     @property
@@ -427,12 +426,10 @@ class TrainerJson:
 
     @property
     def stream(self) -> StreamOrder | None:
-        """The order of the stream that the run read, None if it read token datasets."""
         return self.data if isinstance(self.data, StreamOrder) else None
 
     @property
     def phase_rows(self) -> tuple[PhaseRows, ...]:
-        """The phases of the run's data order; empty if it has none."""
         return self.data.phases if isinstance(self.data, DataOrder) else ()
 
     def data_changes(self, data: DataOrder | StreamOrder) -> list[str]:

@@ -228,7 +228,6 @@ class Mixture:
 
     @functools.cached_property
     def _bases(self) -> list[int]:
-        """The rows that a source has in every full window."""
         return [rows // self._full_windows for rows in self._in_full_windows]
 
     @functools.cached_property

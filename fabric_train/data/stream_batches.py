@@ -219,7 +219,6 @@ class LaneOrder:
 
     @property
     def num_batches(self) -> int:
-        """Micro-batches of a window on each rank."""
         return self.rows_per_window // (self.micro_batch_size * self.world_size)
 
     def lanes(self, batch: int) -> range:

@@ -167,7 +167,6 @@ class StreamedSource:
             before += reader.num_counted if isinstance(self.source, StreamSource) else part_size
 
     def _document(self, number: int, row: Row | BadRowError, place: Callable[[], str]) -> Document | None:
-        """Return a row's document, None if it is blank or nothing in it is supervised."""
         if isinstance(row, BadRowError):
             raise fault_of(str(row))
         try:

@@ -94,7 +94,6 @@ class Stream:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end documents, and turns of chats."""
         end_of_turn = self.chat_template.end_of_turn_token_id if self.chat_template else None
         return (self.tokenizer.eos_token_id, *([end_of_turn] if end_of_turn is not None else []))
 
@@ -185,7 +184,6 @@ def open_stream(
 
 
 def _open_template(documents: StreamedDocuments, tokenizer: CorpusTokenizer) -> ChatTemplateInUse | None:
-    """Return the chat template that is used; None if there are no chats."""
     kind = next((place.kind for place in documents.places if place.kind != "text"), None)
     if kind is None:
         return None
@@ -236,7 +234,6 @@ def _shares_of(given: "DataArguments", names: list[str]) -> list[float] | None:
 
 
 def _fault_in_share(place: StreamedSource, share: float, alone: bool) -> str | None:
-    """Return why a place cannot be read in a share, None if it can."""
     if not alone and not place.size:
         return (
             f"--shares: the hub does not say how many rows {place.name} has, so it cannot be mixed evenly; download it "

@@ -235,7 +235,6 @@ class TokenDataset:
 
     @property
     def name(self) -> str:
-        """The folder, for messages."""
         return str(self.folder)
 
     @property
@@ -257,7 +256,6 @@ class TokenDataset:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end documents, and turns of chats; none for an older folder without a manifest."""
         return self.manifest.tokenizer.stop_token_ids if self.manifest else ()
 
     @property

@@ -18,6 +18,7 @@ import socket
 import subprocess
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from lightning import Fabric
@@ -33,15 +34,7 @@ from lightning.fabric.strategies.launchers import subprocess_script
 
 from fabric_train.cli.child_ranks import LOOPBACK, as_launcher, serve_on_loopback, watch_children
 from fabric_train.cli.errors import FAILURE, STOPPED, InputError, end_run, exit_process
-from fabric_train.cli.launcher import (
-    MPI,
-    SRUN,
-    TORCHRUN,
-    Launcher,
-    find_launcher,
-    global_rank,
-    num_restarts,
-)
+from fabric_train.cli.launcher import MPI, SRUN, TORCHRUN, Launcher, find_launcher, global_rank, num_restarts
 from fabric_train.distributed.signals import describe_stop_outside_training
 
 _SECONDS_TO_ANSWER = 5.0
@@ -233,7 +226,6 @@ def _source_towards(address: str) -> str:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether an address or a name means this machine alone."""
     try:
         return ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
     except (OSError, UnicodeError):

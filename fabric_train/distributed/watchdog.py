@@ -152,7 +152,6 @@ class Watchdog:
     # ----------------------------------------------------------------------------------------------------- connecting
 
     def _accept_ranks(self, server: socket.socket, num_ranks: int, token: str) -> None:
-        """Wait until every other rank has connected and sent the token."""
         server.settimeout(_JOIN_SECONDS)
         while len(self._others) < num_ranks - 1:
             unknown = _RankState(0, connection=server.accept()[0])
@@ -194,7 +193,6 @@ class Watchdog:
                 self._beat()
 
     def _beat(self) -> None:
-        """Send this rank's heartbeat and check the other ranks."""
         frame = sys._current_frames()[self._main_thread]
         location = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, {frame.f_code.co_name}"
         is_waiting = "torch/distributed" in frame.f_code.co_filename

@@ -192,7 +192,6 @@ def tied_weight_names(model: PreTrainedModel) -> set[str]:
 
 
 def _find_safetensors(source: str) -> list[Path]:
-    """Return the safetensors files of a hub name or folder; none if it has only other weights."""
     if Path(source).is_dir():
         return safetensors_files(Path(source))
     try:

@@ -21,15 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.adamw import adamw
 
 from fabric_train.distributed.ranks import FlatShard, local_part, to_device_async
-from fabric_train.optim.low_precision import (
-    BLOCK,
-    Blockwise8Bit,
-    Row,
-    Storage,
-    TensorTable,
-    is_aligned,
-    tensor_table,
-)
+from fabric_train.optim.low_precision import BLOCK, Blockwise8Bit, Row, Storage, TensorTable, is_aligned, tensor_table
 from fabric_train.optim.states import DeclaredStates, State, flat_local
 
 # elements per chunk: in fp32 they fit a core's cache, or take little of a GPU's memory
@@ -294,7 +286,6 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
         return row, Storage(*dtypes, self.rounds_stochastically, is_aligned(addresses))
 
     def _update_one_by_one(self, updated: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
-        """Update parameters in chunks of each."""
         device = local_part(updated[0][0]).device
         keys = to_device_async(self._keys([parameter for parameter, _ in updated]), device).unbind()
         factors: dict[tuple[float, ...], torch.Tensor] = {}

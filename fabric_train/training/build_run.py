@@ -231,9 +231,7 @@ def _description(
     )
 
 
-def _base_model(
-    run: PreparedRun,
-) -> tuple[ModelOrigin | None, tuple[checkpoints.TrainingStage, ...], tuple[Path, ...]]:
+def _base_model(run: PreparedRun) -> tuple[ModelOrigin | None, tuple[checkpoints.TrainingStage, ...], tuple[Path, ...]]:
     """Return the pretrained model that the run's weights come from, the stages since then, and its licence's files.
 
     An export that is not on the hub is no base that others could find: its own base stands for it.
@@ -253,7 +251,6 @@ def _base_model(
 
 
 def _batches(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat) -> WindowSource:
-    """Return the source of this rank's windows, with some steps traced if asked for."""
     given, on_gpu, batches = run.arguments.logging, fabric.device.type == "cuda", _untraced_batches(fabric, run)
     if given.profiled_steps is None or (given.profile_ranks == "first" and fabric.global_rank):
         return batches

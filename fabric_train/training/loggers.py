@@ -229,7 +229,6 @@ class _Bar:
     values: tuple[str, ...]
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[Text]:
-        """Yield the line, which leaves the terminal's last column free."""
         filled = _BAR_WIDTH * self.step // self.num_steps
         bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
         counts = f"{self.step:,}/{self.num_steps:,} eta {self.eta}"

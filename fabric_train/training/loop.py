@@ -63,7 +63,6 @@ class Stopwatch:
     """
 
     def __init__(self, peak_flops: float | None = None) -> None:
-        """``peak_flops`` is the FLOP/s of all devices together, None if unknown."""
         self._peak_flops = peak_flops
         self.restart()
 

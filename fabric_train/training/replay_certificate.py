@@ -91,7 +91,6 @@ class Replay:
 
     @property
     def compared(self) -> list[str]:
-        """The columns of metrics.csv that are compared: those that the logged steps have."""
         found = {name for row in self.logged for name in (*_exact(row), *_figures(row))}
         return [*(("val_loss",) if self.evaluations else ()), *sorted(found)]
 
@@ -128,17 +127,14 @@ class Certificate:
 
     @property
     def faults(self) -> list[str]:
-        """A line for each difference, the first one first."""
         return [*self.replay.faults, *(fault for step in self.steps for fault in step.faults)]
 
     @property
     def holds(self) -> bool:
-        """Whether the steps were reproduced."""
         return bool(self.steps) and not self.faults
 
     @property
     def rule(self) -> str:
-        """How near the figures have to be, and why."""
         replay = self.replay
         reasons = dict.fromkeys(one for layout in replay.there for one in replay.here.differences(layout))
         if not reasons:
@@ -308,6 +304,5 @@ def read_certificate(run: Path, step: int) -> StoredCertificate | None:
 
 
 def _digest(rows: Sequence[Metrics]) -> str:
-    """Return the SHA-256 of the compared figures of some steps."""
     figures = [[row.step, _exact(row), _figures(row), row.val_loss] for row in rows]
     return hashlib.sha256(json.dumps(figures).encode()).hexdigest()

@@ -191,7 +191,6 @@ def _clean(text: str) -> str:
 
 
 def _as_text(renderable: RenderableType) -> str:
-    """Return a renderable as lines of plain text of any width."""
     text = StringIO()
     open_console(
         file=text, width=_UNLIMITED_WIDTH, force_terminal=False, markup=False, highlight=False, emoji=False

@@ -68,7 +68,6 @@ class SelfCheck:
 
     @property
     def holds(self) -> bool:
-        """Whether no fault was found."""
         return not self.faults
 
 

@@ -216,7 +216,6 @@ def _learning_rate(run: PreparedRun) -> str:
 
 
 def _rates(run: PreparedRun, first_step: int, last_step: int) -> str:
-    """Return the learning rate in the steps of a phase, in short."""
     schedule = run.schedules.at(first_step)
     name = schedule.arguments.lr_schedule if schedule.arguments.lr_decay else "constant"
     begins, ends = (f"{schedule.rate(step):.3g}" for step in (first_step, last_step))
@@ -255,7 +254,6 @@ def _data(run: PreparedRun) -> str:
 
 
 def _source_table(title: str, numbers: list[str], texts: Sequence[str] = ("source",)) -> Table:
-    """Return a table with these columns of texts, then of numbers."""
     table = Table(*texts, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in numbers:
         table.add_column(column, justify="right")

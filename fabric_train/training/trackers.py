@@ -88,7 +88,6 @@ class WandbLogger(Logger):
     """
 
     def __init__(self, run: LoggedRun) -> None:
-        """Raise InputError if metrics.csv, samples.jsonl or the W&B run's id is damaged."""
         import wandb  # a slow import, needed only here
 
         folder = run.folder
