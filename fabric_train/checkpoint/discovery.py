@@ -90,10 +90,7 @@ def is_short_name(path: Path) -> bool:
 
 
 def means_checkpoint(path: Path) -> bool:
-    """Whether a path is a checkpoint with its optimizer, a run with checkpoints, or a name for one of these.
-
-    Other checkpoints may stand for a model's folder.
-    """
+    """Whether a path is a checkpoint with its optimizer, a run with checkpoints, or a name for one of these."""
     is_checkpoint = (path / "trainer.json").exists() and (path / "optimizer").is_dir()
     is_run = not (path / "config.json").is_file() and bool(_in(path))
     return is_checkpoint or is_run or is_short_name(path)
@@ -126,11 +123,7 @@ def deciding_loss(checkpoint: Path) -> str:
 
 
 def find_whole_checkpoint(path: Path) -> Path:
-    """Find a checkpoint as ``find_checkpoint`` does, and check the content of its weights too.
-
-    Print a note on standard error if ``path`` is not the checkpoint itself, and for each damaged one that comes before
-    it.
-    """
+    """Find a checkpoint with ``find_checkpoint`` and check its weights' content; print notes on damaged ones before it."""
     damages: dict[Path, str] = {}
     while damage := find_wrong_content(checkpoint := find_checkpoint(path, damages), optimizer=False):
         damages[_real(checkpoint)] = damage
@@ -141,10 +134,7 @@ def find_whole_checkpoint(path: Path) -> Path:
 
 
 def whole_checkpoints(run: Path) -> Iterator[Path]:
-    """Yield the undamaged checkpoints of a run, the newest first, with the content of their weights checked.
-
-    Print a note on standard error for each other one.
-    """
+    """Yield the undamaged checkpoints of a run, weights checked, the newest first; print a note on each other one."""
     for checkpoint in reversed(_in(run)):
         fault = find_fault(checkpoint)
         if fault is None and (damage := find_wrong_content(checkpoint, optimizer=False)):
@@ -156,9 +146,7 @@ def whole_checkpoints(run: Path) -> Iterator[Path]:
 
 
 def checkpoints_of_all(path: Path) -> tuple[list[Path], list[Path]]:
-    """Return the undamaged checkpoints that ``RUN/all`` means, the oldest first, and the damaged ones, with a note on
-    each.
-    """
+    """Return the undamaged checkpoints that ``RUN/all`` means, the oldest first, and the damaged ones."""
     saved = _in(path.parent)
     shown: dict[str, Any] = {"console": open_console(stderr=True), "transient": True}
     whole = list(track(whole_checkpoints(path.parent), "checking the checkpoints", len(saved), **shown))[::-1]
@@ -261,10 +249,7 @@ def _steps_in(run: Path) -> str:
 
 
 def _sort_by_loss(checkpoints: Iterable[Path]) -> list[Path]:
-    """Return the checkpoints with a finite validation loss, the lowest first; all must be readable.
-
-    The newest one says which source's loss that is.
-    """
+    """Return readable checkpoints with a finite loss, of the source that the newest one names, the lowest first."""
     in_order = sorted(checkpoints, key=_step)
     source = read_trainer_json(in_order[-1]).best_by if in_order else "all"
     losses = _comparable_losses(in_order, source)
@@ -316,9 +301,8 @@ def prune(newest: Path, keep: int | None) -> None:
 
 
 def replace_checkpoint(temporary: Path, target: Path) -> None:
-    """Rename ``temporary`` to ``target``, and remove the checkpoint that has this name, if any.
-
-    After a kill in between, ``remove_leftovers`` gives the old one its name back.
+    """Rename ``temporary`` to ``target``, and remove the checkpoint that has this name, if any; see
+    ``remove_leftovers``.
     """
     replaced = _set_aside(target, _REPLACED) if os.path.lexists(target) else None
     sync_and_rename(temporary, target)
@@ -327,9 +311,7 @@ def replace_checkpoint(temporary: Path, target: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the unfinished, half-removed and replaced checkpoints of killed runs; one not yet replaced gets its name
-    back.
-    """
+    """Remove what killed runs left of unfinished and removed checkpoints; one not yet replaced gets its name back."""
     for entry in folder.iterdir() if folder.is_dir() else []:
         name = entry.name.removeprefix(".").removesuffix(_REPLACED)
         if entry.name == f".{name}{_REPLACED}" and not os.path.lexists(folder / name):

@@ -104,9 +104,8 @@ class Staging:
             self._ready = torch.cuda.current_stream(self._device).record_event()
 
     def copy(self, writes: list[Write]) -> tuple[list[Write], Any]:
-        """Copy the tensors, and return the writes of the copies and a GPU event, None on a CPU.
-
-        After the event, the copies may be read and the tensors may change.
+        """Copy the tensors; after the returned GPU event, None on a CPU, the copies may be read and the tensors may
+        change.
         """
         pins, num_bytes = self._stream is not None, sum(_align(write.data.nbytes) for write in writes)
         if sum(map(len, self._buffers)) < num_bytes:
@@ -124,10 +123,7 @@ class Staging:
 
 
 def pinned_sizes(num_bytes: int) -> list[int]:
-    """Return the sizes of buffers for ``num_bytes`` of pinned memory, the largest first.
-
-    They are powers of two, to which torch rounds up each allocation of pinned memory.
-    """
+    """Return sizes of buffers for ``num_bytes`` of pinned memory: powers of two, as torch rounds, the largest first."""
     sizes = []
     while num_bytes > 0:
         sizes.append(max(1 << (num_bytes.bit_length() - 1), _MIN_PINNED))
@@ -185,10 +181,8 @@ class RankWriter:
     def __init__(
         self, folder: Path, rank: int, writes: list[Write], staging: Staging | None, write_texts: Callable[[Path], None]
     ) -> None:
-        """Prepare to write into ``folder``, which need not exist and is the same on all ranks.
-
-        The tensors are copied into ``staging`` first, unless it is None. ``write_texts`` writes the small files, on
-        rank 0.
+        """Prepare to write into ``folder``, the same on all ranks; rank 0 calls ``write_texts``, and None stages
+        nothing.
         """
         self._folder, self._rank, self._staging, self._write_texts = folder, rank, staging, write_texts
         self._writes = sorted(writes, key=lambda write: (write.file, write.offset))
@@ -276,9 +270,7 @@ def write_part(folder: Path, rank: int, files: dict[str, list[FilePiece]]) -> Pa
 
 
 def join_parts(folder: Path) -> Path:
-    """Join the ranks' hashes into checksums.json, and return it; an OSError if a byte was written by no rank, or by
-    two.
-    """
+    """Join the ranks' hashes into checksums.json; an OSError if a byte was written by no rank, or by two."""
     pieces: dict[str, list[FilePiece]] = {}
     parts = sorted(folder.glob(f"{_PART}*.json"))
     for part in parts:
@@ -296,10 +288,7 @@ def join_parts(folder: Path) -> Path:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with the files of a checkpoint, or None: one is missing or has a wrong size or content.
-
-    The content of tensors is left to ``find_wrong_content``.
-    """
+    """Return which file of a checkpoint is missing or has a wrong size or, unless it holds tensors, content, or None."""
     try:
         files = _read(checkpoint)
         for name, file in files.items():

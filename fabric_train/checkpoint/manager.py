@@ -103,9 +103,8 @@ class CheckpointManager:
         return self._task is not None and self._task.error is not None
 
     def is_best(self, state: TrainerState) -> bool:
-        """Return whether a state's validation loss, of the source of ``--best_by``, is below all that are saved.
-
-        One rank may call this alone.
+        """Return whether a state's validation loss, of the source of ``--best_by``, is the lowest. One rank may ask
+        alone.
         """
         loss = state.loss_of(self._best_by)
         return loss is not None and loss < self._lowest_before(state)

@@ -213,10 +213,7 @@ def _flat_rows(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _copies(tensor: DTensor) -> tuple[int, int]:
-    """Return the number of ranks that have the same part, and the number of this rank among them.
-
-    The ranks of one copy are ``stride`` apart in the order of all ranks.
-    """
+    """Return how many ranks, ``stride`` apart, have the same part, and the number of this rank among them."""
     sharded = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
     ranks, num_parts = tensor.device_mesh.mesh, math.prod(tensor.device_mesh.shape[dim] for dim in sharded)
     strides = [int(ranks.select(dim, 1).min() - ranks.min()) for dim in sharded if ranks.shape[dim] > 1]
@@ -266,10 +263,7 @@ def sharded_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Wri
 
 
 def select_owned(tensors: Iterable[LocalTensor]) -> list[LocalTensor]:
-    """Return the tensors whose parts this rank writes.
-
-    If several ranks have the same part, one of them writes it. The bytes are spread evenly over these ranks.
-    """
+    """Return the tensors whose parts this rank writes; ranks that have the same part share the bytes evenly."""
     written: dict[int, list[int]] = {}  # number of copies → bytes assigned to each copy
     owned = []
     for tensor in tensors:

@@ -59,11 +59,7 @@ class Documents(TensorRecord):
 
 @dataclass(frozen=True)
 class Targets(TensorRecord):
-    """The supervised tokens of a batch [B, T].
-
-    ``ids`` int64 [N] are the tokens to predict, ``positions`` int64 [N] the positions in the flattened batch that
-    predict them.
-    """
+    """The tokens to predict in a batch, ``ids`` int64 [N], and where: ``positions`` int64 [N] in the flattened batch."""
 
     positions: torch.Tensor
     ids: torch.Tensor
@@ -145,10 +141,7 @@ def pad_rows(
 def make_batch(
     input_ids: np.ndarray, labels: np.ndarray, document_starts: Sequence[np.ndarray], ends: Sequence[int]
 ) -> Batch:
-    """Make a batch that keeps documents apart if any row has more than one; for the arguments see ``isolate``.
-
-    ``ends`` [B] are the positions at which each row's padding begins.
-    """
+    """Make a batch as ``isolate`` does if any row has several documents; padding begins at ``ends`` [B]."""
     lengths = document_lengths(document_starts, ends)
     if any(start for row in document_starts for start in row[:2]):  # the first may be 0, the second may not
         return replace(isolate(input_ids, labels, document_starts), lengths=lengths)
@@ -208,9 +201,7 @@ def next_token_labels(labels: torch.Tensor) -> torch.Tensor:
 
 
 def find_targets(labels: torch.Tensor) -> Targets:
-    """Return the supervised tokens of labels [B, T], which are on the CPU: on a GPU, the host would wait for the
-    device.
-    """
+    """Return the supervised tokens of labels [B, T] on the CPU: on a GPU, the host would wait for the device."""
     ids = next_token_labels(labels).flatten()
     positions = (ids != IGNORED_LABEL).nonzero()[:, 0]
     return Targets(positions, ids[positions])
@@ -226,10 +217,7 @@ def _rebuild(kind: type, values: list[Any]) -> Any:
 
 
 def hash_of(numbers: np.ndarray, before: str = "") -> str:
-    """Return the XXH3-128 hash of ``numbers`` in hexadecimal.
-
-    Integers of any dtype are hashed as int64. With the hash of the numbers ``before`` these, it depends on all of them.
-    """
+    """Return the XXH3-128 hash of numbers, as int64, in hexadecimal, and of all before them whose hash is ``before``."""
     return xxhash.xxh3_128_hexdigest(bytes.fromhex(before) + numbers.astype("<i8").tobytes())
 
 

@@ -133,9 +133,7 @@ class Mixture:
     VERSION: ClassVar[int] = 2
 
     def rows_in(self, epoch: int, window: int) -> np.ndarray:
-        """Return the rows of an epoch's window, both counted from 0, as int64; the rows of each source are spread
-        evenly.
-        """
+        """Return the rows of an epoch's window, counted from 0, int64; the rows of each source are spread evenly."""
         before, counts = np.array(self.rows_before(window)), np.array(self._counts(window))
         sources = np.repeat(np.arange(len(counts)), counts)
         nth = np.arange(len(sources)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -147,9 +145,7 @@ class Mixture:
         return self._offsets[sources] + permute(index, sizes, permutation_keys(self.seed, sources, passes))
 
     def rows_before(self, window: int, only: int | None = None) -> list[int]:
-        """Return how many rows of each source, or of ``only`` one, an epoch has before a window: O(sources × log
-        windows).
-        """
+        """Return how many rows of each source, or ``only`` one, come before a window: O(sources × log windows)."""
         chosen = slice(only, None if only is None else only + 1)
         if window == 0:
             return [0] * len(self.num_rows[chosen])
@@ -169,10 +165,7 @@ class Mixture:
         return [first + epochs * rows + more for first, rows, more in of_epochs]
 
     def steps_of(self, row: int, num_steps: int) -> list[int]:
-        """Return which of the first ``num_steps`` steps, counted from 1, read a row: the inverse of ``rows_in``.
-
-        It takes O(passes over the row's source × log windows) operations.
-        """
+        """Return which of the first ``num_steps`` steps, from 1, read a row: O(passes over its source × log windows)."""
         source = int(np.searchsorted(self._offsets, row, side="right")) - 1
         size, (first, last) = self.num_rows[source], (self.rows_until(step)[source] for step in (0, num_steps))
         passes = np.arange(first // size, -(-last // size))
@@ -256,9 +249,8 @@ def rows_of_shares(num_rows: Sequence[int], shares: Sequence[float]) -> list[int
 
 
 def rows_of_token_shares(num_rows: Sequence[int], token_shares: Sequence[float]) -> list[int]:
-    """Return how many rows of each source an epoch takes if it has as many rows as all sources together.
-
-    ``token_shares`` are relative to their sum. They are shares of the tokens because all rows have the same length.
+    """Return how many rows of each source an epoch takes if it has as many rows, of one length, as all sources
+    together.
     """
     return apportion([Fraction(str(share)) for share in token_shares], sum(num_rows))
 
@@ -312,9 +304,7 @@ class MixtureOrder:
     starts_after: tuple[int, ...] = (0,)
 
     def followed_by(self, starts_after: int, rows_per_epoch: Sequence[int]) -> "MixtureOrder":
-        """Return this order up to a step, not before the last phase, then a phase that takes other rows; one without
-        steps goes.
-        """
+        """Return this order up to a step of the last phase, then a phase that takes other rows; one without steps goes."""
         *before, last = self.mixtures
         phase = replace(last, rows_per_epoch=tuple(rows_per_epoch), already_read=tuple(self.rows_until(starts_after)))
         if starts_after == self.starts_after[-1]:

@@ -125,9 +125,8 @@ class WindowOrder:
         return _permutation(self.num_rows, self.seed, epoch)
 
     def reads_of(self, rows: np.ndarray, num_steps: int) -> list[RowRead]:
-        """Return which of the first ``num_steps`` steps read one of some rows, in the order of the steps.
-
-        Without a mixture it searches the order of every epoch, which takes O(epochs × rows of the token dataset).
+        """Return which of the first ``num_steps`` steps read some rows: without a mixture O(epochs × rows of the
+        dataset).
         """
         if self.mixture:
             found = [(step, row) for row in rows.tolist() for step in self.mixture.steps_of(row, num_steps)]
@@ -141,10 +140,7 @@ class WindowOrder:
         return [RowRead(step, self.epoch_of(step), row) for step, row in sorted(found) if step <= num_steps]
 
     def rows_hash(self, step: int) -> str:
-        """Hash the rows of the steps up to ``step`` in order. The hash does not depend on ranks and micro-batches.
-
-        Without a mixture, it is the hash of all these steps. For a mixture see ``MixtureOrder.rows_hash``.
-        """
+        """Hash the rows of all steps up to ``step`` in order; for a mixture see ``MixtureOrder.rows_hash``."""
         if self.mixture:
             return self.mixture.rows_hash(step)
         rows_hash = ""
@@ -174,11 +170,7 @@ class WindowOrder:
 
 
 class WorkerLoader(DataLoader):
-    """A DataLoader that raises the errors among its items, without the traceback that torch adds to those of a worker.
-
-    Raises:
-        RunError: from ``iter``, if there is no room for the semaphores of its processes.
-    """
+    """A DataLoader that raises the errors among its items, without the traceback that torch adds to a worker's."""
 
     def __init__(self, items: Dataset, num_workers: int, pin_memory: bool = False, **more: Any) -> None:
         more |= {"prefetch_factor": 8 if num_workers else None, "worker_init_fn": ignore_signals_in_worker}
@@ -197,9 +189,8 @@ class WorkerLoader(DataLoader):
 
 @dataclass(frozen=True)
 class TrainBatches:
-    """The windows of a token dataset on this rank, prefetched by ``num_workers`` processes.
-
-    The order begins with the step after ``starts_after``.
+    """The windows of a token dataset on this rank, after the step ``starts_after``, prefetched by ``num_workers``
+    processes.
     """
 
     rows: IndexedRows

@@ -64,9 +64,7 @@ class LaneCursor:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> "LaneCursor":
-        """Return the cursor of which :meth:`numbers` returned ``numbers``; a ValueError or TypeError if there is none
-        such.
-        """
+        """Return the cursor of which :meth:`numbers` returned ``numbers``; a ValueError or TypeError if there is none."""
         positions, halves, tokens_read = (tuple(map(int, part)) for part in (numbers[:6], numbers[6:8], numbers[8:]))
         row_hash = "".join(half.to_bytes(8, "big", signed=True).hex() for half in halves)
         return cls(TextPosition(*positions[:3]), TextPosition(*positions[3:]), row_hash, tokens_read)
@@ -261,10 +259,7 @@ class StreamBatches:
             )
 
     def _loader(self, num_windows: int) -> DataLoader:
-        """Return the loader, whose workers make the rank's micro-batches in turn.
-
-        The number of workers divides the number of micro-batches of a window, so each lane stays with one worker.
-        """
+        """Return the loader, whose workers divide the micro-batches of a window: each lane stays with one worker."""
         num_batches = self.order.num_batches
         dividing = [number for number in range(1, self.num_workers + 1) if num_batches % number == 0]
         num_workers = max(dividing, default=0)
@@ -310,10 +305,7 @@ class _LaneDataset(IterableDataset):
         self._batches, self._num_windows = batches, num_windows
 
     def __iter__(self) -> Iterator[StreamBatch | InputError | RunError | OSError]:
-        """Yield this worker's micro-batches, or an error as the last item.
-
-        The error is not raised here, because the DataLoader would add a traceback to its message.
-        """
+        """Yield this worker's micro-batches, or an error as the last item, so that the DataLoader adds no traceback."""
         info = get_worker_info()
         first, stride = (info.id, info.num_workers) if info else (0, 1)
         if info:

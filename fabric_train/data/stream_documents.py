@@ -81,9 +81,8 @@ def interleave(sources: Sequence[Iterator[tuple[float, T]]]) -> Iterator[T]:
 
 
 def shuffle(documents: Iterable[T], size: int, seed: int, epoch: int) -> Iterator[T]:
-    """Yield the documents of a pass in a random order: each is drawn from a buffer, where the next one replaces it.
-
-    The buffer holds ``size`` documents. At the end of the pass it is emptied.
+    """Yield the documents of a pass in a random order: each is drawn from a buffer of ``size``, where the next replaces
+    it.
     """
     buffer: list[T] = []
     drawn = 0

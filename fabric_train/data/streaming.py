@@ -138,8 +138,8 @@ class Stream:
         return DocumentEncoder(encoder, borders, chats)
 
     def _find_difference(self, encoder: text_encoder.TextEncoder, reference: Reference) -> str | None:
-        """Return a difference between the encoder's ids of hard strings and the first documents and the tokenizer's, if
-        any.
+        """Return how the encoder's ids of hard strings and of the first documents differ from the tokenizer's, if they
+        do.
         """
         first = islice(replace(self.documents, shuffle_buffer=0).read(0), _COMPARED_DOCUMENTS)
         texts = [text[:_COMPARED_CHARACTERS] for document in first for text in _texts_in(document)]
@@ -167,10 +167,7 @@ def open_stream(
     tokenizer_folder: Path,
     held_out: TokenDataset | TokenMixture | None,
 ) -> Stream:
-    """Open the sources of --streaming_dataset and the tokenizer, which is a folder or a hub name.
-
-    For ``special_text_is_plain`` see ``CorpusTokenizer``; None takes the default of the tokenizer's kind.
-    """
+    """Open the sources of --streaming_dataset and the tokenizer, a folder or a hub name; None takes its own default."""
     assert given.streaming_dataset is not None
     documents = _open_documents(given, given.streaming_dataset, tokenizer_folder)
     try:

@@ -68,9 +68,7 @@ class IndexedRows(torch.utils.data.Dataset, abc.ABC):
 
     @abc.abstractmethod
     def pieces(self, indices: Sequence[int]) -> RowPieces:
-        """Return the pieces of documents in the rows, in the order of ``indices``; an InputError if the index is
-        damaged.
-        """
+        """Return the pieces of documents in the rows, in the order of ``indices``; an InputError for a damaged index."""
 
     @abc.abstractmethod
     def main_sources(self) -> np.ndarray:
@@ -218,9 +216,8 @@ class Rows(IndexedRows):
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """A token dataset on disk: its ``train`` split and, if it has one, its ``validation`` split.
-
-    ``manifest`` is the content of ``manifest.json``, None for an older folder without it.
+    """A token dataset on disk: ``train``, ``validation`` if there is one, and the ``manifest``, None for an older
+    folder.
     """
 
     folder: Path
@@ -335,10 +332,7 @@ def _fault_of_columns(split: datasets.Dataset) -> str | None:
 
 
 def _is_sound(lists: pa.Table | pa.ChunkedArray, full: bool = True) -> bool:
-    """Return whether lists lie inside of their values: each one, or without ``full`` the first and the last.
-
-    pyarrow aborts the process when it reads one outside of them.
-    """
+    """Return whether lists lie inside of their values, or only the first and last; else pyarrow aborts the process."""
     try:
         lists.validate(full=full)
     except pa.ArrowInvalid:

@@ -25,10 +25,7 @@ def process_memory() -> int:
 
 
 def control_groups(controller: str) -> Iterator[Path]:
-    """Yield the folders of the control groups that this process is in, the innermost first.
-
-    ``controller`` is such as "memory" or "pids"; in version 2 a folder is for all controllers.
-    """
+    """Yield the folders of this process's control groups, the innermost first, of a ``controller`` such as "memory"."""
     if not _MEMBERSHIP.is_file():  # not Linux
         return
     for line in _MEMBERSHIP.read_text(encoding="utf-8").splitlines():

@@ -35,10 +35,7 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 
 def precision_plugin(parallelism: str, precision: str, accelerator: str) -> Precision:
-    """Return Fabric's precision plugin.
-
-    ``parallelism`` is "fsdp", "fsdp2", "ddp", "single" or "xla", ``accelerator`` is "cuda", "cpu" or "tpu".
-    """
+    """Return Fabric's precision plugin; for ``parallelism`` and ``accelerator`` see ``prepared_run.DevicePlan``."""
     if parallelism == "xla":
         return XLAPrecision("32-true")  # torch-xla's FSDP does the rest
     if parallelism == "fsdp":

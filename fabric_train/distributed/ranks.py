@@ -40,11 +40,7 @@ def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DataRanks:
-    """The groups of ranks that read different rows.
-
-    There are ``size`` groups of ``tensor_parallel_size`` consecutive ranks that read the same rows; this process is in
-    group ``rank``.
-    """
+    """There are ``size`` groups of consecutive ranks that read the same rows; this process is in group ``rank``."""
 
     size: int
     rank: int

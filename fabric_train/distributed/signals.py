@@ -136,11 +136,7 @@ class StopBorder:
         self._is_frozen = False
 
     def enter(self, step: int, micro_batch: int) -> None:
-        """Pass the border before a micro-batch; wait there while the ranks agree.
-
-        Raises:
-            RunStopped: the ranks stop before this micro-batch.
-        """
+        """Pass the border before a micro-batch; wait there while the ranks agree. RunStopped if they stop there."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_frozen or self._last is not None)
             if self._last is not None and (step, micro_batch) > self._last:
@@ -213,9 +209,8 @@ class Heartbeat:
         self._since, self._first_step = time.monotonic(), 0
 
     def enter(self, phase: StepPhase, index: int = 0, step: int | None = None) -> None:
-        """Record that the main thread enters a phase, of the current step if ``step`` is None.
-
-        All ranks must record the same positions; ``index`` is that of the micro-batch or validation batch.
+        """Record that the main thread enters a phase, of the current step by default; all ranks record the same
+        positions.
         """
         step = self.position.step if step is None else step
         self._first_step = self._first_step or step

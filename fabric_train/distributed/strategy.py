@@ -87,10 +87,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 class ParameterMaterializer:
-    """Replace meta parameters by uninitialized ones on a device; tied parameters stay tied.
-
-    It serves as FSDP's ``param_init_fn`` and as the function of ``nn.Module.apply``.
-    """
+    """Replace meta parameters by uninitialized ones on a device; tied ones stay tied. For FSDP and ``nn.Module.apply``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -107,10 +104,7 @@ class ParameterMaterializer:
 
 
 def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fabric:
-    """Build Fabric and launch it; without a launcher, this process starts the other ranks.
-
-    FSDP shards each module of ``layer_classes``, the decoder layers, as one unit.
-    """
+    """Build Fabric and launch it with the other ranks; FSDP shards each decoder layer, one of ``layer_classes``."""
     device = arguments.device
     accelerator = resolve_accelerator(device.accelerator)
     num_devices = count_devices(device.devices, accelerator)

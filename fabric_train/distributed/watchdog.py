@@ -301,10 +301,7 @@ class Watchdog:
         self._end_without(behind, f"hung at {earliest} for {seconds:.0f} s, in {behind[0].location}")
 
     def _end_without(self, lost: list[_RankState], how: str) -> NoReturn:
-        """Report the lost ranks and end the run.
-
-        Lost ranks on this machine are killed, because they may still be alive and do not read messages.
-        """
+        """Report the lost ranks, kill those on this machine, which may still be alive, and end the run."""
         reports = self._me.rank in (0, 1)  # rank 1 can lose only rank 0; the others leave the report to it
         for rank in lost:
             if reports and rank.connection and rank.pid_namespace == self._me.pid_namespace:

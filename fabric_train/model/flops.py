@@ -73,9 +73,8 @@ class ModelFlops:
 
 
 def model_flops(model: PreTrainedModel, trained: Collection[str] | None = None) -> ModelFlops:
-    """Count a model's FLOPs from its parameters and configuration. The model may be on the meta device.
-
-    ``trained`` are the names of the parameters that train; None: all.
+    """Count a model's FLOPs, also on the meta device; ``trained`` are the names of the parameters that train, None:
+    all.
     """
     head = model.get_output_embeddings()
     looked_up = {
@@ -171,10 +170,7 @@ _OTHER_CHIPS = re.compile(r"Laptop|Max-Q|MIG|RTX (30|40|50)90 (D|Ti)\b")  # slow
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """Return a device's dense peak in FLOP/s for matrix products in ``dtype``, or None if it is not known.
-
-    ``name`` is what ``torch.cuda.get_device_name`` returns; ``dtype`` is float32, float16 or bfloat16.
-    """
+    """Return the dense peak FLOP/s in ``dtype`` of a device by ``torch.cuda.get_device_name``, None if not known."""
     if _OTHER_CHIPS.search(name):
         return None
     for pattern, bf16, fp16, fp32 in _PEAKS:

@@ -68,10 +68,7 @@ def summed_cross_entropy(
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """The autograd function of ``summed_cross_entropy``.
-
-    ``dtype`` is the dtype of the matrix products; ``has_backward`` is whether gradients are enabled.
-    """
+    """The autograd function of ``summed_cross_entropy``; ``dtype`` is that of the matrix products."""
 
     @staticmethod
     def forward(
@@ -163,10 +160,7 @@ def _has_liger() -> bool:
 
 
 def _liger_losses(logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
-    """Do the same as ``_token_losses`` with liger-kernel's Triton kernel.
-
-    liger-kernel's own function for the whole head waits for the device in every call and sums the losses in fp32.
-    """
+    """Do as ``_token_losses`` does; liger-kernel's function for the whole head waits for the device and sums in fp32."""
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
 
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)

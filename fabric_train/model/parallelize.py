@@ -43,10 +43,7 @@ def check_tensor_parallel(config: PretrainedConfig, source: str, size: int) -> N
 
 
 def parallelize_layers(model: Any, mesh: DeviceMesh) -> None:
-    """Shard the layers' matrices in place over a mesh of one dimension; they may be on the meta device.
-
-    Each rank keeps its part of what it already holds, nothing is sent.
-    """
+    """Shard the layers' matrices in place over a mesh of one dimension: each rank keeps its part, nothing is sent."""
     styles = {name: _STYLES[style]() for name, style in _plan(model.config).items()}
     parallelize_module(model.base_model, mesh, styles, src_data_rank=None)
 

@@ -28,10 +28,7 @@ DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": to
 
 @dataclass(frozen=True)
 class _Piece:
-    """A block of a tensor in a file; ``offsets`` are those of the block in the full tensor.
-
-    ``position`` is the byte of the file at which it begins.
-    """
+    """A block of a tensor in a file, at ``offsets`` in the full tensor and at byte ``position`` in the file."""
 
     file: Path
     position: int

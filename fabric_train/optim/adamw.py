@@ -32,11 +32,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class LocalElements:
-    """The elements of a flattened full tensor that a rank has.
-
-    They are runs of ``width`` consecutive elements. The first run begins at ``begin``, and each following one
-    ``stride`` elements after the previous one.
-    """
+    """The elements of a full tensor that a rank has: runs of ``width``, ``stride`` apart, the first one at ``begin``."""
 
     begin: int
     width: int

@@ -40,10 +40,7 @@ from fabric_train.training.step import StepGuard, Stepper
 
 
 def set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
-    """Return the model with its weights, and the names of its parameters with weight decay.
-
-    The weight files are closed when this returns. Their mapped pages would count as memory of this process.
-    """
+    """Return the model, and the names of its parameters with weight decay; mapped weight files are closed again."""
     arguments = run.arguments
     progress.info("building the model")
     meta_model = _open(run)

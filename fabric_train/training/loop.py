@@ -36,10 +36,7 @@ _COLLECTED_STEPS = 50
 
 @dataclass(frozen=True)
 class End:
-    """The state at the end of a run, and its checkpoint; None if a signal came before the first step was taken.
-
-    ``stopped_by`` is the number of the signal that stopped the run, else 0.
-    """
+    """The state at the end of a run, its checkpoint, None before the first step, and the signal that stopped it, or 0."""
 
     state: TrainerState
     checkpoint: Path | None
@@ -57,10 +54,7 @@ class _Due:
 
 
 class Stopwatch:
-    """Wall-clock time of training between two readings, and the share of it spent waiting for data.
-
-    The loop calls :meth:`restart` after evaluation and saves, which are not counted.
-    """
+    """Wall-clock time between two readings, and the share spent waiting for data; evaluation and saves are left out."""
 
     def __init__(self, peak_flops: float | None = None) -> None:
         self._peak_flops = peak_flops
@@ -187,9 +181,8 @@ class Loop:
         return _Due(evaluates, keeps, saves, logs)
 
     def _metrics_to_begin_with(self, state: TrainerState) -> Metrics | None:
-        """Return the metrics to log after an evaluation before the first step, None if there is nothing to evaluate.
-
-        A run that continues after a signal completes the evaluation that it interrupted; a new one begins with one.
+        """Return the metrics to log after an evaluation before the first step: a new one, or one that a signal
+        interrupted.
         """
         if state.unlogged:
             return read_columns(state.unlogged)
@@ -213,10 +206,7 @@ class Loop:
         return with_objective(metrics, means, dict(zip(self.run.logged_sources, step.report.of_sources, strict=True)))
 
     def _evaluate_and_log(self, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
-        """Evaluate if it is due, and log the step.
-
-        If a signal interrupts the evaluation, return a state with the unlogged metrics: a resumed run does both.
-        """
+        """Evaluate if it is due, and log the step; after a signal, return a state with the unlogged metrics instead."""
         if evaluates and self.validation:
             evaluation = self.validation.evaluate(state.step)
             samples = self.validation.sample(state.step) if evaluation else None
@@ -311,10 +301,7 @@ def _state_after(state: TrainerState, window: Window, step: TakenStep) -> Traine
 
 @contextmanager
 def manual_collection() -> Iterator[None]:
-    """Leave garbage collection to the training loop while the block runs.
-
-    Objects that exist at its start are never scanned again, so that a collection takes milliseconds.
-    """
+    """Leave garbage collection to the training loop; objects that exist when the block begins are never scanned again."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -56,9 +56,8 @@ class StartingPoint:
 
 @dataclass(frozen=True)
 class RunPhase:
-    """A phase of ``--phases``: from ``first_step`` to ``last_step``, an epoch has ``rows_per_epoch`` of each source.
-
-    ``schedule`` is None where the learning rate is that of the run's schedule.
+    """A phase of ``--phases``, with ``rows_per_epoch`` of each source; ``schedule`` is None if the run's schedule
+    holds.
     """
 
     first_step: int
@@ -110,8 +109,7 @@ class StepPlan:
 class PreparedRun:
     """A run that one process has checked as far as it can.
 
-    ``given`` are the arguments of the user, and in ``arguments`` some that are "auto" are replaced by what is chosen.
-    ``versions`` are those of the packages that compute.
+    ``given`` are the arguments of the user; in ``arguments`` some that are "auto" are replaced by what is chosen.
     """
 
     given: "TrainArguments"
@@ -161,9 +159,8 @@ class PreparedRun:
 
     @property
     def logged_sources(self) -> tuple[str, ...]:
-        """The sources whose losses are logged beside those of the whole; none if there are fewer than two.
-
-        The first ones are those of the training rows, in the order of their numbers.
+        """The sources with logged losses, those of the training rows first, by number; none if there are fewer than
+        two.
         """
         held_out = self.data.validation.source_names if self.data.validation else ()
         names = tuple(dict.fromkeys((*self.data.source_names, *held_out)))

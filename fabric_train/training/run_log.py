@@ -37,10 +37,7 @@ _UNLIMITED_WIDTH = 10_000
 
 
 def start_log(console: Console | None = None) -> Console:
-    """Print the lines of both loggers from now on, on rank 0 alone, and return the console that prints them.
-
-    What no terminal shows has no colours, is not wrapped, and begins with the time.
-    """
+    """Print the lines of both loggers from now on, on rank 0 alone, and return the console, plain without a terminal."""
     prints = global_rank() == 0
     if console is None:
         console = open_console(

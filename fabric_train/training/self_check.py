@@ -51,9 +51,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """The results on ``tokens_per_row`` tokens of each of ``rows``. All figures are compared with the first one.
-
-    ``faults`` has a line for each difference or defect.
+    """The results on ``tokens_per_row`` tokens of each of ``rows``, compared with the first figure, and a line for each
+    fault.
     """
 
     rows: list[int]

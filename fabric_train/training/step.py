@@ -49,10 +49,7 @@ class TakenStep:
 
 @dataclass(frozen=True)
 class Stepper:
-    """What takes the steps of a run. All ranks call it together.
-
-    ``num_sources`` are told apart by their losses, none if 0. ``flops`` is the cost of tokens.
-    """
+    """What takes the steps of a run, on all ranks together. The losses of ``num_sources`` are told apart, none if 0."""
 
     fabric: Fabric
     model: Any
@@ -67,11 +64,7 @@ class Stepper:
     num_sources: int
 
     def take_step(self, window: Window) -> TakenStep:
-        """Compute the gradient of a window, clip and check it, and take the step unless the check finds a fault.
-
-        Raises:
-            RunStopped: the ranks have agreed to stop before one of the micro-batches.
-        """
+        """Compute the gradient of a window, clip and check it, and take the step unless the check finds a fault."""
         fabric, given = self.fabric, self.arguments
         seed_step(given.data.seed, window.step, data_ranks(fabric).rank, fabric.device)
         rate = self.schedules.rate(window.step)
@@ -174,10 +167,7 @@ def backpropagate(
 
 
 def accumulate(fabric: Fabric, model: Any, window: Window, objective: Objective | None = None) -> WindowLoss:
-    """Add the gradient of the window's mean loss to the parameters, and return the losses of all ranks.
-
-    See :func:`backpropagate`. The objective is cross entropy by default.
-    """
+    """Do as :func:`backpropagate` does, by default for cross entropy, and return the losses of all ranks."""
     loss = backpropagate(fabric, model, window, objective or CrossEntropy())
     return WindowLoss(gather_over_data_ranks(fabric, loss.summed), loss.counts)
 

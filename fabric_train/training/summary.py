@@ -132,9 +132,7 @@ def describe_mixture(run: PreparedRun, seen: list[int] | None = None) -> list[Ta
 
 
 def describe_phases(run: PreparedRun) -> list[Table]:
-    """Return the table of a run's phases from the first step of the data: learning rate, share and tokens of each
-    source.
-    """
+    """Return the table of a run's phases: steps, learning rate, and share and tokens of each source."""
     plan = run.plan
     if plan.mixture is None or not isinstance(run.data, TokenMixture) or not plan.phases:
         return []
@@ -153,9 +151,8 @@ def describe_phases(run: PreparedRun) -> list[Table]:
 
 
 def describe_stream(run: PreparedRun, checkpoint: Path | None = None) -> list[Table]:
-    """Return the table of a stream's sources; none of one source without a share.
-
-    ``checkpoint`` is the last one of the run, with the tokens that were read of each source; None before it starts.
+    """Return the table of a stream's sources, with the tokens read up to a checkpoint; none of one source without a
+    share.
     """
     data = run.data
     if not isinstance(data, Stream) or (len(data.source_names) == 1 and data.documents.shares is None):
