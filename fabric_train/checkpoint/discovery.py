@@ -35,13 +35,15 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
     run, name = (path.parent, path.name) if is_short_name(path) else (path, "latest")
     if name.startswith("step-"):
         path = next((checkpoint for checkpoint in _in(run) if _step(checkpoint) == _step(path)), path)
-    if _is_checkpoint(path):
+    if path.is_dir() and (_NAME.fullmatch(path.name) or (path / "trainer.json").exists()):  # also a damaged one
         fault = find_fault(path, damages)
         if fault:
             raise InputError(f"{path} {fault}; use another checkpoint")
         return path
     if name.startswith("step-"):
-        raise InputError(f"{path}: the run has no such checkpoint; it has {_steps_in(run)}")
+        names = [checkpoint.name for checkpoint in _in(run)]
+        listed = ", ".join(names if len(names) < 5 else [names[0], "…", *names[-3:]])
+        raise InputError(f"{path}: the run has no such checkpoint; it has {listed}")
     found = best_checkpoint(run, damages) if name == "best" else newest_checkpoint(run, damages)
     if found is None:
         damaged = describe_damaged(run, None, damages)
@@ -123,7 +125,7 @@ def deciding_loss(checkpoint: Path) -> str:
 
 
 def find_whole_checkpoint(path: Path) -> Path:
-    """Find a checkpoint with ``find_checkpoint`` and check its weights' content; print notes on damaged ones before it."""
+    """Find a checkpoint with ``find_checkpoint``, its weights' content checked; print notes on damaged ones before it."""
     damages: dict[Path, str] = {}
     while damage := find_wrong_content(checkpoint := find_checkpoint(path, damages), optimizer=False):
         damages[_real(checkpoint)] = damage
@@ -243,11 +245,6 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _steps_in(run: Path) -> str:
-    names = [checkpoint.name for checkpoint in _in(run)]
-    return ", ".join(names if len(names) < 5 else [names[0], "…", *names[-3:]])
-
-
 def _sort_by_loss(checkpoints: Iterable[Path]) -> list[Path]:
     """Return readable checkpoints with a finite loss, of the source that the newest one names, the lowest first."""
     in_order = sorted(checkpoints, key=_step)
@@ -280,10 +277,6 @@ def find_fault(checkpoint: Path, damages: Damages | None = None) -> str | None:
         return f"has format {found}, but this version reads format {FORMAT}"
     damage = (damages or {}).get(_real(checkpoint)) or find_damage(checkpoint) or find_unreadable(checkpoint)
     return f"is damaged: {damage}" if damage else None
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return path.is_dir() and bool(_NAME.fullmatch(path.name) or (path / "trainer.json").exists())
 
 
 def prune(newest: Path, keep: int | None) -> None:

@@ -237,9 +237,11 @@ class RankWriter:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             for write in writes:
-                for offset, chunk in _chunks_of(write):
+                offset = write.offset
+                for part in write.data.view(torch.uint8).split(_CHUNK_BYTES):
                     if self._is_abandoned:
                         raise OSError("the save was abandoned")
+                    chunk = memoryview(part.cpu().numpy())
                     hasher.update(offset, chunk)
                     while chunk:
                         written = os.pwrite(descriptor, chunk, offset)
@@ -252,14 +254,6 @@ class RankWriter:
         finally:
             os.close(descriptor)
         return hasher.pieces()
-
-
-def _chunks_of(write: Write) -> Iterator[tuple[int, memoryview]]:
-    """Yield the offset and bytes of each chunk of a write. A GPU's tensor is copied to the CPU chunk by chunk."""
-    offset = write.offset
-    for chunk in write.data.view(torch.uint8).split(_CHUNK_BYTES):
-        yield offset, memoryview(chunk.cpu().numpy())
-        offset += chunk.numel()
 
 
 def write_part(folder: Path, rank: int, files: dict[str, list[FilePiece]]) -> Path:
@@ -288,7 +282,9 @@ def join_parts(folder: Path) -> Path:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Return which file of a checkpoint is missing or has a wrong size or, unless it holds tensors, content, or None."""
+    """Return which file is missing or has a wrong size or, unless it holds tensors, a wrong content; None if all are
+    right.
+    """
     try:
         files = _read(checkpoint)
         for name, file in files.items():

@@ -59,7 +59,7 @@ class Documents(TensorRecord):
 
 @dataclass(frozen=True)
 class Targets(TensorRecord):
-    """The tokens to predict in a batch, ``ids`` int64 [N], and where: ``positions`` int64 [N] in the flattened batch."""
+    """The tokens to predict, ``ids`` int64 [N], and where: ``positions`` int64 [N] in the flattened batch."""
 
     positions: torch.Tensor
     ids: torch.Tensor
@@ -217,7 +217,7 @@ def _rebuild(kind: type, values: list[Any]) -> Any:
 
 
 def hash_of(numbers: np.ndarray, before: str = "") -> str:
-    """Return the XXH3-128 hash of numbers, as int64, in hexadecimal, and of all before them whose hash is ``before``."""
+    """Return the XXH3-128 hash of numbers, as int64, and of all before them, whose hash is ``before``, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(bytes.fromhex(before) + numbers.astype("<i8").tobytes())
 
 

@@ -1,14 +1,12 @@
 """Compute by index which rows of several sources an optimizer step takes, in constant memory.
 
-This is version 2 of the order. Version 1 is ``step_sampler.WindowOrder`` without a mixture, which draws a permutation
-of all rows for each epoch. Row r of a window follows from (seed, epoch, window, r) in three steps:
+This is version 2 of the order; version 1 is ``step_sampler.WindowOrder`` without a mixture. Row r of a window follows
+from (seed, epoch, window, r): each source has the same number of rows in every window, up or down to a whole number
+(:class:`Mixture`). So the row is the q-th that the run reads of its source. These make passes over the source, each in
+a new order, a permutation that is computed by index (:func:`permute`).
 
-1. Each source has the same number of rows in every window, up or down to a whole number (:class:`Mixture`).
-2. So the row is the q-th that the run reads of its source. These make passes over the source, each in a new order.
-3. The order of a pass is a permutation that is computed by index (``permutation``).
-
-Example: sources of 6 and 2 rows, shares 1 and 2, windows of 5 rows, so an epoch has 6 + 4 = 10 rows in 2 windows of
-3 + 2 rows. The rows of the second source are read twice in each epoch.
+Example: sources of 6 and 2 rows, shares 1 and 2, windows of 5 rows, so an epoch has 6 + 4 = 10 rows in 2 windows of 3 +
+2 rows. The rows of the second source are read twice in each epoch.
 """
 
 import functools
@@ -32,19 +30,12 @@ _TRIED_STEPS = 100
 
 
 def permute(index: np.ndarray, num_rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return the place of each index in a permutation of ``range(num_rows)`` that its key chooses.
+    """Return the place of each index, int64 [n], in a permutation of ``range(num_rows)`` that its key, uint64 [n],
+    chooses.
 
-    A Feistel network on a × b values, at least ``num_rows`` and fewer than ``num_rows + a``, with cycle walking: the
-    generalized Feistel cipher of J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002. The round
-    function is :func:`_mix`, which is not secret. Eight rounds.
-
-    Args:
-        index: int64 [n], from 0 to ``num_rows`` - 1.
-        num_rows: int64 [n], above 0 and below 2**53.
-        keys: uint64 [n].
-
-    Returns:
-        int64 [n], from 0 to ``num_rows`` - 1; for one key a bijection.
+    A Feistel network on a × b values, at least ``num_rows`` (below 2**53) and fewer than ``num_rows + a``, with cycle
+    walking: the generalized Feistel cipher of J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002.
+    The round function is :func:`_mix`, which is not secret. Eight rounds.
     """
     return _walk(_feistel, index, num_rows, keys)
 
@@ -165,7 +156,7 @@ class Mixture:
         return [first + epochs * rows + more for first, rows, more in of_epochs]
 
     def steps_of(self, row: int, num_steps: int) -> list[int]:
-        """Return which of the first ``num_steps`` steps, from 1, read a row: O(passes over its source × log windows)."""
+        """Return which of the first ``num_steps`` steps read a row: O(passes over its source × log windows)."""
         source = int(np.searchsorted(self._offsets, row, side="right")) - 1
         size, (first, last) = self.num_rows[source], (self.rows_until(step)[source] for step in (0, num_steps))
         passes = np.arange(first // size, -(-last // size))
@@ -304,7 +295,7 @@ class MixtureOrder:
     starts_after: tuple[int, ...] = (0,)
 
     def followed_by(self, starts_after: int, rows_per_epoch: Sequence[int]) -> "MixtureOrder":
-        """Return this order up to a step of the last phase, then a phase that takes other rows; one without steps goes."""
+        """Return this order up to a step of the last phase, then a phase of other rows; one without steps is left out."""
         *before, last = self.mixtures
         phase = replace(last, rows_per_epoch=tuple(rows_per_epoch), already_read=tuple(self.rows_until(starts_after)))
         if starts_after == self.starts_after[-1]:

@@ -1,15 +1,10 @@
 """Choose the rows of each optimizer step and split them into the micro-batches of each rank.
 
-Legend:
-
-- row: a row of the token dataset, or of a stream.
-- window: the rows that one optimizer step consumes over all ranks. The last window of an epoch may be shorter.
-- micro-batch: the rows of one forward pass on one rank. All ranks have equally many micro-batches in a window.
-
-The order of the rows is a function of (seed, epoch), and the window is a function of the step. Neither depends on the
-number of ranks. One token dataset without shares has version 1 of the order, a permutation of all rows for each epoch;
-a mixture has version 2 (see ``mixture``), and its shares may change at given steps (``mixture_order``). Example: a
-window of 5 rows, micro-batches of 1 row, 2 ranks::
+A *window* are the rows that one optimizer step consumes over all ranks; the last one of an epoch may be shorter. A
+*micro-batch* are the rows of one forward pass on one rank; all ranks have equally many in a window. The order of the
+rows is a function of (seed, epoch), and the window is a function of the step. Neither depends on the number of ranks.
+One token dataset without shares has version 1 of the order, a permutation of all rows for each epoch; a mixture has
+version 2 (see ``mixture``). Example: a window of 5 rows, micro-batches of 1 row, 2 ranks::
 
     rows in order   17 4 23 8 11
     rank 0          [17] [23] [11]

@@ -68,7 +68,7 @@ class IndexedRows(torch.utils.data.Dataset, abc.ABC):
 
     @abc.abstractmethod
     def pieces(self, indices: Sequence[int]) -> RowPieces:
-        """Return the pieces of documents in the rows, in the order of ``indices``; an InputError for a damaged index."""
+        """Return the pieces of documents in the rows, in their order; an InputError if the index is damaged."""
 
     @abc.abstractmethod
     def main_sources(self) -> np.ndarray:

@@ -124,7 +124,9 @@ class MpiexecEnvironment(MPIEnvironment):
         self._find_machine()
         address = os.environ.get("MASTER_ADDR") or (_address_of_this_machine() if num_nodes > 1 else LOOPBACK)
         self._main_address = self._comm_world.bcast(address)
-        self._main_port = self._comm_world.bcast(int(os.environ.get("MASTER_PORT", 0)) or self.main_port_here())
+        with socket.create_server(("", 0)) as probe:  # on a port that is free on this machine; rank 0's counts
+            free_port = int(probe.getsockname()[1])
+        self._main_port = self._comm_world.bcast(int(os.environ.get("MASTER_PORT", 0)) or free_port)
         os.environ |= {"MASTER_ADDR": self._main_address, "MASTER_PORT": str(self._main_port)}
         MPI.Finalize()  # a rank that ends by os._exit or a signal would else be a crash to mpiexec
 
@@ -136,13 +138,6 @@ class MpiexecEnvironment(MPIEnvironment):
         first_ranks = sorted(set(self._comm_world.allgather(self._comm_local.bcast(self.global_rank()))))
         self._node_rank = first_ranks.index(self._comm_local.bcast(self.global_rank()))
         self.local_rank()
-
-    @staticmethod
-    def main_port_here() -> int:
-        """Return a port that is free on this machine; rank 0's counts."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
 
 
 def check_address(address: str, launcher: str) -> None:

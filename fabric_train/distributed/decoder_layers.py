@@ -255,7 +255,7 @@ def _storage_id(tensor: torch.Tensor) -> int:
 
 
 def check_compiler(argument: str, alternative: str) -> None:
-    """Check for the C++ compiler that torch needs when the code of ``argument`` first runs; ``alternative`` is advice."""
+    """Check for the C++ compiler that torch needs for ``argument``; ``alternative`` says what to do without it."""
     missing = missing_compiler()
     if missing:
         raise InputError(f"{argument} is compiled at run time and finds no {missing}; install g++, or {alternative}")

@@ -1,9 +1,8 @@
 """Stop a run on SIGTERM, SIGINT, SIGUSR1 or SIGHUP: after the current micro-batch, or at once on a second signal.
 
-The heartbeat has the point of a step at which this rank is; ``watchdog`` sends it to the others.
-
 Python runs a signal handler only at the next bytecode, so not while the main thread is blocked in native code. A thread
-therefore reads the signal numbers from the pipe that Python's C handler writes to (``signal.set_wakeup_fd``).
+therefore reads the signal numbers from the pipe that Python's C handler writes to (``signal.set_wakeup_fd``). The
+heartbeat has the point of a step at which this rank is; ``watchdog`` sends it to the others.
 """
 
 import ctypes

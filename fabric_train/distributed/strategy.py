@@ -87,7 +87,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 class ParameterMaterializer:
-    """Replace meta parameters by uninitialized ones on a device; tied ones stay tied. For FSDP and ``nn.Module.apply``."""
+    """Replace meta parameters by uninitialized ones on a device, tied ones by tied ones; for ``nn.Module.apply``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,10 +1,9 @@
 """Report a rank that dies or hangs in one line, and end the other ranks within a bounded time.
 
 A thread of each rank keeps a connection to rank 0 and sends its main thread's position every second. A connection that
-breaks means a dead rank, silence means a stopped rank or a lost machine, and a rank behind the others means that its
-main thread hangs. Rank 0 decides and reports; if rank 0 itself is lost, rank 1 reports it.
-
-The same connections carry the agreement of the ranks on where to stop after a signal, see ``signals.StopBorder``.
+breaks means a dead rank, silence a stopped rank or a lost machine, and a rank behind the others a main thread that
+hangs. Rank 0 decides and reports; if it is lost itself, rank 1 reports it. The ranks also agree over these connections
+on where to stop after a signal, see ``signals.StopBorder``.
 """
 
 import json

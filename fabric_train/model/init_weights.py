@@ -8,7 +8,7 @@ of a parameter, and gets the same numbers as a single process that draws all of 
 import difflib
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.data.token_dataset import TokenDataset
@@ -73,7 +73,12 @@ def new_shape(
         values["head_dim"] = arguments.hidden_width // arguments.num_heads
     if eos_token_id is not None:
         values |= {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
-    _check_names(arguments.architecture or {}, default, family)
+    known = default.to_dict()
+    for name in arguments.architecture or {}:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise InputError(f"--architecture {name}: the configuration of a {family} has no such value{hint}")
     values |= arguments.architecture or {}
     try:
         config = AutoConfig.for_model(family, **values)
@@ -144,15 +149,6 @@ class RandomWeights:
     def _stream(self, name: str, chunk: int) -> np.random.Generator:
         digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
         return np.random.Generator(np.random.SFC64(np.random.SeedSequence([self._seed, digest, chunk])))
-
-
-def _check_names(names: Iterable[str], default: PreTrainedConfig, family: str) -> None:
-    known = default.to_dict()
-    for name in names:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise InputError(f"--architecture {name}: the configuration of a {family} has no such value{hint}")
 
 
 class _InitRecorder(TorchDispatchMode):

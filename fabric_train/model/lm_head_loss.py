@@ -160,7 +160,7 @@ def _has_liger() -> bool:
 
 
 def _liger_losses(logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
-    """Do as ``_token_losses`` does; liger-kernel's function for the whole head waits for the device and sums in fp32."""
+    """Do as ``_token_losses`` does. liger-kernel's loss of the whole head waits for the device, and sums in fp32."""
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
 
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)

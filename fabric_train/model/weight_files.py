@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -90,8 +91,10 @@ class CheckpointTensors:
         self._file = functools.lru_cache(maxsize=_OPEN_FILES)(functools.partial(_open_file, advice=advice))
         for path in files:
             self._add_pieces(path)
-        self._shapes = {name: _full_shape(pieces) for name, pieces in self._pieces.items()}
+        self._shapes: dict[str, torch.Size] = {}
         for name, pieces in self._pieces.items():
+            ends = [map(add, piece.offsets, piece.shape) for piece in pieces]
+            self._shapes[name] = torch.Size(map(max, zip(*ends, strict=True)))
             if sum(math.prod(piece.shape) for piece in pieces) != math.prod(self._shapes[name]):
                 raise InputError(f"{files[0].parent}: pieces of {name} are missing, so a file was lost; {advice}")
 
@@ -229,8 +232,3 @@ def _open_file(path: Path, advice: str) -> Any:
 def _relative(ranges: Iterable[tuple[int, int]], offsets: Sequence[int]) -> tuple[slice, ...]:
     """Return ranges of the full tensor as slices of a block that begins at ``offsets``."""
     return tuple(slice(begin - offset, end - offset) for (begin, end), offset in zip(ranges, offsets, strict=True))
-
-
-def _full_shape(pieces: list[_Piece]) -> torch.Size:
-    ends = ([start + size for start, size in zip(piece.offsets, piece.shape, strict=True)] for piece in pieces)
-    return torch.Size(max(sizes) for sizes in zip(*ends, strict=True))

@@ -1,10 +1,9 @@
 """AdamW (arXiv:1711.05101): torch's own, and one that stores weights or moments in bfloat16 or 8 bits.
 
-The second computes in fp32. On a GPU, one Triton kernel updates all parameters (``triton_adamw``), if ``use_triton``
-finds that it works there. Otherwise a parameter is updated in chunks with torch's fused kernel, or in one compiled
-kernel, and the results are rounded. Either way no fp32 copy of a full parameter exists. torchao's AdamW also does this,
-but it compiles for every shape of a parameter and draws from the rank's stream of random numbers. So its replicas would
-drift apart, and a resumed or resharded run would draw other numbers.
+The second computes in fp32. On a GPU, one Triton kernel updates all parameters (``triton_adamw``), if it works there.
+Otherwise a parameter is updated in chunks with torch's fused kernel, or in one compiled kernel, and the results are
+rounded: no fp32 copy of a full parameter exists. torchao's AdamW compiles for every shape of a parameter and draws from
+the rank's stream of random numbers, so its replicas would drift apart, and a resumed run would draw other numbers.
 """
 
 import functools
@@ -32,7 +31,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class LocalElements:
-    """The elements of a full tensor that a rank has: runs of ``width``, ``stride`` apart, the first one at ``begin``."""
+    """The elements of a tensor that a rank has: runs of ``width``, ``stride`` apart, the first at ``begin``."""
 
     begin: int
     width: int
@@ -189,7 +188,7 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
         self.launch: Callable[[TensorTable], None] | None = None
         """A function that updates all parameters of a table in one kernel launch; None updates them one by one."""
         self.moments_dtype, self.rounds_stochastically = moments_dtype, stochastic_rounding
-        self._in_8bit, self._elements, self._compiles = {id(each) for each in in_8bit}, elements, compiles
+        self.in_8bit, self._elements, self._compiles = {id(each) for each in in_8bit}, elements, compiles
         self._salts = {parameter: salt(seed, name) for parameter, name in names.items()}
         self._counts: dict[nn.Parameter, int] = {}  # of steps, on the host, so that no step waits for the device
 
@@ -209,7 +208,7 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
 
     def declare_states(self, parameter: nn.Parameter) -> tuple[State, ...]:
         """Return both moments and the number of steps. A checkpoint holds moments in 8 bits as fp32."""
-        return _declared(self.moments_dtype, 1 if id(parameter) in self._in_8bit else None)
+        return _declared(self.moments_dtype, 1 if id(parameter) in self.in_8bit else None)
 
     def read_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return this rank's part of a parameter's states, flat; moments in 8 bits are fp32 copies on the CPU."""
@@ -229,9 +228,6 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
                 stored.copy_(states[name])
         self._counts[parameter] = int(states["step"])
 
-    def has_8bit(self) -> bool:
-        return bool(self._in_8bit)
-
     def _keys(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Return the random key of each parameter's next step: int32 [parameters], on the CPU."""
         counts = torch.tensor([self._counts.get(parameter, 0) for parameter in parameters], dtype=torch.int32)
@@ -245,7 +241,7 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
     def _new_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
         for key in MOMENTS:
-            if id(parameter) in self._in_8bit:
+            if id(parameter) in self.in_8bit:
                 local = local_part(parameter)
                 state[key] = Blockwise8Bit(local.numel(), signed=key == "exp_avg", device=local.device)
             else:
@@ -286,7 +282,7 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
         keys = to_device_async(self._keys([parameter for parameter, _ in updated]), device).unbind()
         factors: dict[tuple[float, ...], torch.Tensor] = {}
         for (parameter, group), key in zip(updated, keys, strict=True):
-            if self._compiles and id(parameter) not in self._in_8bit:
+            if self._compiles and id(parameter) not in self.in_8bit:
                 numbers = tuple(self._factors(parameter, group))
                 if numbers not in factors:
                     factors[numbers] = to_device_async(torch.tensor(numbers), device)

@@ -138,7 +138,7 @@ def _small(optimizer: LowPrecisionAdamW) -> LowPrecisionAdamW:
         lr=1e-2,
         betas=(0.9, 0.95),
         moments_dtype=optimizer.moments_dtype,
-        in_8bit=[matrix] if optimizer.has_8bit() else [],
+        in_8bit=[matrix] if optimizer.in_8bit else [],
         stochastic_rounding=optimizer.rounds_stochastically,
         names={matrix: "matrix", vector: "vector"},
         elements={matrix: LocalElements(700, 700, 1400), vector: LocalElements(0, vector.numel(), vector.numel())},

@@ -1,8 +1,7 @@
 """Where the metrics, samples and checkpoints of a run go: the protocol of loggers, and those that every run has.
 
 metrics.csv is the record that a resumed run trusts: if it cannot be written, the run ends. No other logger can end a
-run, or change its exit code (:class:`GuardedLogger`). ``trackers.py`` has TensorBoard and Weights & Biases,
-``loss_curves.py`` the picture. To add a logger, see :data:`LOGGERS`.
+run, or change its exit code (:class:`GuardedLogger`). To add a logger, see :data:`LOGGERS`.
 """
 
 import csv

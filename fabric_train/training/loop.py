@@ -36,7 +36,7 @@ _COLLECTED_STEPS = 50
 
 @dataclass(frozen=True)
 class End:
-    """The state at the end of a run, its checkpoint, None before the first step, and the signal that stopped it, or 0."""
+    """The state at the end of a run, its checkpoint (None before the first step), and the stop signal, or 0."""
 
     state: TrainerState
     checkpoint: Path | None
@@ -301,7 +301,7 @@ def _state_after(state: TrainerState, window: Window, step: TakenStep) -> Traine
 
 @contextmanager
 def manual_collection() -> Iterator[None]:
-    """Leave garbage collection to the training loop; objects that exist when the block begins are never scanned again."""
+    """Leave garbage collection to the training loop; objects that exist before the block are never scanned again."""
     gc.collect()
     gc.freeze()
     gc.disable()

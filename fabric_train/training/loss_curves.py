@@ -23,7 +23,7 @@ _MAX_SHARE = 0.01  # of the run's time
 
 
 class LossCurves(Logger):
-    """``RUN/loss_curves.png`` after each evaluation, while drawing takes at most 1 % of the time, and after the last."""
+    """``RUN/loss_curves.png`` after the evaluations, as long as drawing takes at most 1 % of the time, and at the end."""
 
     def __init__(self, folder: Path, branched_after: Sequence[int] = ()) -> None:
         """``folder`` is RUN, whose metrics.csv has every row before this logger gets it."""

@@ -1,8 +1,6 @@
 """The objective: what the documents of a batch add to the loss of a window, and cross entropy, which is the default.
 
-A loss is a sum, and says over how many things it sums. The step divides by the number in the whole window on all ranks,
-so the mean does not depend on how a window is split into ranks and micro-batches.
-
+A loss is a sum, and says over how many things it sums. The step divides by the number in the whole window on all ranks.
 Shapes: B rows, T tokens a row, N supervised tokens, P pieces of documents.
 """
 

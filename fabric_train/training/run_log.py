@@ -1,8 +1,7 @@
 """What a run tells its user: lines on standard output, and the same lines in ``RUN/run.log``.
 
-Every module of the program can use Python's logger ``fabric_train``. ``cli.errors`` logs there what ends a program, and
-prints it itself. ``fabric_train.progress`` gets what the process is doing while it starts; that is shown only if the
-run would be silent otherwise.
+``cli.errors`` logs what ends a program to ``fabric_train``, and prints it itself. ``fabric_train.progress`` gets what
+the process is doing while it starts; that is shown only if the run would be silent otherwise.
 """
 
 import logging
@@ -37,7 +36,7 @@ _UNLIMITED_WIDTH = 10_000
 
 
 def start_log(console: Console | None = None) -> Console:
-    """Print the lines of both loggers from now on, on rank 0 alone, and return the console, plain without a terminal."""
+    """Print the lines of both loggers from now on, on rank 0 alone, and return the console that prints them."""
     prints = global_rank() == 0
     if console is None:
         console = open_console(

@@ -1,8 +1,7 @@
 """``--self_check``: check on the user's model and devices that a loss does not depend on how rows are split.
 
-The rows are the first ones of the first window, shortened so that no micro-batch is larger than the user's. Every
-second row keeps a quarter of its supervised tokens. So a loop that gives micro-batches or ranks, and not tokens, equal
-weight is found.
+The rows are the first ones of the first window, shortened to the size of the user's micro-batch. Every second row keeps
+a quarter of its supervised tokens, so a loop that gives micro-batches or ranks equal weight is found.
 """
 
 import math

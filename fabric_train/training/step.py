@@ -104,9 +104,9 @@ class LocalLoss:
     """The losses of this rank's micro-batches of a window.
 
     ``summed``, fp64, is [micro-batches]; ``counts``, int64, is [data ranks, micro-batches] and the same on all ranks.
-    ``metrics``, fp64, sums those of the objective. ``of_pieces``, fp64 [P], are the losses of the pieces of all
-    micro-batches, on the CPU with XLA. ``of_sources``, fp64 [sources], sums them by source, and ``tokens_of_sources``,
-    fp64 [sources] on the CPU, counts their supervised tokens; both are empty if sources are not told apart.
+    ``metrics``, fp64, sums those of the objective. ``of_pieces``, fp64 [P], are the losses of all pieces, on the CPU
+    with XLA. ``of_sources``, fp64 [sources], sums them by source, and ``tokens_of_sources``, fp64 on the CPU, counts
+    their supervised tokens; both are empty if sources are not told apart.
     """
 
     summed: torch.Tensor
@@ -128,12 +128,9 @@ def backpropagate(
 ) -> LocalLoss:
     """Add the gradient of the window's mean loss to the parameters.
 
-    All ranks call this together, each with its own micro-batches of the window. They average their gradients, hence
-    the factor of their number. With ``reduces_each``, they do so after every micro-batch, instead of once a window.
-    ``num_sources`` are told apart by their losses, none if 0.
-
-    Raises:
-        RunStopped: the ranks have agreed to stop before one of the micro-batches.
+    All ranks call this together, each with its own micro-batches of the window. They average their gradients, hence the
+    factor of their number: with ``reduces_each`` after every micro-batch, instead of once a window. The losses of
+    ``num_sources`` are told apart, none if 0. RunStopped if the ranks have agreed to stop before a micro-batch.
     """
     if heartbeat:
         heartbeat.enter(StepPhase.COMPUTING)  # before the first wait for the other ranks
@@ -177,9 +174,9 @@ class StepReport:
     """What all ranks know of a step before the optimizer takes it. Tensors are on the CPU.
 
     ``metrics`` are the means of the objective's metrics over the window, ``of_sources`` the mean losses of the sources,
-    None for one without supervised tokens. ``of_pieces``, fp64 [P], are the losses of the pieces in this rank's
-    micro-batches. ``grad_norm``, fp64 [], is the norm before clipping. The window has ``num_tokens`` without padding,
-    which take ``flops`` of the model. ``sync`` has the flags that any rank has set.
+    None for one without supervised tokens. ``of_pieces``, fp64 [P], are the losses of the pieces on this rank.
+    ``grad_norm``, fp64 [], is the norm before clipping. ``num_tokens`` are without padding, and take ``flops`` of the
+    model.
     """
 
     loss: WindowLoss
@@ -197,8 +194,7 @@ def exchange_step(
 ) -> StepReport:
     """Exchange this rank's numbers with the other ranks'. The host waits for the device, which it does once a step.
 
-    ``grad_norm``, fp64 [] on the device, is the same on all ranks. ``num_tokens``, ``flops`` and the flags ``own`` are
-    those of this rank.
+    ``grad_norm``, fp64 [] on the device, is the same on all ranks. The other numbers are those of this rank.
     """
     ranks, num_sources = data_ranks(fabric), len(loss.of_sources)
     sizes = [len(loss.summed), num_sources, len(loss.metrics), num_sources, 2]
@@ -261,8 +257,6 @@ class StepGuard:
     def check(self, window: Window, loss: WindowLoss, grad_norm: torch.Tensor, of_pieces: torch.Tensor) -> StepCheck:
         """Check a step; the tensors are on the CPU, so that the host does not wait for the device.
 
-        ``of_pieces`` are the losses of the pieces in this rank's micro-batches.
-
         An fp16 gradient that overflows while the loss is finite is not a fault: the scaler skips such a step itself.
         """
         mean, norm = torch.stack([loss.mean, grad_norm.to(loss.mean)]).tolist()
@@ -275,9 +269,11 @@ class StepGuard:
             return StepCheck(mean, norm, f"step {window.step}: {what}; the window is {self._window(window, loss)}")
         usual = self._spikes.usual_before_spike(mean)
         if usual is not None:
+            means = loss.summed / loss.counts.clamp(min=1)
+            rank, batch = divmod(int(means.argmax()), means.shape[1])
             self._warn(
                 f"step {window.step}: loss {mean:.4f}, where the last steps' median is {usual:.4f}; highest in "
-                f"{self._place(window, [_highest(loss)])}; the window is {self._window(window, loss)}"
+                f"{self._place(window, [(rank, batch)])}; the window is {self._window(window, loss)}"
                 + self._worst(window, of_pieces)
             )
         return StepCheck(mean, norm, None)
@@ -319,8 +315,8 @@ class SpikeRule:
 
     A loss is a spike if it is above the median of the recent losses by more than ``CHANGES`` times the median change
     from one step to the next, and by more than ``LEAST_RISE`` of that median. For losses scattered by sigma around a
-    level, the median change is 0.95 sigma. Medians are used so that a few high losses do not hide the next one; changes
-    and not deviations, because they stay small while the loss falls. A rise is one spike, however many steps it lasts.
+    level, the median change is 0.95 sigma. A few high losses do not hide the next one, and changes stay small while the
+    loss falls. A rise is one spike, however many steps it lasts.
     """
 
     RECENT, FEWEST = 64, 20
@@ -339,9 +335,3 @@ class SpikeRule:
             self._is_high = loss - usual > max(self.CHANGES * change, self.LEAST_RISE * usual)
         self._recent.append(loss)
         return usual if self._is_high and not was_high else None
-
-
-def _highest(loss: WindowLoss) -> tuple[int, int]:
-    means = loss.summed / loss.counts.clamp(min=1)
-    rank, batch = divmod(int(means.argmax()), means.shape[1])
-    return rank, batch
