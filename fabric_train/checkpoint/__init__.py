@@ -26,6 +26,7 @@ from fabric_train.checkpoint.discovery import (
     describe_damaged,
     find_checkpoint,
     find_whole_checkpoint,
+    is_short_name,
     means_all,
     means_checkpoint,
     newest_checkpoint,

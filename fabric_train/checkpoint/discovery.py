@@ -125,7 +125,7 @@ def deciding_loss(checkpoint: Path) -> str:
 
 
 def find_whole_checkpoint(path: Path) -> Path:
-    """Find a checkpoint with ``find_checkpoint``, its weights' content checked; print notes on damaged ones before it."""
+    """Find a checkpoint with ``find_checkpoint`` and check its weights; print notes on damaged ones before it."""
     damages: dict[Path, str] = {}
     while damage := find_wrong_content(checkpoint := find_checkpoint(path, damages), optimizer=False):
         damages[_real(checkpoint)] = damage

@@ -217,7 +217,7 @@ def _rebuild(kind: type, values: list[Any]) -> Any:
 
 
 def hash_of(numbers: np.ndarray, before: str = "") -> str:
-    """Return the XXH3-128 hash of numbers, as int64, and of all before them, whose hash is ``before``, in hexadecimal."""
+    """Return the XXH3-128 hash of numbers, as int64, and of those before them, whose hash is ``before``."""
     return xxhash.xxh3_128_hexdigest(bytes.fromhex(before) + numbers.astype("<i8").tobytes())
 
 

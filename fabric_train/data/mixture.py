@@ -295,7 +295,7 @@ class MixtureOrder:
     starts_after: tuple[int, ...] = (0,)
 
     def followed_by(self, starts_after: int, rows_per_epoch: Sequence[int]) -> "MixtureOrder":
-        """Return this order up to a step of the last phase, then a phase of other rows; one without steps is left out."""
+        """Return this order up to a step of the last phase, then a phase of other rows; one without steps goes."""
         *before, last = self.mixtures
         phase = replace(last, rows_per_epoch=tuple(rows_per_epoch), already_read=tuple(self.rows_until(starts_after)))
         if starts_after == self.starts_after[-1]:

@@ -24,7 +24,7 @@ from fabric_train.cli.errors import InputError, describe_os_error, first_line, s
 from fabric_train.files.regular_file import check_no_link, open_to_write, write_atomically
 from fabric_train.files.typed_json import parse_json
 from fabric_train.training.metrics import COLUMNS, Metrics, columns_of, read_table
-from fabric_train.training.run_log import log, note, progress, warn
+from fabric_train.training.run_log import log, progress, warn
 
 _SECONDS_BETWEEN_LINES = 2.0
 _SECONDS_BETWEEN_DRAWINGS = 0.1
@@ -264,31 +264,16 @@ def _in_short(metrics: Metrics) -> tuple[str, ...]:
     return tuple(f"{name} {form.format(value)}" for name, value, form in parts if value is not None)
 
 
-def _open_curves(run: LoggedRun) -> Logger:
-    from fabric_train.training.loss_curves import LossCurves
+def _trackers() -> Any:
+    from fabric_train.training import trackers  # which imports this module
 
-    return LossCurves(run.folder, run.branched_after)
-
-
-def _open_tensorboard(run: LoggedRun) -> Logger:
-    from fabric_train.training.trackers import TensorBoardLogger
-
-    return TensorBoardLogger(run.folder / "tensorboard", run.last_step)
-
-
-def _open_wandb(run: LoggedRun) -> Logger:
-    from fabric_train.training.trackers import WandbLogger, wandb_mode
-
-    if wandb_mode() == "disabled":
-        note("WANDB_MODE=disabled: nothing is logged to Weights & Biases")
-        return Logger()
-    return WandbLogger(run)
+    return trackers
 
 
 LOGGERS: dict[str, Callable[[LoggedRun], Logger]] = {
-    "loss_curves.png": _open_curves,
-    "--loggers tensorboard": _open_tensorboard,
-    "--loggers wandb": _open_wandb,
+    "loss_curves.png": lambda run: _trackers().LossCurves(run.folder, run.branched_after),
+    "--loggers tensorboard": lambda run: _trackers().TensorBoardLogger(run.folder / "tensorboard", run.last_step),
+    "--loggers wandb": lambda run: _trackers().open_wandb(run),
 }
 """How loggers are opened, by the name that messages call them. A name with ``--loggers`` is opened if that option names
 it, and any other one in every run."""
@@ -341,9 +326,7 @@ def describe_loggers(names: Sequence[str], folder: Path, project: str) -> str:
     if "tensorboard" in names:
         places.append(f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")
     if "wandb" in names:
-        from fabric_train.training.trackers import wandb_mode
-
-        mode = wandb_mode()
+        mode = _trackers().wandb_mode()
         offline = f"{shlex.quote(str(folder / 'wandb'))}/offline-run-*"
         where = {"online": f"project {project}", "offline": f"offline; upload with: wandb sync {offline}"}
         places.append(f"Weights & Biases, {where.get(mode, mode)}")
