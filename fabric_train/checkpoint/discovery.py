@@ -209,11 +209,7 @@ def _first_whole(checkpoints: Iterable[Path], damages: Damages | None = None) ->
 
 
 def lowest_loss(run: Path, source: str, last_step: int) -> float:
-    """Return the lowest validation loss of a source in the undamaged checkpoints up to a step; infinite if none has
-    one.
-
-    ``source`` is "all" for the whole split. Losses on other rows than those of the last evaluation do not count.
-    """
+    """Return the lowest loss of a source, or "all", in undamaged checkpoints up to a step, else infinity."""
     saved = [other for other in _in(run) if _step(other) <= last_step and not find_fault(other)]
     return min(_comparable_losses(saved, source).values(), default=math.inf)
 

@@ -307,10 +307,7 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def find_wrong_content(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, optimizer: bool = True) -> str | None:
-    """Return which file of a checkpoint does not have the written content, or None. ``find_damage`` has found nothing.
-
-    Each of ``num_ranks`` processes reads its share of the bytes; with ``optimizer``, of the optimizer's files too.
-    """
+    """Return which file does not have the written content, or None; each of ``num_ranks`` processes reads its share."""
     pieces = [
         (name, piece)
         for name, file in _read(checkpoint).items()

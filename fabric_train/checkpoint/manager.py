@@ -55,10 +55,7 @@ class _PendingSave:
 
 
 class CheckpointManager:
-    """A manager that writes the checkpoints of one run.
-
-    All ranks call its methods together, except those whose docstring says that one rank may call them alone.
-    """
+    """Writes the checkpoints of one run. All ranks call its methods together, unless they say otherwise."""
 
     def __init__(
         self,
@@ -74,9 +71,9 @@ class CheckpointManager:
     ) -> None:
         """Set up the manager and remove unfinished checkpoints from ``folder``, which only this run uses.
 
-        ``keep`` newest checkpoints stay, besides the one with the lowest validation loss; None keeps all. With
-        ``asynchronous`` training continues while one is written. ``saved`` is called on every rank with each complete
-        checkpoint. The run starts after step ``after_step``.
+        ``keep`` newest checkpoints stay, besides the best one; None keeps all. With ``asynchronous`` training continues
+        while one is written. ``saved`` is called on every rank with each complete one. The run starts after
+        ``after_step``.
         """
         self.folder, self._keep, self._saved = folder, keep, saved
         self._fabric, self._model, self._optimizer = fabric, model, optimizer

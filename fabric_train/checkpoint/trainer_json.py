@@ -77,10 +77,7 @@ class Evaluation:
         return self.rows is None or other.rows is None or self.rows == other.rows
 
     def loss_of(self, source: str) -> float | None:
-        """Return the loss of a source, or of the whole for "all"; None if the source has no supervised token.
-
-        FIGURE, or FIGURE/SOURCE, is a further figure of the whole, or of the source.
-        """
+        """Return the loss of a source or "all", or the figure FIGURE or FIGURE/SOURCE; None if there is none."""
         losses = {**self.sources, "all": self.whole}
         if source in losses:
             return losses[source].loss
@@ -91,11 +88,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class LossProgress:
-    """The validation loss of a source so far, for ``--early_stopping``; ``source`` is "all" for the whole.
-
-    ``best`` is the lowest value, after ``best_step``, None if none was finite; ``num_since`` evaluations came since
-    then.
-    """
+    """The validation loss of a source, or "all": ``best`` after ``best_step``, ``num_since`` evaluations ago."""
 
     source: str
     best: float | None = None
@@ -336,10 +329,7 @@ class StageSource:
 
 @dataclass(frozen=True)
 class TrainingStage:
-    """A run whose weights the next stage began with, after ``step``, in words that may be published.
-
-    ``base_model`` is what the first stage began with. ``sessions`` are those up to ``step``.
-    """
+    """A run whose weights after ``step`` the next stage began with; the first stage began with ``base_model``."""
 
     run: str
     step: Count
@@ -489,10 +479,7 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
 
 
 def read_stages(model_name: str) -> tuple[TrainingStage, ...]:
-    """Return the stages of training that an export of this program records, the first one first; none of other models.
-
-    ``model_name`` is a folder, or a hub name that is in the cache.
-    """
+    """Return the stages that an export, a folder or a cached hub name, records; none of other models."""
     file = find_stages_file(model_name)
     return tuple(read_json(file, list[TrainingStage], "export the model again, or remove this file")) if file else ()
 

@@ -51,10 +51,7 @@ def documents_in(dataset: TokenDataset, row: int, vocabulary: Vocabulary | None)
 
 
 def describe_piece(dataset: TokenDataset, row: int, piece: int) -> str | None:
-    """Return where the document of a piece comes from, and the piece's first words; None without a document index.
-
-    ``piece`` is its number in a row of the train split, from 0.
-    """
+    """Return where the document of a piece comes from, and its first words; None without a document index."""
     if dataset.train.index is None:
         return None
     vocabulary = load_vocabulary(dataset.folder / "tokenizer")

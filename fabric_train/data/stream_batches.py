@@ -288,10 +288,7 @@ class StreamBatches:
 
 @dataclass(frozen=True)
 class StreamBatch:
-    """A micro-batch of B rows, and their cursors.
-
-    ``cursors``, int64 [B, 9 or more], holds for each row its lane and ``LaneCursor.numbers`` after the row.
-    """
+    """A micro-batch of B rows; ``cursors``, int64 [B, 9 or more], have each row's lane and ``LaneCursor.numbers``."""
 
     batch: Batch
     cursors: np.ndarray

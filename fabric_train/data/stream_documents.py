@@ -123,10 +123,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamedSource:
-    """A place of --streaming_dataset: a ``source`` with a ``name``.
-
-    ``kind`` is that of its documents; ``columns`` hold the text, or the parts of a chat.
-    """
+    """A place of --streaming_dataset, with the ``kind`` of its documents and the ``columns`` of their parts."""
 
     name: str
     source: Source

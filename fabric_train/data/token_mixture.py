@@ -163,10 +163,7 @@ def _shares_of(shares: Shares, sources: Sequence[ListedSource], folders: Sequenc
 
 
 class JoinedRows(IndexedRows):
-    """The rows of several splits, those of one after those of another, or slices of these in any order.
-
-    A slice is the number of a split and a range of its rows.
-    """
+    """The rows of several splits, one after the other, or slices of these: number of a split, range of rows."""
 
     def __init__(self, parts: Sequence[IndexedRows], slices: Sequence[tuple[int, range]] | None = None) -> None:
         self._parts = tuple(parts)
@@ -318,10 +315,7 @@ def open_mixture(
 
 
 def unpredicted_tokens(parts: Sequence[TokenDataset], num_predicted: int) -> str:
-    """Return why an evaluation predicts fewer tokens than the manifests count; "" if it does not or is not known.
-
-    ``num_predicted`` are the supervised tokens of all validation splits that have another token before them.
-    """
+    """Return why an evaluation predicts fewer tokens than the manifests count; "" if it does not or is not known."""
     held_out = [part for part in parts if part.validation]
     ledgers = [part.manifest.ledger.splits.get("validation") if part.manifest else None for part in held_out]
     num_supervised = sum(ledger.tokens_supervised for ledger in ledgers if ledger)

@@ -40,10 +40,7 @@ _MIN_PASSES = 5.0  # a rank hangs only after the time of this many passes, which
 
 @contextmanager
 def watch_ranks(fabric: Fabric, heartbeat: Heartbeat, timeout: float, num_nodes: int) -> Iterator[None]:
-    """Make the ranks watch each other during the block and end together. All ranks must call it.
-
-    A rank may be silent or keep the others waiting for ``timeout`` seconds; 0 for no limit.
-    """
+    """Make the ranks, which all call it, watch each other and end together; a ``timeout`` of 0 is no limit."""
     watchdog = Watchdog(fabric.global_rank, heartbeat, timeout)
     watchdog.start(fabric, num_nodes)
     set_connected_ranks(watchdog)

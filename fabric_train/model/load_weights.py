@@ -42,10 +42,7 @@ _progress = logging.getLogger("fabric_train.progress")
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model with parameters on the meta device and initialized buffers, and the weights to read into it.
-
-    ``weights`` is None if the model had to be loaded in full; then its parameters are on the CPU.
-    """
+    """A model on the meta device and its weights; None if it had to be loaded in full, on the CPU."""
 
     model: PreTrainedModel
     weights: Weights | None

@@ -61,10 +61,7 @@ class ModelOrigin:
 
 
 def find_origin(model_name: str) -> tuple[ModelOrigin, tuple[Path, ...]]:
-    """Return the origin of ``--model_name``, a folder or a hub name that is in the cache, and its licence's files.
-
-    The card and the licence of a hub name are downloaded, unless the hub cannot be reached.
-    """
+    """Return the origin of a folder or cached hub name, and its licence's files, which are downloaded if possible."""
     is_local = Path(model_name).is_dir()
     folder = Path(model_name) if is_local else _download_legal_files(model_name)
     if folder is None:

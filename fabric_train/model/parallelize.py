@@ -49,10 +49,7 @@ def parallelize_layers(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _plan(config: PretrainedConfig) -> dict[str, str]:
-    """Return the style of each sharded module, by its name in the base model with * for the layer's number.
-
-    Some versions of transformers add the embedding, which is not sharded here.
-    """
+    """Return the style of each sharded module of the layers, by its name in the base model with * for the number."""
     plan: dict[str, str] = config.get_text_config().base_model_tp_plan or {}
     return {name: style for name, style in plan.items() if "*" in name}
 

@@ -21,10 +21,7 @@ _VECTOR_BYTES = 16  # of the widest load of a GPU's thread
 
 
 class Blockwise8Bit:
-    """A vector stored as one byte per number and one fp32 scale per block; zeros at first.
-
-    Writing back what was read, into the same blocks, does not change the bytes.
-    """
+    """A vector as one byte per number and one fp32 scale per block; writing back what was read changes nothing."""
 
     def __init__(self, count: int, signed: bool, device: torch.device) -> None:
         """Store ``count`` zeros on a device. Without ``signed``, numbers are not negative and levels are finer."""

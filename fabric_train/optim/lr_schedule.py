@@ -58,10 +58,7 @@ def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rates of a run; or of one of its phases, from the step after ``starts_after`` to ``last_step``.
-
-    After ``num_steps`` steps of the schedule, the rate stays at that of the last one.
-    """
+    """The rates of a run, or of its phase after ``starts_after``; after ``num_steps`` the rate stays."""
 
     num_steps: int
     arguments: "TrainingArguments"

@@ -33,10 +33,7 @@ def use_optimizer(build: Build | None) -> None:
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters with weight decay: those of two or more dimensions, not norms and biases.
-
-    Call it before the model is sharded, because FSDP's shards are flat.
-    """
+    """Return the parameters with weight decay: of two or more dimensions, before FSDP makes its shards flat."""
     return {name for name, parameter in model.named_parameters() if parameter.dim() >= 2}
 
 

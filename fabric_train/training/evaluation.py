@@ -30,10 +30,7 @@ _PATIENCE = 3
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """``--early_stopping``: a run ends after ``patience`` evaluations in which the loss of ``source`` is no new lowest.
-
-    ``source`` is "all" for the whole. The count is in the trainer state, so a resumed run ends at the same step.
-    """
+    """``--early_stopping``: a run ends after ``patience`` evaluations without a new lowest loss of ``source``."""
 
     source: str
     patience: int

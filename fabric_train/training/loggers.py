@@ -110,11 +110,7 @@ class CSVLogger(Logger):
     """``metrics.csv``: one header, one row per logged step, no step twice. Flushed after each row."""
 
     def __init__(self, path: Path, last_step: int, further: Sequence[str] = ()) -> None:
-        """Open for appending after ``last_step``; remove rows that an interrupted run wrote after it.
-
-        Beside the usual columns there are those that the file has, and the ``further`` ones. An InputError if the file
-        is no metrics.csv, or a link.
-        """
+        """Open for appending after ``last_step``, with the ``further`` columns; remove the rows after it."""
         check_no_link(path)
         found, kept = read_table(path, last_step)
         columns = list(dict.fromkeys((*COLUMNS, *found, *further)))
@@ -142,11 +138,7 @@ class CSVLogger(Logger):
 
 
 class SampleFile(Logger):
-    """RUN/samples.jsonl: a line for each step and prompt.
-
-    Lines after ``last_step``, which an interrupted run wrote, are removed; ``past`` has the samples up to it. An
-    InputError if the file is a link, or a line is damaged.
-    """
+    """RUN/samples.jsonl: a line for each step and prompt, up to ``last_step`` in ``past``; later ones are removed."""
 
     def __init__(self, path: Path, last_step: int) -> None:
         self._path = path

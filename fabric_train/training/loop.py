@@ -91,10 +91,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Loop:
-    """A run that is built. ``validation`` is None without validation rows; ``num_steps`` is the last step.
-
-    ``peak_flops`` is the FLOP/s of all devices together, None if unknown.
-    """
+    """A run that is built, up to step ``num_steps``. ``peak_flops`` is the FLOP/s of all devices, None if unknown."""
 
     run: PreparedRun
     stepper: Stepper
@@ -106,13 +103,10 @@ class Loop:
     peak_flops: float | None
 
     def train(self) -> End:
-        """Train from the start of the run to its last step, or until a signal stops it.
+        """Train from the start of the run to its last step, or until a signal stops it at the next micro-batch.
 
-        A signal stops it at the next micro-batch. The unfinished window is dropped: the model is still that of the step
-        before, which is saved, and a resumed run repeats the window.
-
-        Raises:
-            RunError: the loss or the gradient is not finite, with ``--on_nonfinite stop``.
+        The unfinished window is dropped: the model is still that of the step before, which is saved, and a resumed run
+        repeats the window. A RunError if the loss or the gradient is not finite, with ``--on_nonfinite stop``.
         """
         heartbeat, stopwatch = self.stepper.heartbeat, Stopwatch(self.peak_flops)
         state, cursors = self.run.start.state, None

@@ -118,11 +118,7 @@ def with_evaluation(metrics: Metrics, evaluation: Evaluation, source_names: Sequ
 
 
 def read_metrics(path: Path, last_step: int) -> list[Metrics]:
-    """Return the rows of metrics.csv up to ``last_step``, none if there is no such file.
-
-    Later rows are not looked at, and neither is a last line that a crash has cut off. An InputError if the file is no
-    metrics.csv, or a row is damaged.
-    """
+    """Return the rows of metrics.csv up to ``last_step``, without one that a crash cut off; none without a file."""
     return read_table(path, last_step)[1]
 
 
@@ -157,10 +153,7 @@ def _next_row(table: Iterator[list[str]]) -> list[str] | None:
 
 
 def find_lost_rows(path: Path, state: TrainerState, log_step_interval: int) -> str | None:
-    """Return a line if metrics.csv has rows, but not up to the checkpoint that a run resumes from.
-
-    A step that is saved is logged before, unless its evaluation was interrupted, or a fault ended the run after it.
-    """
+    """Return a line if metrics.csv has rows, but not up to the checkpoint that a run resumes from."""
     check_no_link(path)
     rows = read_metrics(path, state.step)
     if not rows or state.unlogged or state.step - rows[-1].step < log_step_interval:

@@ -37,18 +37,15 @@ class BatchLoss:
 class Objective(Protocol):
     """The loss that training minimizes and evaluation reports.
 
-    ``metric_names`` name the ``metrics`` of its losses. Their means over the window are the columns ``train_NAME`` of
-    metrics.csv, and those over the validation split ``val_NAME``.
+    The means of its ``metrics`` over a window are the columns ``train_NAME`` of metrics.csv, and those over the
+    validation split ``val_NAME``, for each name of ``metric_names``.
     """
 
     @property
     def metric_names(self) -> tuple[str, ...]: ...
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """Return how many things the loss of a batch sums over, such as tokens or pairs: int64 [], where the batch is.
-
-        It must not depend on how rows are split into batches.
-        """
+        """Return how many things the loss of a batch sums over: int64 []. It must not depend on how rows are split."""
 
     def loss(self, model: Any, batch: Batch, scale: torch.Tensor | None = None) -> BatchLoss:
         """Return the loss of a batch, which is on the model's device, with its ``pieces`` on the CPU.
@@ -60,10 +57,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class WindowLoss:
-    """The losses of a window's micro-batches, the same on all ranks.
-
-    ``summed``, fp64, and ``counts``, int64, are [data ranks, micro-batches of one rank].
-    """
+    """The losses of a window on all ranks: ``summed``, fp64, and ``counts`` [data ranks, micro-batches]."""
 
     summed: torch.Tensor
     counts: torch.Tensor

@@ -287,10 +287,7 @@ class StoredCertificate:
 
 
 def read_certificate(run: Path, step: int) -> StoredCertificate | None:
-    """Return the certificate of a run folder; None if there is none that holds for steps up to ``step``.
-
-    One that was made for other figures than those in the folder's metrics.csv is not that of this run.
-    """
+    """Return the certificate of a run that holds for its metrics.csv and for steps up to ``step``, or None."""
     file = run / FILE_NAME
     if not file.is_file():
         return None
