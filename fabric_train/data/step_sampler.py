@@ -28,9 +28,7 @@ from fabric_train.data.token_dataset import IndexedRows
 from fabric_train.distributed.signals import ignore_signals_in_worker
 
 VALIDATION_VERSION = "3"
-"""Of the rows that ``--eval_iters`` chooses. In version 1 these were the first of the split, in version 2 each source
-had its share of them. Of a single source, version 3 chooses the rows of version 2.
-"""
+"""Of the rows that ``--eval_iters`` chooses: version 1 took the first of the split, version 2 shares of each source."""
 
 
 @dataclass(frozen=True)

@@ -160,8 +160,7 @@ def _check_is_rank_0(environment: ClusterEnvironment) -> None:
     With torchrun's rendezvous c10d it is the name that the first machine has for itself.
     """
     address = environment.main_address
-    serves_already = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not environment.node_rank() or not serves_already or not _is_loopback(address):
+    if not environment.node_rank() or not _torchrun_has_store() or not _is_loopback(address):
         return
     with suppress(OSError), socket.create_connection((address, environment.main_port), _SECONDS_TO_ANSWER):
         return  # several torchruns on one machine

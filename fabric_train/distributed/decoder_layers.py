@@ -40,9 +40,7 @@ Call = tuple[Any, int]
 MAX_STATIC_LENGTHS = 4
 """Up to so many row lengths, layers are compiled for each length separately; for more, once for any length."""
 _RECOMPILE_LIMIT = 64
-"""Compilations of a layer: in training and evaluation, with and without documents, for each shape. torch's default is
-8; beyond the limit it runs the layer uncompiled.
-"""
+"""Compilations of a layer, in training and evaluation, for each shape; beyond, torch runs the layer uncompiled."""
 _DOCUMENT_BORDERS = r"L\['kwargs'\]\['(cu_seq_lens|max_length)_[qk]'\]"
 """torch's names of the arguments with which transformers passes document borders to a layer; see ``packed_forward``."""
 

@@ -220,7 +220,9 @@ def _squared_norm(fabric: Fabric, model: Any, gradients: list[torch.Tensor]) -> 
     """Return the sum of squares over all ranks, fp64 []; a gradient that several ranks hold counts once."""
     by_sharding: dict[Hashable, list[torch.Tensor]] = {}
     groups: dict[Hashable, list[dist.ProcessGroup | None]] = {}
-    flat_groups = _flat_groups(model)
+    root = getattr(model, "_forward_module", model)
+    is_flat = isinstance(root, FullyShardedDataParallel) and root.sharding_strategy is not ShardingStrategy.NO_SHARD
+    flat_groups = [root.process_group] if is_flat else []  # among which FSDP1 shards the parameters
     for gradient in gradients:
         if isinstance(gradient, DTensor):
             mesh, placements = gradient.device_mesh, gradient.placements
@@ -276,11 +278,3 @@ def _scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     for dtype, of_dtype in by_dtype.items():
         local = factor.to(of_dtype[0].device)
         torch._foreach_mul_(of_dtype, local if local.device.type == "cpu" else local.to(dtype))
-
-
-def _flat_groups(model: Any) -> list[dist.ProcessGroup | None]:
-    """Return the group that FSDP1 shards the parameters among, in a list; an empty list under other strategies."""
-    root = getattr(model, "_forward_module", model)
-    if not isinstance(root, FullyShardedDataParallel) or root.sharding_strategy is ShardingStrategy.NO_SHARD:
-        return []
-    return [root.process_group]

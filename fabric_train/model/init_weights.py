@@ -135,7 +135,9 @@ class RandomWeights:
                 drawn[first - begin : last - begin] = values.numbers[0]
                 continue
             for chunk in range(first // _CHUNK, -(-last // _CHUNK)):
-                stream, start = self._stream(name, chunk), chunk * _CHUNK
+                digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
+                seeds = np.random.SeedSequence([self._seed, digest, chunk])
+                stream, start = np.random.Generator(np.random.SFC64(seeds)), chunk * _CHUNK
                 count, (shift, scale) = min(last - start, _CHUNK), values.numbers
                 if values.kind == "uniform":
                     numbers, scale = stream.random(count).astype(np.float32), scale - shift
@@ -145,10 +147,6 @@ class RandomWeights:
                 at = max(start, first) - begin
                 drawn[at : at + len(part)] = part
         return drawn
-
-    def _stream(self, name: str, chunk: int) -> np.random.Generator:
-        digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
-        return np.random.Generator(np.random.SFC64(np.random.SeedSequence([self._seed, digest, chunk])))
 
 
 class _InitRecorder(TorchDispatchMode):

@@ -16,9 +16,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 _CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
-"""The most bytes that a chunk's logits and their fp32 log-probabilities take. Each chunk reads the weight, and reads
-and writes its gradient. So a few large chunks are faster, as long as their logits fit in memory.
-"""
+"""The most bytes of a chunk's logits and fp32 log-probabilities. Few are faster, because each reads the weight."""
 _traced_device: str | None = None
 
 

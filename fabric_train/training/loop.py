@@ -43,16 +43,6 @@ class End:
     stopped_by: int = 0
 
 
-@dataclass(frozen=True)
-class _Due:
-    """What follows a step. ``keeps``: its checkpoint stays, whatever its validation loss."""
-
-    evaluates: bool
-    keeps: bool
-    saves: bool
-    logs: bool
-
-
 class Stopwatch:
     """Wall-clock time between two readings, and the share spent waiting for data; evaluation and saves are left out."""
 
@@ -132,17 +122,17 @@ class Loop:
                 gc.collect()  # while the device is busy with the optimizer's step
             heartbeat.enter(StepPhase.COMPLETING)
             self.checkpoints.advance(step.report.sync)
-            due = self._due(window, step)
+            evaluates, keeps, saves, logs = self._due(window, step)
             stopwatch.stepped(step.report.num_tokens, window.num_rows, step.report.flops)
             state, checkpoint, cursors = _state_after(state, window, step), None, window.cursors
-            if not due.logs:
+            if not logs:
                 continue
-            state = self._evaluate_and_log(state, self._metrics(state, step, stopwatch), due.evaluates)
+            state = self._evaluate_and_log(state, self._metrics(state, step, stopwatch), evaluates)
             stop_signal = (self._sync() if state.unlogged else step.report.sync).stop_signal
-            ends_early = due.evaluates and self._ends_early(state)
+            ends_early = evaluates and self._ends_early(state)
             is_last = window.step == self.num_steps or ends_early
-            if due.saves or is_last or stop_signal or self._is_best(state):
-                checkpoint = self._save(state, cursors, due.keeps or is_last, is_last or bool(stop_signal))
+            if saves or is_last or stop_signal or self._is_best(state):
+                checkpoint = self._save(state, cursors, keeps or is_last, is_last or bool(stop_signal))
             if stop_signal and (state.unlogged or not is_last):
                 return End(state, checkpoint, stop_signal)
             if ends_early:
@@ -164,20 +154,18 @@ class Loop:
             stopwatch.waited(time.perf_counter() - started)
             yield window
 
-    def _due(self, window: Window, step: TakenStep) -> _Due:
+    def _due(self, window: Window, step: TakenStep) -> tuple[bool, bool, bool, bool]:
+        """Return whether a step is evaluated, its checkpoint kept whatever its loss, it is saved, and it is logged."""
         given, number = self.run.arguments, window.step
         always = number == self.num_steps or window.ends_epoch
         evaluates = always or number % given.evaluation.eval_step_interval == 0
         keeps = always or number % given.save.save_step_interval == 0
         saves = keeps or bool(step.report.sync.stop_signal)
-        has_fault = step.check.fault is not None
-        logs = evaluates or saves or has_fault or number % given.logging.log_step_interval == 0
-        return _Due(evaluates, keeps, saves, logs)
+        logs = evaluates or saves or step.check.fault is not None or number % given.logging.log_step_interval == 0
+        return evaluates, keeps, saves, logs
 
     def _metrics_to_begin_with(self, state: TrainerState) -> Metrics | None:
-        """Return the metrics to log after an evaluation before the first step: a new one, or one that a signal
-        interrupted.
-        """
+        """Return the metrics to log after an evaluation before the first step; None if there is none."""
         if state.unlogged:
             return read_columns(state.unlogged)
         begins = state.step == 0 and self.validation is not None and self.run.arguments.evaluation.eval_at_start
@@ -212,13 +200,9 @@ class Loop:
             if not evaluation.is_comparable(first):
                 first, progress = replace(evaluation, follows_other_rows=True), None
             stopping = self.run.early_stopping
-            state = replace(
-                state,
-                val_loss=evaluation.whole.loss,
-                evaluation=evaluation,
-                first_evaluation=first,
-                progress=stopping.after(progress, evaluation) if stopping else None,
-            )
+            progress = stopping.after(progress, evaluation) if stopping else None
+            state = replace(state, evaluation=evaluation, first_evaluation=first, progress=progress)
+            state = replace(state, val_loss=evaluation.whole.loss)
             metrics = with_evaluation(metrics, evaluation, self.run.logged_sources)
         self.outputs.log(metrics)
         return replace(state, unlogged=None)

@@ -22,9 +22,8 @@ from fabric_train.training.objective import Objective
 from fabric_train.training.step import accumulate
 
 TOLERANCES = {"32-true": 1e-5, "16-mixed": 2**-10, "bf16-mixed": 2**-8, "bf16-true": 2**-7}
-"""Relative tolerances. In fp32 the order of additions changes the sixth digit. In 16 bits, kernels for different shapes
-round differently, each value by up to half a unit in the last place (2^-11 of it in fp16, 2^-8 in bf16). Errors of many
-tokens mostly cancel. ``bf16-true`` also rounds the gradient each time one is added to it.
+"""Relative. In fp32 the order of additions changes the sixth digit. In 16 bits, kernels for different shapes round each
+value by up to half a unit in the last place (2^-11 of it in fp16, 2^-8 in bf16), bf16-true also each sum of gradients.
 """
 
 _ROWS_OF_RANK = 4

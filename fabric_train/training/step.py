@@ -18,14 +18,8 @@ from lightning import Fabric
 
 from fabric_train.checkpoint import CheckpointManager
 from fabric_train.data.step_sampler import Window
-from fabric_train.distributed.ranks import (
-    StepSync,
-    clip_grad_norm,
-    data_ranks,
-    gather_over_data_ranks,
-    gather_over_ranks,
-    to_device_async,
-)
+from fabric_train.distributed import ranks
+from fabric_train.distributed.ranks import StepSync, clip_grad_norm, data_ranks, gather_over_data_ranks
 from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.distributed.xla import seed_xla
 from fabric_train.model.flops import ModelFlops
@@ -196,18 +190,18 @@ def exchange_step(
 
     ``grad_norm``, fp64 [] on the device, is the same on all ranks. The other numbers are those of this rank.
     """
-    ranks, num_sources = data_ranks(fabric), len(loss.of_sources)
+    num_sources = len(loss.of_sources)
     sizes = [len(loss.summed), num_sources, len(loss.metrics), num_sources, 2]
     flags = torch.tensor([num_tokens, flops, *astuple(own)], dtype=torch.float64)
-    on_host = to_device_async(torch.cat([loss.tokens_of_sources, flags]), fabric.device)
-    by_rank = gather_over_ranks(fabric, torch.cat([loss.summed, loss.of_sources, loss.metrics, on_host]))
+    on_host = ranks.to_device_async(torch.cat([loss.tokens_of_sources, flags]), fabric.device)
+    by_rank = ranks.gather_over_ranks(fabric, torch.cat([loss.summed, loss.of_sources, loss.metrics, on_host]))
     is_there = loss.of_pieces.device == grad_norm.device
     of_pieces = loss.of_pieces if is_there else grad_norm.new_zeros(0)
     parts = [by_rank.flatten(), loss.counts.flatten().double(), grad_norm.reshape(1), of_pieces]
     numbers = torch.cat(parts).cpu()  # the only place in a step where the host waits for the device
     gathered, counts, norm, of_pieces = numbers.split([part.numel() for part in parts])
     gathered = gathered.view(by_rank.shape)
-    of_data_ranks = gathered[:: ranks.tensor_parallel_size, : sum(sizes)].split(sizes, dim=1)
+    of_data_ranks = gathered[:: data_ranks(fabric).tensor_parallel_size, : sum(sizes)].split(sizes, dim=1)
     summed, (nats, metrics, tokens, work) = of_data_ranks[0], (part.sum(dim=0) for part in of_data_ranks[1:])
     all_tokens, all_flops = work.tolist()
     stop_signal, is_saving, save_failed = gathered[:, sum(sizes) :].amax(dim=0).tolist()
@@ -284,8 +278,7 @@ class StepGuard:
             self._scaler.update(self._scaler.get_scale())
 
     def _window(self, window: Window, loss: WindowLoss) -> str:
-        ranks, batches = loss.summed.shape
-        return self._place(window, [(rank, batch) for rank in range(ranks) for batch in range(batches)])
+        return self._place(window, torch.ones_like(loss.counts).nonzero().tolist())
 
     def _place(self, window: Window, micro_batches: Iterable[tuple[int, int]]) -> str:
         names = self._names(window)

@@ -13,6 +13,7 @@ import struct
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from textwrap import indent
@@ -310,8 +311,16 @@ def complete_wandb(run: LoggedRun) -> None:
 
 
 def wandb_mode() -> str:
-    """Return online, offline or disabled; without an account it is offline."""
-    return os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+    """Return online, offline or disabled; offline without a key in the environment or in the user's netrc."""
+    if mode := os.environ.get("WANDB_MODE"):
+        return mode
+    if os.environ.get("WANDB_API_KEY"):
+        return "online"
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
+    with suppress(FileNotFoundError, netrc.NetrcParseError):
+        if netrc.netrc().authenticators(host) is not None:
+            return "online"
+    return "offline"
 
 
 def _wandb_run_id(folder: Path) -> str:
@@ -323,14 +332,3 @@ def _wandb_run_id(folder: Path) -> str:
     if not re.fullmatch(r"[\w-]{1,64}", run_id, re.ASCII):
         raise InputError(f"{file}: damaged; write the id of the run's W&B run into it, or remove it for a new W&B run")
     return run_id
-
-
-def _has_wandb_key() -> bool:
-    """Whether wandb finds a key without asking: in the environment or in the user's netrc."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
-    try:
-        return netrc.netrc().authenticators(host) is not None
-    except (FileNotFoundError, netrc.NetrcParseError):
-        return False
