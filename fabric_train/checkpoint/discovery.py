@@ -290,9 +290,7 @@ def prune(newest: Path, keep: int | None) -> None:
 
 
 def replace_checkpoint(temporary: Path, target: Path) -> None:
-    """Rename ``temporary`` to ``target``, and remove the checkpoint that has this name, if any; see
-    ``remove_leftovers``.
-    """
+    """Rename ``temporary`` to ``target``, and remove the checkpoint of this name; see ``remove_leftovers``."""
     replaced = _set_aside(target, _REPLACED) if os.path.lexists(target) else None
     sync_and_rename(temporary, target)
     if replaced:

@@ -104,9 +104,7 @@ class Staging:
             self._ready = torch.cuda.current_stream(self._device).record_event()
 
     def copy(self, writes: list[Write]) -> tuple[list[Write], Any]:
-        """Copy the tensors; after the returned GPU event, None on a CPU, the copies may be read and the tensors may
-        change.
-        """
+        """Copy the tensors; after the returned GPU event, None on a CPU, they may change and copies are complete."""
         pins, num_bytes = self._stream is not None, sum(_align(write.data.nbytes) for write in writes)
         if sum(map(len, self._buffers)) < num_bytes:
             self._buffers = []  # frees the old buffers before new ones are allocated
@@ -181,9 +179,7 @@ class RankWriter:
     def __init__(
         self, folder: Path, rank: int, writes: list[Write], staging: Staging | None, write_texts: Callable[[Path], None]
     ) -> None:
-        """Prepare to write into ``folder``, the same on all ranks; rank 0 calls ``write_texts``, and None stages
-        nothing.
-        """
+        """Prepare to write into ``folder``, the same on all ranks; ``write_texts`` is for rank 0."""
         self._folder, self._rank, self._staging, self._write_texts = folder, rank, staging, write_texts
         self._writes = sorted(writes, key=lambda write: (write.file, write.offset))
         self._is_abandoned = False
@@ -282,9 +278,7 @@ def join_parts(folder: Path) -> Path:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Return which file is missing or has a wrong size or, unless it holds tensors, a wrong content; None if all are
-    right.
-    """
+    """Return which file is missing or has a wrong size or, unless it has tensors, a wrong content; None if none."""
     try:
         files = _read(checkpoint)
         for name, file in files.items():

@@ -100,9 +100,7 @@ class CheckpointManager:
         return self._task is not None and self._task.error is not None
 
     def is_best(self, state: TrainerState) -> bool:
-        """Return whether a state's validation loss, of the source of ``--best_by``, is the lowest. One rank may ask
-        alone.
-        """
+        """Return whether a state's loss, of the source of ``--best_by``, is the lowest. One rank may ask alone."""
         loss = state.loss_of(self._best_by)
         return loss is not None and loss < self._lowest_before(state)
 

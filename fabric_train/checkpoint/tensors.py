@@ -111,10 +111,10 @@ def _local_state(
 
 
 def align_to_rows(tensors: list[LocalTensor], device: torch.device) -> list[LocalTensor]:
-    """Make every part begin and end at a row of its tensor. All ranks call it together.
+    """Make every part begin and end at a row of its tensor, which belongs to the rank of its first element.
 
-    A row belongs to the rank that has its first element; the others send their elements of it, a few rows per FSDP1
-    unit, over ``device``: NCCL does not take what ``--cpu_offload`` keeps in host memory.
+    The others send their elements of it, over ``device``: NCCL does not take what ``--cpu_offload`` keeps in host
+    memory.
     """
     outgoing: dict[int, list[torch.Tensor]] = {}
     incoming: dict[int, list[tuple[int, int]]] = {}  # rank → (index of the tensor, number of elements)
@@ -309,10 +309,7 @@ def safetensors_header(
 
 
 def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: Any) -> None:
-    """Restore the optimizer's states and the gradient scaler's. The number of ranks and the parallelism may change.
-
-    Each rank reads only its part, one tensor at a time. An InputError if a tensor is missing or of another shape.
-    """
+    """Restore this rank's states of the optimizer, and the gradient scaler, also after other ranks or parallelism."""
     tensors = CheckpointTensors(sorted((checkpoint / "optimizer").glob("*.safetensors")))
     cuts, declaring = flat_shards(model), optimizer.optimizer
     for name, parameter in trained_parameters(model):

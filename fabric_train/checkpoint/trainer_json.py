@@ -250,10 +250,9 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class BranchPoint:
-    """Where a run branched off the run in the folder ``run``, whose steps up to ``step`` are the common ones.
+    """Where a run branched off the one in ``run``; ``changed`` has the old and the new value of each argument.
 
-    ``continues_data``: the rows after ``step`` are the next ones of the same data order; otherwise those of another
-    order, from its beginning. ``changed`` has the old and the new value of each argument that differs.
+    ``continues_data``: the rows after ``step`` are the next ones of the same data order, else the first of another.
     """
 
     run: str
@@ -313,10 +312,10 @@ class HubDataset:
 
 @dataclass(frozen=True)
 class StageSource:
-    """What a stage of training read of a source, by the source's public name.
+    """What a stage of training read of a source, by its public name; of a stream, the numbers are None.
 
-    ``share`` is that of the stage's tokens, for a stream that of its pass. ``tokens`` and ``documents`` are those of
-    the token dataset; None for a stream. ``files`` are lines of ``sha256sum`` with names SOURCE/FILE.
+    ``share`` is that of the stage's tokens, for a stream of its pass. ``files`` are lines of ``sha256sum``,
+    SOURCE/FILE.
     """
 
     name: str

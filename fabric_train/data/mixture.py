@@ -232,17 +232,12 @@ def apportion(weights: Sequence[int | Fraction], total: int) -> list[int]:
 
 
 def rows_of_shares(num_rows: Sequence[int], shares: Sequence[float]) -> list[int]:
-    """Return how many rows of each source an epoch takes: 1 is all, 0.15 is 15 % of them, 2 is each row twice.
-
-    A share of 0.15 takes other rows in each epoch, until all were taken.
-    """
+    """Return how many rows of each source an epoch takes, others in each: 1 is all, 0.15 is 15 % of them."""
     return [round(Fraction(str(share)) * rows) for rows, share in zip(num_rows, shares, strict=True)]
 
 
 def rows_of_token_shares(num_rows: Sequence[int], token_shares: Sequence[float]) -> list[int]:
-    """Return how many rows of each source an epoch takes if it has as many rows, of one length, as all sources
-    together.
-    """
+    """Return how many rows of each source an epoch takes if it has as many rows as all sources together."""
     return apportion([Fraction(str(share)) for share in token_shares], sum(num_rows))
 
 
@@ -287,8 +282,7 @@ def _partial_quotients(number: int, modulus: int) -> Iterator[int]:
 class MixtureOrder:
     """The rows of every step, counted from 1, as a function of the step: O(log phases) beside those of a ``Mixture``.
 
-    ``mixtures`` are the phases, and the first window of each is that of the step after ``starts_after``: 0 for the
-    first phase, then increasing. Each phase begins an epoch of its mixture.
+    Each of ``mixtures`` is a phase that begins an epoch in the step after its ``starts_after``, 0 for the first.
     """
 
     mixtures: tuple[Mixture, ...]

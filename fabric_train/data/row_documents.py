@@ -24,11 +24,7 @@ _NUM_NAMED = 3
 
 @dataclass(frozen=True)
 class RowDocument:
-    """A document, or the part of one, in a row.
-
-    ``start`` is the position in the document of the first of its ``num_tokens`` in the row, and ``text`` are the first
-    words of these. ``origin`` is None without a document index: then it is the whole row.
-    """
+    """A document, or its ``num_tokens`` from ``start`` on, in a row; ``origin`` is None without a document index."""
 
     origin: DocumentOrigin | None
     start: int

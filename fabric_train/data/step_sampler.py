@@ -118,9 +118,7 @@ class WindowOrder:
         return _permutation(self.num_rows, self.seed, epoch)
 
     def reads_of(self, rows: np.ndarray, num_steps: int) -> list[RowRead]:
-        """Return which of the first ``num_steps`` steps read some rows: without a mixture O(epochs × rows of the
-        dataset).
-        """
+        """Return which of the first ``num_steps`` steps read some rows; O(epochs × rows) without a mixture."""
         if self.mixture:
             found = [(step, row) for row in rows.tolist() for step in self.mixture.steps_of(row, num_steps)]
         else:
@@ -182,9 +180,7 @@ class WorkerLoader(DataLoader):
 
 @dataclass(frozen=True)
 class TrainBatches:
-    """The windows of a token dataset on this rank, after the step ``starts_after``, prefetched by ``num_workers``
-    processes.
-    """
+    """The windows of a token dataset on this rank after ``starts_after``, prefetched by ``num_workers`` processes."""
 
     rows: IndexedRows
     order: WindowOrder
@@ -246,10 +242,9 @@ def _share_equally(most: Sequence[int], total: int) -> list[int]:
 def validation_batches(
     rows: IndexedRows, batch_size: int, world_size: int, rank: int, limit: int | None, seed: int, num_workers: int
 ) -> DataLoader:
-    """Return a loader of this rank's rows of a split.
+    """Return a loader of this rank's rows of a split, in equally many batches on all ranks.
 
-    The ranks together read each of the :func:`validation_rows` once: all, or as many as ``limit`` batches have. So the
-    number of ranks does not change what is evaluated. All ranks have equally many batches.
+    The ranks together read each of the :func:`validation_rows` once, so their number does not change what is evaluated.
     """
     sources = rows.main_sources() if limit else np.zeros(len(rows), dtype=np.int64)
     chosen = validation_rows(sources, limit and limit * batch_size, seed).tolist()

@@ -89,11 +89,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class LaneRow:
-    """A row of a lane, and the state of the lane after it.
-
-    ``input_ids`` and ``labels`` are int32 [max_length], labels are -100 where no token is supervised. Documents begin
-    at ``document_starts``; ``pieces`` are the parts of documents in the row, the first at position 0.
-    """
+    """A row of a lane, int32 [max_length], labels -100 where nothing is supervised, and the ``cursor`` after it."""
 
     input_ids: np.ndarray
     labels: np.ndarray

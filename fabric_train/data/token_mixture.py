@@ -21,10 +21,9 @@ from fabric_train.tokenization.packing.document_index import DocumentIndex, open
 
 @dataclass(frozen=True)
 class ListedSource:
-    """What has a share of its own: a token dataset, a source of it, or the other sources of it.
+    """What has a share of its own: a token dataset, a source of it, or the ``others`` of a folder, together.
 
-    ``slices`` are its rows: the number of the token dataset, and a range of its rows. ``others`` names the sources of a
-    folder that has some sources with shares of their own, and these others together.
+    ``slices`` are its rows: the number of the token dataset, and a range of its rows.
     """
 
     folder: str

@@ -106,11 +106,7 @@ def exchange_bytes(
 
 @dataclass(frozen=True)
 class StepSync:
-    """What ranks tell each other once per step: one rank's own, or the maximum over all ranks.
-
-    ``stop_signal`` is the number of the signal that asks the run to save and stop, 0 for none. ``is_saving``: a
-    background save is still writing. ``save_failed``: one has failed.
-    """
+    """What ranks tell each other once per step: one rank's own, or the maximum over all ranks; 0 is no signal."""
 
     stop_signal: int = 0
     is_saving: bool = False

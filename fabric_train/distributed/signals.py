@@ -208,9 +208,7 @@ class Heartbeat:
         self._since, self._first_step = time.monotonic(), 0
 
     def enter(self, phase: StepPhase, index: int = 0, step: int | None = None) -> None:
-        """Record that the main thread enters a phase, of the current step by default; all ranks record the same
-        positions.
-        """
+        """Record that the main thread enters a phase; all ranks record the same positions."""
         step = self.position.step if step is None else step
         self._first_step = self._first_step or step
         may_compile = step == self._first_step or (phase in _SLOW_AT_FIRST and index == 0)

@@ -41,11 +41,7 @@ _OTHER_TERMS = ("softcap", "s_aux", "position_bias")  # of attention scores, whi
 
 
 def forward(model: Any, input_ids: torch.Tensor, documents: Documents | None, **more: Any) -> Any:
-    """Return the model's output for packed rows ``input_ids`` [B, T] int64.
-
-    A token sees only earlier tokens of its document; if ``documents`` is None, of its row. ``more`` are further
-    arguments of the model.
-    """
+    """Return the model's output for packed rows [B, T] int64: a token sees what precedes it in its document, or row."""
     global _has_borders
     # with a cache, transformers treats restarting positions as one sequence, and documents see each other
     arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, **more}

@@ -23,11 +23,7 @@ _EXPERT = re.compile(r"\.experts\.")
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention layers of one kind.
-
-    ``width`` is the number of heads times their size. A token sees at most ``window`` tokens; None: its whole document.
-    ``num_below`` of the layers have no backward pass.
-    """
+    """Attention layers of one kind; ``num_below`` have no backward pass, ``width`` is heads times their size."""
 
     num_layers: int
     width: int
@@ -73,9 +69,7 @@ class ModelFlops:
 
 
 def model_flops(model: PreTrainedModel, trained: Collection[str] | None = None) -> ModelFlops:
-    """Count a model's FLOPs, also on the meta device; ``trained`` are the names of the parameters that train, None:
-    all.
-    """
+    """Count a model's FLOPs, also on the meta device; ``trained`` are the parameters that train, None: all."""
     head = model.get_output_embeddings()
     looked_up = {
         id(module.weight)

@@ -177,10 +177,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class SamplePrompts:
-    """The prompts of ``--sample_prompts``: their texts (of a chat as its template renders it) and token ids.
-
-    ``end_ids`` are the tokens that end a text, ``num_tokens`` is the largest number of new ones.
-    """
+    """The texts of ``--sample_prompts`` and their ids, which ``end_ids`` end after ``num_tokens`` new ones at most."""
 
     tokenizer: Any
     texts: list[str]

@@ -63,8 +63,8 @@ class Logger:
 class LoggedRun:
     """The run that loggers are opened for.
 
-    ``last_step`` is the last one that is logged already, -1 if none is. ``config`` has its arguments by name.
-    ``columns`` are those of metrics.csv beside the usual ones. The run branched off others after ``branched_after``.
+    ``last_step`` is the last one that is logged already, or -1. ``columns`` are those of metrics.csv beside the usual
+    ones.
     """
 
     folder: Path

@@ -56,9 +56,7 @@ class StartingPoint:
 
 @dataclass(frozen=True)
 class RunPhase:
-    """A phase of ``--phases``, with ``rows_per_epoch`` of each source; ``schedule`` is None if the run's schedule
-    holds.
-    """
+    """A phase of ``--phases``, with ``rows_per_epoch`` of each source, and its own ``schedule`` if it has one."""
 
     first_step: int
     last_step: int
@@ -107,10 +105,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that one process has checked as far as it can.
-
-    ``given`` are the arguments of the user; in ``arguments`` some that are "auto" are replaced by what is chosen.
-    """
+    """A run that is checked; ``given`` are the user's arguments, in ``arguments`` some "auto" ones are resolved."""
 
     given: "TrainArguments"
     arguments: "TrainArguments"
@@ -159,9 +154,7 @@ class PreparedRun:
 
     @property
     def logged_sources(self) -> tuple[str, ...]:
-        """The sources with logged losses, those of the training rows first, by number; none if there are fewer than
-        two.
-        """
+        """The sources with logged losses, those of the training rows first; none if there are fewer than two."""
         held_out = self.data.validation.source_names if self.data.validation else ()
         names = tuple(dict.fromkeys((*self.data.source_names, *held_out)))
         return names if len(names) > 1 else ()

@@ -49,9 +49,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """The results on ``tokens_per_row`` tokens of each of ``rows``, compared with the first figure, and a line for each
-    fault.
-    """
+    """The results on ``tokens_per_row`` tokens of each of ``rows``, compared with the first one, and the faults."""
 
     rows: list[int]
     tokens_per_row: int
@@ -103,10 +101,9 @@ def check_cuts(
     micro_batch_size: int,
     precision: str,
 ) -> SelfCheck:
-    """Compute loss and gradient of every split, without dropout and without a step. All ranks call this together.
+    """Compute loss and gradient of every split, without taking a step. All ranks call this together.
 
-    The model is in evaluation mode afterwards. ``indices`` are the rows of the first window, over all ranks. An
-    InputError if none of them has a label.
+    ``indices`` are the rows of the first window, over all ranks. An InputError if none of them has a label.
     """
     started = time.monotonic()
     indices = indices[: _ROWS_OF_RANK * data_ranks(fabric).size]

@@ -62,8 +62,7 @@ def describe_mfu(flops: ModelFlops, peak_flops: float | None) -> str:
 def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoint: Path) -> Group:
     """Return what a run reached in ``seconds`` of training, evaluation and saves, and the command that comes next.
 
-    There are the tokens of each source of a mixture, seen and planned, or of a stream; and the validation losses of
-    each source, at the first evaluation and now. It reads the validation loss of each checkpoint.
+    It reads the validation loss of each checkpoint.
     """
     table = _table("Done")
     num_tokens = state.num_tokens - run.start.state.num_tokens
@@ -151,9 +150,7 @@ def describe_phases(run: PreparedRun) -> list[Table]:
 
 
 def describe_stream(run: PreparedRun, checkpoint: Path | None = None) -> list[Table]:
-    """Return the table of a stream's sources, with the tokens read up to a checkpoint; none of one source without a
-    share.
-    """
+    """Return the table of a stream's sources, with the tokens read up to a checkpoint; none without shares."""
     data = run.data
     if not isinstance(data, Stream) or (len(data.source_names) == 1 and data.documents.shares is None):
         return []

@@ -71,10 +71,9 @@ class LossCurves(Logger):
 
 
 def draw_loss_curves(rows: Sequence[Metrics], picture: Path, title: str, branched_after: Sequence[int] = ()) -> None:
-    """Draw the training and validation loss, those of each source if there are several, and the learning rate.
+    """Draw the losses, those of several sources too, and the learning rate, from ``rows`` in order, as a PNG.
 
-    ``rows`` of metrics.csv are in the order of their steps, and ``picture`` is the PNG to write. A dotted line marks
-    each step after which the run branched off another.
+    A dotted line marks each step after which the run branched off another.
     """
     import matplotlib  # slow
 
