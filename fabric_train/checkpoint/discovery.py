@@ -162,12 +162,9 @@ def choose_checkpoint(
 ) -> Path | None:
     """Return the checkpoint that a run starts from, or None for the pretrained weights.
 
-    ``given`` is the checkpoint or run folder of ``--checkpoint``. If it is None, ``resume`` takes the newest undamaged
-    checkpoint in the folder ``run``. With ``weights_only``, the run starts at step 0. ``read_only``: it writes neither
-    metrics nor checkpoints.
-
-    Raises:
-        InputError: There is no such checkpoint, or the run would overwrite another run's metrics and checkpoints.
+    ``given`` is that of ``--checkpoint``. If it is None, ``resume`` takes the newest undamaged checkpoint in the folder
+    ``run``. With ``weights_only``, the run starts at step 0. ``read_only``: it writes neither metrics nor checkpoints.
+    An InputError if there is none, or the run would overwrite another run's metrics and checkpoints.
     """
     newest = newest_checkpoint(run, damages)
     chosen = find_checkpoint(Path(given), damages) if given else (newest if resume else None)

@@ -20,15 +20,7 @@ from lightning import Fabric
 
 from fabric_train.checkpoint.discovery import lowest_loss, prune, remove_leftovers, replace_checkpoint
 from fabric_train.checkpoint.files import BackgroundTask, RankWriter, Staging, join_parts
-from fabric_train.checkpoint.tensors import (
-    LocalTensor,
-    Write,
-    align_to_rows,
-    full_writes,
-    local_optimizer_state,
-    local_weights,
-    sharded_writes,
-)
+from fabric_train.checkpoint.tensors import local_optimizer_state, local_weights, rank_writes
 from fabric_train.checkpoint.trainer_json import FORMAT, Description, TrainerState, to_content
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
 from fabric_train.distributed.ranks import first_text, gather_over_data_ranks
@@ -120,19 +112,17 @@ class CheckpointManager:
         """Begin to write a checkpoint, after finishing a pending save, and return its path.
 
         If saves are synchronous, or with ``waits``, the checkpoint is complete when this returns. Otherwise, the model
-        may change after ``wait_until_copied``, and ``advance`` completes the checkpoint. Old ones are then removed.
-
-        ``cursors`` are the stream's positions after the last window, see ``stream_batches.StreamBatch``, or a
-        checkpoint of the same step that has them. For ``interim`` and ``scheduled`` see ``TrainerJson``.
-
-        Raises:
-            SaveError: This save or the pending one failed; raised on all ranks. So do ``advance`` and ``finish``.
+        may change after ``wait_until_copied``, and ``advance`` completes the checkpoint. Old ones are then removed. A
+        SaveError of any save is raised on all ranks. ``cursors`` are the stream's positions after the last window, see
+        ``StreamBatch``, or a checkpoint of the same step that has them. For ``interim`` and ``scheduled`` see
+        ``TrainerJson``.
         """
         self.finish()
         target = self.path(state)
         temporary = temporary_for(target, self._process)
         tensors = (local_weights(self._model), local_optimizer_state(self._model, self._optimizer.optimizer))
-        writes = [*self._writes("model", tensors[0]), *self._writes("optimizer", tensors[1])]
+        kind, parts = self._description.state_dict_type, zip(("model", "optimizer"), tensors, strict=True)
+        writes = [write for part, of_part in parts for write in rank_writes(part, of_part, self._fabric, kind)]
         if self._fabric.device.type == "xla":  # whose tensors only one thread may use
             writes = [replace(write, data=write.data.cpu()) for write in writes]
         texts = self._texts(state, cursors, {"interim": interim, "scheduled": scheduled})
@@ -234,11 +224,6 @@ class CheckpointManager:
         # an existing checkpoint of this step is damaged, or a signal came before its evaluation was complete
         replace_checkpoint(pending.temporary, pending.target)
         prune(pending.target, self._keep)
-
-    def _writes(self, part: str, tensors: list[LocalTensor]) -> list[Write]:
-        if self._description.state_dict_type == "sharded":
-            return sharded_writes(part, align_to_rows(tensors, self._fabric.device), self._fabric.global_rank)
-        return full_writes(part, tensors, self._fabric.global_rank)
 
     def _texts(self, state: TrainerState, cursors: np.ndarray | Path | None, kind: dict[str, bool]) -> dict[str, str]:
         description = asdict(self._description.after(time.monotonic() - self._started))

@@ -235,6 +235,13 @@ class Write:
     data: torch.Tensor
 
 
+def rank_writes(part: str, tensors: list[LocalTensor], fabric: Fabric, state_dict_type: str) -> list[Write]:
+    """Return this rank's writes of ``part``, "model" or "optimizer"; ``state_dict_type`` is "full" or "sharded"."""
+    if state_dict_type == "sharded":
+        return sharded_writes(part, align_to_rows(tensors, fabric.device), fabric.global_rank)
+    return full_writes(part, tensors, fabric.global_rank)
+
+
 def full_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Write]:
     """Return this rank's writes into the file of ``part``, "model" or "optimizer". Rank 0 also writes the header."""
     file = _FULL[part]

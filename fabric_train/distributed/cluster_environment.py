@@ -22,14 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning import Fabric
-from lightning.fabric.plugins.environments import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    MPIEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-    XLAEnvironment,
-)
+from lightning.fabric.plugins import environments
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.strategies.launchers import subprocess_script
 
 from fabric_train.cli.child_ranks import LOOPBACK, as_launcher, serve_on_loopback, watch_children
@@ -53,13 +47,13 @@ def find_cluster_environment(num_nodes: int, accelerator: str) -> ClusterEnviron
         _stay_on_this_machine(has_store=launcher != TORCHRUN)
     environment: ClusterEnvironment
     if launcher == TORCHRUN:
-        environment = TorchElasticEnvironment()
+        environment = environments.TorchElasticEnvironment()
     elif launcher == SRUN:
         environment = SrunEnvironment(num_nodes)
     elif launcher in MPI and int(os.environ[launcher.size]) > 1:
         environment = MpiexecEnvironment(launcher, num_nodes)
     else:
-        return LightningEnvironment()
+        return environments.LightningEnvironment()
     check_address(environment.main_address, launcher.name)
     if num_nodes > 1:
         _check_is_rank_0(environment)
@@ -76,7 +70,7 @@ def _stay_on_this_machine(has_store: bool) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-class SrunEnvironment(SLURMEnvironment):
+class SrunEnvironment(environments.SLURMEnvironment):
     """Slurm's tasks; the address is that of the step's first node unless ``MASTER_ADDR`` is set."""
 
     def __init__(self, num_nodes: int) -> None:
@@ -101,7 +95,7 @@ class SrunEnvironment(SLURMEnvironment):
         return int(os.environ[SRUN.size])
 
 
-class MpiexecEnvironment(MPIEnvironment):
+class MpiexecEnvironment(environments.MPIEnvironment):
     """MPI's processes. All that is known by messages is asked once, by all ranks together; then MPI is finalized."""
 
     def __init__(self, launcher: Launcher, num_nodes: int) -> None:
@@ -288,7 +282,7 @@ def _serve_store(fabric: Fabric) -> "dist.TCPStore | None":
     On several machines torch serves it later, on all interfaces, and here the port is only checked.
     """
     environment = getattr(fabric.strategy, "cluster_environment", None)
-    if environment is None or isinstance(environment, XLAEnvironment):  # neither has a port
+    if environment is None or isinstance(environment, environments.XLAEnvironment):  # neither has a port
         return None
     if fabric.global_rank or _torchrun_has_store():
         return None

@@ -21,12 +21,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
 from fabric_train.cli.errors import InputError
@@ -175,7 +170,7 @@ class _SelectivePlan:
     def contexts(self) -> Any:
         counters: dict[bool, Counter[Any]] = {False: Counter(), True: Counter()}
 
-        def policy(context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
             counter = counters[context.is_recompute]
             call = (operation, counter[operation])
             counter[operation] += 1

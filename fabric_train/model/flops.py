@@ -2,8 +2,8 @@
 
 FLOPs are counted as in PaLM (arXiv:2204.02311, appendix B) and torchtitan: for each token, 6 per parameter that it is
 multiplied with (2 forward, 4 backward), and for attention 12 per layer, unit of width and token of context, causal or
-not. A frozen parameter takes 2 less, because it has no gradient of its own; before the first one that trains there is
-no backward pass. Recomputed activations count once: MFU measures how fast the model learns, not how busy a device is.
+not. A frozen parameter takes 2 less; before the first one that trains there is no backward pass. Recomputed activations
+count once: MFU measures how fast the model learns.
 """
 
 import re

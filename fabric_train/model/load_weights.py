@@ -1,8 +1,8 @@
-"""Build a model on the meta device, and later read each rank's part of its weights.
+"""Build a model on the meta device, and later read each rank's part of its weights; or load it in full.
 
-If a Hugging Face folder uses other names or other splits of weights than transformers does now (Mixtral's experts),
-transformers' own mapping is applied to one weight at a time. Some models cannot be read in parts, so transformers loads
-them in full: pickles, quantized weights, and models that always keep some weights in fp32.
+If a Hugging Face folder uses other names or splits of weights than transformers does now (Mixtral's experts), its own
+mapping is applied to one weight at a time. transformers loads pickles, quantized weights, and some kept in fp32, in
+full.
 """
 
 import copy

@@ -1,8 +1,8 @@
 """Which parameters of a model train: all of them, or those that ``train_only`` chose.
 
-``choose_trained`` decides. ``ModelShape.trained`` has its answer for the model that a configuration describes. Before
-the model is sharded, ``freeze_other_parts`` applies it, and ``requires_grad`` carries it from there. A frozen parameter
-gets no gradient and no optimizer state. A checkpoint has its weights, but nothing of it in the optimizer's files.
+``choose_trained`` decides, for ``ModelShape.trained``. Before the model is sharded, ``freeze_other_parts`` applies it,
+and ``requires_grad`` carries it from there. A frozen parameter is in a checkpoint, but nothing of it in the optimizer's
+files.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """Read tensors one at a time from safetensors files, also from the shards of a sharded checkpoint.
 
-Sharded files have the format of torch's ``HuggingFaceStorageWriter(save_distributed=True)``: safetensors whose header
-has under ``DCP_SHARDING_INFO`` the offsets of each piece in the full tensor. Unlike ``torch.distributed.checkpoint``,
-this module can export a 70B model with one tensor in memory.
+Sharded files have the format of torch's ``HuggingFaceStorageWriter(save_distributed=True)``: the header has under
+``DCP_SHARDING_INFO`` the offsets of each piece. A 70B model can be exported with one tensor in memory.
 """
 
 import functools

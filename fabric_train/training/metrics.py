@@ -27,10 +27,9 @@ class Metrics:
 
     Losses are in nats per token over all ranks. ``num_tokens`` counts from the run's first step, without padding.
     ``step_time`` is in seconds, ``data_wait`` the share of it spent waiting for batches. ``peak_memory_gb`` is in 1e9
-    bytes on rank 0: allocated on the GPU, or resident on CPU. ``skipped_steps`` counts steps left out because loss or
-    gradient was not finite. Samples are rows. ``mfu`` is between 0 and 1 (``model.flops``), None if the device's peak
-    is unknown. ``rows_hash`` is that of ``TrainerState``. ``further`` has the columns of an objective's metrics and of
-    ``evaluation.METRICS``, ``train_NAME`` and ``val_NAME``; ``by_source`` those of sources, as ``val_loss/SOURCE``.
+    bytes on rank 0. Samples are rows. ``mfu`` is between 0 and 1, None if the device's peak is unknown. ``rows_hash``
+    is that of ``TrainerState``. ``further`` has the columns of an objective's metrics and of ``evaluation.METRICS``,
+    ``train_NAME`` and ``val_NAME``; ``by_source`` those of sources, as ``val_loss/SOURCE``.
     """
 
     step: int

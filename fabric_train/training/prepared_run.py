@@ -35,10 +35,9 @@ class StartingPoint:
     """What a run starts from.
 
     ``checkpoint`` is None for pretrained and for random weights. ``state`` is at step 0 unless the run resumes.
-    ``schedule_steps`` is the length of the learning-rate schedule that a resumed run keeps although it now has another
-    number of steps, else None. ``lineage`` are the branch points of the run so far; ``branches`` says that it branches
-    off now, at the last of them. ``stages`` are the runs before this one that the ``checkpoint`` knows, and itself if
-    the run takes its weights alone.
+    ``schedule_steps`` is the length of the learning-rate schedule that a resumed run keeps, else None. ``lineage`` are
+    the branch points so far; ``branches``: it branches off now, at the last of them. ``stages`` are the runs before
+    this one that the ``checkpoint`` knows, and itself if the run takes its weights alone.
     """
 
     checkpoint: Path | None

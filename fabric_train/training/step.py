@@ -1,7 +1,7 @@
 """One optimizer step: count, accumulate the gradient of a window, clip, check, update the parameters.
 
 The loss of a window is the mean over all that its objective counts (the supervised tokens) on all ranks, counted before
-the first backward pass. So loss and gradient do not depend on how the window is split into ranks and micro-batches.
+the first backward pass. So loss and gradient do not depend on how the window is split.
 """
 
 import itertools
