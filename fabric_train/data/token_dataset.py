@@ -24,7 +24,6 @@ from fabric_train.tokenization.packing.document_index import DocumentIndex, Sour
 VALIDATION_NAMES = ("validation", "valid")
 _ROWS_AT_ONCE = 1 << 16
 
-
 StoredRow: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 """The ``input_ids`` of a row, its labels, and the starts of its documents; None if documents are not kept apart."""
 

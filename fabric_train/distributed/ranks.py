@@ -6,6 +6,7 @@ FSDP1 concatenates the parameters of a unit into one flat vector and gives every
 tensor parallelism give every rank a block of each parameter. DDP and a single device keep whole parameters.
 """
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -19,14 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, Shardin
 from torch.distributed.tensor import DTensor
 
 _MAX_TEXT_BYTES = 2000  # longer texts are truncated
-_WRAPPERS = (
-    "_forward_module.",
-    "_fsdp_wrapped_module.",
-    "_checkpoint_wrapped_module.",
-    "_orig_mod.",
-    "_fpw_module.",
-    "_fsdp_shard.",
-)
+_WRAPPERS = r"_(forward_module|fsdp_wrapped_module|checkpoint_wrapped_module|orig_mod|fpw_module|fsdp_shard)\."
 _ROW = 1024
 """Squares added in fp32 on CPU; the sums of these rows are added in fp64."""
 
@@ -191,9 +185,7 @@ def local_part(tensor: Any) -> torch.Tensor:
 def original_name(name: str) -> str:
     """Return the name of a parameter before Fabric, DDP, FSDP, compile and checkpointing wrapped the model."""
     name = name.replace("_FSDP_SHARD_SEPARATOR_", ".")  # torch-xla's FSDP registers a layer's parameters at the layer
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
+    return re.sub(_WRAPPERS, "", name).removeprefix("module.")
 
 
 @torch.no_grad()

@@ -215,11 +215,7 @@ def _strategy(parallelism: str, arguments: "TrainArguments", layer_classes: Laye
             state_dict_type=fsdp.state_dict_type,
             limit_all_gathers=fsdp.limit_all_gathers,
             cpu_offload=fsdp.cpu_offload,
-            mixed_precision=FSDPMixedPrecision(
-                param_dtype=compute_dtype(arguments.model.precision),
-                reduce_dtype=torch.float32,
-                buffer_dtype=torch.float32,
-            ),
+            mixed_precision=FSDPMixedPrecision(compute_dtype(arguments.model.precision), torch.float32, torch.float32),
         )
     if parallelism == "fsdp2":
         return FSDP2Strategy(

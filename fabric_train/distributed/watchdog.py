@@ -145,8 +145,6 @@ class Watchdog:
             self._others[0].send(end=code, lines=list(lines))
             time.sleep(_ANSWER_SECONDS)
 
-    # ----------------------------------------------------------------------------------------------------- connecting
-
     def _accept_ranks(self, server: socket.socket, num_ranks: int, token: str) -> None:
         server.settimeout(_JOIN_SECONDS)
         while len(self._others) < num_ranks - 1:
@@ -174,8 +172,6 @@ class Watchdog:
         for other in self._others.values():
             if other.connection:
                 other.connection.close()
-
-    # ----------------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
         next_beat = 0.0

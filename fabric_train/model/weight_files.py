@@ -54,7 +54,6 @@ class Weights(Protocol):
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Return the block of ``shape`` that begins at ``offsets`` of the full tensor, on the CPU. Do not change it."""
-        ...
 
 
 class StoredTensors(Weights, Protocol):
@@ -66,15 +65,12 @@ class StoredTensors(Weights, Protocol):
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of the full tensor without reading it."""
-        ...
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which the tensor is read."""
-        ...
 
     def read(self, name: str) -> torch.Tensor:
         """Return the full tensor on the CPU. Do not change it."""
-        ...
 
 
 class CheckpointTensors:

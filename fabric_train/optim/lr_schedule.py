@@ -13,7 +13,6 @@ SCHEDULES_VERSION = "2"
 _STEP_DECAYS = 3
 """The ``step`` schedule falls to ``min_lr`` in this many equal steps, of the logarithm if ``min_lr`` is above 0."""
 
-
 ARGUMENTS = ("lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps", "decay_steps", "decay_share", "decay_form")
 """Those that decide the learning rate."""
 

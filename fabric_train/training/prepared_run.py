@@ -17,7 +17,6 @@ from fabric_train.training.evaluation import EarlyStopping, SamplePrompts
 if TYPE_CHECKING:
     from arguments import TrainArguments
 
-
 TrainingData: TypeAlias = TokenDataset | TokenMixture | Stream
 
 
