@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from demo.stages import ROOT, StageError, run_stage
-from fabric_train.training.loss_curves import draw_loss_curves
 from fabric_train.training.metrics import Metrics, read_metrics
+from fabric_train.training.trackers import draw_loss_curves
 from sample_data import real_data
 
 FOLDER = Path("demo_run")

@@ -7,8 +7,8 @@ import shutil
 import sys
 
 from demo.stages import ROOT, StageError, run_stage
-from fabric_train.training.loss_curves import draw_loss_curves
 from fabric_train.training.metrics import read_metrics
+from fabric_train.training.trackers import draw_loss_curves
 from sample_data import real_data
 
 FOLDER = "demo_run/mixture"

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning import Fabric
 from rich.progress import track
@@ -25,26 +26,24 @@ _REMOVED, _REPLACED = ".removed", ".replaced"
 
 
 def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
-    """Return the checkpoint that ``path`` means.
+    """Return the checkpoint that ``path`` means; an InputError if there is none, or it is damaged.
 
     ``path`` is a checkpoint; a run folder, whose newest undamaged checkpoint is meant; or a name in a run folder (or in
     its ``checkpoints/``) that does not exist as a file or folder: ``RUN/latest``, the same; ``RUN/best``, the undamaged
     one with the lowest validation loss (of the source of ``--best_by``); ``RUN/step-500``, the one of that step.
-
-    Raises:
-        InputError: There is none, or the checkpoint ``path`` is damaged.
     """
-    damages = damages or {}
     run, name = (path.parent, path.name) if is_short_name(path) else (path, "latest")
     if name.startswith("step-"):
         path = next((checkpoint for checkpoint in _in(run) if _step(checkpoint) == _step(path)), path)
-    if _is_checkpoint(path):
+    if path.is_dir() and (_NAME.fullmatch(path.name) or (path / "trainer.json").exists()):  # also a damaged one
         fault = find_fault(path, damages)
         if fault:
             raise InputError(f"{path} {fault}; use another checkpoint")
         return path
     if name.startswith("step-"):
-        raise InputError(f"{path}: the run has no such checkpoint; it has {_steps_in(run)}")
+        names = [checkpoint.name for checkpoint in _in(run)]
+        listed = ", ".join(names if len(names) < 5 else [names[0], "…", *names[-3:]])
+        raise InputError(f"{path}: the run has no such checkpoint; it has {listed}")
     found = best_checkpoint(run, damages) if name == "best" else newest_checkpoint(run, damages)
     if found is None:
         damaged = describe_damaged(run, None, damages)
@@ -58,11 +57,7 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
 
 
 def branch_point(given: str) -> Path:
-    """Return the path of the checkpoint that ``--branch`` means, for ``find_checkpoint``.
-
-    Raises:
-        InputError: There is no such run.
-    """
+    """Return the path of the checkpoint that ``--branch`` means, for ``find_checkpoint``."""
     run, step = split_branch(given)
     if not _in(run):
         reason = "no run with a checkpoint" if run.is_dir() else missing_folder(run)
@@ -81,7 +76,7 @@ def split_branch(given: str) -> tuple[Path, str]:
 
 
 def run_of(checkpoint: Path) -> Path:
-    """Return the absolute path of the run folder that a checkpoint is in."""
+    """Return the absolute path of a checkpoint's run folder."""
     folder = Path(os.path.abspath(checkpoint)).parent
     return folder.parent if folder.name == "checkpoints" else folder
 
@@ -97,10 +92,7 @@ def is_short_name(path: Path) -> bool:
 
 
 def means_checkpoint(path: Path) -> bool:
-    """Whether a path is a checkpoint with its optimizer, a run with checkpoints, or a name for one of these.
-
-    Otherwise it may be a model's folder, which some checkpoints without their optimizer are.
-    """
+    """Whether a path is a checkpoint with its optimizer, a run with checkpoints, or a name for one of these."""
     is_checkpoint = (path / "trainer.json").exists() and (path / "optimizer").is_dir()
     is_run = not (path / "config.json").is_file() and bool(_in(path))
     return is_checkpoint or is_run or is_short_name(path)
@@ -116,10 +108,11 @@ def describe_choice(path: Path, used: Path) -> str | None:
     if os.path.realpath(path) == os.path.realpath(used):
         return None
     name = path.name if is_short_name(path) else "latest"
-    best = f"the checkpoint with the lowest {deciding_loss(used)}"
-    kinds = {"best": best, "latest": "the newest complete checkpoint"}
-    kind = kinds.get(name, "the checkpoint of that step")
-    return f"{path}: {kind}, {used.name}, is used"
+    kinds = {
+        "best": f"the checkpoint with the lowest {deciding_loss(used)}",
+        "latest": "the newest complete checkpoint",
+    }
+    return f"{path}: {kinds.get(name, 'the checkpoint of that step')}, {used.name}, is used"
 
 
 def deciding_loss(checkpoint: Path) -> str:
@@ -132,14 +125,7 @@ def deciding_loss(checkpoint: Path) -> str:
 
 
 def find_whole_checkpoint(path: Path) -> Path:
-    """Find a checkpoint as ``find_checkpoint`` does, and check the content of its weights too.
-
-    Print a note on standard error if ``path`` is not the checkpoint itself, and for each damaged one of the run that
-    comes before it.
-
-    Raises:
-        InputError: There is none, or the checkpoint ``path`` is damaged.
-    """
+    """Find a checkpoint with ``find_checkpoint`` and check its weights; print notes on damaged ones before it."""
     damages: dict[Path, str] = {}
     while damage := find_wrong_content(checkpoint := find_checkpoint(path, damages), optimizer=False):
         damages[_real(checkpoint)] = damage
@@ -150,12 +136,9 @@ def find_whole_checkpoint(path: Path) -> Path:
 
 
 def whole_checkpoints(run: Path) -> Iterator[Path]:
-    """Yield the undamaged checkpoints of a run, the newest first; print a note on standard error for each other one.
-
-    The content of their weights is checked too.
-    """
-    for checkpoint in reversed(saved_checkpoints(run).values()):
-        fault = find_fault(checkpoint, {})
+    """Yield the undamaged checkpoints of a run, weights checked, the newest first; print a note on each other one."""
+    for checkpoint in reversed(_in(run)):
+        fault = find_fault(checkpoint)
         if fault is None and (damage := find_wrong_content(checkpoint, optimizer=False)):
             fault = f"is damaged: {damage}"
         if fault is None:
@@ -165,21 +148,13 @@ def whole_checkpoints(run: Path) -> Iterator[Path]:
 
 
 def checkpoints_of_all(path: Path) -> tuple[list[Path], list[Path]]:
-    """Return the undamaged checkpoints that ``RUN/all`` means, the oldest first, and the damaged ones.
-
-    Print a note on standard error for each damaged one.
-
-    Raises:
-        InputError: There is no undamaged one.
-    """
-    saved, console = saved_checkpoints(path.parent), open_console(stderr=True)
-    checked = track(
-        whole_checkpoints(path.parent), "checking the checkpoints", len(saved), console=console, transient=True
-    )
-    whole = list(checked)[::-1]
+    """Return the undamaged checkpoints that ``RUN/all`` means, the oldest first, and the damaged ones."""
+    saved = _in(path.parent)
+    shown: dict[str, Any] = {"console": open_console(stderr=True), "transient": True}
+    whole = list(track(whole_checkpoints(path.parent), "checking the checkpoints", len(saved), **shown))[::-1]
     if not whole:
         raise InputError(f"{path}: the run has no undamaged checkpoint; use another run")
-    return whole, [checkpoint for checkpoint in saved.values() if checkpoint not in whole]
+    return whole, [checkpoint for checkpoint in saved if checkpoint not in whole]
 
 
 def choose_checkpoint(
@@ -187,16 +162,9 @@ def choose_checkpoint(
 ) -> Path | None:
     """Return the checkpoint that a run starts from, or None for the pretrained weights.
 
-    Args:
-        run: The run's folder.
-        given: The checkpoint or run folder of ``--checkpoint``, if any.
-        resume: Whether to start from the newest undamaged checkpoint in ``run`` if ``given`` is None.
-        weights_only: Whether the run takes only the weights and starts at step 0.
-        read_only: Whether the run writes neither metrics nor checkpoints.
-        damages: Known damage.
-
-    Raises:
-        InputError: There is no such checkpoint, or the run would overwrite another run's metrics and checkpoints.
+    ``given`` is that of ``--checkpoint``. If it is None, ``resume`` takes the newest undamaged checkpoint in the folder
+    ``run``. With ``weights_only``, the run starts at step 0. ``read_only``: it writes neither metrics nor checkpoints.
+    An InputError if there is none, or the run would overwrite another run's metrics and checkpoints.
     """
     newest = newest_checkpoint(run, damages)
     chosen = find_checkpoint(Path(given), damages) if given else (newest if resume else None)
@@ -219,58 +187,43 @@ def choose_checkpoint(
 
 
 def newest_checkpoint(run: Path, damages: Damages | None = None, before: float = math.inf) -> Path | None:
-    """Return the undamaged checkpoint of a run folder (or of its ``checkpoints/``) with the highest step, or None.
-
-    Only those of steps lower than ``before`` count.
-    """
+    """Return the undamaged checkpoint of a run with the highest step lower than ``before``, or None."""
     return _first_whole((each for each in reversed(_in(run)) if _step(each) < before), damages)
 
 
 def checkpoint_from(run: Path, step: int) -> Path | None:
-    """Return the undamaged checkpoint of a run folder with the lowest step that is not below ``step``, or None."""
+    """Return the undamaged checkpoint of a run with the lowest step that is not below ``step``, or None."""
     return _first_whole(each for each in _in(run) if _step(each) >= step)
 
 
 def best_checkpoint(run: Path, damages: Damages | None = None) -> Path | None:
-    """Return the undamaged checkpoint of a run folder with the lowest validation loss, or None if none has one."""
+    """Return the undamaged checkpoint of a run with the lowest validation loss, or None if none has one."""
     return _first_whole(_sort_by_loss(each for each in _in(run) if find_unreadable(each) is None), damages)
 
 
 def _first_whole(checkpoints: Iterable[Path], damages: Damages | None = None) -> Path | None:
-    return next((checkpoint for checkpoint in checkpoints if find_fault(checkpoint, damages or {}) is None), None)
+    return next((checkpoint for checkpoint in checkpoints if find_fault(checkpoint, damages) is None), None)
 
 
 def lowest_loss(run: Path, source: str, last_step: int) -> float:
-    """Return the lowest validation loss in the undamaged checkpoints up to a step; infinite if none has one.
-
-    ``source`` is the source whose loss is meant, "all" for the whole validation split. Losses on other rows than
-    those of the last evaluation do not count.
-    """
-    saved = [other for other in _in(run) if _step(other) <= last_step and not find_fault(other, {})]
+    """Return the lowest loss of a source, or "all", in undamaged checkpoints up to a step, else infinity."""
+    saved = [other for other in _in(run) if _step(other) <= last_step and not find_fault(other)]
     return min(_comparable_losses(saved, source).values(), default=math.inf)
 
 
 def describe_damaged(run: Path, used: Path | None, damages: Damages | None = None) -> list[str]:
-    """Return a line for each damaged checkpoint of a run that would have been used instead of ``used``.
-
-    Those are newer, or their damage was found after they had been chosen.
-    """
+    """Return a line for each damaged checkpoint of a run that would have been used instead of ``used``."""
     instead = f"{used.name} is used" if used else "there is no undamaged one; use another checkpoint"
-    damages = damages or {}
-    preferred = [
-        checkpoint
+    return [
+        f"{checkpoint} {fault}; {instead}"
         for checkpoint in _in(run)
-        if used is None or _step(checkpoint) > _step(used) or _real(checkpoint) in damages
+        if used is None or _step(checkpoint) > _step(used) or _real(checkpoint) in (damages or {})
+        if (fault := find_fault(checkpoint, damages))
     ]
-    faults = [(checkpoint, find_fault(checkpoint, damages)) for checkpoint in preferred]
-    return [f"{checkpoint} {fault}; {instead}" for checkpoint, fault in faults if fault]
 
 
 def wrong_content(checkpoint: Path, fabric: Fabric) -> str | None:
-    """Return on all ranks which file of a checkpoint does not have the written content, or None.
-
-    All ranks call it together, and each reads its share.
-    """
+    """Return on all ranks which file does not have the written content, or None. All call it; each reads its share."""
     return first_text(fabric, find_wrong_content(checkpoint, rank=fabric.global_rank, num_ranks=fabric.world_size))
 
 
@@ -285,17 +238,8 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _steps_in(run: Path) -> str:
-    names = [checkpoint.name for checkpoint in _in(run)]
-    return ", ".join(names if len(names) < 5 else [names[0], "…", *names[-3:]])
-
-
 def _sort_by_loss(checkpoints: Iterable[Path]) -> list[Path]:
-    """Return the checkpoints with a finite validation loss, the lowest first; all must be readable.
-
-    The newest one says which source's loss that is. Checkpoints that were evaluated on other rows than the last
-    evaluated one are left out.
-    """
+    """Return readable checkpoints with a finite loss, of the source that the newest one names, the lowest first."""
     in_order = sorted(checkpoints, key=_step)
     source = read_trainer_json(in_order[-1]).best_by if in_order else "all"
     losses = _comparable_losses(in_order, source)
@@ -319,28 +263,22 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def find_fault(checkpoint: Path, damages: Damages) -> str | None:
+def find_fault(checkpoint: Path, damages: Damages | None = None) -> str | None:
     """Return why a checkpoint cannot be used, or None."""
     found = read_format(checkpoint)
     if found not in (FORMAT, None):
         return f"has format {found}, but this version reads format {FORMAT}"
-    damage = damages.get(_real(checkpoint)) or find_damage(checkpoint) or find_unreadable(checkpoint)
+    damage = (damages or {}).get(_real(checkpoint)) or find_damage(checkpoint) or find_unreadable(checkpoint)
     return f"is damaged: {damage}" if damage else None
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a path is a checkpoint, which may be damaged or renamed."""
-    return path.is_dir() and bool(_NAME.fullmatch(path.name) or (path / "trainer.json").exists())
 
 
 def prune(newest: Path, keep: int | None) -> None:
     """Remove all checkpoints except the ``keep`` newest (None: all) and the one with the lowest validation loss.
 
-    ``newest`` is the checkpoint that was just saved, and stays. Interim checkpoints are not among the ``keep`` newest.
-    Damaged checkpoints are neither counted nor removed. Those of later steps are damaged, because a run continues from
-    the newest undamaged one.
+    ``newest`` was just saved, and stays. Interim checkpoints are not among the ``keep`` newest. Damaged ones are
+    neither counted nor removed; those of later steps are damaged, since a run continues from the newest undamaged one.
     """
-    checkpoints = [each for each in _in(newest.parent) if _step(each) <= _step(newest) and not find_fault(each, {})]
+    checkpoints = [each for each in _in(newest.parent) if _step(each) <= _step(newest) and not find_fault(each)]
     lasting = [checkpoint for checkpoint in checkpoints if not read_trainer_json(checkpoint).interim]
     stay = {newest, *_sort_by_loss(checkpoints)[:1], *(lasting if keep is None else lasting[-keep:])}
     for checkpoint in checkpoints:
@@ -349,10 +287,7 @@ def prune(newest: Path, keep: int | None) -> None:
 
 
 def replace_checkpoint(temporary: Path, target: Path) -> None:
-    """Rename ``temporary`` to ``target``, and remove the checkpoint that has this name, if there is one.
-
-    After a kill in between, ``remove_leftovers`` gives the old one its name back.
-    """
+    """Rename ``temporary`` to ``target``, and remove the checkpoint of this name; see ``remove_leftovers``."""
     replaced = _set_aside(target, _REPLACED) if os.path.lexists(target) else None
     sync_and_rename(temporary, target)
     if replaced:
@@ -360,10 +295,7 @@ def replace_checkpoint(temporary: Path, target: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the unfinished, half-removed and replaced checkpoints of killed runs.
-
-    One that was to be replaced, and was not, gets its name back.
-    """
+    """Remove what killed runs left of unfinished and removed checkpoints; one not yet replaced gets its name back."""
     for entry in folder.iterdir() if folder.is_dir() else []:
         name = entry.name.removeprefix(".").removesuffix(_REPLACED)
         if entry.name == f".{name}{_REPLACED}" and not os.path.lexists(folder / name):

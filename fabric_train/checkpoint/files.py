@@ -1,18 +1,18 @@
 """Write this rank's part of a checkpoint's files, with their hashes, and check the files of a checkpoint.
 
 The ranks hash the pieces of each file with XXH3-128 while they write them, and checksums.json has size and hashes of
-every file. So a lost or truncated file is found at once, and all ranks can check the contents in parallel.
+every file. So a truncated file is found at once, and all ranks can check the contents in parallel.
 """
 
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -30,8 +30,7 @@ _ALIGNMENT = 16  # of tensors in the staging buffers; a multiple of every dtype'
 _MIN_PINNED = 2**20  # bytes
 
 
-@dataclass(frozen=True)
-class FilePiece:
+class FilePiece(NamedTuple):
     """The XXH3-128 hash of the bytes ``begin`` to ``end`` of a file."""
 
     begin: int
@@ -42,7 +41,13 @@ class FilePiece:
 @dataclass(frozen=True)
 class _ListedFile:
     size: int
-    pieces: list[tuple[int, int, str]]
+    pieces: list[FilePiece]
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether the sorted pieces cover the file without gaps and overlaps."""
+        ends = [0, *(piece.end for piece in self.pieces)]
+        return ends[:-1] == [piece.begin for piece in self.pieces] and ends[-1] == self.size
 
 
 @dataclass(frozen=True)
@@ -99,10 +104,7 @@ class Staging:
             self._ready = torch.cuda.current_stream(self._device).record_event()
 
     def copy(self, writes: list[Write]) -> tuple[list[Write], Any]:
-        """Copy the tensors, and return the writes of the copies and a GPU event, None on a CPU.
-
-        After the event, the copies may be read and the tensors may change.
-        """
+        """Copy the tensors; after the returned GPU event, None on a CPU, they may change and copies are complete."""
         pins, num_bytes = self._stream is not None, sum(_align(write.data.nbytes) for write in writes)
         if sum(map(len, self._buffers)) < num_bytes:
             self._buffers = []  # frees the old buffers before new ones are allocated
@@ -119,10 +121,7 @@ class Staging:
 
 
 def pinned_sizes(num_bytes: int) -> list[int]:
-    """Return the sizes of buffers for ``num_bytes`` of pinned memory, powers of two, largest first.
-
-    torch rounds each allocation of pinned memory up to a power of two: one of 5 GB would take 8.
-    """
+    """Return sizes of buffers for ``num_bytes`` of pinned memory: powers of two, as torch rounds, the largest first."""
     sizes = []
     while num_bytes > 0:
         sizes.append(max(1 << (num_bytes.bit_length() - 1), _MIN_PINNED))
@@ -145,7 +144,6 @@ def _place(writes: list[Write], buffers: list[torch.Tensor]) -> Iterator[tuple[W
 
 
 def _align(num_bytes: int) -> int:
-    """Return the number of bytes that a tensor takes in a buffer."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -160,11 +158,10 @@ class BackgroundTask:
 
     @property
     def is_running(self) -> bool:
-        """Whether the function has not returned."""
         return self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until the function has returned or failed."""
+        """Wait until the function has ended."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -182,11 +179,7 @@ class RankWriter:
     def __init__(
         self, folder: Path, rank: int, writes: list[Write], staging: Staging | None, write_texts: Callable[[Path], None]
     ) -> None:
-        """Prepare to write into ``folder``, which need not exist and is the same on all ranks.
-
-        The tensors are copied into ``staging`` first; it is None if they will not change during the save.
-        ``write_texts`` writes the small files, on rank 0.
-        """
+        """Prepare to write into ``folder``, the same on all ranks; ``write_texts`` is for rank 0."""
         self._folder, self._rank, self._staging, self._write_texts = folder, rank, staging, write_texts
         self._writes = sorted(writes, key=lambda write: (write.file, write.offset))
         self._is_abandoned = False
@@ -206,11 +199,7 @@ class RankWriter:
         self._is_abandoned = True
 
     def run(self) -> None:
-        """Copy, write and sync this rank's part.
-
-        Raises:
-            OSError: Writing failed, or the save was abandoned.
-        """
+        """Copy, write and sync this rank's part; an OSError if that failed or the save was abandoned."""
         try:
             writes = self._copy()
         finally:
@@ -244,9 +233,11 @@ class RankWriter:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             for write in writes:
-                for offset, chunk in _chunks_of(write):
+                offset = write.offset
+                for part in write.data.view(torch.uint8).split(_CHUNK_BYTES):
                     if self._is_abandoned:
                         raise OSError("the save was abandoned")
+                    chunk = memoryview(part.cpu().numpy())
                     hasher.update(offset, chunk)
                     while chunk:
                         written = os.pwrite(descriptor, chunk, offset)
@@ -261,61 +252,42 @@ class RankWriter:
         return hasher.pieces()
 
 
-def _chunks_of(write: Write) -> Iterator[tuple[int, memoryview]]:
-    """Yield the offset and bytes of each chunk of a write. A GPU's tensor is copied to the CPU chunk by chunk."""
-    offset = write.offset
-    for chunk in write.data.view(torch.uint8).split(_CHUNK_BYTES):
-        yield offset, memoryview(chunk.cpu().numpy())
-        offset += chunk.numel()
-
-
 def write_part(folder: Path, rank: int, files: dict[str, list[FilePiece]]) -> Path:
     """Write one rank's hashes into an unfinished checkpoint, and return the file."""
     path = folder / f"{_PART}{rank:05d}.json"
-    content = {name: [astuple(piece) for piece in pieces] for name, pieces in files.items()}
-    path.write_text(json.dumps(content), encoding="utf-8")
+    path.write_text(json.dumps(files), encoding="utf-8")
     return path
 
 
 def join_parts(folder: Path) -> Path:
-    """Join the ranks' hashes into checksums.json, and return that file.
-
-    Raises:
-        OSError: Some bytes of a file were written by no rank, or by two.
-    """
+    """Join the ranks' hashes into checksums.json; an OSError if a byte was written by no rank, or by two."""
     pieces: dict[str, list[FilePiece]] = {}
     parts = sorted(folder.glob(f"{_PART}*.json"))
     for part in parts:
         for name, of_rank in json.loads(part.read_text(encoding="utf-8")).items():
             pieces.setdefault(name, []).extend(FilePiece(*piece) for piece in of_rank)
-    files = {}
-    for name, of_file in sorted(pieces.items()):
-        of_file.sort(key=lambda piece: piece.begin)
-        size = (folder / name).stat().st_size
-        if not _is_tiling(of_file, size):
+    files = {name: _ListedFile((folder / name).stat().st_size, sorted(of)) for name, of in sorted(pieces.items())}
+    for name, file in files.items():
+        if not file.is_tiled:
             raise OSError(f"{folder.name}/{name}: not every byte was written once")
-        files[name] = {"size": size, "pieces": [astuple(piece) for piece in of_file]}
     target = folder / CHECKSUMS
-    target.write_text(json.dumps({"hash": "xxh3_128", "files": files}) + "\n", encoding="utf-8")
+    target.write_text(json.dumps({"hash": "xxh3_128", **asdict(_ChecksumsJson(files))}) + "\n", encoding="utf-8")
     for part in parts:
         part.unlink()
     return target
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with the files of a checkpoint, or None: one is missing or has a wrong size or content.
-
-    This is fast, because it does not check the content of tensors; see ``find_wrong_content``.
-    """
+    """Return which file is missing or has a wrong size or, unless it has tensors, a wrong content; None if none."""
     try:
         files = _read(checkpoint)
-        for name, (size, pieces) in files.items():
+        for name, file in files.items():
             path = _path(checkpoint, name)
             if not path.is_file():
                 return f"{name} is {'not a file' if path.exists() else 'missing'}"
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
-            faults = () if name.endswith(".safetensors") else (_fault(path, name, piece) for piece in pieces)
+            if path.stat().st_size != file.size:
+                return f"{name} has {path.stat().st_size:,} bytes instead of {file.size:,}"
+            faults = () if name.endswith(".safetensors") else (_fault(path, name, piece) for piece in file.pieces)
             if fault := next(filter(None, faults), None):
                 return fault
         if "trainer.json" not in files:
@@ -329,16 +301,12 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def find_wrong_content(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, optimizer: bool = True) -> str | None:
-    """Return which file of a checkpoint does not have the written content, or None.
-
-    ``find_damage`` has found nothing. Each of ``num_ranks`` processes reads its share of the bytes; with ``optimizer``,
-    of the optimizer's files too.
-    """
+    """Return which file does not have the written content, or None; each of ``num_ranks`` processes reads its share."""
     pieces = [
         (name, piece)
-        for name, (_, of_file) in _read(checkpoint).items()
+        for name, file in _read(checkpoint).items()
         if optimizer or not name.startswith("optimizer/")
-        for piece in of_file
+        for piece in file.pieces
     ]
     pieces.sort(key=lambda item: item[1].begin - item[1].end)  # the largest first, so that the shares are even
     with ThreadPoolExecutor(os.cpu_count() if num_ranks == 1 else 1) as threads:
@@ -372,41 +340,22 @@ def _read_chunks(path: Path, begin: int, end: int) -> Iterator[tuple[int, memory
             begin += num_bytes
 
 
-def _read(checkpoint: Path) -> dict[str, tuple[int, list[FilePiece]]]:
-    """Return the size and the pieces of each file.
-
-    Raises:
-        ValueError: checksums.json is missing or damaged.
-    """
+def _read(checkpoint: Path) -> dict[str, _ListedFile]:
+    """Return the size and the pieces of each file; a ValueError if checksums.json is missing or damaged."""
     path = checkpoint / CHECKSUMS
     if not path.is_file():
         raise ValueError(f"{CHECKSUMS} is {'not a file' if path.exists() else 'missing'}")
     try:
-        listed = read_json(path, _ChecksumsJson, "use another checkpoint").files
+        files = read_json(path, _ChecksumsJson, "use another checkpoint").files
     except InputError:
         raise ValueError(f"{CHECKSUMS} is damaged") from None
-    files = {name: (file.size, [FilePiece(*piece) for piece in file.pieces]) for name, file in listed.items()}
-    if not all(_is_tiling(pieces, size) for size, pieces in files.values()):
+    if not all(file.is_tiled for file in files.values()):
         raise ValueError(f"{CHECKSUMS} is damaged")
     return files
 
 
-def _is_tiling(pieces: Iterable[FilePiece], size: int) -> bool:
-    """Whether sorted pieces cover a file without gaps and overlaps."""
-    covered = 0
-    for piece in pieces:
-        if piece.begin != covered:
-            return False
-        covered = piece.end
-    return covered == size
-
-
 def _path(checkpoint: Path, name: str) -> Path:
-    """Return the path of a file that checksums.json names.
-
-    Raises:
-        ValueError: The file is outside of the checkpoint.
-    """
+    """Return the path of a file that checksums.json names; a ValueError if it is outside of the checkpoint."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"{CHECKSUMS} names a file outside the checkpoint: {name}")
     return checkpoint / name

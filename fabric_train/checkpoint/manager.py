@@ -20,15 +20,7 @@ from lightning import Fabric
 
 from fabric_train.checkpoint.discovery import lowest_loss, prune, remove_leftovers, replace_checkpoint
 from fabric_train.checkpoint.files import BackgroundTask, RankWriter, Staging, join_parts
-from fabric_train.checkpoint.tensors import (
-    LocalTensor,
-    Write,
-    align_to_rows,
-    full_writes,
-    local_optimizer_state,
-    local_weights,
-    sharded_writes,
-)
+from fabric_train.checkpoint.tensors import local_optimizer_state, local_weights, rank_writes
 from fabric_train.checkpoint.trainer_json import FORMAT, Description, TrainerState, to_content
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
 from fabric_train.distributed.ranks import first_text, gather_over_data_ranks
@@ -55,10 +47,7 @@ class _PendingSave:
 
 
 class CheckpointManager:
-    """A manager that writes the checkpoints of one run.
-
-    All ranks call its methods together, except those whose docstring says that one rank may call them alone.
-    """
+    """Writes the checkpoints of one run. All ranks call its methods together, unless they say otherwise."""
 
     def __init__(
         self,
@@ -74,9 +63,9 @@ class CheckpointManager:
     ) -> None:
         """Set up the manager and remove unfinished checkpoints from ``folder``, which only this run uses.
 
-        ``keep`` newest checkpoints stay, besides the one with the lowest validation loss; None keeps all. With
-        ``asynchronous`` training continues while one is written. ``saved`` is called on every rank with each complete
-        checkpoint. The run starts after step ``after_step``.
+        ``keep`` newest checkpoints stay, besides the best one; None keeps all. With ``asynchronous`` training continues
+        while one is written. ``saved`` is called on every rank with each complete one. The run starts after
+        ``after_step``.
         """
         self.folder, self._keep, self._saved = folder, keep, saved
         self._fabric, self._model, self._optimizer = fabric, model, optimizer
@@ -96,19 +85,14 @@ class CheckpointManager:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's task in the pending save is running."""
         return self._task is not None and self._task.is_running
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank's task in the pending save has failed."""
         return self._task is not None and self._task.error is not None
 
     def is_best(self, state: TrainerState) -> bool:
-        """Return whether a state's validation loss, of the source of ``--best_by``, is below all that are saved.
-
-        One rank may call this alone.
-        """
+        """Return whether a state's loss, of the source of ``--best_by``, is the lowest. One rank may ask alone."""
         loss = state.loss_of(self._best_by)
         return loss is not None and loss < self._lowest_before(state)
 
@@ -128,27 +112,17 @@ class CheckpointManager:
         """Begin to write a checkpoint, after finishing a pending save, and return its path.
 
         If saves are synchronous, or with ``waits``, the checkpoint is complete when this returns. Otherwise, the model
-        may change after ``wait_until_copied``, and ``advance`` completes the checkpoint. Old ones are then removed.
-
-        Args:
-            state: The counters to save.
-            cursors: The stream's positions after the last window, see ``stream_batches.StreamBatch``, or a checkpoint
-                of the same step that has them.
-            waits: Whether to complete the checkpoint before returning.
-            interim: Whether it is removed after a later one, unless its validation loss is the lowest.
-            scheduled: Whether an interval or the end of an epoch or of the run is the reason, not a signal or a loss.
-
-        Raises:
-            SaveError: This save or the pending one failed; raised on all ranks.
+        may change after ``wait_until_copied``, and ``advance`` completes the checkpoint. Old ones are then removed. A
+        SaveError of any save is raised on all ranks. ``cursors`` are the stream's positions after the last window, see
+        ``StreamBatch``, or a checkpoint of the same step that has them. For ``interim`` and ``scheduled`` see
+        ``TrainerJson``.
         """
         self.finish()
         target = self.path(state)
         temporary = temporary_for(target, self._process)
-        tensors = {
-            "model": local_weights(self._model),
-            "optimizer": local_optimizer_state(self._model, self._optimizer.optimizer),
-        }
-        writes = [write for part, of_part in tensors.items() for write in self._writes(part, of_part)]
+        tensors = (local_weights(self._model), local_optimizer_state(self._model, self._optimizer.optimizer))
+        kind, parts = self._description.state_dict_type, zip(("model", "optimizer"), tensors, strict=True)
+        writes = [write for part, of_part in parts for write in rank_writes(part, of_part, self._fabric, kind)]
         if self._fabric.device.type == "xla":  # whose tensors only one thread may use
             writes = [replace(write, data=write.data.cpu()) for write in writes]
         texts = self._texts(state, cursors, {"interim": interim, "scheduled": scheduled})
@@ -156,9 +130,7 @@ class CheckpointManager:
         writer = RankWriter(
             temporary, self._fabric.global_rank, writes, staging, lambda folder: self._write_texts(folder, texts)
         )
-        num_bytes = sum(
-            tensor.shape.numel() * tensor.dtype.itemsize for of_part in tensors.values() for tensor in of_part
-        )
+        num_bytes = sum(tensor.shape.numel() * tensor.dtype.itemsize for of_part in tensors for tensor in of_part)
         pending = _PendingSave(target, temporary, num_bytes, writer)
         self._make_folder(pending)
         self._pending, self._task = pending, BackgroundTask(writer.run, self._fabric.device)
@@ -169,19 +141,12 @@ class CheckpointManager:
         return target
 
     def wait_until_copied(self) -> None:
-        """Wait until the model and the optimizer may change. One rank may call this alone.
-
-        The wait is short if the step before took longer than the copy.
-        """
+        """Wait until the model and the optimizer may change. One rank may call this alone."""
         if self._pending is not None:
             self._pending.writer.wait_until_copied()
 
     def advance(self, sync: "StepSync") -> None:
-        """Continue the pending save after the ranks have exchanged the state of their tasks in ``sync``.
-
-        Raises:
-            SaveError: The save failed on a rank; raised on all ranks.
-        """
+        """Continue the pending save after the ranks have exchanged the state of their tasks in ``sync``."""
         if self._pending is None or (sync.is_saving and not sync.save_failed):
             return
         if sync.save_failed:
@@ -190,11 +155,7 @@ class CheckpointManager:
         self._begin_next_stage()
 
     def finish(self) -> None:
-        """Wait until the pending save is complete.
-
-        Raises:
-            SaveError: The save failed on a rank; raised on all ranks.
-        """
+        """Wait until the pending save is complete."""
         while self._pending is not None:
             self._wait_for_tasks()
             self._begin_next_stage()
@@ -211,15 +172,13 @@ class CheckpointManager:
 
     def _wait_for_tasks(self) -> None:
         """Wait for every rank's task in the pending save; raise on all ranks if one has failed."""
-        pending, task = self._pending, self._task
+        pending, task, text = self._pending, self._task, None
         assert pending is not None
         assert task is not None
         task.wait()
-        error = task.error
-        if error is not None:
-            error_text = describe_os_error(error) if isinstance(error, OSError) else describe_failure(error)
-        reason = first_text(self._fabric, error_text if error is not None else None)
-        if reason is None:
+        if task.error is not None:
+            text = describe_os_error(task.error) if isinstance(task.error, OSError) else describe_failure(task.error)
+        if (reason := first_text(self._fabric, text)) is None:
             return
         if self._fabric.is_global_zero:
             shutil.rmtree(pending.temporary, ignore_errors=True)
@@ -261,19 +220,12 @@ class CheckpointManager:
         self._saved(pending.target)
 
     def _complete(self, pending: _PendingSave) -> None:
-        """Give the checkpoint its final name and remove old checkpoints, on rank 0."""
         join_parts(pending.temporary)
         # an existing checkpoint of this step is damaged, or a signal came before its evaluation was complete
         replace_checkpoint(pending.temporary, pending.target)
         prune(pending.target, self._keep)
 
-    def _writes(self, part: str, tensors: list[LocalTensor]) -> list[Write]:
-        if self._description.state_dict_type == "sharded":
-            return sharded_writes(part, align_to_rows(tensors, self._fabric.device), self._fabric.global_rank)
-        return full_writes(part, tensors, self._fabric.global_rank)
-
     def _texts(self, state: TrainerState, cursors: np.ndarray | Path | None, kind: dict[str, bool]) -> dict[str, str]:
-        """Return the contents of trainer.json and stream.json by file name."""
         description = asdict(self._description.after(time.monotonic() - self._started))
         del description["attachments"]
         scaler = self._fabric.strategy.precision.state_dict()

@@ -1,14 +1,14 @@
 """Describe this rank's part of weights and optimizer states, where it lies in the files, and read it back.
 
-Nothing is gathered or copied. FSDP1 joins the parameters of a unit into one flat vector and gives every rank an equal
-shard of it. FSDP2 gives every rank some rows of each parameter, and the other strategies give every rank all
-parameters. So a rank's part of a tensor is always one contiguous range of the flattened tensor.
+Nothing is gathered or copied. A rank's part of a tensor is always one contiguous range of the flattened tensor: of a
+flat vector of FSDP1, some rows of FSDP2, or all of it.
 """
 
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,6 @@ class LocalTensor:
 
     @property
     def numel(self) -> int:
-        """The number of elements in ``parts``."""
         return sum(part.numel() for part in self.parts)
 
 
@@ -112,10 +111,10 @@ def _local_state(
 
 
 def align_to_rows(tensors: list[LocalTensor], device: torch.device) -> list[LocalTensor]:
-    """Make every part begin and end at a row of its tensor. All ranks call it together.
+    """Make every part begin and end at a row of its tensor, which belongs to the rank of its first element.
 
-    A row belongs to the rank that has its first element; the other ranks send their elements of the row to it, over
-    ``device``: NCCL does not take what ``--cpu_offload`` keeps in host memory. This concerns a few rows per FSDP1 unit.
+    The others send their elements of it, over ``device``: NCCL does not take what ``--cpu_offload`` keeps in host
+    memory.
     """
     outgoing: dict[int, list[torch.Tensor]] = {}
     incoming: dict[int, list[tuple[int, int]]] = {}  # rank → (index of the tensor, number of elements)
@@ -199,8 +198,8 @@ def _by_rows(placements: Sequence[Placement]) -> Sequence[Placement]:
 def _flat_rows(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """Return a flat tensor, sharded like ``parameter``, as the rows that this rank saves.
 
-    If tensor parallelism has sharded it by columns, the ranks of the mesh exchange their parts. All of them call it
-    together. What ``--cpu_offload`` keeps in host memory is exchanged on the device, one tensor at a time.
+    If tensor parallelism has sharded it by columns, the ranks of the mesh exchange their parts, all together. What
+    ``--cpu_offload`` keeps in host memory is exchanged on the device, one tensor at a time.
     """
     if not isinstance(parameter, DTensor):
         return local
@@ -214,10 +213,7 @@ def _flat_rows(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _copies(tensor: DTensor) -> tuple[int, int]:
-    """Return the number of ranks that have the same part, and the number of this rank among them.
-
-    The ranks of one copy are ``stride`` apart in the order of all ranks.
-    """
+    """Return how many ranks, ``stride`` apart, have the same part, and the number of this rank among them."""
     sharded = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
     ranks, num_parts = tensor.device_mesh.mesh, math.prod(tensor.device_mesh.shape[dim] for dim in sharded)
     strides = [int(ranks.select(dim, 1).min() - ranks.min()) for dim in sharded if ranks.shape[dim] > 1]
@@ -239,12 +235,18 @@ class Write:
     data: torch.Tensor
 
 
+def rank_writes(part: str, tensors: list[LocalTensor], fabric: Fabric, state_dict_type: str) -> list[Write]:
+    """Return this rank's writes of ``part``, "model" or "optimizer"; ``state_dict_type`` is "full" or "sharded"."""
+    if state_dict_type == "sharded":
+        return sharded_writes(part, align_to_rows(tensors, fabric.device), fabric.global_rank)
+    return full_writes(part, tensors, fabric.global_rank)
+
+
 def full_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Write]:
     """Return this rank's writes into the file of ``part``, "model" or "optimizer". Rank 0 also writes the header."""
     file = _FULL[part]
-    header, offsets = safetensors_header(
-        [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], {"format": "pt"}
-    )
+    entries = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+    header, offsets = safetensors_header(entries, {"format": "pt"})
     writes = [Write(file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))] if rank == 0 else []
     for tensor in select_owned(tensors):
         writes += _consecutive(file, offsets[tensor.name] + tensor.begin * tensor.dtype.itemsize, tensor.parts)
@@ -259,9 +261,8 @@ def sharded_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Wri
     file = f"{part}/shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
     begins = {name: {"saved_offsets": _block(tensor)[0]} for name, tensor in blocks.items()}
     entries = [(name, tensor.dtype, _block(tensor)[1]) for name, tensor in blocks.items()]
-    header, offsets = safetensors_header(
-        entries, {SHARDING_INFO: json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
-    )
+    metadata = {SHARDING_INFO: json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
+    header, offsets = safetensors_header(entries, metadata)
     writes = [Write(file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))]
     for name, tensor in blocks.items():
         writes += _consecutive(file, offsets[name], tensor.parts)
@@ -269,10 +270,7 @@ def sharded_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Wri
 
 
 def select_owned(tensors: Iterable[LocalTensor]) -> list[LocalTensor]:
-    """Return the tensors whose parts this rank writes.
-
-    If several ranks have the same part, one of them writes it. The bytes are spread evenly over these ranks.
-    """
+    """Return the tensors whose parts this rank writes; ranks that have the same part share the bytes evenly."""
     written: dict[int, list[int]] = {}  # number of copies → bytes assigned to each copy
     owned = []
     for tensor in tensors:
@@ -284,12 +282,9 @@ def select_owned(tensors: Iterable[LocalTensor]) -> list[LocalTensor]:
     return owned
 
 
-def _consecutive(file: str, offset: int, parts: Iterable[torch.Tensor]) -> list[Write]:
-    writes = []
-    for part in parts:
-        writes.append(Write(file, offset, part))
-        offset += part.nbytes
-    return writes
+def _consecutive(file: str, offset: int, parts: Sequence[torch.Tensor]) -> list[Write]:
+    offsets = accumulate((part.nbytes for part in parts), initial=offset)
+    return [Write(file, begin, part) for begin, part in zip(offsets, parts, strict=False)]
 
 
 def _block(tensor: LocalTensor) -> tuple[list[int], list[int]]:
@@ -301,19 +296,18 @@ def _block(tensor: LocalTensor) -> tuple[list[int], list[int]]:
 
 
 def safetensors_header(
-    entries: Iterable[tuple[str, torch.dtype, Iterable[int]]], metadata: Mapping[str, str]
+    entries: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
     """Return the header of a safetensors file and the offset of each tensor in the file.
 
-    Tensors keep their order, so that each flat vector of FSDP1 is contiguous in the file. But larger dtypes come first,
-    so that all tensors are aligned.
+    Tensors keep their order, so that a flat vector of FSDP1 is contiguous in the file; but larger dtypes come first, so
+    that all are aligned.
     """
     content: dict[str, object] = {"__metadata__": dict(metadata)}
     begins, begin = {}, 0
     for name, dtype, shape in sorted(entries, key=lambda entry: -entry[1].itemsize):
-        shape = list(shape)
         end = begin + math.prod(shape) * dtype.itemsize
-        content[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        content[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begins[name], begin = begin, end
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -322,13 +316,7 @@ def safetensors_header(
 
 
 def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: Any) -> None:
-    """Restore the optimizer's states and the gradient scaler's. The number of ranks and the parallelism may change.
-
-    Each rank reads only its part, one tensor at a time.
-
-    Raises:
-        InputError: A tensor is missing or of another shape.
-    """
+    """Restore this rank's states of the optimizer, and the gradient scaler, also after other ranks or parallelism."""
     tensors = CheckpointTensors(sorted((checkpoint / "optimizer").glob("*.safetensors")))
     cuts, declaring = flat_shards(model), optimizer.optimizer
     for name, parameter in trained_parameters(model):

@@ -36,7 +36,6 @@ class TokenLoss:
 
     @property
     def loss(self) -> float:
-        """Nats per token; NaN without tokens."""
         return self.nats / self.num_tokens if self.num_tokens else math.nan
 
     @property
@@ -78,10 +77,7 @@ class Evaluation:
         return self.rows is None or other.rows is None or self.rows == other.rows
 
     def loss_of(self, source: str) -> float | None:
-        """Return the loss of a source, or of the whole for "all"; None if the source has no supervised token.
-
-        FIGURE, or FIGURE/SOURCE, is a further figure of the whole, or of the source.
-        """
+        """Return the loss of a source or "all", or the figure FIGURE or FIGURE/SOURCE; None if there is none."""
         losses = {**self.sources, "all": self.whole}
         if source in losses:
             return losses[source].loss
@@ -92,11 +88,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class LossProgress:
-    """The validation loss of a source so far, for ``--early_stopping``; ``source`` is "all" for the whole.
-
-    ``best`` is the lowest value, after ``best_step``, None if none was finite; ``num_since`` evaluations came since
-    then.
-    """
+    """The validation loss of a source, or "all": ``best`` after ``best_step``, ``num_since`` evaluations ago."""
 
     source: str
     best: float | None = None
@@ -258,10 +250,9 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class BranchPoint:
-    """Where a run branched off the run in the folder ``run``, whose steps up to ``step`` are the common ones.
+    """Where a run branched off the one in ``run``; ``changed`` has the old and the new value of each argument.
 
-    ``continues_data``: the rows after ``step`` are the next ones of the same data order; otherwise those of another
-    order, from its beginning. ``changed`` has the old and the new value of each argument that differs.
+    ``continues_data``: the rows after ``step`` are the next ones of the same data order, else the first of another.
     """
 
     run: str
@@ -321,10 +312,10 @@ class HubDataset:
 
 @dataclass(frozen=True)
 class StageSource:
-    """What a stage of training read of a source, by the source's public name.
+    """What a stage of training read of a source, by its public name; of a stream, the numbers are None.
 
-    ``share`` is that of the stage's tokens, for a stream that of its pass. ``tokens`` and ``documents`` are those of
-    the token dataset; None for a stream. ``files`` are lines of ``sha256sum`` with names SOURCE/FILE.
+    ``share`` is that of the stage's tokens, for a stream of its pass. ``files`` are lines of ``sha256sum``,
+    SOURCE/FILE.
     """
 
     name: str
@@ -337,10 +328,7 @@ class StageSource:
 
 @dataclass(frozen=True)
 class TrainingStage:
-    """A run whose weights the next stage began with, after ``step``, in words that may be published.
-
-    ``base_model`` is what the first stage began with. ``sessions`` are those up to ``step``.
-    """
+    """A run whose weights after ``step`` the next stage began with; the first stage began with ``base_model``."""
 
     run: str
     step: Count
@@ -427,12 +415,10 @@ class TrainerJson:
 
     @property
     def stream(self) -> StreamOrder | None:
-        """The order of the stream that the run read, None if it read token datasets."""
         return self.data if isinstance(self.data, StreamOrder) else None
 
     @property
     def phase_rows(self) -> tuple[PhaseRows, ...]:
-        """The phases of the run's data order; empty if it has none."""
         return self.data.phases if isinstance(self.data, DataOrder) else ()
 
     def data_changes(self, data: DataOrder | StreamOrder) -> list[str]:
@@ -492,10 +478,7 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
 
 
 def read_stages(model_name: str) -> tuple[TrainingStage, ...]:
-    """Return the stages of training that an export of this program records, the first one first; none of other models.
-
-    ``model_name`` is a folder, or a hub name that is in the cache.
-    """
+    """Return the stages that an export, a folder or a cached hub name, records; none of other models."""
     file = find_stages_file(model_name)
     return tuple(read_json(file, list[TrainingStage], "export the model again, or remove this file")) if file else ()
 

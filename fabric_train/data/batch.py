@@ -3,7 +3,7 @@
 Shapes: B rows, T tokens per row, N supervised tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,32 +22,24 @@ SUM_OF_HASHES = 1 << 40  # the sums of 8,192 ranks are exact in fp64
 class TensorRecord:
     """A base class for dataclasses of tensors. On the CPU, they are pickled by value, as NumPy arrays.
 
-    Data workers send batches through a pipe. By default, torch shares a file for each tensor instead. That takes a
-    socket, one or two milliseconds, and shared memory.
+    Data workers send batches through a pipe. For each tensor, torch would share a file instead, which takes a socket,
+    one or two milliseconds, and shared memory.
     """
 
     def __reduce__(self) -> tuple[Any, tuple[type, list[Any]]]:
-        return _rebuild, (
-            type(self),
-            [value.numpy() if isinstance(value, torch.Tensor) else value for value in self._values],
-        )
+        return _rebuild, (type(self), self._mapped(torch.Tensor.numpy))
 
-    @property
-    def _values(self) -> list[Any]:
-        return [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+    def _mapped(self, change: Callable[[torch.Tensor], Any]) -> list[Any]:
+        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        return [change(value) if isinstance(value, torch.Tensor) else value for value in values]
 
     def pin_memory(self) -> "Self":
         """Return a copy in page-locked memory (the DataLoader calls this of a batch)."""
-        return type(self)(*(value.pin_memory() if isinstance(value, torch.Tensor) else value for value in self._values))
+        return type(self)(*self._mapped(torch.Tensor.pin_memory))
 
     def to(self, device: torch.device) -> "Self":
         """Return a copy on a device; the host does not wait for page-locked memory."""
-        return type(self)(
-            *(
-                value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-                for value in self._values
-            )
-        )
+        return type(self)(*self._mapped(lambda value: value.to(device, non_blocking=True)))
 
 
 @dataclass(frozen=True)
@@ -67,11 +59,7 @@ class Documents(TensorRecord):
 
 @dataclass(frozen=True)
 class Targets(TensorRecord):
-    """The supervised tokens of a batch [B, T].
-
-    ``ids`` int64 [N] are the tokens to predict, ``positions`` int64 [N] the positions in the flattened batch that
-    predict them.
-    """
+    """The tokens to predict, ``ids`` int64 [N], and where: ``positions`` int64 [N] in the flattened batch."""
 
     positions: torch.Tensor
     ids: torch.Tensor
@@ -97,23 +85,18 @@ class Pieces(TensorRecord):
 
     def count_by_source(self, num_sources: int) -> torch.Tensor:
         """Return the targets and the bytes of each source, fp64 [2, sources]."""
-        return torch.stack(
-            [
-                torch.bincount(self.sources, weights=values.double(), minlength=num_sources)
-                for values in (self.num_targets, self.num_bytes)
-            ]
-        )
+        weights = (self.num_targets.double(), self.num_bytes.double())
+        return torch.stack([torch.bincount(self.sources, each, num_sources) for each in weights])
 
 
 @dataclass(frozen=True)
 class Batch(TensorRecord):
-    """The rows of one forward pass on one rank.
+    """The rows of one forward pass on one rank: ``input_ids`` and ``labels``, int64 [B, T].
 
-    ``input_ids`` and ``labels`` are int64 [B, T]. ``documents`` is None if no row has more than one document, or if the
-    documents of a row may see each other. ``targets`` are computed from the labels before the batch goes to a device.
-    ``lengths`` are the numbers of tokens that see each other, without padding: of each document, or of each row if
-    documents are not kept apart. ``pieces`` stay on the CPU; they are None if it is not known where the rows come from.
-    A rank without rows left in a window gets one row without supervised tokens, and no pieces.
+    ``documents`` is None if no row has more than one, or if the documents of a row may see each other. ``targets`` are
+    computed from the labels before the batch goes to a device. ``lengths`` are the numbers of tokens that see each
+    other, without padding: of each document, or of each row. ``pieces`` stay on the CPU; None if it is not known where
+    the rows come from. A rank without rows left in a window gets one row without supervised tokens, and no pieces.
     """
 
     input_ids: torch.Tensor
@@ -132,7 +115,9 @@ class Batch(TensorRecord):
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device; for XLA, which compiles for each shape, every position has a target."""
         input_ids, labels = (part.to(device, non_blocking=True) for part in (self.input_ids, self.labels))
-        targets = targets_everywhere(self.labels) if device.type == "xla" else self.targets or find_targets(self.labels)
+        targets = self.targets or find_targets(self.labels)
+        if device.type == "xla":  # -100 where none is supervised, which cross entropy leaves out
+            targets = Targets(torch.arange(self.labels.numel()), next_token_labels(self.labels).flatten())
         documents = self.documents and self.documents.to(device)
         return Batch(input_ids, labels, documents, targets.to(device), self.lengths, self.pieces)
 
@@ -140,10 +125,11 @@ class Batch(TensorRecord):
 def pad_rows(
     input_ids: Sequence[np.ndarray], labels: Sequence[np.ndarray], document_starts: Sequence[np.ndarray]
 ) -> Batch:
-    """Make a batch of rows, with shorter rows padded at the end by unsupervised tokens.
+    """Make a batch of rows, with shorter rows padded at the end by unsupervised tokens; for ``document_starts`` see
+    ``isolate``.
 
-    Without rows, return the batch of a rank that has no row left. For ``document_starts`` see ``isolate``; if it is
-    empty, each row is one document.
+    Without rows, return the batch of a rank that has no row left. Without ``document_starts``, each row is one
+    document.
     """
     if not input_ids:
         empty = torch.zeros(1, 2, dtype=torch.int64)
@@ -155,10 +141,7 @@ def pad_rows(
 def make_batch(
     input_ids: np.ndarray, labels: np.ndarray, document_starts: Sequence[np.ndarray], ends: Sequence[int]
 ) -> Batch:
-    """Make a batch that keeps documents apart if any row has more than one; for the arguments see ``isolate``.
-
-    ``ends`` [B] are the positions at which each row's padding begins.
-    """
+    """Make a batch as ``isolate`` does if any row has several documents; padding begins at ``ends`` [B]."""
     lengths = document_lengths(document_starts, ends)
     if any(start for row in document_starts for start in row[:2]):  # the first may be 0, the second may not
         return replace(isolate(input_ids, labels, document_starts), lengths=lengths)
@@ -166,21 +149,14 @@ def make_batch(
 
 
 def content_end(input_ids: np.ndarray, labels: np.ndarray) -> int:
-    """Return where a row's padding begins.
-
-    Padding is a run of at least two equal, unsupervised tokens at the row's end. A single unsupervised token at the end
-    counts as content.
-    """
+    """Return where a row's padding begins: a run of two or more equal, unsupervised tokens at its end."""
     differ = np.flatnonzero((labels != IGNORED_LABEL) | (input_ids != input_ids[-1:]))
     end = int(differ[-1]) + 1 if len(differ) else 0
     return end if len(input_ids) - end > 1 else len(input_ids)
 
 
 def document_lengths(document_starts: Sequence[np.ndarray], ends: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of tokens of each document in rows of ``ends`` [B] tokens.
-
-    Without ``document_starts``, return the rows' own lengths.
-    """
+    """Return the number of tokens of each document in rows of ``ends`` [B] tokens; without starts, of each row."""
     if not len(document_starts):
         return tuple(ends)
     lengths = []
@@ -192,15 +168,12 @@ def document_lengths(document_starts: Sequence[np.ndarray], ends: Sequence[int])
 def isolate(input_ids: np.ndarray, labels: np.ndarray, document_starts: Sequence[np.ndarray]) -> Batch:
     """Make a batch in which no document sees another, and no document's first token is predicted from another's last.
 
-    Two rows of 5 tokens, with documents that begin at 3 in the first row, and at 0, 1 and 4 in the second::
+    ``input_ids`` and ``labels`` are int64 [B, T]; the labels at document starts become -100 in place.
+    ``document_starts`` are, for each row, the positions at which documents begin, ascending. Two rows of 5 tokens, with
+    documents that begin at 3 in the first row, and at 0, 1 and 4 in the second::
 
         position_ids  0 1 2 0 1    borders  0 3 5 6 9 10    labels  . . . -100 .
                       0 0 1 2 0                                     . -100 . . -100
-
-    Args:
-        input_ids: int64 [B, T].
-        labels: int64 [B, T]; changed in place: the labels at document starts become -100.
-        document_starts: For each row, the positions at which documents begin, ascending integers [any number].
     """
     num_rows, length = input_ids.shape
     rows = np.repeat(np.arange(num_rows), [len(starts) for starts in document_starts])
@@ -228,21 +201,10 @@ def next_token_labels(labels: torch.Tensor) -> torch.Tensor:
 
 
 def find_targets(labels: torch.Tensor) -> Targets:
-    """Return the supervised tokens of labels [B, T].
-
-    Call it on the CPU: on a GPU it waits for the device, because the shapes depend on the labels.
-    """
+    """Return the supervised tokens of labels [B, T] on the CPU: on a GPU, the host would wait for the device."""
     ids = next_token_labels(labels).flatten()
     positions = (ids != IGNORED_LABEL).nonzero()[:, 0]
     return Targets(positions, ids[positions])
-
-
-def targets_everywhere(labels: torch.Tensor) -> Targets:
-    """Return a target for every position of labels [B, T], -100 where none is supervised: cross entropy leaves it out.
-
-    So the shapes do not depend on the labels.
-    """
-    return Targets(torch.arange(labels.numel()), next_token_labels(labels).flatten())
 
 
 def count_supervised(labels: torch.Tensor) -> torch.Tensor:
@@ -255,18 +217,14 @@ def _rebuild(kind: type, values: list[Any]) -> Any:
 
 
 def hash_of(numbers: np.ndarray, before: str = "") -> str:
-    """Return the XXH3-128 hash of ``numbers`` in hexadecimal.
-
-    Integers of any dtype are hashed as int64. With the hash of the numbers ``before`` these, it depends on all of them.
-    """
+    """Return the XXH3-128 hash of numbers, as int64, and of those before them, whose hash is ``before``."""
     return xxhash.xxh3_128_hexdigest(bytes.fromhex(before) + numbers.astype("<i8").tobytes())
 
 
 def hash_supervised(input_ids: torch.Tensor, labels: torch.Tensor) -> int:
     """Return a hash of rows that does not depend on their order: a sum, modulo ``SUM_OF_HASHES``, of the rows' XXH3-64.
 
-    What follows a row's last supervised token does not count, since no loss depends on it. Ids and labels are
-    int64 [B, T] on the CPU.
+    What follows a row's last supervised token does not count. Ids and labels are int64 [B, T] on the CPU.
     """
     total = 0
     for ids, of_row in zip(input_ids.numpy(), labels.numpy(), strict=True):

@@ -1,14 +1,12 @@
 """Compute by index which rows of several sources an optimizer step takes, in constant memory.
 
-This is version 2 of the order. Version 1 is ``step_sampler.WindowOrder`` without a mixture, which draws a permutation
-of all rows for each epoch. Row r of a window follows from (seed, epoch, window, r) in three steps:
+This is version 2 of the order; version 1 is ``step_sampler.WindowOrder`` without a mixture. Row r of a window follows
+from (seed, epoch, window, r): each source has the same number of rows in every window, up or down to a whole number
+(:class:`Mixture`). So the row is the q-th that the run reads of its source. These make passes over the source, each in
+a new order, a permutation that is computed by index (:func:`permute`).
 
-1. Each source has the same number of rows in every window, up or down to a whole number (:class:`Mixture`).
-2. So the row is the q-th that the run reads of its source. These make passes over the source, each in a new order.
-3. The order of a pass is a permutation that is computed by index (``permutation``).
-
-Example: sources of 6 and 2 rows, shares 1 and 2, windows of 5 rows, so an epoch has 6 + 4 = 10 rows in 2 windows of
-3 + 2 rows. The rows of the second source are read twice in each epoch.
+Example: sources of 6 and 2 rows, shares 1 and 2, windows of 5 rows, so an epoch has 6 + 4 = 10 rows in 2 windows of 3 +
+2 rows. The rows of the second source are read twice in each epoch.
 """
 
 import functools
@@ -32,25 +30,18 @@ _TRIED_STEPS = 100
 
 
 def permute(index: np.ndarray, num_rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return the place of each index in a permutation of ``range(num_rows)`` that its key chooses.
+    """Return the place of each index, int64 [n], in a permutation of ``range(num_rows)`` that its key, uint64 [n],
+    chooses.
 
-    A Feistel network on a × b values, at least ``num_rows`` and fewer than ``num_rows + a``, with cycle walking: the
-    generalized Feistel cipher of J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002. The round
-    function is :func:`_mix`, which is not secret. Eight rounds.
-
-    Args:
-        index: int64 [n], from 0 to ``num_rows`` - 1.
-        num_rows: int64 [n], above 0 and below 2**53.
-        keys: uint64 [n].
-
-    Returns:
-        int64 [n], from 0 to ``num_rows`` - 1; for one key a bijection.
+    A Feistel network on a × b values, at least ``num_rows`` (below 2**53) and fewer than ``num_rows + a``, with cycle
+    walking: the generalized Feistel cipher of J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002.
+    The round function is :func:`_mix`, which is not secret. Eight rounds.
     """
     return _walk(_feistel, index, num_rows, keys)
 
 
 def unpermute(places: np.ndarray, num_rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return the index that :func:`permute` moves to each place; arguments and result are like those of it."""
+    """Return the index that :func:`permute` moves to each place."""
     return _walk(_inverse_feistel, places, num_rows, keys)
 
 
@@ -133,10 +124,7 @@ class Mixture:
     VERSION: ClassVar[int] = 2
 
     def rows_in(self, epoch: int, window: int) -> np.ndarray:
-        """Return the rows of an epoch's window, both counted from 0, as int64 [rows in the window].
-
-        The rows of each source are spread evenly over the window.
-        """
+        """Return the rows of an epoch's window, counted from 0, int64; the rows of each source are spread evenly."""
         before, counts = np.array(self.rows_before(window)), np.array(self._counts(window))
         sources = np.repeat(np.arange(len(counts)), counts)
         nth = np.arange(len(sources)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -148,10 +136,7 @@ class Mixture:
         return self._offsets[sources] + permute(index, sizes, permutation_keys(self.seed, sources, passes))
 
     def rows_before(self, window: int, only: int | None = None) -> list[int]:
-        """Return how many rows of each source, or of ``only`` one, an epoch has before a window.
-
-        The number of windows gives the whole epoch. It takes O(sources × log windows) operations.
-        """
+        """Return how many rows of each source, or ``only`` one, come before a window: O(sources × log windows)."""
         chosen = slice(only, None if only is None else only + 1)
         if window == 0:
             return [0] * len(self.num_rows[chosen])
@@ -171,10 +156,7 @@ class Mixture:
         return [first + epochs * rows + more for first, rows, more in of_epochs]
 
     def steps_of(self, row: int, num_steps: int) -> list[int]:
-        """Return which of the first ``num_steps`` steps, counted from 1, read a row: the inverse of ``rows_in``.
-
-        It takes O(passes over the row's source × log windows) operations.
-        """
+        """Return which of the first ``num_steps`` steps read a row: O(passes over its source × log windows)."""
         source = int(np.searchsorted(self._offsets, row, side="right")) - 1
         size, (first, last) = self.num_rows[source], (self.rows_until(step)[source] for step in (0, num_steps))
         passes = np.arange(first // size, -(-last // size))
@@ -230,7 +212,6 @@ class Mixture:
 
     @functools.cached_property
     def _bases(self) -> list[int]:
-        """The rows that a source has in every full window."""
         return [rows // self._full_windows for rows in self._in_full_windows]
 
     @functools.cached_property
@@ -251,18 +232,12 @@ def apportion(weights: Sequence[int | Fraction], total: int) -> list[int]:
 
 
 def rows_of_shares(num_rows: Sequence[int], shares: Sequence[float]) -> list[int]:
-    """Return how many rows of each source an epoch takes: 1 is all, 0.15 is 15 % of them, 2 is each row twice.
-
-    A share of 0.15 takes other rows in each epoch, until all were taken. The result is rounded to whole rows.
-    """
+    """Return how many rows of each source an epoch takes, others in each: 1 is all, 0.15 is 15 % of them."""
     return [round(Fraction(str(share)) * rows) for rows, share in zip(num_rows, shares, strict=True)]
 
 
 def rows_of_token_shares(num_rows: Sequence[int], token_shares: Sequence[float]) -> list[int]:
-    """Return how many rows of each source an epoch takes if it has as many rows as all sources together.
-
-    ``token_shares`` are relative to their sum. They are shares of the tokens because all rows have the same length.
-    """
+    """Return how many rows of each source an epoch takes if it has as many rows as all sources together."""
     return apportion([Fraction(str(share)) for share in token_shares], sum(num_rows))
 
 
@@ -307,18 +282,14 @@ def _partial_quotients(number: int, modulus: int) -> Iterator[int]:
 class MixtureOrder:
     """The rows of every step, counted from 1, as a function of the step: O(log phases) beside those of a ``Mixture``.
 
-    ``mixtures`` are the phases, and the first window of each is that of the step after ``starts_after``: 0 for the
-    first phase, then increasing. Each phase begins an epoch of its mixture.
+    Each of ``mixtures`` is a phase that begins an epoch in the step after its ``starts_after``, 0 for the first.
     """
 
     mixtures: tuple[Mixture, ...]
     starts_after: tuple[int, ...] = (0,)
 
     def followed_by(self, starts_after: int, rows_per_epoch: Sequence[int]) -> "MixtureOrder":
-        """Return this order up to a step, not before the last phase, followed by a phase that takes other rows.
-
-        A phase that would have no step is left out.
-        """
+        """Return this order up to a step of the last phase, then a phase of other rows; one without steps goes."""
         *before, last = self.mixtures
         phase = replace(last, rows_per_epoch=tuple(rows_per_epoch), already_read=tuple(self.rows_until(starts_after)))
         if starts_after == self.starts_after[-1]:
@@ -327,11 +298,9 @@ class MixtureOrder:
 
     @property
     def num_rows(self) -> tuple[int, ...]:
-        """The rows of each source."""
         return self.mixtures[0].num_rows
 
     def rows_of(self, step: int) -> np.ndarray:
-        """Return the rows of a step as int64 [rows of the step]."""
         phase = self._phase_of(step)
         mixture = self.mixtures[phase]
         return mixture.rows_in(*divmod(step - 1 - self.starts_after[phase], mixture.windows_per_epoch))
@@ -358,9 +327,9 @@ class MixtureOrder:
         return found
 
     def rows_hash(self, step: int) -> str:
-        """Hash the rows of the steps 1, ..., ``step // 4``, ``step // 2``, ``step``: O(log step) windows.
+        """Hash the rows of the steps 1, ..., ``step // 4``, ``step // 2``, ``step``, which a resumed run compares.
 
-        A resumed run compares it. The rows of other steps follow from the same numbers, so they need no replay.
+        The rows of other steps follow from the same numbers, so they need no replay.
         """
         return _rows_hash(self, step)
 

@@ -24,11 +24,7 @@ _NUM_NAMED = 3
 
 @dataclass(frozen=True)
 class RowDocument:
-    """A document, or the part of one, in a row.
-
-    ``start`` is the position in the document of the first of its ``num_tokens`` in the row, and ``text`` are the first
-    words of these. ``origin`` is None without a document index: then it is the whole row.
-    """
+    """A document, or its ``num_tokens`` from ``start`` on, in a row; ``origin`` is None without a document index."""
 
     origin: DocumentOrigin | None
     start: int
@@ -37,11 +33,7 @@ class RowDocument:
 
 
 def documents_in(dataset: TokenDataset, row: int, vocabulary: Vocabulary | None) -> Iterator[RowDocument]:
-    """Yield the documents of a row of the train split, in their order; without a vocabulary, their text is token ids.
-
-    Raises:
-        InputError: the document index is damaged.
-    """
+    """Yield the documents of a row of the train split, in order; without a vocabulary, their text is token ids."""
     ids = dataset.train.read([row])[0][0].tolist()
     index = dataset.train.index
     if index is None:
@@ -55,13 +47,7 @@ def documents_in(dataset: TokenDataset, row: int, vocabulary: Vocabulary | None)
 
 
 def describe_piece(dataset: TokenDataset, row: int, piece: int) -> str | None:
-    """Return where the document of a piece comes from, and the piece's first words; None without a document index.
-
-    ``piece`` is its number in a row of the train split, from 0.
-
-    Raises:
-        InputError: the document index or the tokenizer is damaged.
-    """
+    """Return where the document of a piece comes from, and its first words; None without a document index."""
     if dataset.train.index is None:
         return None
     vocabulary = load_vocabulary(dataset.folder / "tokenizer")

@@ -1,15 +1,10 @@
 """Choose the rows of each optimizer step and split them into the micro-batches of each rank.
 
-Legend:
-
-- row: a row of the token dataset, or of a stream.
-- window: the rows that one optimizer step consumes over all ranks. The last window of an epoch may be shorter.
-- micro-batch: the rows of one forward pass on one rank. All ranks have equally many micro-batches in a window.
-
-The order of the rows is a function of (seed, epoch), and the window is a function of the step. Neither depends on the
-number of ranks. One token dataset without shares has version 1 of the order, a permutation of all rows for each epoch;
-a mixture has version 2 (see ``mixture``), and its shares may change at given steps (``mixture_order``). Example: a
-window of 5 rows, micro-batches of 1 row, 2 ranks::
+A *window* are the rows that one optimizer step consumes over all ranks; the last one of an epoch may be shorter. A
+*micro-batch* are the rows of one forward pass on one rank; all ranks have equally many in a window. The order of the
+rows is a function of (seed, epoch), and the window is a function of the step. Neither depends on the number of ranks.
+One token dataset without shares has version 1 of the order, a permutation of all rows for each epoch; a mixture has
+version 2 (see ``mixture``). Example: a window of 5 rows, micro-batches of 1 row, 2 ranks::
 
     rows in order   17 4 23 8 11
     rank 0          [17] [23] [11]
@@ -33,9 +28,7 @@ from fabric_train.data.token_dataset import IndexedRows
 from fabric_train.distributed.signals import ignore_signals_in_worker
 
 VALIDATION_VERSION = "3"
-"""Of the rows that ``--eval_iters`` chooses. In version 1 these were the first of the split, in version 2 each source
-had its share of them. Of a single source, version 3 chooses the rows of version 2.
-"""
+"""Of the rows that ``--eval_iters`` chooses: version 1 took the first of the split, version 2 shares of each source."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +37,8 @@ class Window:
 
     ``step`` counts from 1, ``epoch`` from 0. ``rows``, int64 [rows of all ranks], are the window's rows in order:
     indices into the train split, or a stream's lanes. ``batches`` are this rank's micro-batches. ``cursors`` are a
-    stream's positions after this window, see ``StreamBatch``; None for a token dataset, where the step is enough.
-    ``rows_hash`` is that of ``WindowOrder``; None for a stream. ``rows_of_sources`` counts the rows of each source of a
-    mixture; None without one.
+    stream's positions after this window, see ``StreamBatch``; None for a token dataset. ``rows_hash`` is that of
+    ``WindowOrder``; None for a stream. ``rows_of_sources`` counts the rows of each source of a mixture.
     """
 
     step: int
@@ -61,7 +53,6 @@ class Window:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows over all ranks."""
         return len(self.rows)
 
     def rows_of(self, batch: int, world_size: int, rank: int) -> list[int]:
@@ -71,8 +62,6 @@ class Window:
 
 
 class WindowSource(Protocol):
-    """A source of windows for the training loop."""
-
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
         """Yield the windows of the steps ``after_step + 1`` to ``last_step``."""
 
@@ -99,11 +88,10 @@ class RowRead:
 
 @dataclass(frozen=True)
 class WindowOrder:
-    """The rows of every window and micro-batch, as functions of the step, the seed and the rank.
+    """The rows of every window and micro-batch, as functions of the step (counted from 1), the seed and the rank.
 
-    ``num_rows`` are those of an epoch. ``rows_per_window`` and ``micro_batch_size`` count rows, the latter on one rank.
-    ``world_size`` and ``rank`` are those of the data ranks. With a ``mixture``, that decides the rows. Steps are
-    counted from 1.
+    ``num_rows`` are those of an epoch. ``world_size`` and ``rank`` are those of the data ranks. A ``mixture`` decides
+    the rows.
     """
 
     num_rows: int
@@ -123,7 +111,6 @@ class WindowOrder:
         return self.epoch_order(epoch)[start : start + self.rows_per_window]
 
     def epoch_of(self, step: int) -> int:
-        """Return the epoch of a step, counted from 0."""
         return self.mixture.epoch_of(step) if self.mixture else (step - 1) // self._windows_per_epoch
 
     def epoch_order(self, epoch: int) -> np.ndarray:
@@ -131,26 +118,20 @@ class WindowOrder:
         return _permutation(self.num_rows, self.seed, epoch)
 
     def reads_of(self, rows: np.ndarray, num_steps: int) -> list[RowRead]:
-        """Return which of the first ``num_steps`` steps read one of some rows, in the order of the steps.
-
-        Without a mixture it searches the order of every epoch, which takes O(epochs × rows of the token dataset).
-        """
+        """Return which of the first ``num_steps`` steps read some rows; O(epochs × rows) without a mixture."""
         if self.mixture:
             found = [(step, row) for row in rows.tolist() for step in self.mixture.steps_of(row, num_steps)]
         else:
-            found = [pair for epoch in range(self.epoch_of(num_steps) + 1) for pair in self._reads_in(epoch, rows)]
+            found = [
+                (epoch * self._windows_per_epoch + place // self.rows_per_window + 1, int(order[place]))
+                for epoch in range(self.epoch_of(num_steps) + 1)
+                for order in [self.epoch_order(epoch)]
+                for place in np.flatnonzero(np.isin(order, rows)).tolist()
+            ]
         return [RowRead(step, self.epoch_of(step), row) for step, row in sorted(found) if step <= num_steps]
 
-    def _reads_in(self, epoch: int, rows: np.ndarray) -> Iterator[tuple[int, int]]:
-        order = self.epoch_order(epoch)
-        for place in np.flatnonzero(np.isin(order, rows)).tolist():
-            yield epoch * self._windows_per_epoch + place // self.rows_per_window + 1, int(order[place])
-
     def rows_hash(self, step: int) -> str:
-        """Hash the rows of the steps up to ``step`` in order. The hash does not depend on ranks and micro-batches.
-
-        Without a mixture, it is the hash of all these steps. For a mixture see ``MixtureOrder.rows_hash``.
-        """
+        """Hash the rows of all steps up to ``step`` in order; for a mixture see ``MixtureOrder.rows_hash``."""
         if self.mixture:
             return self.mixture.rows_hash(step)
         rows_hash = ""
@@ -180,22 +161,12 @@ class WindowOrder:
 
 
 class WorkerLoader(DataLoader):
-    """A DataLoader that raises the errors among its items, without the traceback that torch adds to those of a worker.
-
-    Raises:
-        RunError: from ``iter``, if there is no room for the semaphores of its processes.
-    """
+    """A DataLoader that raises the errors among its items, without the traceback that torch adds to a worker's."""
 
     def __init__(self, items: Dataset, num_workers: int, pin_memory: bool = False, **more: Any) -> None:
-        super().__init__(
-            items,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            collate_fn=_identity,  # items are whole batches
-            prefetch_factor=8 if num_workers else None,
-            worker_init_fn=ignore_signals_in_worker,
-            **more,
-        )
+        more |= {"prefetch_factor": 8 if num_workers else None, "worker_init_fn": ignore_signals_in_worker}
+        more["collate_fn"] = _identity  # items are whole batches
+        super().__init__(items, num_workers=num_workers, pin_memory=pin_memory, **more)
 
     def __iter__(self) -> Any:
         try:
@@ -209,10 +180,7 @@ class WorkerLoader(DataLoader):
 
 @dataclass(frozen=True)
 class TrainBatches:
-    """The windows of a token dataset on this rank, prefetched by ``num_workers`` processes.
-
-    The order begins with the step after ``starts_after``.
-    """
+    """The windows of a token dataset on this rank after ``starts_after``, prefetched by ``num_workers`` processes."""
 
     rows: IndexedRows
     order: WindowOrder
@@ -221,13 +189,11 @@ class TrainBatches:
     starts_after: int = 0
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
-        """Yield the windows of the steps ``after_step + 1`` to ``last_step``."""
         order, begin, end = self.order, after_step - self.starts_after, last_step - self.starts_after
         rows_hash, epoch = order.rows_hash(begin), order.epoch_of(begin + 1)
         indices = order.batches(begin, end)
-        batches = iter(
-            WorkerLoader(_ErrorsAsItems(self.rows), self.num_workers, self.pin_memory, batch_sampler=indices)
-        )
+        items = _ErrorsAsItems(self.rows)
+        batches = iter(WorkerLoader(items, self.num_workers, self.pin_memory, batch_sampler=indices))
         for step in range(begin + 1, end + 1):
             window, next_epoch = order.rows_of(step), order.epoch_of(step + 1)
             rows_hash = order.rows_hash_after(step, window, rows_hash)
@@ -276,10 +242,9 @@ def _share_equally(most: Sequence[int], total: int) -> list[int]:
 def validation_batches(
     rows: IndexedRows, batch_size: int, world_size: int, rank: int, limit: int | None, seed: int, num_workers: int
 ) -> DataLoader:
-    """Return a loader of this rank's rows of a split.
+    """Return a loader of this rank's rows of a split, in equally many batches on all ranks.
 
-    The ranks together read each of the :func:`validation_rows` once: all, or as many as ``limit`` batches have. So the
-    number of ranks does not change what is evaluated. All ranks have equally many batches.
+    The ranks together read each of the :func:`validation_rows` once, so their number does not change what is evaluated.
     """
     sources = rows.main_sources() if limit else np.zeros(len(rows), dtype=np.int64)
     chosen = validation_rows(sources, limit and limit * batch_size, seed).tolist()

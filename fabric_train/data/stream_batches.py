@@ -59,16 +59,12 @@ class LaneCursor:
 
     def numbers(self) -> list[int]:
         """Return the cursor as integers of 64 bits: 8, and the tokens of each source."""
-        halves = (int.from_bytes(bytes.fromhex(half), "big", signed=True) for half in _halves(self.row_hash))
+        halves = np.frombuffer(bytes.fromhex(self.row_hash), ">i8").tolist()
         return [*self.next, *self.last, *halves, *self.tokens_read]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> "LaneCursor":
-        """Return the cursor of which :meth:`numbers` returned ``numbers``.
-
-        Raises:
-            ValueError, TypeError: ``numbers`` are not those of a cursor.
-        """
+        """Return the cursor of which :meth:`numbers` returned ``numbers``; a ValueError or TypeError if it did not."""
         positions, halves, tokens_read = (tuple(map(int, part)) for part in (numbers[:6], numbers[6:8], numbers[8:]))
         row_hash = "".join(half.to_bytes(8, "big", signed=True).hex() for half in halves)
         return cls(TextPosition(*positions[:3]), TextPosition(*positions[3:]), row_hash, tokens_read)
@@ -93,11 +89,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class LaneRow:
-    """A row of a lane, and the state of the lane after it.
-
-    ``input_ids`` and ``labels`` are int32 [max_length], labels are -100 where no token is supervised. Documents begin
-    at ``document_starts``; ``pieces`` are the parts of documents in the row, the first at position 0.
-    """
+    """A row of a lane, int32 [max_length], labels -100 where nothing is supervised, and the ``cursor`` after it."""
 
     input_ids: np.ndarray
     labels: np.ndarray
@@ -107,11 +99,7 @@ class LaneRow:
 
 
 def deal(read: Callable[[int], Iterable[Document]], num_lanes: int, epoch: int) -> Iterator[DealtDocument]:
-    """Yield the documents of pass ``epoch`` and of all later passes, each with its lane; ``read`` returns a pass.
-
-    Raises:
-        InputError: a pass has fewer documents than there are lanes.
-    """
+    """Yield the documents of pass ``epoch`` and of all later passes, each with its lane; ``read`` returns a pass."""
     for current in count(epoch):
         dealt = [(0, lane) for lane in range(num_lanes)]  # a heap of bytes received
         number = -1
@@ -130,7 +118,8 @@ class Lanes:
     """A reader of some of the lanes, each an endless sequence of rows of ``max_length`` tokens.
 
     ``read`` returns the documents of a pass, ``encode`` at least 1 token of a document. Of all ``num_lanes``, those in
-    ``begins`` are read here, from these positions on.
+    ``begins`` are read here, from these positions on. ``tokens_read`` has the tokens of each source in the rows of a
+    lane so far; without any, none are counted.
     """
 
     def __init__(
@@ -144,19 +133,11 @@ class Lanes:
     ) -> None:
         self._encode, self._max_length = encode, max_length
         self._dealt = deal(read, num_lanes, min(position.epoch for position in begins.values()))
-        self._lanes = {lane: _Lane(position, (0,) * num_sources) for lane, position in begins.items()}
-
-    def set_tokens_read(self, number: int, tokens_read: tuple[int, ...]) -> None:
-        """Set the tokens of each source in the rows of lane ``number`` so far; without any, none are counted."""
-        self._lanes[number].tokens_read = tokens_read
+        self.lanes = {lane: _Lane(position, (0,) * num_sources) for lane, position in begins.items()}
 
     def next_row(self, number: int) -> LaneRow:
-        """Return the next row of lane ``number``.
-
-        Raises:
-            InputError: a document cannot be read, or a pass has fewer documents than there are lanes.
-        """
-        lane = self._lanes[number]
+        """Return the next row of lane ``number``."""
+        lane = self.lanes[number]
         begin = lane.position
         tokens = np.empty((2, self._max_length), np.int32)  # ids and labels
         document_starts: list[int] = []
@@ -178,7 +159,7 @@ class Lanes:
     def _open_document(self, lane: "_Lane") -> None:
         while not lane.waiting:
             dealt = next(self._dealt)
-            receiver = self._lanes.get(dealt.lane)
+            receiver = self.lanes.get(dealt.lane)
             if receiver is not None and dealt[:2] >= receiver.position[:2]:  # earlier ones were in earlier rows
                 receiver.waiting.append(dealt)
         dealt = lane.waiting.popleft()
@@ -207,10 +188,8 @@ class _Lane:
     def take(self, most: int) -> np.ndarray:
         piece, self.tokens = self.tokens[:, :most], self.tokens[:, most:]
         epoch, document, offset = self.position
-        if self.tokens.size:
-            self.position = TextPosition(epoch, document, offset + piece.shape[1])
-        else:
-            self.position = TextPosition(epoch, document + 1, 0)
+        following = (document, offset + piece.shape[1]) if self.tokens.size else (document + 1, 0)
+        self.position = TextPosition(epoch, *following)
         return piece
 
     def count(self, pieces: Sequence[Piece], length: int) -> None:
@@ -221,10 +200,6 @@ class _Lane:
             for piece, end in zip(pieces, ends, strict=True):
                 counts[piece.source] += end - piece.position
             self.tokens_read = tuple(counts)
-
-
-def _halves(text: str) -> tuple[str, str]:
-    return text[: len(text) // 2], text[len(text) // 2 :]
 
 
 @dataclass(frozen=True)
@@ -238,7 +213,6 @@ class LaneOrder:
 
     @property
     def num_batches(self) -> int:
-        """Micro-batches of a window on each rank."""
         return self.rows_per_window // (self.micro_batch_size * self.world_size)
 
     def lanes(self, batch: int) -> range:
@@ -265,11 +239,7 @@ class StreamBatches:
     pin_memory: bool
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
-        """Yield the windows of the steps ``after_step + 1`` to ``last_step``; ``self.cursors`` are of ``after_step``.
-
-        Raises:
-            InputError: a text cannot be read, or a lane's last row has changed since it was trained on.
-        """
+        """Yield the windows of the steps ``after_step + 1`` to ``last_step``; the cursors are of ``after_step``."""
         made = iter(self._loader(last_step - after_step))
         for step in range(after_step + 1, last_step + 1):
             parts = [next(made) for _ in range(self.order.num_batches)]
@@ -285,10 +255,7 @@ class StreamBatches:
             )
 
     def _loader(self, num_windows: int) -> DataLoader:
-        """Return the loader, whose workers make the rank's micro-batches in turn.
-
-        The number of workers divides the number of micro-batches of a window, so each lane stays with one worker.
-        """
+        """Return the loader, whose workers divide the micro-batches of a window: each lane stays with one worker."""
         num_batches = self.order.num_batches
         dividing = [number for number in range(1, self.num_workers + 1) if num_batches % number == 0]
         num_workers = max(dividing, default=0)
@@ -302,9 +269,14 @@ class StreamBatches:
         if self.cursors:
             for lane in begins:
                 saved = self.cursors[lane]
-                _check_last_row(lane, reader.next_row(lane).cursor, saved)
+                if reader.next_row(lane).cursor != saved:
+                    raise InputError(
+                        f"--streaming_dataset: row {lane} of the last step before the checkpoint is not the one that "
+                        "was trained on: texts up to it have changed; resume with the original texts, or take only "
+                        "the checkpoint's weights with --weights_only true"
+                    )
                 counted = len(saved.tokens_read) == self.num_sources
-                reader.set_tokens_read(lane, saved.tokens_read if counted else ())
+                reader.lanes[lane].tokens_read = saved.tokens_read if counted else ()
         for _ in range(num_windows):
             for lanes in own:
                 yield _batch(lanes, [reader.next_row(lane) for lane in lanes], self.isolates)
@@ -312,16 +284,12 @@ class StreamBatches:
 
 @dataclass(frozen=True)
 class StreamBatch:
-    """A micro-batch of B rows, and their cursors.
-
-    ``cursors``, int64 [B, 9 or more], holds for each row its lane and ``LaneCursor.numbers`` after the row.
-    """
+    """A micro-batch of B rows; ``cursors``, int64 [B, 9 or more], have each row's lane and ``LaneCursor.numbers``."""
 
     batch: Batch
     cursors: np.ndarray
 
     def pin_memory(self) -> "StreamBatch":
-        """Return the batch in page-locked memory (the DataLoader calls this)."""
         return StreamBatch(self.batch.pin_memory(), self.cursors)
 
 
@@ -330,10 +298,7 @@ class _LaneDataset(IterableDataset):
         self._batches, self._num_windows = batches, num_windows
 
     def __iter__(self) -> Iterator[StreamBatch | InputError | RunError | OSError]:
-        """Yield this worker's micro-batches, or an error as the last item.
-
-        The error is not raised here, because the DataLoader would add a traceback to its message.
-        """
+        """Yield this worker's micro-batches, or an error as the last item, so that the DataLoader adds no traceback."""
         info = get_worker_info()
         first, stride = (info.id, info.num_workers) if info else (0, 1)
         if info:
@@ -364,12 +329,3 @@ def _pieces(rows: Sequence[LaneRow]) -> RowPieces:
         num_tokens=np.concatenate([np.diff([*of_row, end]) for of_row, end in zip(begins, lengths, strict=True)]),
         num_bytes=np.array([piece.num_bytes for piece in pieces]),
     )
-
-
-def _check_last_row(lane: int, here: LaneCursor, saved: LaneCursor) -> None:
-    if here != saved:
-        raise InputError(
-            f"--streaming_dataset: row {lane} of the last step before the checkpoint is not the one that was trained "
-            "on: texts up to it have changed; resume with the original texts, or take only the checkpoint's weights "
-            "with --weights_only true"
-        )

@@ -46,13 +46,7 @@ def times_read(document: int, epoch: int, share: Fraction, key: int) -> int:
     A document has a fixed place u in [0, 1). Before pass p it has been read ``floor(p × share + u)`` times. So a share
     of 1/n reads each document once in any n passes. The places are the multiples of the golden ratio, modulo 1, so any
     stretch of the source has about the same share of documents that are read (H. Weyl: Über die Gleichverteilung von
-    Zahlen mod. Eins, 1916).
-
-    Args:
-        document: its number in the source.
-        epoch: the pass, from 0.
-        share: above 0.
-        key: below 2**64; the place of document 0.
+    Zahlen mod. Eins, 1916). ``key``, below 2**64, is the place of document 0.
     """
     place = (key + document * _GOLDEN_RATIO_64) % 2**64 * share.denominator
     one = share.denominator << 64
@@ -94,9 +88,8 @@ def interleave(sources: Sequence[Iterator[tuple[float, T]]]) -> Iterator[T]:
 
 
 def shuffle(documents: Iterable[T], size: int, seed: int, epoch: int) -> Iterator[T]:
-    """Yield the documents of a pass in a random order: each is drawn from a buffer, where the next one replaces it.
-
-    The buffer holds ``size`` documents. At the end of the pass it is emptied.
+    """Yield the documents of a pass in a random order: each is drawn from a buffer of ``size``, where the next replaces
+    it.
     """
     buffer: list[T] = []
     drawn = 0
@@ -137,10 +130,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamedSource:
-    """A place of --streaming_dataset: a ``source`` with a ``name``.
-
-    ``kind`` is that of its documents; ``columns`` hold the text, or the parts of a chat.
-    """
+    """A place of --streaming_dataset, with the ``kind`` of its documents and the ``columns`` of their parts."""
 
     name: str
     source: Source
@@ -165,9 +155,6 @@ class StreamedSource:
 
         Of texts in lines, that part is exact; see ``files.FileReader.position`` for others. ``number`` is the
         ``source`` of the documents.
-
-        Raises:
-            InputError: a file is damaged, or a row cannot be used.
         """
         size, before = max(1, self.size), 0
         for part in self.source.parts(WHOLE_FILES):
@@ -183,7 +170,6 @@ class StreamedSource:
             before += reader.num_counted if isinstance(self.source, StreamSource) else part_size
 
     def _document(self, number: int, row: Row | BadRowError, place: Callable[[], str]) -> Document | None:
-        """Return a row's document, None if it is blank or nothing in it is supervised."""
         if isinstance(row, BadRowError):
             raise fault_of(str(row))
         try:
@@ -202,8 +188,8 @@ class StreamedSource:
     def identities(self) -> Iterator[str]:
         """Yield a line per file or split that identifies its content.
 
-        The line of a file has its path, its size and a hash of its first and last MiB. The line of a split has the
-        dataset's fingerprint or, if it is streamed, its commit on the hub.
+        The line of a file has a hash of its first and last MiB, that of a split the dataset's fingerprint or, if it is
+        streamed, its commit on the hub.
         """
         source = self.source
         if isinstance(source, FileSource):
@@ -233,15 +219,10 @@ class StreamedDocuments:
 
     @cached_property
     def source_names(self) -> tuple[str, ...]:
-        """The names of the sources; places of one name are one source."""
         return tuple(dict.fromkeys(place.name for place in self.places))
 
     def read(self, epoch: int) -> Iterator[Document]:
-        """Yield the documents of a pass.
-
-        Raises:
-            InputError: a file is damaged, or a row cannot be used.
-        """
+        """Yield the documents of a pass."""
         documents = self._in_order(epoch)
         return shuffle(documents, self.shuffle_buffer, self.seed, epoch) if self.shuffle_buffer else documents
 

@@ -17,14 +17,8 @@ from fabric_train.files.regular_file import read_json
 from fabric_train.tokenization.corpus import find_kind
 from fabric_train.tokenization.documents import BadRowError, EncodedDocument, columns, read_chat
 from fabric_train.tokenization.reading.sources import open_sources, split_names
+from fabric_train.tokenization.tokenizers import text_encoder
 from fabric_train.tokenization.tokenizers.parity_check import Reference, find_difference
-from fabric_train.tokenization.tokenizers.text_encoder import (
-    Borders,
-    FastEncoder,
-    TextEncoder,
-    add_borders,
-    open_encoder,
-)
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer, set_chat_template
 
 if TYPE_CHECKING:
@@ -39,19 +33,15 @@ _COUNTED_DOCUMENTS = 100  # at the start of a source, to estimate how many it ha
 class DocumentEncoder:
     """An encoder that gives the ids and labels of tokenization, BOS and EOS included; ``chats`` are by format."""
 
-    encoder: TextEncoder
-    borders: Borders
+    encoder: text_encoder.TextEncoder
+    borders: text_encoder.Borders
     chats: Mapping[str, "ChatEncoder"]
 
     def __call__(self, document: Document) -> EncodedDocument:
-        """Return the document's tokens, at least 1.
-
-        Raises:
-            InputError: the chat template cannot render a chat.
-        """
+        """Return the document's tokens, at least 1."""
         if isinstance(document.content, str):
             (ids,) = self.encoder.encode_batch([document.content])
-            ids = add_borders(ids, self.borders)
+            ids = text_encoder.add_borders(ids, self.borders)
             return EncodedDocument(ids, None, len(document.content), document.num_bytes)
         try:
             encoded = self.chats[document.kind].encode(document.content)
@@ -71,7 +61,6 @@ class ChatTemplateInUse:
 
     @property
     def sha256(self) -> str:
-        """The hash of the template."""
         return hashlib.sha256(self.source.encode()).hexdigest()
 
 
@@ -94,7 +83,6 @@ class Stream:
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """The names of the sources."""
         return self.documents.source_names
 
     @property
@@ -104,7 +92,6 @@ class Stream:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end documents, and turns of chats."""
         end_of_turn = self.chat_template.end_of_turn_token_id if self.chat_template else None
         return (self.tokenizer.eos_token_id, *([end_of_turn] if end_of_turn is not None else []))
 
@@ -137,20 +124,20 @@ class Stream:
         Forked processes may use it as long as this process has encoded nothing with it.
         """
         file, is_plain = self.tokenizer_folder / "tokenizer.json", self.tokenizer.special_text_is_plain
-        encoder, _ = open_encoder(file, is_plain)
+        encoder, _ = text_encoder.open_encoder(file, is_plain)
         difference = None
-        if not isinstance(encoder, FastEncoder):
+        if not isinstance(encoder, text_encoder.FastEncoder):
             difference = self._find_difference(encoder, Reference(file, is_plain))
         if difference:
-            encoder, _ = open_encoder(file, is_plain, why_not_gigatoken=difference)
+            encoder, _ = text_encoder.open_encoder(file, is_plain, why_not_gigatoken=difference)
         kinds = sorted({place.kind for place in self.documents.places} - {"text"})
         chats = {kind: _chat_encoder(self.tokenizer_folder, kind, by_parts=difference is None) for kind in kinds}
-        return DocumentEncoder(encoder, Borders(self.tokenizer.bos_token_id, self.tokenizer.eos_token_id), chats)
+        borders = text_encoder.Borders(self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        return DocumentEncoder(encoder, borders, chats)
 
-    def _find_difference(self, encoder: TextEncoder, reference: Reference) -> str | None:
-        """Compare the encoder's ids of hard strings and of the first documents with the tokenizer's.
-
-        Returns None if all are equal.
+    def _find_difference(self, encoder: text_encoder.TextEncoder, reference: Reference) -> str | None:
+        """Return how the encoder's ids of hard strings and of the first documents differ from the tokenizer's, if they
+        do.
         """
         first = islice(replace(self.documents, shuffle_buffer=0).read(0), _COMPARED_DOCUMENTS)
         texts = [text[:_COMPARED_CHARACTERS] for document in first for text in _texts_in(document)]
@@ -178,14 +165,7 @@ def open_stream(
     tokenizer_folder: Path,
     held_out: TokenDataset | TokenMixture | None,
 ) -> Stream:
-    """Open the sources of --streaming_dataset and the tokenizer, which is a folder or a hub name.
-
-    For ``special_text_is_plain`` see ``CorpusTokenizer``; None takes the default of the tokenizer's kind.
-
-    Raises:
-        InputError: a source or the tokenizer cannot be opened, a source's first row has no text, there is no text, or
-            sources cannot be mixed because the size of one is not known.
-    """
+    """Open the sources of --streaming_dataset and the tokenizer, a folder or a hub name; None takes its own default."""
     assert given.streaming_dataset is not None
     documents = _open_documents(given, given.streaming_dataset, tokenizer_folder)
     try:
@@ -199,7 +179,6 @@ def open_stream(
 
 
 def _open_template(documents: StreamedDocuments, tokenizer: CorpusTokenizer) -> ChatTemplateInUse | None:
-    """Return the chat template that is used; None if there are no chats."""
     kind = next((place.kind for place in documents.places if place.kind != "text"), None)
     if kind is None:
         return None
@@ -224,13 +203,10 @@ def _open_documents(given: "DataArguments", places: list[str], downloads: Path) 
     shares = _shares_of(given, [place.name for place in streamed])
     documents = StreamedDocuments(streamed, shares, given.shuffle_buffer, given.seed)
     if shares is not None:
-        faults = [
-            fault
-            for place, share in zip(streamed, shares, strict=True)
-            if (fault := _fault_in_share(place, share, alone=len(streamed) == 1))
-        ]
-        if faults:
-            raise InputError(*faults)
+        alone = len(streamed) == 1
+        faults = (_fault_in_share(place, share, alone) for place, share in zip(streamed, shares, strict=True))
+        if found := [*filter(None, faults)]:
+            raise InputError(*found)
     elif all(next(place.read(0), None) is None for place in streamed):
         raise InputError("--streaming_dataset: no document with any text in it; give others")
     return documents
@@ -253,7 +229,6 @@ def _shares_of(given: "DataArguments", names: list[str]) -> list[float] | None:
 
 
 def _fault_in_share(place: StreamedSource, share: float, alone: bool) -> str | None:
-    """Return why a place cannot be read in a share, None if it can."""
     if not alone and not place.size:
         return (
             f"--shares: the hub does not say how many rows {place.name} has, so it cannot be mixed evenly; download it "

@@ -18,17 +18,11 @@ from fabric_train.cli.errors import InputError, RunError, first_line, missing_fo
 from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, pad_rows
 from fabric_train.files.regular_file import check_links
 from fabric_train.tokenization.manifest import Manifest, read_manifest
+from fabric_train.tokenization.packing import token_folder
 from fabric_train.tokenization.packing.document_index import DocumentIndex, SourceTable, open_index
-from fabric_train.tokenization.packing.token_folder import (
-    altered_rows,
-    check_listed_files,
-    map_table,
-    without_read_ahead,
-)
 
 VALIDATION_NAMES = ("validation", "valid")
 _ROWS_AT_ONCE = 1 << 16
-
 
 StoredRow: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 """The ``input_ids`` of a row, its labels, and the starts of its documents; None if documents are not kept apart."""
@@ -73,11 +67,7 @@ class IndexedRows(torch.utils.data.Dataset, abc.ABC):
 
     @abc.abstractmethod
     def pieces(self, indices: Sequence[int]) -> RowPieces:
-        """Return the pieces of documents in the rows, in the order of ``indices``.
-
-        Raises:
-            InputError: the document index is damaged; so do ``read`` and ``main_sources``.
-        """
+        """Return the pieces of documents in the rows, in their order; an InputError if the index is damaged."""
 
     @abc.abstractmethod
     def main_sources(self) -> np.ndarray:
@@ -136,7 +126,6 @@ class Rows(IndexedRows):
         return max(self.lengths())
 
     def shortest(self) -> int:
-        """Return the number of tokens in the shortest row."""
         return min(self.lengths())
 
     def lengths(self) -> set[int]:
@@ -159,10 +148,7 @@ class Rows(IndexedRows):
         return min(extremes, default=0), max(extremes, default=0)
 
     def row_with_borders_outside(self) -> int | None:
-        """Return the first row whose ``document_starts`` are not ascending or lie outside of the row, or None.
-
-        Reads the whole column.
-        """
+        """Return the first row whose ``document_starts`` are not ascending or lie outside of the row, or None."""
         if not self.has_borders:
             return None
         first = 0
@@ -188,7 +174,7 @@ class Rows(IndexedRows):
         starts = _lists(table, "document_starts") if self.has_borders else None
         if self.index is not None and self.index.checksums is not None:
             rows = zip(ids, labels or nothing, starts or nothing, strict=True)
-            altered = altered_rows(rows, self.index.checksums[list(indices)])
+            altered = token_folder.altered_rows(rows, self.index.checksums[list(indices)])
             if len(altered):
                 raise RunError(self._describe_altered(indices[altered[0]]))
         return list(zip(ids, labels or ids, (self.isolates and starts) or nothing, strict=True))
@@ -196,7 +182,7 @@ class Rows(IndexedRows):
     def _describe_altered(self, row: int) -> str:
         first, file, number = 0, "", row
         for file in (entry["filename"] for entry in self.split.cache_files):
-            number, first = row - first, first + map_table(file)[0].num_rows
+            number, first = row - first, first + token_folder.map_table(file)[0].num_rows
             if row < first:
                 break
         place = f"row {number}" if number == row else f"row {number} ({row} of the split)"
@@ -229,9 +215,8 @@ class Rows(IndexedRows):
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """A token dataset on disk: its ``train`` split and, if it has one, its ``validation`` split.
-
-    ``manifest`` is the content of ``manifest.json``, None for an older folder without it.
+    """A token dataset on disk: ``train``, ``validation`` if there is one, and the ``manifest``, None for an older
+    folder.
     """
 
     folder: Path
@@ -246,7 +231,6 @@ class TokenDataset:
 
     @property
     def name(self) -> str:
-        """The folder, for messages."""
         return str(self.folder)
 
     @property
@@ -256,7 +240,6 @@ class TokenDataset:
 
     @property
     def isolates(self) -> bool:
-        """Whether training keeps the documents of a row apart."""
         return self.train.isolates
 
     @property
@@ -269,7 +252,6 @@ class TokenDataset:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end documents, and turns of chats; none for an older folder without a manifest."""
         return self.manifest.tokenizer.stop_token_ids if self.manifest else ()
 
     @property
@@ -281,28 +263,25 @@ class TokenDataset:
 def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
     """Open a folder that ``tokenize_dataset.py`` wrote, or an older one with ``train``/``valid`` splits.
 
-    With ``isolate_documents``, batches keep the documents of a row apart if the dataset has ``document_starts``.
-
-    Raises:
-        InputError: The folder is not a token dataset, is damaged, has no rows, or has columns that are not tokens.
+    With ``isolate_documents``, batches keep the documents of a row apart if the dataset has ``document_starts``. An
+    InputError if the folder is damaged, has no rows, or has columns that are not tokens.
     """
     path = Path(folder)
     if not (path / "dataset_dict.json").is_file():
         cause = "the folder has no dataset_dict.json" if path.is_dir() else missing_folder(path)
         raise InputError(f"--train_data_dir {folder}: {cause}; make one with tokenize_dataset.py --output_dir {folder}")
-    check_listed_files(path, "tokenize again")
-    with without_read_ahead():
+    token_folder.check_listed_files(path, "tokenize again")
+    with token_folder.without_read_ahead():
         train, validation = _open_splits(folder)
     check_links(path / "tokenizer")  # checkpoints copy this folder
     manifest = read_manifest(path)
     names = SourceTable(manifest.sources).names if manifest and manifest.has_index else (folder,)
-    find = functools.partial(open_index, path, manifest)
-    held_out = None
-    if validation is not None and len(validation):
-        held_out = Rows(validation, isolate_documents, names, functools.partial(find, "validation"))
-    return TokenDataset(
-        path, Rows(train, isolate_documents, names, functools.partial(find, "train")), held_out, manifest
-    )
+
+    def rows(split: datasets.Dataset, name: str) -> Rows:
+        return Rows(split, isolate_documents, names, functools.partial(open_index, path, manifest, name))
+
+    held_out = rows(validation, "validation") if validation is not None and len(validation) else None
+    return TokenDataset(path, rows(train, "train"), held_out, manifest)
 
 
 def _open_splits(folder: str) -> tuple[datasets.Dataset, datasets.Dataset | None]:
@@ -352,10 +331,7 @@ def _fault_of_columns(split: datasets.Dataset) -> str | None:
 
 
 def _is_sound(lists: pa.Table | pa.ChunkedArray, full: bool = True) -> bool:
-    """Return whether lists lie inside of their values: each one, or without ``full`` the first and the last.
-
-    pyarrow aborts the process when it reads a list outside of them.
-    """
+    """Return whether lists lie inside of their values, or only the first and last; else pyarrow aborts the process."""
     try:
         lists.validate(full=full)
     except pa.ArrowInvalid:

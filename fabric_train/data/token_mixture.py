@@ -21,10 +21,9 @@ from fabric_train.tokenization.packing.document_index import DocumentIndex, open
 
 @dataclass(frozen=True)
 class ListedSource:
-    """What has a share of its own: a token dataset, a source of it, or the other sources of it.
+    """What has a share of its own: a token dataset, a source of it, or the ``others`` of a folder, together.
 
-    ``slices`` are its rows: the number of the token dataset, and a range of its rows. ``others`` names the sources of a
-    folder that has some sources with shares of their own, and these others together.
+    ``slices`` are its rows: the number of the token dataset, and a range of its rows.
     """
 
     folder: str
@@ -34,23 +33,17 @@ class ListedSource:
 
     @property
     def name(self) -> str:
-        """The name in ``--shares``."""
         return self.folder if self.source is None else f"{self.folder}:{self.source}"
 
     @property
     def num_rows(self) -> int:
-        """Its number of rows."""
         return sum(len(rows) for _, rows in self.slices)
 
 
 def list_sources(
     parts: Sequence[TokenDataset], folders: Sequence[str], shares: Sequence[Shares]
 ) -> Iterator[ListedSource]:
-    """Yield each token dataset, or its sources that some shares name and then its other sources together.
-
-    Raises:
-        InputError: a name is none of a token dataset or a source, or the rows of a source are not known.
-    """
+    """Yield each token dataset, or its sources that some shares name and then its other sources together."""
     named: list[list[str]] = [[] for _ in folders]
     options: dict[tuple[int, str], str] = {}
     for one in shares:
@@ -79,10 +72,8 @@ def find_source_rows(dataset: TokenDataset) -> dict[str, list[range]]:
 
     A row is one of the source of its first token. Documents are in the order of the sources and their files, so the
     file of a row's first document never decreases, and binary search finds where each source begins. In a dataset of
-    ``--packing concat`` a source's last row has the beginning of the next one, too.
-
-    Raises:
-        InputError: the dataset has no document index, or its sources were mixed with ``--weights``.
+    ``--packing concat`` a source's last row has the beginning of the next one, too. An InputError if the dataset has no
+    document index, or its sources were mixed with ``--weights``.
     """
     manifest = dataset.manifest
     index = open_index(dataset.folder, manifest, "train") if manifest else None
@@ -110,24 +101,17 @@ def _first_rows(index: DocumentIndex, files: np.ndarray) -> list[int]:
     low, high = np.zeros(len(files), np.int64), np.full(len(files), len(index.rows) - 1)
     while (open_ := low < high).any():
         middle = (low + high)[open_] // 2
-        is_before = _files_of(index, middle) < files[open_]
+        pieces = index.pieces(middle)
+        is_before = index.documents["file"][pieces.documents[pieces.positions == 0]] < files[open_]
         low[open_] = np.where(is_before, middle + 1, low[open_])
         high[open_] = np.where(is_before, high[open_], middle)
     return low.tolist()
-
-
-def _files_of(index: DocumentIndex, rows: np.ndarray) -> np.ndarray:
-    pieces = index.pieces(rows)
-    return index.documents["file"][pieces.documents[pieces.positions == 0]]
 
 
 def rows_of(shares: Shares, sources: Sequence[ListedSource], folders: Sequence[str]) -> tuple[int, ...]:
     """Return the rows that an epoch takes of each listed source.
 
     The share of one of the ``folders`` counts for those of its sources that have none of their own.
-
-    Raises:
-        InputError: one has no share, all have 0, or one above 0 is less than one row.
     """
     given = list(_shares_of(shares, sources, folders))
     if not any(given):
@@ -178,10 +162,7 @@ def _shares_of(shares: Shares, sources: Sequence[ListedSource], folders: Sequenc
 
 
 class JoinedRows(IndexedRows):
-    """The rows of several splits, those of one after those of another, or slices of these in any order.
-
-    A slice is the number of a split and a range of its rows.
-    """
+    """The rows of several splits, one after the other, or slices of these: number of a split, range of rows."""
 
     def __init__(self, parts: Sequence[IndexedRows], slices: Sequence[tuple[int, range]] | None = None) -> None:
         self._parts = tuple(parts)
@@ -263,12 +244,10 @@ class TokenMixture:
     manifest_folder: Path
 
     def rows_of(self, shares: Shares) -> tuple[int, ...]:
-        """Return the rows that an epoch takes of each source; for errors see ``shares.rows_of``."""
         return rows_of(shares, self.sources, list(dict.fromkeys(source.folder for source in self.sources)))
 
     @property
     def isolates(self) -> bool:
-        """Whether training keeps the documents of a row apart."""
         return self.train.isolates
 
     @property
@@ -276,33 +255,35 @@ class TokenMixture:
         """The sources of the documents, see ``TokenDataset.source_names``; one that several parts have is one."""
         return self.train.source_names
 
-    @property
-    def tokens_by_document_source(self) -> list[dict[str, int]]:
-        """The tokens in rows of each source of documents, for each of ``sources``."""
-        return [_tokens_of(source, self.parts) for source in self.sources]
+    def tokens_of(self, listed: ListedSource) -> dict[str, int]:
+        """Return the tokens in rows of each source of documents that one of ``sources`` has."""
+        wanted = listed.others if listed.source is None else (listed.source,)
+        tokens: dict[str, int] = {}
+        for part in dict.fromkeys(number for number, _ in listed.slices):
+            manifest = self.parts[part].manifest
+            train = manifest.ledger.splits["train"].sources if manifest else {}
+            for name, counted in train.items():
+                if name in wanted or not wanted:
+                    tokens[name] = tokens.get(name, 0) + counted.tokens_in_rows
+        return tokens
 
     @property
     def name(self) -> str:
-        """The folders, for messages."""
         return ", ".join(str(part.folder) for part in self.parts)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The SHA-256 of the fingerprints of the token datasets, in their order."""
         return hashlib.sha256("\n".join(part.fingerprint for part in self.parts).encode()).hexdigest()
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end documents, and turns of chats."""
         return self.manifest.tokenizer.stop_token_ids
 
     @property
     def attachments(self) -> tuple[Path, ...]:
-        """The files and folders that each checkpoint copies, so that it can be exported and used on its own."""
         return self.manifest_folder / FILE_NAME, self.parts[0].folder / "tokenizer"
 
     def write_manifest(self) -> None:
-        """Write ``manifest`` into ``manifest_folder``."""
         check_no_link(self.manifest_folder / FILE_NAME)
         write_manifest(self.manifest_folder, self.manifest)
 
@@ -312,30 +293,10 @@ class TokenMixture:
         return f"{self.parts[part].folder / 'train'}:{number}"
 
 
-def _tokens_of(listed: ListedSource, parts: Sequence[TokenDataset]) -> dict[str, int]:
-    wanted = listed.others if listed.source is None else (listed.source,)
-    tokens: dict[str, int] = {}
-    for part in dict.fromkeys(number for number, _ in listed.slices):
-        manifest = parts[part].manifest
-        train = manifest.ledger.splits["train"].sources if manifest else {}
-        for name, counted in train.items():
-            if name in wanted or not wanted:
-                tokens[name] = tokens.get(name, 0) + counted.tokens_in_rows
-    return tokens
-
-
 def open_mixture(
-    folders: Sequence[str],
-    shares: Shares,
-    isolate_documents: bool,
-    manifest_folder: Path,
-    later: Sequence[Shares] = (),
+    folders: Sequence[str], shares: Shares, isolate_documents: bool, manifest_folder: Path, later: Sequence[Shares] = ()
 ) -> TokenMixture:
-    """Open the token datasets of ``--train_data_dir``; ``later`` are the shares of the phases of the run.
-
-    Raises:
-        InputError: one cannot be read, they do not fit together, or shares name what is not there.
-    """
+    """Open the token datasets of ``--train_data_dir``; ``later`` are the shares of the phases of the run."""
     parts = tuple(open_dataset(folder, isolate_documents) for folder in folders)
     by_folder = {part.folder: part for part in parts}
     manifest = merge_manifests(open_inputs(list(by_folder), lambda folder: by_folder[folder].manifest))
@@ -353,10 +314,7 @@ def open_mixture(
 
 
 def unpredicted_tokens(parts: Sequence[TokenDataset], num_predicted: int) -> str:
-    """Return why an evaluation predicts fewer tokens than the manifests count; "" if it does not or is not known.
-
-    ``num_predicted`` are the supervised tokens of all validation splits that have another token before them.
-    """
+    """Return why an evaluation predicts fewer tokens than the manifests count; "" if it does not or is not known."""
     held_out = [part for part in parts if part.validation]
     ledgers = [part.manifest.ledger.splits.get("validation") if part.manifest else None for part in held_out]
     num_supervised = sum(ledger.tokens_supervised for ledger in ledgers if ledger)

@@ -22,27 +22,13 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning import Fabric
-from lightning.fabric.plugins.environments import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    MPIEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-    XLAEnvironment,
-)
+from lightning.fabric.plugins import environments
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.strategies.launchers import subprocess_script
 
 from fabric_train.cli.child_ranks import LOOPBACK, as_launcher, serve_on_loopback, watch_children
 from fabric_train.cli.errors import FAILURE, STOPPED, InputError, end_run, exit_process
-from fabric_train.cli.launcher import (
-    MPI,
-    SRUN,
-    TORCHRUN,
-    Launcher,
-    find_launcher,
-    global_rank,
-    num_restarts,
-)
+from fabric_train.cli.launcher import MPI, SRUN, TORCHRUN, Launcher, find_launcher, global_rank, num_restarts
 from fabric_train.distributed.signals import describe_stop_outside_training
 
 _SECONDS_TO_ANSWER = 5.0
@@ -53,23 +39,21 @@ def find_cluster_environment(num_nodes: int, accelerator: str) -> ClusterEnviron
     """Return Fabric's plugin for the launcher of this process, with an address at which rank 0 can be reached.
 
     Under mpiexec all ranks must call it. It sets ``GLOO_SOCKET_IFNAME``, unless the user has: on one machine to the
-    loopback, and in a CPU run on several machines if gloo would listen where no other machine can reach it.
-
-    Raises:
-        InputError: mpi4py does not work, or it is not known how to reach rank 0.
+    loopback, and in a CPU run on several machines if gloo would listen where no other machine can reach it. An
+    InputError if mpi4py does not work, or it is not known how to reach rank 0.
     """
     launcher = find_launcher()
     if num_nodes == 1:
         _stay_on_this_machine(has_store=launcher != TORCHRUN)
     environment: ClusterEnvironment
     if launcher == TORCHRUN:
-        environment = TorchElasticEnvironment()
+        environment = environments.TorchElasticEnvironment()
     elif launcher == SRUN:
         environment = SrunEnvironment(num_nodes)
     elif launcher in MPI and int(os.environ[launcher.size]) > 1:
         environment = MpiexecEnvironment(launcher, num_nodes)
     else:
-        return LightningEnvironment()
+        return environments.LightningEnvironment()
     check_address(environment.main_address, launcher.name)
     if num_nodes > 1:
         _check_is_rank_0(environment)
@@ -80,16 +64,13 @@ def find_cluster_environment(num_nodes: int, accelerator: str) -> ClusterEnviron
 
 def _stay_on_this_machine(has_store: bool) -> None:
     """Let nothing of a run on one machine listen on the network: not gloo, and not the store unless torchrun has it."""
-    import psutil
-
     if has_store:
         os.environ["MASTER_ADDR"] = LOOPBACK
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == LOOPBACK for address in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if name := _interfaces().get(LOOPBACK):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-class SrunEnvironment(SLURMEnvironment):
+class SrunEnvironment(environments.SLURMEnvironment):
     """Slurm's tasks; the address is that of the step's first node unless ``MASTER_ADDR`` is set."""
 
     def __init__(self, num_nodes: int) -> None:
@@ -111,16 +92,11 @@ class SrunEnvironment(SLURMEnvironment):
         """Accept what ``find_other_world`` has: Fabric compares with the job, which may be larger than the step."""
 
     def world_size(self) -> int:
-        """Return the number of tasks of the step."""
         return int(os.environ[SRUN.size])
 
 
-class MpiexecEnvironment(MPIEnvironment):
-    """MPI's processes. All that is known by messages is asked once, by all ranks together; then MPI is finalized.
-
-    Raises:
-        InputError: mpi4py has no MPI library, or that of another mpiexec.
-    """
+class MpiexecEnvironment(environments.MPIEnvironment):
+    """MPI's processes. All that is known by messages is asked once, by all ranks together; then MPI is finalized."""
 
     def __init__(self, launcher: Launcher, num_nodes: int) -> None:
         try:
@@ -142,7 +118,9 @@ class MpiexecEnvironment(MPIEnvironment):
         self._find_machine()
         address = os.environ.get("MASTER_ADDR") or (_address_of_this_machine() if num_nodes > 1 else LOOPBACK)
         self._main_address = self._comm_world.bcast(address)
-        self._main_port = self._comm_world.bcast(int(os.environ.get("MASTER_PORT", 0)) or self.main_port_here())
+        with socket.create_server(("", 0)) as probe:  # on a port that is free on this machine; rank 0's counts
+            free_port = int(probe.getsockname()[1])
+        self._main_port = self._comm_world.bcast(int(os.environ.get("MASTER_PORT", 0)) or free_port)
         os.environ |= {"MASTER_ADDR": self._main_address, "MASTER_PORT": str(self._main_port)}
         MPI.Finalize()  # a rank that ends by os._exit or a signal would else be a crash to mpiexec
 
@@ -155,20 +133,9 @@ class MpiexecEnvironment(MPIEnvironment):
         self._node_rank = first_ranks.index(self._comm_local.bcast(self.global_rank()))
         self.local_rank()
 
-    @staticmethod
-    def main_port_here() -> int:
-        """Return a port that is free on this machine; rank 0's counts."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
-
 
 def check_address(address: str, launcher: str) -> None:
-    """Check that the address of rank 0 resolves on this machine; the ranks would wait for it for minutes.
-
-    Raises:
-        InputError: it does not.
-    """
+    """Check that the address of rank 0 resolves on this machine; the ranks would wait for it for minutes."""
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError):
@@ -182,16 +149,12 @@ def check_address(address: str, launcher: str) -> None:
 
 
 def _check_is_rank_0(environment: ClusterEnvironment) -> None:
-    """Check that the name of rank 0's machine does not mean this one, if rank 0 is on another.
+    """Check that the name of rank 0's machine does not mean this one, where nothing answers, if rank 0 is on another.
 
     With torchrun's rendezvous c10d it is the name that the first machine has for itself.
-
-    Raises:
-        InputError: it does, and nothing answers there.
     """
     address = environment.main_address
-    serves_already = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not environment.node_rank() or not serves_already or not _is_loopback(address):
+    if not environment.node_rank() or not _torchrun_has_store() or not _is_loopback(address):
         return
     with suppress(OSError), socket.create_connection((address, environment.main_port), _SECONDS_TO_ANSWER):
         return  # several torchruns on one machine
@@ -205,22 +168,15 @@ def _check_is_rank_0(environment: ClusterEnvironment) -> None:
 def set_gloo_interface(main_address: str) -> None:
     """Set ``GLOO_SOCKET_IFNAME`` to the interface on the way to rank 0 if gloo's own choice would be the loopback.
 
-    gloo listens on the address of the machine's name, and on the loopback if the name has none.
-
-    Raises:
-        InputError: no interface, or more than one, could be meant.
+    gloo listens on the address of the machine's name, and on the loopback if the name has none. An InputError if no
+    interface, or more than one, could be meant.
     """
     import psutil
 
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    is_up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    names = {
-        address.address: name
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if name in is_up and address.family == socket.AF_INET
-    }
+    states = psutil.net_if_stats()
+    names = {address: name for address, name in _interfaces().items() if name in states and states[name].isup}
     with suppress(OSError):
         own = socket.gethostbyname(socket.gethostname())
         if own in names and not _is_loopback(own):
@@ -241,6 +197,14 @@ def set_gloo_interface(main_address: str) -> None:
     )
 
 
+def _interfaces() -> dict[str, str]:
+    """Return the name of the interface that has each IPv4 address of this machine."""
+    import psutil
+
+    named = ((name, each) for name, addresses in psutil.net_if_addrs().items() for each in addresses)
+    return {each.address: name for name, each in named if each.family == socket.AF_INET}
+
+
 def _source_towards(address: str) -> str:
     """Return this machine's address on the way to another one; an empty text if there is no way."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -250,7 +214,6 @@ def _source_towards(address: str) -> str:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether an address or a name means this machine alone."""
     try:
         return ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
     except (OSError, UnicodeError):
@@ -259,13 +222,10 @@ def _is_loopback(address: str) -> bool:
 
 def _address_of_this_machine() -> str:
     """Return its name, or the address of an interface if the name means the loopback for the machine itself."""
-    import psutil
-
     name = socket.gethostname()
     if not _is_loopback(name) and _source_towards(name):
         return name
-    found = (address for addresses in psutil.net_if_addrs().values() for address in addresses)
-    own = [each.address for each in found if each.family == socket.AF_INET and not _is_loopback(each.address)]
+    own = [address for address in _interfaces() if not _is_loopback(address)]
     return own[0] if len(own) == 1 else name
 
 
@@ -283,14 +243,14 @@ def _address_of_slurm_node(name: str) -> str:
 
 
 def init_process_group(fabric: Fabric, accelerator: str, num_processes: int, timeout: timedelta) -> None:
-    """Launch Fabric: start the other ranks if no launcher did, and connect all ``num_processes``.
+    """Launch Fabric: start the other ranks if no launcher did, and connect all ``num_processes``."""
 
-    Raises:
-        InputError: The port that the ranks use to connect is in use.
-    """
+    def watch(child_processes: list["subprocess.Popen[Any]"]) -> None:
+        watch_children(child_processes, _end_with_child)
+
     store = _serve_store(fabric)
     # Fabric's own observer kills this process without a message, even if all ranks are just ending together
-    subprocess_script._launch_process_observer = _watch_children
+    subprocess_script._launch_process_observer = watch
     if num_restarts() and num_processes > 1 and _torchrun_has_store():
         _init_after_restart(accelerator, num_processes, timeout)
     with as_launcher():
@@ -320,12 +280,9 @@ def _serve_store(fabric: Fabric) -> "dist.TCPStore | None":
     """Serve the store by which the ranks connect, if this is the rank that does, and all of them are on this machine.
 
     On several machines torch serves it later, on all interfaces, and here the port is only checked.
-
-    Raises:
-        InputError: another program uses the port.
     """
     environment = getattr(fabric.strategy, "cluster_environment", None)
-    if environment is None or isinstance(environment, XLAEnvironment):  # neither has a port
+    if environment is None or isinstance(environment, environments.XLAEnvironment):  # neither has a port
         return None
     if fabric.global_rank or _torchrun_has_store():
         return None
@@ -355,11 +312,6 @@ def _init_after_restart(accelerator: str, num_processes: int, timeout: timedelta
         world_size=num_processes,
         timeout=timeout,
     )
-
-
-def _watch_children(child_processes: list["subprocess.Popen[Any]"]) -> None:
-    """Watch the ranks that this process has started, in place of Fabric's observer."""
-    watch_children(child_processes, _end_with_child)
 
 
 def _end_with_child(rank: int, code: int) -> None:

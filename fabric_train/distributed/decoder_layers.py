@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
 from fabric_train.cli.errors import InputError
@@ -40,9 +35,7 @@ Call = tuple[Any, int]
 MAX_STATIC_LENGTHS = 4
 """Up to so many row lengths, layers are compiled for each length separately; for more, once for any length."""
 _RECOMPILE_LIMIT = 64
-"""Compilations of a layer: in training and evaluation, with and without documents, for each shape. torch's default is
-8; beyond the limit it runs the layer uncompiled.
-"""
+"""Compilations of a layer, in training and evaluation, for each shape; beyond, torch runs the layer uncompiled."""
 _DOCUMENT_BORDERS = r"L\['kwargs'\]\['(cu_seq_lens|max_length)_[qk]'\]"
 """torch's names of the arguments with which transformers passes document borders to a layer; see ``packed_forward``."""
 
@@ -55,12 +48,9 @@ def kept_share(fsdp: "FSDPArguments") -> float:
 def checkpoint_layers(layers: Iterable[nn.Module], budget: float = 0.0, offloads: bool = False) -> None:
     """Make each layer keep only part of its activations and recompute the others in the backward pass.
 
-    The results of matrix products and attention are candidates to keep. Those with the most FLOPs per byte come first.
-
-    Args:
-        layers: of the model, all of one class, before they are sharded.
-        budget: bytes to keep, as a share of what a layer keeps without checkpointing; 0 keeps only the layer's input.
-        offloads: keep the input in pinned host memory; only with budget 0.
+    The results of matrix products and attention are candidates to keep, those with the most FLOPs per byte first.
+    ``budget`` are the bytes to keep, as a share of what a layer keeps without checkpointing; 0 keeps only the layer's
+    input, with ``offloads`` in pinned host memory. The layers are not sharded yet.
     """
     plan = _SelectivePlan(budget) if budget else None
     offload = _Offload() if offloads else None
@@ -159,7 +149,7 @@ class _SelectivePlan:
 
     budget: float
     is_made: bool = False
-    kept: frozenset[Call] = field(default_factory=frozenset)
+    kept: frozenset[Call] = frozenset()
 
     def make(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Run a layer without recomputation, make the plan from what it saves, and return the layer's output."""
@@ -180,7 +170,7 @@ class _SelectivePlan:
     def contexts(self) -> Any:
         counters: dict[bool, Counter[Any]] = {False: Counter(), True: Counter()}
 
-        def policy(context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
             counter = counters[context.is_recompute]
             call = (operation, counter[operation])
             counter[operation] += 1
@@ -258,11 +248,7 @@ def _storage_id(tensor: torch.Tensor) -> int:
 
 
 def check_compiler(argument: str, alternative: str) -> None:
-    """Check that there is a C++ compiler, which torch needs when the code of the option ``argument`` first runs.
-
-    Raises:
-        InputError: There is none; ``alternative`` says what to do without it.
-    """
+    """Check for the C++ compiler that torch needs for ``argument``; ``alternative`` says what to do without it."""
     missing = missing_compiler()
     if missing:
         raise InputError(f"{argument} is compiled at run time and finds no {missing}; install g++, or {alternative}")
@@ -278,18 +264,18 @@ def compile_layers(layers: Iterable[nn.Module], any_length: bool, budget: float 
     """Compile each layer's ``forward`` when it is first called; names in the state dict stay the same.
 
     Compiling ``forward`` instead of the module keeps FSDP's hooks, which gather the weights, outside the graph. torch
-    stores the compilation with ``forward``'s code and takes weights as arguments, so all layers share it.
-
-    Args:
-        layers: Of the model, before they are sharded.
-        any_length: Compile once for rows of any length, else for each shape. A kernel for one shape is faster and does
-            not depend on earlier shapes, which exact resume relies on.
-        budget: Share of the activations to keep for the backward pass; the others are recomputed.
+    stores the compilation with ``forward``'s code and takes weights as arguments, so all layers share it. With
+    ``any_length``, compile once for rows of any length, else for each shape: a kernel for one shape is faster and does
+    not depend on earlier shapes, which exact resume relies on. ``budget`` is the share of the activations to keep for
+    the backward pass.
     """
     _remove_unfinished_builds()
     config: Any = importlib.import_module("torch._dynamo.config")
     config.recompile_limit = _RECOMPILE_LIMIT
-    _keep_document_borders_dynamic()
+    # once for any number and length of documents; only attention's own kernel gets these arguments
+    compiler: Any = importlib.import_module("torch.compiler.config")
+    sources = [*filter(None, compiler.dynamic_sources.split(",")), _DOCUMENT_BORDERS]
+    compiler.dynamic_sources = ",".join(dict.fromkeys(sources))
     config.optimize_ddp = False  # else the graph is split at DDP's buckets, which span several layers
     partitioner: Any = importlib.import_module("torch._functorch.config")
     partitioner.activation_memory_budget = budget
@@ -297,21 +283,10 @@ def compile_layers(layers: Iterable[nn.Module], any_length: bool, budget: float 
         layer.forward = torch.compile(layer.forward, dynamic=any_length)
 
 
-def _keep_document_borders_dynamic() -> None:
-    """Compile layers once for any number and length of documents; else each new number would be compiled for.
-
-    Only attention's own kernel gets these arguments, so nothing that is compiled depends on them.
-    """
-    config: Any = importlib.import_module("torch.compiler.config")
-    sources = [*filter(None, config.dynamic_sources.split(",")), _DOCUMENT_BORDERS]
-    config.dynamic_sources = ",".join(dict.fromkeys(sources))
-
-
 def _remove_unfinished_builds() -> None:
     """Remove libraries that a killed process left half-built in torch's cache: torch would take them for finished.
 
-    The compiler writes to the library's final name. Until the build is done, a lock is held and a folder exists next to
-    the library.
+    Until a build is done, a lock is held and a folder exists next to the library.
     """
     from torch._inductor.codecache import get_lock_dir
     from torch._inductor.runtime.cache_dir_utils import cache_dir

@@ -14,11 +14,7 @@ _MIN_BF16_CAPABILITY = (8, 0)  # Ampere; V100 has 7.0 and T4 has 7.5
 
 
 def resolve_accelerator(accelerator: str) -> str:
-    """Return "cuda", "cpu" or "tpu" for ``--accelerator``.
-
-    Raises:
-        InputError: a GPU or a TPU is requested and there is none.
-    """
+    """Return "cuda", "cpu" or "tpu" for ``--accelerator``."""
     if accelerator == "tpu":
         check_xla_device()
         return accelerator
@@ -32,11 +28,7 @@ def resolve_accelerator(accelerator: str) -> str:
 
 
 def count_devices(devices: int | str, accelerator: str) -> int:
-    """Return the number of processes on this machine that ``--devices`` means.
-
-    Raises:
-        InputError: there are fewer GPUs, or far fewer CPU cores.
-    """
+    """Return the number of processes on this machine that ``--devices`` means."""
     available = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 1
     if str(devices) in ("auto", "-1"):
         return available
@@ -56,11 +48,7 @@ def count_devices(devices: int | str, accelerator: str) -> int:
 
 
 def check_bf16(precision: str, parallelism: str, devices: int | str) -> None:
-    """Check that the GPUs of a run compute in bf16, if ``--precision`` asks for it.
-
-    Raises:
-        InputError: one of them is too old; torch would emulate bf16 there, slowly.
-    """
+    """Check that the GPUs of a run compute in bf16, if ``--precision`` asks for it; torch would emulate it, slowly."""
     if not precision.startswith("bf16"):
         return
     indices = map(int, str(devices).split(",")) if "," in str(devices) else range(count_devices(devices, "cuda"))
@@ -75,11 +63,7 @@ def check_bf16(precision: str, parallelism: str, devices: int | str) -> None:
 
 
 def count_planned_devices(devices: int | str) -> int:
-    """Return the number of processes on a machine that ``--devices`` means, without looking at this machine.
-
-    Raises:
-        InputError: ``--devices`` is auto.
-    """
+    """Return the number of processes on a machine that ``--devices`` means, without looking at this machine."""
     if str(devices) in ("auto", "-1"):
         raise InputError(
             f"--devices {devices} counts this machine's, and --device_memory plans for another machine; give a number"

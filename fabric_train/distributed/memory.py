@@ -25,11 +25,7 @@ def process_memory() -> int:
 
 
 def control_groups(controller: str) -> Iterator[Path]:
-    """Yield the folders of the control groups that this process is in, of version 1 or 2, the innermost first.
-
-    Args:
-        controller: Such as "memory" or "pids"; of version 2, where a folder is for all controllers, any.
-    """
+    """Yield the folders of this process's control groups, the innermost first, of a ``controller`` such as "memory"."""
     if not _MEMBERSHIP.is_file():  # not Linux
         return
     for line in _MEMBERSHIP.read_text(encoding="utf-8").splitlines():
@@ -50,10 +46,7 @@ def machine_memory() -> int:
 
 
 def available_memory() -> int:
-    """Return how much more memory processes can take here: of the machine, and of its container or job.
-
-    Pages of files that the kernel can drop count as available.
-    """
+    """Return how much more memory processes can take here, with pages of files that the kernel can drop."""
     return min([psutil.virtual_memory().available, *(limit - used for limit, used in _group_limits())])
 
 
@@ -81,8 +74,8 @@ def _group_limits() -> Iterator[tuple[int, int]]:
 def reuse_freed_memory() -> None:
     """Configure glibc's malloc to keep freed memory for later tensors; do nothing with other C libraries.
 
-    By default each tensor above 32 MB, and often smaller ones, is a separate mapping that returns to the kernel when it
-    is freed. The next micro-batch's tensors then cost a page fault per 4 KiB, in which the kernel clears the page.
+    By default each tensor above 32 MB, and often smaller ones, is a mapping that returns to the kernel when it is
+    freed. The next one then costs a page fault per 4 KiB, in which the kernel clears the page.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -35,10 +35,7 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 
 def precision_plugin(parallelism: str, precision: str, accelerator: str) -> Precision:
-    """Return Fabric's precision plugin.
-
-    ``parallelism`` is "fsdp", "fsdp2", "ddp", "single" or "xla", ``accelerator`` is "cuda", "cpu" or "tpu".
-    """
+    """Return Fabric's precision plugin; for ``parallelism`` and ``accelerator`` see ``prepared_run.DevicePlan``."""
     if parallelism == "xla":
         return XLAPrecision("32-true")  # torch-xla's FSDP does the rest
     if parallelism == "fsdp":
@@ -74,11 +71,7 @@ class _AutocastPrecision(MixedPrecision):
 
 
 def check_float8(arguments: "TrainArguments", accelerator: str) -> None:
-    """Check that ``--float8`` can be used, as far as can be seen without touching a device.
-
-    Raises:
-        InputError: on CPU, in another precision than bf16, without ``--compile``, or without torchao.
-    """
+    """Check that ``--float8`` can be used, as far as can be seen without touching a device."""
     if accelerator == "cpu":
         raise InputError("--float8 true needs a GPU (H100, L40S, RTX 4090 or newer); leave it out on CPU")
     if not arguments.model.precision.startswith("bf16"):
@@ -90,11 +83,7 @@ def check_float8(arguments: "TrainArguments", accelerator: str) -> None:
 
 
 def check_gpu_has_float8(device: torch.device) -> None:
-    """Check that a GPU multiplies float8 matrices.
-
-    Raises:
-        InputError: it does not.
-    """
+    """Check that a GPU multiplies float8 matrices."""
     if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise InputError(f"--float8 true: {name} does not support float8; leave it out")
@@ -109,10 +98,9 @@ def convert_to_float8(layers: Iterable[nn.Module], emulate: bool = False) -> Non
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+    def is_convertible(module: nn.Module, _: str) -> bool:
+        return isinstance(module, nn.Linear) and not any(size % _MULTIPLE for size in module.weight.shape)
+
     config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=emulate)
     for layer in layers:
-        convert_to_float8_training(layer, config=config, module_filter_fn=_is_convertible)
-
-
-def _is_convertible(module: nn.Module, _: str) -> bool:
-    return isinstance(module, nn.Linear) and not any(size % _MULTIPLE for size in module.weight.shape)
+        convert_to_float8_training(layer, config=config, module_filter_fn=is_convertible)

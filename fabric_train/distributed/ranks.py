@@ -6,6 +6,7 @@ FSDP1 concatenates the parameters of a unit into one flat vector and gives every
 tensor parallelism give every rank a block of each parameter. DDP and a single device keep whole parameters.
 """
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -19,14 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, Shardin
 from torch.distributed.tensor import DTensor
 
 _MAX_TEXT_BYTES = 2000  # longer texts are truncated
-_WRAPPERS = (
-    "_forward_module.",
-    "_fsdp_wrapped_module.",
-    "_checkpoint_wrapped_module.",
-    "_orig_mod.",
-    "_fpw_module.",
-    "_fsdp_shard.",
-)
+_WRAPPERS = r"_(forward_module|fsdp_wrapped_module|checkpoint_wrapped_module|orig_mod|fpw_module|fsdp_shard)\."
 _ROW = 1024
 """Squares added in fp32 on CPU; the sums of these rows are added in fp64."""
 
@@ -40,11 +34,7 @@ def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DataRanks:
-    """The groups of ranks that read different rows.
-
-    There are ``size`` groups of ``tensor_parallel_size`` consecutive ranks that read the same rows; this process is in
-    group ``rank``.
-    """
+    """There are ``size`` groups of consecutive ranks that read the same rows; this process is in group ``rank``."""
 
     size: int
     rank: int
@@ -75,15 +65,11 @@ def gather_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor
 
 
 def sum_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the data ranks' tensors, on this rank's device."""
     return gather_over_data_ranks(fabric, tensor).sum(dim=0)
 
 
 def first_text(fabric: Fabric, text: str | None) -> str | None:
-    """Return, on all ranks, the text of the lowest rank that has one; None if no rank has one.
-
-    A text is truncated to 2000 bytes of UTF-8.
-    """
+    """Return, on all ranks, the text of the lowest rank that has one, cut to 2000 bytes; None if no rank has one."""
     encoded = (text or "").encode()[:_MAX_TEXT_BYTES]
     line = torch.zeros(_MAX_TEXT_BYTES, dtype=torch.uint8, device=fabric.device)
     line[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if encoded else 0
@@ -98,34 +84,23 @@ def exchange_bytes(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> dict[int, torch.Tensor]:
-    """Send messages to ranks of a group and receive messages from others, at most one to and from each.
+    """Send uint8 messages to ranks of a group and receive others, at most one to and from each.
 
-    Args:
-        outgoing: uint8 message on ``device`` by receiving rank of the group.
-        incoming: Number of bytes by sending rank of the group.
-        group: The ranks that call this together; None for a single rank, which has nothing to exchange.
-        device: The group's communication device.
-
-    Returns:
-        The uint8 message by sending rank of the group.
+    ``outgoing`` are messages on ``device`` by receiving rank, ``incoming`` the number of bytes by sending rank.
+    ``group`` is None for a single rank, which has nothing to exchange. The received messages are returned by sending
+    rank.
     """
     received = {rank: torch.empty(size, dtype=torch.uint8, device=device) for rank, size in sorted(incoming.items())}
-    sends = [
-        dist.P2POp(dist.isend, message, group=group, group_peer=rank) for rank, message in sorted(outgoing.items())
-    ]
-    receives = [dist.P2POp(dist.irecv, message, group=group, group_peer=rank) for rank, message in received.items()]
-    for work in dist.batch_isend_irecv(sends + receives) if sends or receives else []:
+    pairs = [(dist.isend, sorted(outgoing.items())), (dist.irecv, received.items())]
+    works = [dist.P2POp(do, each, group=group, group_peer=rank) for do, of in pairs for rank, each in of]
+    for work in dist.batch_isend_irecv(works) if works else []:
         work.wait()
     return received
 
 
 @dataclass(frozen=True)
 class StepSync:
-    """What ranks tell each other once per step: one rank's own, or the maximum over all ranks.
-
-    ``stop_signal`` is the number of the signal that asks the run to save and stop, 0 for none. ``is_saving``: a
-    background save is still writing. ``save_failed``: one has failed.
-    """
+    """What ranks tell each other once per step: one rank's own, or the maximum over all ranks; 0 is no signal."""
 
     stop_signal: int = 0
     is_saving: bool = False
@@ -158,7 +133,6 @@ class FlatShard:
 
     @property
     def size(self) -> int:
-        """Number of elements of the flat vector on each rank, padding included."""
         return self.local.numel()
 
     def range(self, rank: int) -> tuple[int, int]:
@@ -168,7 +142,6 @@ class FlatShard:
         return begin, end
 
     def owner(self, element: int) -> int:
-        """Return the rank of the group that holds an element of the flattened parameter."""
         return (self.start + element) // self.size
 
 
@@ -212,23 +185,15 @@ def local_part(tensor: Any) -> torch.Tensor:
 def original_name(name: str) -> str:
     """Return the name of a parameter before Fabric, DDP, FSDP, compile and checkpointing wrapped the model."""
     name = name.replace("_FSDP_SHARD_SEPARATOR_", ".")  # torch-xla's FSDP registers a layer's parameters at the layer
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
+    return re.sub(_WRAPPERS, "", name).removeprefix("module.")
 
 
 @torch.no_grad()
 def clip_grad_norm(fabric: Fabric, model: Any, optimizer: Any, max_norm: float) -> torch.Tensor:
-    """Scale the gradient in place to a 2-norm of at most ``max_norm`` over all parameters. All ranks must call it.
+    """Scale the gradient in place to a 2-norm of at most ``max_norm`` over all parameters; 0 leaves it unchanged.
 
-    Args:
-        fabric: That model and optimizer were set up with.
-        model: As returned by Fabric, after the backward passes of a step.
-        optimizer: As returned by Fabric, or torch's.
-        max_norm: 0 leaves the gradient unchanged.
-
-    Returns:
-        The norm before clipping, fp64 [], the same on all ranks.
+    All ranks must call it, after the backward passes of a step, with the model and the optimizer that Fabric has set
+    up. It returns the norm before clipping, fp64 [], the same on all ranks.
     """
     fabric.strategy.precision.unscale_gradients(getattr(optimizer, "optimizer", optimizer))  # undo fp16's loss scaling
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -243,7 +208,9 @@ def _squared_norm(fabric: Fabric, model: Any, gradients: list[torch.Tensor]) -> 
     """Return the sum of squares over all ranks, fp64 []; a gradient that several ranks hold counts once."""
     by_sharding: dict[Hashable, list[torch.Tensor]] = {}
     groups: dict[Hashable, list[dist.ProcessGroup | None]] = {}
-    flat_groups = _flat_groups(model)
+    root = getattr(model, "_forward_module", model)
+    is_flat = isinstance(root, FullyShardedDataParallel) and root.sharding_strategy is not ShardingStrategy.NO_SHARD
+    flat_groups = [root.process_group] if is_flat else []  # among which FSDP1 shards the parameters
     for gradient in gradients:
         if isinstance(gradient, DTensor):
             mesh, placements = gradient.device_mesh, gradient.placements
@@ -299,11 +266,3 @@ def _scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     for dtype, of_dtype in by_dtype.items():
         local = factor.to(of_dtype[0].device)
         torch._foreach_mul_(of_dtype, local if local.device.type == "cpu" else local.to(dtype))
-
-
-def _flat_groups(model: Any) -> list[dist.ProcessGroup | None]:
-    """Return the group that FSDP1 shards the parameters among, in a list; an empty list under other strategies."""
-    root = getattr(model, "_forward_module", model)
-    if not isinstance(root, FullyShardedDataParallel) or root.sharding_strategy is ShardingStrategy.NO_SHARD:
-        return []
-    return [root.process_group]

@@ -1,9 +1,8 @@
 """Stop a run on SIGTERM, SIGINT, SIGUSR1 or SIGHUP: after the current micro-batch, or at once on a second signal.
 
-The heartbeat has the point of a step at which this rank is; ``watchdog`` sends it to the others.
-
 Python runs a signal handler only at the next bytecode, so not while the main thread is blocked in native code. A thread
-therefore reads the signal numbers from the pipe that Python's C handler writes to (``signal.set_wakeup_fd``).
+therefore reads the signal numbers from the pipe that Python's C handler writes to (``signal.set_wakeup_fd``). The
+heartbeat has the point of a step at which this rank is; ``watchdog`` sends it to the others.
 """
 
 import ctypes
@@ -54,7 +53,6 @@ class StopSignals:
             signal.signal(number, _do_nothing)
 
     def defer(self) -> None:
-        """Only record the first signal from now on."""
         self.is_deferred = True
 
     def ignore(self) -> None:
@@ -93,7 +91,6 @@ def describe_signal(number: int) -> str:
 
 
 def describe_stop_outside_training(cause: str) -> str:
-    """Return the line for a run that ``cause`` stopped when it had nothing to save."""
     return f"stopped by {cause} outside of training, with nothing to save; continue with --resume true"
 
 
@@ -138,11 +135,7 @@ class StopBorder:
         self._is_frozen = False
 
     def enter(self, step: int, micro_batch: int) -> None:
-        """Pass the border before a micro-batch; wait there while the ranks agree.
-
-        Raises:
-            RunStopped: the ranks stop before this micro-batch.
-        """
+        """Pass the border before a micro-batch; wait there while the ranks agree. RunStopped if they stop there."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_frozen or self._last is not None)
             if self._last is not None and (step, micro_batch) > self._last:
@@ -177,18 +170,11 @@ class StepPhase(IntEnum):
     ENDING = 9
 
 
-_TEXTS = {
-    StepPhase.LOADING: "loading",
-    StepPhase.DATA: "waiting for data",
-    StepPhase.COMPUTING: "forward and backward pass {}",
-    StepPhase.OPTIMIZER: "optimizer step",
-    StepPhase.SYNC: "synchronizing after the step",
-    StepPhase.COMPLETING: "completing a checkpoint",
-    StepPhase.VALIDATION: "validation batch {}",
-    StepPhase.SAMPLING: "token {} of the samples",
-    StepPhase.SAVING: "saving",
-    StepPhase.ENDING: "ending",
-}
+_TEXTS = (
+    *("loading", "waiting for data", "forward and backward pass {}", "optimizer step", "synchronizing after the step"),
+    *("completing a checkpoint", "validation batch {}", "token {} of the samples", "saving", "ending"),
+)
+"""By phase."""
 _SLOW_AT_FIRST = (StepPhase.VALIDATION, StepPhase.SAMPLING)
 _SLOW_PHASES = (StepPhase.LOADING, StepPhase.COMPLETING, StepPhase.SAVING, StepPhase.ENDING)
 
@@ -207,7 +193,7 @@ class Position:
     is_slow: bool = field(default=True, compare=False)
 
     def __str__(self) -> str:
-        text = _TEXTS[StepPhase(self.phase)].format(self.index)
+        text = _TEXTS[self.phase].format(self.index)
         return f"step {self.step}, {text}" if self.step else text
 
 
@@ -222,10 +208,7 @@ class Heartbeat:
         self._since, self._first_step = time.monotonic(), 0
 
     def enter(self, phase: StepPhase, index: int = 0, step: int | None = None) -> None:
-        """Record that the main thread enters a phase, of the current step if ``step`` is None.
-
-        All ranks must record the same positions; ``index`` is that of the micro-batch or validation batch.
-        """
+        """Record that the main thread enters a phase; all ranks record the same positions."""
         step = self.position.step if step is None else step
         self._first_step = self._first_step or step
         may_compile = step == self._first_step or (phase in _SLOW_AT_FIRST and index == 0)
@@ -236,7 +219,6 @@ class Heartbeat:
         self.position, self._since = Position(step, phase, index, is_slow), now
 
     def take_time(self) -> None:
-        """Record that this rank may keep the others waiting for long at its position."""
         self.position = replace(self.position, is_slow=True)
 
     def __str__(self) -> str:

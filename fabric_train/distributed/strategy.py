@@ -1,7 +1,7 @@
 """Build Fabric, with its strategy and precision, from the arguments."""
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning import Fabric
@@ -51,14 +51,9 @@ class FSDP1Strategy(FSDPStrategy):
         it, because a sum in fp16 may overflow. Gradients are reduced in fp32 here, so only shards are divided.
         """
         if self.root_device.type == "cpu":
-            module = FullyShardedDataParallel(
-                module,
-                cpu_offload=self.cpu_offload,
-                mixed_precision=self.mixed_precision_config,
-                sharding_strategy=self.sharding_strategy,
-                device_id=torch.device("cpu"),
-                **self._fsdp_kwargs,
-            )
+            given: dict[str, Any] = {"cpu_offload": self.cpu_offload, "mixed_precision": self.mixed_precision_config}
+            given |= {"sharding_strategy": self.sharding_strategy, "device_id": torch.device("cpu")}
+            module = FullyShardedDataParallel(module, **given, **self._fsdp_kwargs)
             self._fsdp_kwargs.pop("auto_wrap_policy")  # else the base class warns that it does not apply it again
         wrapped = super().setup_module(module)
         for unit in FullyShardedDataParallel.fsdp_modules(wrapped):
@@ -92,10 +87,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 class ParameterMaterializer:
-    """Replace meta parameters by uninitialized ones on a device; tied parameters stay tied.
-
-    It serves as FSDP's ``param_init_fn`` and as the function of ``nn.Module.apply``.
-    """
+    """Replace meta parameters by uninitialized ones on a device, tied ones by tied ones; for ``nn.Module.apply``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -112,14 +104,7 @@ class ParameterMaterializer:
 
 
 def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fabric:
-    """Build Fabric and launch it; without a launcher, this process starts the other ranks.
-
-    FSDP shards each module of ``layer_classes``, the decoder layers, as one unit.
-
-    Raises:
-        InputError: The devices do not exist, the strategy cannot run on them, or the launcher started another number of
-            processes.
-    """
+    """Build Fabric and launch it with the other ranks; FSDP shards each decoder layer, one of ``layer_classes``."""
     device = arguments.device
     accelerator = resolve_accelerator(device.accelerator)
     num_devices = count_devices(device.devices, accelerator)
@@ -146,11 +131,7 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
 
 
 def resolve_parallelism(arguments: "TrainArguments", num_processes: int, accelerator: str) -> str:
-    """Return the parallelism of the run, "fsdp", "fsdp2", "ddp", "single" or "xla", after checking it.
-
-    Raises:
-        InputError: see :func:`check_parallelism`.
-    """
+    """Return the parallelism of the run, "fsdp", "fsdp2", "ddp", "single" or "xla", after checking it."""
     parallelism: str = arguments.fsdp.parallelism
     if parallelism == "auto":
         parallelism = "xla" if accelerator == "tpu" else "fsdp" if num_processes > 1 else "single"
@@ -171,11 +152,7 @@ def why_not_compiled(fsdp: "FSDPArguments", parallelism: str) -> str | None:
 
 
 def check_parallelism(parallelism: str, arguments: "TrainArguments", num_processes: int, accelerator: str) -> None:
-    """Check that a parallelism can run with these arguments on so many processes.
-
-    Raises:
-        InputError: it does not take several processes, or not this precision, offloading or tensor parallel size.
-    """
+    """Check that a parallelism can run with these arguments on so many processes."""
     fsdp = arguments.fsdp
     if (parallelism == "xla") != (accelerator == "tpu"):
         raise InputError(f"--parallelism {parallelism}: xla and --accelerator tpu need each other; change one of them")
@@ -238,11 +215,7 @@ def _strategy(parallelism: str, arguments: "TrainArguments", layer_classes: Laye
             state_dict_type=fsdp.state_dict_type,
             limit_all_gathers=fsdp.limit_all_gathers,
             cpu_offload=fsdp.cpu_offload,
-            mixed_precision=FSDPMixedPrecision(
-                param_dtype=compute_dtype(arguments.model.precision),
-                reduce_dtype=torch.float32,
-                buffer_dtype=torch.float32,
-            ),
+            mixed_precision=FSDPMixedPrecision(compute_dtype(arguments.model.precision), torch.float32, torch.float32),
         )
     if parallelism == "fsdp2":
         return FSDP2Strategy(

@@ -1,10 +1,9 @@
 """Report a rank that dies or hangs in one line, and end the other ranks within a bounded time.
 
 A thread of each rank keeps a connection to rank 0 and sends its main thread's position every second. A connection that
-breaks means a dead rank, silence means a stopped rank or a lost machine, and a rank behind the others means that its
-main thread hangs. Rank 0 decides and reports; if rank 0 itself is lost, rank 1 reports it.
-
-The same connections carry the agreement of the ranks on where to stop after a signal, see ``signals.StopBorder``.
+breaks means a dead rank, silence a stopped rank or a lost machine, and a rank behind the others a main thread that
+hangs. Rank 0 decides and reports; if it is lost itself, rank 1 reports it. The ranks also agree over these connections
+on where to stop after a signal, see ``signals.StopBorder``.
 """
 
 import json
@@ -41,13 +40,7 @@ _MIN_PASSES = 5.0  # a rank hangs only after the time of this many passes, which
 
 @contextmanager
 def watch_ranks(fabric: Fabric, heartbeat: Heartbeat, timeout: float, num_nodes: int) -> Iterator[None]:
-    """Make the ranks watch each other during the block and end together. All ranks must call it.
-
-    A rank may be silent or keep the others waiting for ``timeout`` seconds; 0 for no limit.
-
-    Raises:
-        OSError: The ranks cannot connect to each other.
-    """
+    """Make the ranks, which all call it, watch each other and end together; a ``timeout`` of 0 is no limit."""
     watchdog = Watchdog(fabric.global_rank, heartbeat, timeout)
     watchdog.start(fabric, num_nodes)
     set_connected_ranks(watchdog)
@@ -115,11 +108,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
 
     def start(self, fabric: Fabric, num_nodes: int) -> None:
-        """Connect the ranks and start the thread.
-
-        Raises:
-            OSError: The ranks cannot connect to each other.
-        """
+        """Connect the ranks and start the thread."""
         is_local = num_nodes == 1
         server = socket.create_server(("127.0.0.1" if is_local else "", 0)) if fabric.is_global_zero else None
         port, token = fabric.broadcast((server.getsockname()[1] if server else 0, secrets.token_hex(16)))
@@ -156,10 +145,7 @@ class Watchdog:
             self._others[0].send(end=code, lines=list(lines))
             time.sleep(_ANSWER_SECONDS)
 
-    # ----------------------------------------------------------------------------------------------------- connecting
-
     def _accept_ranks(self, server: socket.socket, num_ranks: int, token: str) -> None:
-        """Wait until every other rank has connected and sent the token."""
         server.settimeout(_JOIN_SECONDS)
         while len(self._others) < num_ranks - 1:
             unknown = _RankState(0, connection=server.accept()[0])
@@ -187,8 +173,6 @@ class Watchdog:
             if other.connection:
                 other.connection.close()
 
-    # ----------------------------------------------------------------------------------------------------- the thread
-
     def _run(self) -> None:
         next_beat = 0.0
         while not self._is_closed:
@@ -201,7 +185,6 @@ class Watchdog:
                 self._beat()
 
     def _beat(self) -> None:
-        """Send this rank's heartbeat and check the other ranks."""
         frame = sys._current_frames()[self._main_thread]
         location = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, {frame.f_code.co_name}"
         is_waiting = "torch/distributed" in frame.f_code.co_filename
@@ -310,10 +293,7 @@ class Watchdog:
         self._end_without(behind, f"hung at {earliest} for {seconds:.0f} s, in {behind[0].location}")
 
     def _end_without(self, lost: list[_RankState], how: str) -> NoReturn:
-        """Report the lost ranks and end the run.
-
-        Lost ranks on this machine are killed, because they may still be alive and do not read messages.
-        """
+        """Report the lost ranks, kill those on this machine, which may still be alive, and end the run."""
         reports = self._me.rank in (0, 1)  # rank 1 can lose only rank 0; the others leave the report to it
         for rank in lost:
             if reports and rank.connection and rank.pid_namespace == self._me.pid_namespace:

@@ -27,11 +27,7 @@ NOTE = (
 
 
 def check_xla_device() -> None:
-    """Check that torch-xla is installed and has a device.
-
-    Raises:
-        InputError: it is not, or there is no TPU and ``PJRT_DEVICE`` names no other device.
-    """
+    """Check that torch-xla is installed and has a device: a TPU, or another one that ``PJRT_DEVICE`` names."""
     if importlib.util.find_spec("torch_xla") is None:
         raise InputError(
             "--accelerator tpu: torch-xla is not in this environment; make install-xla makes one with it, and "
@@ -44,11 +40,7 @@ def check_xla_device() -> None:
 
 
 def check_xla_arguments(arguments: "TrainArguments", num_processes: int) -> None:
-    """Check that a run on XLA asks for nothing that does not work there or was never tried.
-
-    Raises:
-        InputError: an argument has to change.
-    """
+    """Check that a run on XLA asks for nothing that does not work there or was never tried."""
     if num_processes > 1:
         raise InputError(f"--accelerator tpu takes one device, not {num_processes}; give --devices 1 --num_nodes 1")
     fsdp, precision = arguments.fsdp, arguments.model.precision
@@ -74,17 +66,14 @@ class OneXLADevice(XLAAccelerator):
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
-        """Return the number of devices."""
         return 1
 
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
-        """Return the devices of this process."""
         return [torch.device("xla", 0)]
 
     @staticmethod
     def auto_device_count() -> int:  # type: ignore[override]
-        """Return the number of devices."""
         return 1
 
     @staticmethod

@@ -37,8 +37,8 @@ from fabric_train.export.card_facts import ModelRecord, Row, read_record
 from fabric_train.export.card_text import Markdown, code, escaped, last_part, link, public_value, render
 from fabric_train.files.regular_file import read_json, write_atomically
 from fabric_train.model.origin import ModelOrigin, legal_files
-from fabric_train.training.loss_curves import PICTURE, draw_loss_curves
 from fabric_train.training.metrics import Metrics, read_metrics
+from fabric_train.training.trackers import PICTURE, draw_loss_curves
 
 _METRICS = {"loss": "Loss (nats per token)", "perplexity": "Perplexity", "bits_per_byte": "Bits per byte"}
 _HYPERPARAMETERS = ("precision", "parallelism", "seed", *(field.name for field in fields(TrainingArguments)))

@@ -41,18 +41,20 @@ _OTHER_TERMS = ("softcap", "s_aux", "position_bias")  # of attention scores, whi
 
 
 def forward(model: Any, input_ids: torch.Tensor, documents: Documents | None, **more: Any) -> Any:
-    """Return the model's output for packed rows ``input_ids`` [B, T] int64.
-
-    A token sees only earlier tokens of its document; if ``documents`` is None, of its row. ``more`` are further
-    arguments of the model.
-    """
+    """Return the model's output for packed rows [B, T] int64: a token sees what precedes it in its document, or row."""
     global _has_borders
     # with a cache, transformers treats restarting positions as one sequence, and documents see each other
     arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, **more}
     if documents is not None:
         arguments["position_ids"] = documents.position_ids
-    if _needs_borders(model.config, input_ids, documents):
-        arguments |= _border_arguments(input_ids, documents)
+    if _needs_borders(model.config, input_ids, documents):  # documents, or rows, are kept apart by their borders
+        if documents is not None:
+            borders, longest = documents.borders, documents.longest
+        else:
+            num_rows, longest = input_ids.shape
+            borders = torch.arange(num_rows + 1, dtype=torch.int32, device=input_ids.device) * longest
+        arguments |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+        arguments |= {"max_length_q": longest, "max_length_k": longest}
     _has_borders = documents is not None
     try:
         return model(**arguments)
@@ -61,21 +63,10 @@ def forward(model: Any, input_ids: torch.Tensor, documents: Documents | None, **
 
 
 def _needs_borders(config: Any, input_ids: torch.Tensor, documents: Documents | None) -> bool:
-    """Return whether attention gets borders: flash always, ours for documents and for windows shorter than a row."""
     if config._attn_implementation != VARLEN:
         return "flash" in config._attn_implementation
     window = getattr(config.get_text_config(), "sliding_window", None)
     return documents is not None or (window is not None and window < input_ids.shape[1])
-
-
-def _border_arguments(input_ids: torch.Tensor, documents: Documents | None) -> dict[str, Any]:
-    """Return the arguments of variable-length kernels for the sequences that they keep apart: documents, or rows."""
-    if documents is not None:
-        borders, longest = documents.borders, documents.longest
-    else:
-        num_rows, longest = input_ids.shape
-        borders = torch.arange(num_rows + 1, dtype=torch.int32, device=input_ids.device) * longest
-    return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
 
 
 def _known_borders(position_ids: torch.Tensor) -> torch.Tensor | None:
@@ -116,20 +107,11 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within documents, as transformers calls it.
 
-    Args:
-        module: The attention layer.
-        query: [B, H, T, D] of any float dtype.
-        key: [B, K, T, D].
-        value: [B, K, T, D].
-        attention_mask: None, because transformers makes none for this implementation.
-        scaling: Factor of the scores; None: D ** -0.5.
-        sliding_window: A token sees at most so many, itself included; None: its whole document.
-        cu_seq_lens_q: ``Documents.borders``; None if every row is one document, and the layer has no window.
-        max_length_q: ``Documents.longest``.
-        more: Further arguments of transformers.
-
-    Returns:
-        [B, T, H, D] in autocast's dtype, or the query's, and None instead of the attention weights.
+    ``query`` is [B, H, T, D] of any float dtype, ``key`` and ``value`` are [B, K, T, D]. ``attention_mask`` is None,
+    because transformers makes none for this implementation. ``scaling`` is the factor of the scores, by default D **
+    -0.5. With a ``sliding_window`` a token sees at most so many, itself included. ``cu_seq_lens_q`` and
+    ``max_length_q`` are ``borders`` and ``longest`` of ``Documents``, None if every row is one document, and the layer
+    has no window. Returns [B, T, H, D] in autocast's dtype, or the query's, and None instead of the attention weights.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **more)
@@ -138,17 +120,9 @@ def attend(
     query_of_rows, key_of_rows, value_of_rows = (
         heads.transpose(1, 2).flatten(0, 1).to(dtype) for heads in (query, key, value)
     )
+    borders, window = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q), (sliding_window or 0) - 1
     output: Any = varlen_attn(
-        query_of_rows,
-        key_of_rows,
-        value_of_rows,
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **_GROUPED_HEADS,
+        query_of_rows, key_of_rows, value_of_rows, *borders, scale=scaling, window_size=(window, 0), **_GROUPED_HEADS
     )
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
@@ -157,24 +131,19 @@ def choose_attention(shape: "ModelShape", arguments: "TrainArguments") -> str | 
     """Replace the ``sdpa`` of a model on a GPU by :func:`attend`, where it works: ``config._attn_implementation``
     changes.
 
-    Returns:
-        Why the model keeps its masks; None if it does not, or is not to be changed.
+    Return why the model keeps its masks; None if it does not, or is not to be changed.
     """
     if arguments.model.attention != "sdpa":
         return None
-    on_device = None if arguments.planning.plans_for_others else _why_device_cannot()
-    reason = on_device or why_model_cannot(shape, compute_dtype(arguments.model.precision))
+    if not arguments.planning.plans_for_others:
+        if not torch.backends.cuda.is_flash_attention_available():
+            return "this build of torch has no flash attention"
+        if min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))) < _MIN_CAPABILITY:
+            return "torch's kernel for documents needs an Ampere GPU or a newer one"
+    reason = why_model_cannot(shape, compute_dtype(arguments.model.precision))
     if reason is None:
         shape.config._attn_implementation = VARLEN
     return reason
-
-
-def _why_device_cannot() -> str | None:
-    if not torch.backends.cuda.is_flash_attention_available():
-        return "this build of torch has no flash attention"
-    if min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))) < _MIN_CAPABILITY:
-        return "torch's kernel for documents needs an Ampere GPU or a newer one"
-    return None
 
 
 def why_model_cannot(shape: "ModelShape", dtype: torch.dtype) -> str | None:
@@ -228,11 +197,7 @@ ALL_ATTENTION_FUNCTIONS.register(VARLEN, attend)
 
 
 def check_attention(arguments: "TrainArguments", accelerator: str) -> None:
-    """Check that ``--attention`` works on this accelerator and in this precision.
-
-    Raises:
-        InputError: It does not. The message names an implementation that does.
-    """
+    """Check that ``--attention`` works on this accelerator and in this precision."""
     chosen = arguments.model.attention
     if chosen == "flash_attention_2" and accelerator != "cuda":
         raise InputError("--attention flash_attention_2 needs a GPU; use --attention sdpa without one")
@@ -257,9 +222,6 @@ def check_isolation(fabric: Fabric, model: Any, source: str) -> None:
     Some model families ignore positions when they build masks, and recurrent layers have no mask. So this runs two rows
     that differ only in their first document, and the logits of the second document must be the same. The model is in
     training mode, before and after.
-
-    Raises:
-        InputError: The documents see each other.
     """
     takes_positions = "position_ids" in inspect.signature(model.module.forward).parameters
     if not takes_positions or _second_document_changes(fabric, model):

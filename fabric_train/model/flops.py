@@ -2,8 +2,8 @@
 
 FLOPs are counted as in PaLM (arXiv:2204.02311, appendix B) and torchtitan: for each token, 6 per parameter that it is
 multiplied with (2 forward, 4 backward), and for attention 12 per layer, unit of width and token of context, causal or
-not. A frozen parameter takes 2 less, because it has no gradient of its own; before the first one that trains there is
-no backward pass. Recomputed activations count once: MFU measures how fast the model learns, not how busy a device is.
+not. A frozen parameter takes 2 less; before the first one that trains there is no backward pass. Recomputed activations
+count once: MFU measures how fast the model learns.
 """
 
 import re
@@ -23,11 +23,7 @@ _EXPERT = re.compile(r"\.experts\.")
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention layers of one kind.
-
-    ``width`` is the number of heads times their size. A token sees at most ``window`` tokens; None: its whole document.
-    ``num_below`` of the layers have no backward pass.
-    """
+    """Attention layers of one kind; ``num_below`` have no backward pass, ``width`` is heads times their size."""
 
     num_layers: int
     width: int
@@ -39,9 +35,9 @@ class Attention:
 class ModelFlops:
     """The FLOPs that a model needs per token.
 
-    ``num_used`` counts the parameters that a token is multiplied with. It leaves out embeddings that are only looked
-    up, and counts the share of the experts that a token is routed to. ``num_frozen`` of them do not train;
-    ``num_below`` of these come before all that train, so they have no backward pass.
+    ``num_used`` counts the parameters that a token is multiplied with: without embeddings that are only looked up, and
+    with the share of the experts that a token is routed to. ``num_frozen`` of them do not train; ``num_below`` of these
+    come before all that train, so they have no backward pass.
     """
 
     num_used: int
@@ -53,8 +49,11 @@ class ModelFlops:
         """Return the FLOPs of a forward and backward pass over documents with these numbers of tokens."""
         total = (6.0 * self.num_used - 2.0 * (self.num_frozen + self.num_below)) * sum(lengths)
         for part in self.attention:
-            seen = sum(length * min(length, part.window or length) for length in lengths)
-            total += (12.0 * part.num_layers - 8.0 * part.num_below) * part.width * seen
+            total += (
+                (12.0 * part.num_layers - 8.0 * part.num_below)
+                * part.width
+                * sum(length * min(length, part.window or length) for length in lengths)
+            )
         return total
 
     def __str__(self) -> str:
@@ -70,10 +69,7 @@ class ModelFlops:
 
 
 def model_flops(model: PreTrainedModel, trained: Collection[str] | None = None) -> ModelFlops:
-    """Count a model's FLOPs from its parameters and configuration. The model may be on the meta device.
-
-    ``trained`` are the names of the parameters that train; None: all.
-    """
+    """Count a model's FLOPs, also on the meta device; ``trained`` are the parameters that train, None: all."""
     head = model.get_output_embeddings()
     looked_up = {
         id(module.weight)
@@ -168,12 +164,7 @@ _OTHER_CHIPS = re.compile(r"Laptop|Max-Q|MIG|RTX (30|40|50)90 (D|Ti)\b")  # slow
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """Return a device's dense peak in FLOP/s for matrix products in ``dtype``, or None if it is not known.
-
-    Args:
-        name: The name that ``torch.cuda.get_device_name`` returns.
-        dtype: float32, float16 or bfloat16.
-    """
+    """Return the dense peak FLOP/s in ``dtype`` of a device by ``torch.cuda.get_device_name``, None if not known."""
     if _OTHER_CHIPS.search(name):
         return None
     for pattern, bf16, fp16, fp32 in _PEAKS:
@@ -184,10 +175,7 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 
 
 def peak_flops_of_run(fabric: Fabric, precision: str) -> float | None:
-    """Return the peak FLOP/s of all devices of the run, or None if it is not known.
-
-    All devices are taken to be of this rank's kind.
-    """
+    """Return the peak FLOP/s of all devices, taken to be of this rank's kind; None if it is not known."""
     if fabric.device.type != "cuda":
         return None
     per_device = peak_flops(torch.cuda.get_device_name(fabric.device), compute_dtype(precision))

@@ -60,21 +60,15 @@ class ModelShape:
 
     @property
     def num_trained(self) -> int:
-        """The number of parameters that train."""
         return sum(size.numel() for size in self.trained.values())
 
 
 def read_shape(source: str, layer_class: str = DEFAULT_LAYER_CLASS, attention: str | None = None) -> ModelShape:
-    """Read a configuration and return the shape of its model, built on the meta device.
+    """Read the configuration of a hub name or folder and return the shape of its model, built on the meta device.
 
-    Args:
-        source: Hub name or folder.
-        layer_class: Name of the decoder layer's class.
-        attention: Implementation of attention, written into ``config``; None: transformers chooses.
-
-    Raises:
-        InputError: There is no such model, it is not a causal language model, it has no layer of class
-            ``layer_class``, or it does not support this implementation of attention.
+    ``layer_class`` is the name of the decoder layer's class. ``attention`` is written into ``config``; None:
+    transformers chooses. An InputError if there is no such model, it is not a causal language model, or it has no such
+    layer or attention.
     """
     quiet_transformers()
     return shape_from_config(_read_config(source), source, layer_class, attention)
@@ -117,11 +111,7 @@ def shape_from_config(
 
 
 def check_readable(source: str) -> None:
-    """Check that the weights of a hub name or folder can be read, without reading the tensors.
-
-    Raises:
-        InputError: A file cannot be read.
-    """
+    """Check that the weights of a hub name or folder can be read, without reading the tensors."""
     folder = Path(source)
     if folder.is_dir():
         check_weight_files(folder)
@@ -188,11 +178,7 @@ def _layer_classes(model: PreTrainedModel, wanted: str, source: str) -> frozense
 
 
 def read_generation_config(source: str, config: PretrainedConfig) -> GenerationConfig:
-    """Return the generation settings of a folder or hub name; without its own, those that follow from ``config``.
-
-    Raises:
-        InputError: the file is damaged.
-    """
+    """Return the generation settings of a folder or hub name; without its own, those that follow from ``config``."""
     file = Path(source) / GENERATION_CONFIG
     if file.exists():
         read_json(file, dict, _CORRECT_OR_FETCH)  # transformers would wait for a pipe
@@ -224,9 +210,6 @@ def checkpoint_generation_config(checkpoint: Path, config: PretrainedConfig) -> 
     """Return a checkpoint's generation settings, with every token that ends a document or a turn in its data.
 
     Checkpoints of earlier versions name these tokens only in their ``manifest.json``.
-
-    Raises:
-        InputError: ``generation_config.json`` or ``manifest.json`` is damaged.
     """
     generation_config = read_generation_config(str(checkpoint), config)
     manifest = load_manifest(checkpoint)
@@ -254,11 +237,7 @@ def _damaged(file: Path, error: BaseException) -> InputError:
 
 
 def load_hf_tokenizer(source: Path | str) -> Any:
-    """Return transformers' tokenizer of a folder or a hub name. No code from it runs.
-
-    Raises:
-        InputError: there is none, or a file of it is damaged.
-    """
+    """Return transformers' tokenizer of a folder or a hub name. No code from it runs."""
     folder = Path(source)
     if folder.is_dir():
         check_no_pipes(folder)

@@ -8,7 +8,7 @@ of a parameter, and gets the same numbers as a single process that draws all of 
 import difflib
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.data.token_dataset import TokenDataset
@@ -47,11 +47,7 @@ _CHUNK_ROWS = 8192
 def new_shape(
     arguments: "ModelArguments", layer_class: str, bos_token_id: int | None = None, eos_token_id: int | None = None
 ) -> ModelShape:
-    """Return the shape of a model with the family and sizes in ``arguments``, and the given document tokens.
-
-    Raises:
-        InputError: There is no such family, or it cannot have these sizes.
-    """
+    """Return the shape of a model with the family and sizes in ``arguments``, and the given document tokens."""
     family = str(arguments.family)
     try:
         default = AutoConfig.for_model(family)
@@ -77,7 +73,12 @@ def new_shape(
         values["head_dim"] = arguments.hidden_width // arguments.num_heads
     if eos_token_id is not None:
         values |= {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
-    _check_names(arguments.architecture or {}, default, family)
+    known = default.to_dict()
+    for name in arguments.architecture or {}:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise InputError(f"--architecture {name}: the configuration of a {family} has no such value{hint}")
     values |= arguments.architecture or {}
     try:
         config = AutoConfig.for_model(family, **values)
@@ -87,11 +88,7 @@ def new_shape(
 
 
 def open_new(shape: ModelShape, dtype: torch.dtype, seed: int) -> MetaModel:
-    """Build the model of ``shape`` in ``dtype`` on the meta device, with random weights to read.
-
-    Raises:
-        InputError: transformers initializes a weight with an operation that this module does not support.
-    """
+    """Build the model of ``shape`` in ``dtype`` on the meta device, with random weights to read."""
     model = build_on_meta(shape, dtype)
     return MetaModel(model, RandomWeights(model, shape.source, seed))
 
@@ -138,30 +135,18 @@ class RandomWeights:
                 drawn[first - begin : last - begin] = values.numbers[0]
                 continue
             for chunk in range(first // _CHUNK, -(-last // _CHUNK)):
-                stream = self._stream(name, chunk)
-                start = chunk * _CHUNK
-                count = min(last - start, _CHUNK)
-                numbers = stream.standard_normal(count, np.float32) if values.kind == "normal" else stream.random(count)
-                scale, shift = values.numbers[1], values.numbers[0]
+                digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
+                seeds = np.random.SeedSequence([self._seed, digest, chunk])
+                stream, start = np.random.Generator(np.random.SFC64(seeds)), chunk * _CHUNK
+                count, (shift, scale) = min(last - start, _CHUNK), values.numbers
                 if values.kind == "uniform":
-                    scale -= shift
-                part = numbers[max(first - start, 0) :].astype(np.float32) * np.float32(scale) + np.float32(shift)
+                    numbers, scale = stream.random(count).astype(np.float32), scale - shift
+                else:
+                    numbers = stream.standard_normal(count, np.float32)
+                part = numbers[max(first - start, 0) :] * np.float32(scale) + np.float32(shift)
                 at = max(start, first) - begin
                 drawn[at : at + len(part)] = part
         return drawn
-
-    def _stream(self, name: str, chunk: int) -> np.random.Generator:
-        digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
-        return np.random.Generator(np.random.SFC64(np.random.SeedSequence([self._seed, digest, chunk])))
-
-
-def _check_names(names: Iterable[str], default: PreTrainedConfig, family: str) -> None:
-    known = default.to_dict()
-    for name in names:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise InputError(f"--architecture {name}: the configuration of a {family} has no such value{hint}")
 
 
 class _InitRecorder(TorchDispatchMode):
@@ -245,7 +230,7 @@ def find_untrained(meta_model: MetaModel, token_ids: list[int]) -> list[int]:
     """Return the token ids whose row in the input embedding or the output layer was never trained.
 
     A row counts as untrained if its norm is less than a tenth of the median norm, or if two other rows are closer than
-    a hundredth of the median norm, because training moves rows apart. The matrices are read in chunks.
+    a hundredth of it, because training moves rows apart.
     """
     model = meta_model.model
     names = {id(parameter): name for name, parameter in model.named_parameters()}

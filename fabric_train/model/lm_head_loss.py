@@ -16,9 +16,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 _CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
-"""The most bytes that a chunk's logits and their fp32 log-probabilities take. Each chunk reads the weight, and reads
-and writes its gradient. So a few large chunks are faster, as long as their logits fit in memory.
-"""
+"""The most bytes of a chunk's logits and fp32 log-probabilities. Few are faster, because each reads the weight."""
 _traced_device: str | None = None
 
 
@@ -47,14 +45,12 @@ def summed_cross_entropy(
 
     Args:
         hidden: [..., H], the input of the head.
-        weight: [V, H].
-        bias: [V], or None.
+        weight: [V, H], with a ``bias`` [V] or None.
         positions: [N] int64, indices into ``hidden`` flattened to [positions, H], without repeats.
         targets: [N] int64, the token ids to predict there.
-        scale: The factor by which the caller will multiply the sum, 0-dim, on the same device. If given, this function
-            adds the gradient to ``weight.grad`` at once. Autograd would keep the gradient of a weight that is tied to
-            the embedding in memory until the end of the backward pass. Use it only if no strategy (DDP, FSDP) waits
-            for this gradient.
+        scale: The factor by which the caller will multiply the sum, 0-dim, on the same device. If given, the gradient
+            is added to ``weight.grad`` at once, where autograd would keep that of a tied weight in memory until the end
+            of the backward pass. Use it only if no strategy (DDP, FSDP) waits for this gradient.
 
     Returns:
         The sum of the losses, a 0-dim fp64 tensor that can be differentiated once; and the losses, fp32 [N], which
@@ -70,10 +66,7 @@ def summed_cross_entropy(
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """The autograd function of ``summed_cross_entropy``.
-
-    ``dtype`` is the dtype of the matrix products; ``has_backward`` is whether gradients are enabled.
-    """
+    """The autograd function of ``summed_cross_entropy``; ``dtype`` is that of the matrix products."""
 
     @staticmethod
     def forward(
@@ -114,9 +107,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 _add_product(total, grad_logits.t(), inputs if in_place is None else inputs * in_place)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-        if scale is not None and grad_weight is not None:
-            _accumulate(weight, grad_weight.mul_(scale).to(weight.dtype))
-            grad_weight = None
+        if scale is not None and grad_weight is not None:  # as autograd adds it
+            gradient, grad_weight = grad_weight.mul_(scale).to(weight.dtype), None
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
         ctx.grads = grad_hidden, grad_weight, grad_bias
         ctx.types = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         ctx.mark_non_differentiable(losses)
@@ -139,14 +132,6 @@ def _chunk_size(num_tokens: int, vocab_size: int, device_type: str, dtype: torch
     most = max(1, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // (bytes_per_logit * vocab_size))
     num_chunks = max(1, -(-num_tokens // most))
     return max(1, -(-num_tokens // num_chunks))
-
-
-def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add to ``weight.grad`` as autograd does."""
-    if weight.grad is None:
-        weight.grad = gradient
-    else:
-        weight.grad += gradient
 
 
 def _token_losses(logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
@@ -173,43 +158,32 @@ def _has_liger() -> bool:
 
 
 def _liger_losses(logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
-    """Do the same as ``_token_losses`` with liger-kernel's Triton kernel.
-
-    liger-kernel's own function for the whole head waits for the device in every call and sums the losses in fp32.
-    """
+    """Do as ``_token_losses`` does. liger-kernel's loss of the whole head waits for the device, and sums in fp32."""
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
 
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    unused = dict.fromkeys(("weight_ptr", "z_loss_ptr", "token_accuracy_ptr", "predicted_tokens_ptr", "softcap"))
+    unused |= dict.fromkeys(("token_accuracy_stride", "predicted_tokens_stride"), 0)
+    unused |= dict.fromkeys(("weight_sum", "lse_square_scale", "label_smoothing"), 0.0)
+    unused |= dict.fromkeys(("RETURN_Z_LOSS", "RETURN_TOKEN_ACCURACY", "RETURN_PREDICTED_TOKENS"), False)
     liger_cross_entropy_kernel[(len(logits),)](
         X_ptr=logits,
         X_stride=logits.stride(0),
         Y_ptr=targets,
         Y_stride=1,
-        weight_ptr=None,
         loss_ptr=losses,
-        z_loss_ptr=None,
         loss_stride=1,
-        token_accuracy_ptr=None,
-        token_accuracy_stride=0,
-        predicted_tokens_ptr=None,
-        predicted_tokens_stride=0,
         n_cols=logits.shape[1],
         n_non_ignore=1,  # the divisor of a mean
         sum_non_ignore_weight=1,
-        weight_sum=0.0,
         ignore_index=-100,
-        lse_square_scale=0.0,
-        label_smoothing=0.0,
         reduction="sum",
-        softcap=None,
-        RETURN_Z_LOSS=False,
-        RETURN_TOKEN_ACCURACY=False,
-        RETURN_PREDICTED_TOKENS=False,
         BLOCK_SIZE=min(MAX_FUSED_SIZE, 1 << (logits.shape[1] - 1).bit_length()),
         HAS_WEIGHT=False,
         HAS_SOFTCAPPING=False,
         HAS_GRADIENTS=wants_gradient,
         num_warps=32,
+        **unused,
     )
     return losses
 
@@ -233,9 +207,8 @@ def compute_loss_in_head(model: Any, grad_in_place: bool = False) -> bool:
     the model stay as they are. Call this before the model is wrapped; its weights may still be on the meta device. With
     ``grad_in_place``, only if nothing wraps the model, ``scale=`` is passed on.
 
-    Returns:
-        Whether the model was changed. It is left alone if its logits are not exactly ``head(hidden)``, for example
-        because they are capped or scaled, or if this cannot be determined.
+    Return whether the model was changed. It is left alone if its logits are not exactly ``head(hidden)``, for example
+    because they are capped or scaled, or if this cannot be determined.
     """
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if type(head) is not nn.Linear:

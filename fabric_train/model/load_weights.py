@@ -1,8 +1,8 @@
-"""Build a model on the meta device, and later read each rank's part of its weights.
+"""Build a model on the meta device, and later read each rank's part of its weights; or load it in full.
 
-If a Hugging Face folder uses other names or other splits of weights than transformers does now (Mixtral's experts),
-transformers' own mapping is applied to one weight at a time. Some models cannot be read in parts, so transformers loads
-them in full: pickles, quantized weights, and models that always keep some weights in fp32.
+If a Hugging Face folder uses other names or splits of weights than transformers does now (Mixtral's experts), its own
+mapping is applied to one weight at a time. transformers loads pickles, quantized weights, and some kept in fp32, in
+full.
 """
 
 import copy
@@ -42,10 +42,7 @@ _progress = logging.getLogger("fabric_train.progress")
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model with parameters on the meta device and initialized buffers, and the weights to read into it.
-
-    ``weights`` is None if the model had to be loaded in full; then its parameters are on the CPU.
-    """
+    """A model on the meta device and its weights; None if it had to be loaded in full, on the CPU."""
 
     model: PreTrainedModel
     weights: Weights | None
@@ -59,11 +56,7 @@ class MetaModel:
 
 
 def open_pretrained(shape: ModelShape, dtype: torch.dtype) -> MetaModel:
-    """Build the model of a hub name or Hugging Face folder in ``dtype`` and find its weights.
-
-    Raises:
-        InputError: Weights are missing or do not fit the configuration.
-    """
+    """Build the model of a hub name or Hugging Face folder in ``dtype`` and find its weights."""
     return open_in_parts(shape, dtype) or MetaModel(load_model(shape, dtype), None)
 
 
@@ -79,17 +72,12 @@ def open_in_parts(shape: ModelShape, dtype: torch.dtype) -> MetaModel | None:
     if any(re.search(pattern, name) for name in missing for pattern in model._keys_to_ignore_on_load_missing or ()):
         return None
     check_loaded_weights(shape.source, [*missing, *weights.mismatched()])
-    if weights.has_tied_duplicates():  # transformers compares them, and unties them if they differ
-        return None
-    return MetaModel(model, weights)
+    # transformers compares tied weights that are stored under two names, and unties them if they differ
+    return None if weights.has_tied_duplicates() else MetaModel(model, weights)
 
 
 def open_checkpoint(shape: ModelShape, checkpoint: Path, dtype: torch.dtype) -> MetaModel:
-    """Build the model of a checkpoint in ``dtype`` and open its weights.
-
-    Raises:
-        InputError: A weight is missing, unknown or of another shape.
-    """
+    """Build the model of a checkpoint in ``dtype`` and open its weights."""
     return open_tensors(shape, open_weights(checkpoint), dtype)
 
 
@@ -136,11 +124,7 @@ def read_buffers(model: nn.Module, weights: Weights) -> None:
 
 
 def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the pretrained model in ``dtype`` on the CPU. Rotary frequencies and other computed buffers stay fp32.
-
-    Raises:
-        InputError: Weights are missing or do not fit the configuration.
-    """
+    """Load the pretrained model in ``dtype`` on the CPU. Rotary frequencies and other computed buffers stay fp32."""
     check_readable(shape.source)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -169,11 +153,7 @@ def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def build_model(shape: ModelShape, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model of ``shape`` in ``dtype`` from full CPU tensors by name; tied duplicates may be absent.
-
-    Raises:
-        InputError: A weight is missing, unknown or of another shape.
-    """
+    """Build the model of ``shape`` in ``dtype`` from full CPU tensors by name; tied duplicates may be absent."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype)
     check_weights_fit(shape.source, model, {name: tensor.shape for name, tensor in weights.items()})
@@ -181,11 +161,7 @@ def build_model(shape: ModelShape, weights: dict[str, torch.Tensor], dtype: torc
 
 
 def check_loaded_weights(source: str, wrong: list[str]) -> None:
-    """Check that no weight of a pretrained model is wrong; ``wrong`` names those that are missing or misshapen.
-
-    Raises:
-        InputError: ``wrong`` is not empty.
-    """
+    """Check that no weight of a pretrained model is wrong; ``wrong`` names those that are missing or misshapen."""
     if wrong:
         raise InputError(
             f"--model_name {source}: {len(wrong)} weights are missing or do not have the shape in config.json, "
@@ -194,11 +170,7 @@ def check_loaded_weights(source: str, wrong: list[str]) -> None:
 
 
 def check_weights_fit(source: str, model: PreTrainedModel, shapes: dict[str, torch.Size]) -> None:
-    """Check that the names and shapes of weights are those of the model. Tied duplicates may be absent.
-
-    Raises:
-        InputError: A weight is missing, unknown or of another shape.
-    """
+    """Check that the names and shapes of weights are those of the model. Tied duplicates may be absent."""
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     wrong = [name for name, shape in shapes.items() if expected.get(name) != shape]
     wrong += [name for name in expected if name not in shapes and name not in tied_weight_names(model)]
@@ -217,7 +189,6 @@ def tied_weight_names(model: PreTrainedModel) -> set[str]:
 
 
 def _find_safetensors(source: str) -> list[Path]:
-    """Return the safetensors files of a hub name or folder; none if it has only other weights."""
     if Path(source).is_dir():
         return safetensors_files(Path(source))
     try:
@@ -291,11 +262,9 @@ class _PretrainedWeights:
         return [name for name, shape in self._shapes.items() if name in expected and expected[name].shape != shape]
 
     def has_tied_duplicates(self) -> bool:
-        """Return whether the files store a tied weight under two names."""
         return any(len(self._stored_names(name)) > 1 for name in self._names)
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Return the block of ``shape`` that begins at ``offsets`` of the full weight; see ``Weights``."""
         stored_name = self._stored_names(name)[0]
         recipe = self._recipes[stored_name]
         if recipe.converter is None:
@@ -327,8 +296,8 @@ class _PretrainedWeights:
 def read_local_part(weights: Weights, name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> torch.Tensor:
     """Read this rank's part of a full tensor that is sharded like ``parameter``, a parameter of a set-up model.
 
-    ``cuts`` are from :func:`flat_shards`. The CPU tensor has the parameter's shape on this rank. Do not write into it:
-    it may be a view of a file.
+    ``cuts`` are from :func:`flat_shards`. The CPU tensor has the parameter's shape on this rank, and may be a view of a
+    file: do not write into it.
     """
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
@@ -336,10 +305,8 @@ def read_local_part(weights: Weights, name: str, parameter: nn.Parameter, cuts: 
         return weights.read_block(name, offsets, shape)
     if id(parameter) not in cuts:
         return weights.read_block(name, (0,) * parameter.dim(), parameter.shape)
-    cut = cuts[id(parameter)]
-    begin, end = cut.range(cut.rank)
-    row = cut.shape[1:].numel()
+    cut, rest = cuts[id(parameter)], cuts[id(parameter)].shape[1:]
+    (begin, end), row = cut.range(cut.rank), rest.numel()
     first, last = begin // row, -(-end // row)
-    rest = cut.shape[1:]
     rows = weights.read_block(name, (first, *(0 for _ in rest)), (last - first, *rest))
     return rows.flatten()[begin - first * row : end - first * row].reshape(parameter.shape)

@@ -61,20 +61,15 @@ class ModelOrigin:
 
 
 def find_origin(model_name: str) -> tuple[ModelOrigin, tuple[Path, ...]]:
-    """Return the origin of ``--model_name``, a folder or a hub name that is in the cache, and its licence's files.
-
-    The card and the licence of a hub name are downloaded, unless the hub cannot be reached.
-
-    Raises:
-        InputError: ``hub_source.json`` is damaged.
-    """
+    """Return the origin of a folder or cached hub name, and its licence's files, which are downloaded if possible."""
     is_local = Path(model_name).is_dir()
     folder = Path(model_name) if is_local else _download_legal_files(model_name)
     if folder is None:
         return ModelOrigin(model_name, model_name), ()
     source = _local_source(folder) if is_local else HubSource(model_name, folder.name)
     card = _read_card(folder / "README.md")
-    licence = {key: card[key] for key in ("license", "license_name", "license_link") if _is_plain(card.get(key))}
+    said = {key: card.get(key) for key in ("license", "license_name", "license_link")}
+    licence = {key: text for key, text in said.items() if isinstance(text, str) and _PLAIN.fullmatch(text)}
     if source is None:
         origin = ModelOrigin(Path(os.path.realpath(folder)).name, **licence)
     else:
@@ -123,7 +118,3 @@ def _read_card(file: Path) -> dict[str, Any]:
         return metadata_load(file) or {}
     except (OSError, ValueError, YAMLError, RecursionError):
         return {}
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, str) and _PLAIN.fullmatch(value) is not None

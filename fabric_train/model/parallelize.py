@@ -22,18 +22,14 @@ from fabric_train.model.load_weights import read_weights
 from fabric_train.model.weight_files import Weights
 
 if TYPE_CHECKING:
-    from arguments import FSDPArguments, TrainArguments
+    from arguments import TrainArguments
 
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _SHARDED_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def check_tensor_parallel(config: PretrainedConfig, source: str, size: int) -> None:
-    """Check that a model's layers can be sharded among ``size`` ranks; ``source`` names it in the message.
-
-    Raises:
-        InputError: The model family has no plan for it, or a size of the model is not a multiple of ``size``.
-    """
+    """Check that a model's layers can be sharded among ``size`` ranks; ``source`` names it in the message."""
     if size == 1:
         return
     given, text = f"--tensor_parallel_size {size}: {source}, a {config.model_type},", config.get_text_config()
@@ -47,19 +43,13 @@ def check_tensor_parallel(config: PretrainedConfig, source: str, size: int) -> N
 
 
 def parallelize_layers(model: Any, mesh: DeviceMesh) -> None:
-    """Shard the layers' matrices in place over a mesh of one dimension; they may be on the meta device.
-
-    Each rank keeps its part of what it already holds, nothing is sent.
-    """
+    """Shard the layers' matrices in place over a mesh of one dimension: each rank keeps its part, nothing is sent."""
     styles = {name: _STYLES[style]() for name, style in _plan(model.config).items()}
     parallelize_module(model.base_model, mesh, styles, src_data_rank=None)
 
 
 def _plan(config: PretrainedConfig) -> dict[str, str]:
-    """Return the style of each sharded module, by its name in the base model with * for the layer's number.
-
-    Some versions of transformers add the embedding, which is not sharded here.
-    """
+    """Return the style of each sharded module of the layers, by its name in the base model with * for the number."""
     plan: dict[str, str] = config.get_text_config().base_model_tp_plan or {}
     return {name: style for name, style in plan.items() if "*" in name}
 
@@ -74,16 +64,9 @@ def setup_model(
 ) -> Any:
     """Return the model set up by Fabric, sharded or replicated, on its device. The steps depend on their order.
 
-    Args:
-        fabric: From ``build_fabric``.
-        model: On the CPU, or with its parameters on the meta device if ``weights`` are given.
-        layer_classes: The classes of the layers that are sharded, checkpointed and compiled.
-        arguments: The run's arguments.
-        weights: Each rank reads its part of the model from them.
-        any_length: See ``compile_layers``.
-
-    Raises:
-        InputError: The GPU is too old for ``--float8``.
+    ``model`` is on the CPU, or has its parameters on the meta device if ``weights`` are given, of which each rank reads
+    its part. The layers of ``layer_classes`` are sharded, checkpointed and compiled, see ``compile_layers`` for
+    ``any_length``.
     """
     # fp16 gradients of the logits underflow unless the loss is scaled; XLA would compile for each number of targets
     if arguments.model.precision != "16-mixed" and fabric.device.type != "xla":
@@ -95,7 +78,12 @@ def setup_model(
         convert_to_float8(_layers(model, layer_classes))
     if isinstance(fabric.strategy, FSDP2Strategy) and arguments.fsdp.tensor_parallel_size > 1:
         parallelize_layers(model, fabric.strategy.device_mesh["tensor"])
-    _set_up_layers(_layers(model, layer_classes), arguments.fsdp, any_length)
+    layers, budget, compiles = _layers(model, layer_classes), kept_share(arguments.fsdp), arguments.fsdp.compile is True
+    is_selective = 0 < budget < 1  # then the compiler itself chooses what to keep; else the compiled layer runs again
+    if compiles:
+        compile_layers(layers, any_length, budget if is_selective else 1.0)
+    if budget < 1 and not (compiles and is_selective):
+        checkpoint_layers(layers, budget, arguments.fsdp.activation_offload)
     model.train()
     if weights and not isinstance(fabric.strategy, FSDPStrategy | FSDP2Strategy):
         model.apply(ParameterMaterializer(fabric.device))
@@ -108,20 +96,6 @@ def setup_model(
     if isinstance(fabric.strategy, DDPStrategy) and arguments.model.precision == "bf16-true":
         wrapped._forward_module.register_comm_hook(None, average_in_fp32)
     return wrapped
-
-
-def _set_up_layers(layers: list[nn.Module], arguments: "FSDPArguments", any_length: bool) -> None:
-    """Compile the layers and checkpoint their activations, as the arguments ask for.
-
-    With selective checkpointing, the compiler itself chooses what to keep. Full checkpointing runs the compiled layer
-    again.
-    """
-    budget, compiles = kept_share(arguments), arguments.compile is True
-    is_selective = 0 < budget < 1
-    if compiles:
-        compile_layers(layers, any_length, budget if is_selective else 1.0)
-    if budget < 1 and not (compiles and is_selective):
-        checkpoint_layers(layers, budget, arguments.activation_offload)
 
 
 def _layers(model: nn.Module, layer_classes: LayerClasses) -> list[nn.Module]:

@@ -1,8 +1,8 @@
 """Which parameters of a model train: all of them, or those that ``train_only`` chose.
 
-``choose_trained`` decides. ``ModelShape.trained`` has its answer for the model that a configuration describes. Before
-the model is sharded, ``freeze_other_parts`` applies it, and ``requires_grad`` carries it from there. A frozen parameter
-gets no gradient and no optimizer state. A checkpoint has its weights, but nothing of it in the optimizer's files.
+``choose_trained`` decides, for ``ModelShape.trained``. Before the model is sharded, ``freeze_other_parts`` applies it,
+and ``requires_grad`` carries it from there. A frozen parameter is in a checkpoint, but nothing of it in the optimizer's
+files.
 """
 
 from collections.abc import Callable
@@ -27,11 +27,7 @@ def train_only(trains: Callable[[str], bool] | None) -> None:
 
 
 def choose_trained(model: nn.Module) -> dict[str, torch.Size]:
-    """Return the names and shapes of the parameters that train. The model may be on the meta device.
-
-    Raises:
-        InputError: There are none.
-    """
+    """Return the names and shapes of the parameters that train. The model may be on the meta device."""
     named = model.named_parameters()
     trained = {name: parameter.shape for name, parameter in named if _trains is None or _trains(name)}
     if not trained:

@@ -1,14 +1,14 @@
 """Read tensors one at a time from safetensors files, also from the shards of a sharded checkpoint.
 
-Sharded files have the format of torch's ``HuggingFaceStorageWriter(save_distributed=True)``: safetensors whose header
-has under ``DCP_SHARDING_INFO`` the offsets of each piece in the full tensor. Unlike ``torch.distributed.checkpoint``,
-this module can export a 70B model with one tensor in memory.
+Sharded files have the format of torch's ``HuggingFaceStorageWriter(save_distributed=True)``: the header has under
+``DCP_SHARDING_INFO`` the offsets of each piece. A 70B model can be exported with one tensor in memory.
 """
 
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,24 +21,13 @@ from fabric_train.files.regular_file import check_file_name, check_not_pointer, 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """The key in a header's metadata for the offsets of each piece in the full tensor."""
 _OPEN_FILES = 2
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A block of a tensor in a file; ``offsets`` are those of the block in the full tensor.
-
-    ``position`` is the byte of the file at which it begins.
-    """
+    """A block of a tensor in a file, at ``offsets`` in the full tensor and at byte ``position`` in the file."""
 
     file: Path
     position: int
@@ -64,7 +53,6 @@ class Weights(Protocol):
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Return the block of ``shape`` that begins at ``offsets`` of the full tensor, on the CPU. Do not change it."""
-        ...
 
 
 class StoredTensors(Weights, Protocol):
@@ -76,15 +64,12 @@ class StoredTensors(Weights, Protocol):
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of the full tensor without reading it."""
-        ...
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which the tensor is read."""
-        ...
 
     def read(self, name: str) -> torch.Tensor:
         """Return the full tensor on the CPU. Do not change it."""
-        ...
 
 
 class CheckpointTensors:
@@ -92,9 +77,6 @@ class CheckpointTensors:
 
     Pages of a mapped file that were read stay in memory, so only the last few files stay mapped. ``advice`` is what the
     user can do if a file cannot be read.
-
-    Raises:
-        InputError: A file cannot be read, or pieces of a tensor are missing.
     """
 
     def __init__(self, files: list[Path], advice: str = "use another checkpoint") -> None:
@@ -103,8 +85,10 @@ class CheckpointTensors:
         self._file = functools.lru_cache(maxsize=_OPEN_FILES)(functools.partial(_open_file, advice=advice))
         for path in files:
             self._add_pieces(path)
-        self._shapes = {name: _full_shape(pieces) for name, pieces in self._pieces.items()}
+        self._shapes: dict[str, torch.Size] = {}
         for name, pieces in self._pieces.items():
+            ends = [map(add, piece.offsets, piece.shape) for piece in pieces]
+            self._shapes[name] = torch.Size(map(max, zip(*ends, strict=True)))
             if sum(math.prod(piece.shape) for piece in pieces) != math.prod(self._shapes[name]):
                 raise InputError(f"{files[0].parent}: pieces of {name} are missing, so a file was lost; {advice}")
 
@@ -194,11 +178,7 @@ class CheckpointTensors:
 
 
 def open_weights(checkpoint: Path) -> CheckpointTensors:
-    """Open the weights of a full or sharded checkpoint, or of a Hugging Face folder. Tied duplicates may be absent.
-
-    Raises:
-        InputError: The folder has no weights, or pieces are missing.
-    """
+    """Open the weights of a full or sharded checkpoint, or of a Hugging Face folder. Tied duplicates may be absent."""
     sharded = (checkpoint / "model").is_dir()
     files = sorted((checkpoint / "model").glob("*.safetensors")) if sharded else safetensors_files(checkpoint)
     if not files:
@@ -207,11 +187,7 @@ def open_weights(checkpoint: Path) -> CheckpointTensors:
 
 
 def check_weight_files(folder: Path) -> None:
-    """Check that a Hugging Face folder has weights and that the headers of its files can be read. This is fast.
-
-    Raises:
-        InputError: Weights are absent or truncated, or the index names files outside of the folder.
-    """
+    """Check that a Hugging Face folder has weights and that the headers of its files can be read. This is fast."""
     pickled = [folder / "pytorch_model.bin", folder / "pytorch_model.bin.index.json"]  # read with weights_only=True
     files = safetensors_files(folder)
     if not files and not any(file.is_file() for file in pickled):
@@ -223,21 +199,13 @@ def check_weight_files(folder: Path) -> None:
 
 
 def shard_names(index: Path) -> list[str]:
-    """Return the file names in a ``*.index.json`` of sharded weights.
-
-    Raises:
-        InputError: The index is damaged, or names a file in another folder.
-    """
+    """Return the file names in a ``*.index.json`` of sharded weights."""
     names = set(read_json(index, _Index, "fetch the folder again").weight_map.values())
     return sorted(check_file_name(name, index) for name in names)
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a Hugging Face folder, which may be none.
-
-    Raises:
-        InputError: The index of the files is damaged.
-    """
+    """Return the safetensors files of a Hugging Face folder, which may be none."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return [folder / name for name in shard_names(index)]
@@ -258,8 +226,3 @@ def _open_file(path: Path, advice: str) -> Any:
 def _relative(ranges: Iterable[tuple[int, int]], offsets: Sequence[int]) -> tuple[slice, ...]:
     """Return ranges of the full tensor as slices of a block that begins at ``offsets``."""
     return tuple(slice(begin - offset, end - offset) for (begin, end), offset in zip(ranges, offsets, strict=True))
-
-
-def _full_shape(pieces: list[_Piece]) -> torch.Size:
-    ends = ([start + size for start, size in zip(piece.offsets, piece.shape, strict=True)] for piece in pieces)
-    return torch.Size(max(sizes) for sizes in zip(*ends, strict=True))

@@ -1,10 +1,9 @@
 """AdamW (arXiv:1711.05101): torch's own, and one that stores weights or moments in bfloat16 or 8 bits.
 
-The second computes in fp32. On a GPU, one Triton kernel updates all parameters (``triton_adamw``), if ``use_triton``
-finds that it works there. Otherwise a parameter is updated in chunks with torch's fused kernel, or in one compiled
-kernel, and the results are rounded. Either way no fp32 copy of a full parameter exists. torchao's AdamW also does this,
-but it compiles for every shape of a parameter and draws from the rank's stream of random numbers. So its replicas would
-drift apart, and a resumed or resharded run would draw other numbers.
+The second computes in fp32. On a GPU, one Triton kernel updates all parameters (``triton_adamw``), if it works there.
+Otherwise a parameter is updated in chunks with torch's fused kernel, or in one compiled kernel, and the results are
+rounded: no fp32 copy of a full parameter exists. torchao's AdamW compiles for every shape of a parameter and draws from
+the rank's stream of random numbers, so its replicas would drift apart, and a resumed run would draw other numbers.
 """
 
 import functools
@@ -21,15 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.adamw import adamw
 
 from fabric_train.distributed.ranks import FlatShard, local_part, to_device_async
-from fabric_train.optim.low_precision import (
-    BLOCK,
-    Blockwise8Bit,
-    Row,
-    Storage,
-    TensorTable,
-    is_aligned,
-    tensor_table,
-)
+from fabric_train.optim.low_precision import BLOCK, Blockwise8Bit, Row, Storage, TensorTable, is_aligned, tensor_table
 from fabric_train.optim.states import DeclaredStates, State, flat_local
 
 # elements per chunk: in fp32 they fit a core's cache, or take little of a GPU's memory
@@ -40,11 +31,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class LocalElements:
-    """The elements of a flattened full tensor that a rank has.
-
-    They are runs of ``width`` consecutive elements. The first run begins at ``begin``, and each following one
-    ``stride`` elements after the previous one.
-    """
+    """The elements of a tensor that a rank has: runs of ``width``, ``stride`` apart, the first at ``begin``."""
 
     begin: int
     width: int
@@ -116,7 +103,6 @@ class AdamW(DeclaredStates, torch.optim.AdamW):
     """torch's AdamW, whose moments have the dtype of the weights."""
 
     def declare_states(self, parameter: nn.Parameter) -> tuple[State, ...]:
-        """Return both moments and the number of steps."""
         return _declared(parameter.dtype)
 
     def restore_states(self, parameter: nn.Parameter, states: Mapping[str, torch.Tensor]) -> None:
@@ -155,14 +141,11 @@ def adamw_step(
     indices: torch.Tensor | None,
     key: torch.Tensor,
 ) -> None:
-    """Update weights, first and second moment in place, computing in fp32.
+    """Update weights, first and second moment (``tensors``, flat, fp32 or bfloat16) in place, computing in fp32.
 
-    Args:
-        tensors: The three, flat, fp32 or bfloat16.
-        gradient: The gradient of the weights, flat.
-        factors: fp32 [7], from :func:`step_factors`.
-        indices: int32, the elements' indices in the full tensor, for stochastic rounding; None rounds to the nearest.
-        key: 0-dim int32, the random key of this step and parameter.
+    ``factors`` are fp32 [7], from :func:`step_factors`. ``indices`` are int32, the elements' indices in the full
+    tensor, for stochastic rounding; None rounds to the nearest. ``key``, 0-dim int32, is the random key of this step
+    and parameter.
     """
     decay, first_gain, second_decay, second_gain, rate, root_scale, eps = factors.unbind()
     weights, first, second = (tensor.float() for tensor in tensors)
@@ -196,28 +179,18 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
     ) -> None:
         """Set up the optimizer with parameter groups, each with its weight decay.
 
-        Args:
-            groups: As torch's AdamW takes them.
-            lr: Learning rate.
-            betas: Decay of both moments.
-            moments_dtype: float32 or bfloat16.
-            in_8bit: Parameters whose moments are stored in 8 bits instead.
-            stochastic_rounding: Whether to round to bfloat16 stochastically instead of to the nearest.
-            names: The parameters' names before anything wrapped the model.
-            elements: The elements of each parameter that this rank has.
-            seed: The seed of the rounding.
-            compiles: Whether to update parameters in one compiled kernel, except those with moments in 8 bits.
+        ``moments_dtype`` is float32 or bfloat16; the moments of ``in_8bit`` are stored in 8 bits instead.
+        ``stochastic_rounding`` is that to bfloat16, with ``seed``. ``names`` are those before anything wrapped the
+        model, ``elements`` those of each parameter that this rank has. ``compiles``: parameters are updated in one
+        compiled kernel, except those in 8 bits.
         """
         super().__init__(groups, lr=lr, betas=betas)
         self.launch: Callable[[TensorTable], None] | None = None
         """A function that updates all parameters of a table in one kernel launch; None updates them one by one."""
-        self.moments_dtype = moments_dtype
-        self._in_8bit = {id(parameter) for parameter in in_8bit}
-        self.rounds_stochastically = stochastic_rounding
-        self._elements = elements
+        self.moments_dtype, self.rounds_stochastically = moments_dtype, stochastic_rounding
+        self.in_8bit, self._elements, self._compiles = {id(each) for each in in_8bit}, elements, compiles
         self._salts = {parameter: salt(seed, name) for parameter, name in names.items()}
         self._counts: dict[nn.Parameter, int] = {}  # of steps, on the host, so that no step waits for the device
-        self._compiles = compiles
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -235,7 +208,7 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
 
     def declare_states(self, parameter: nn.Parameter) -> tuple[State, ...]:
         """Return both moments and the number of steps. A checkpoint holds moments in 8 bits as fp32."""
-        return _declared(self.moments_dtype, 1 if id(parameter) in self._in_8bit else None)
+        return _declared(self.moments_dtype, 1 if id(parameter) in self.in_8bit else None)
 
     def read_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return this rank's part of a parameter's states, flat; moments in 8 bits are fp32 copies on the CPU."""
@@ -255,10 +228,6 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
                 stored.copy_(states[name])
         self._counts[parameter] = int(states["step"])
 
-    def has_8bit(self) -> bool:
-        """Whether some moments are stored in 8 bits."""
-        return bool(self._in_8bit)
-
     def _keys(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Return the random key of each parameter's next step: int32 [parameters], on the CPU."""
         counts = torch.tensor([self._counts.get(parameter, 0) for parameter in parameters], dtype=torch.int32)
@@ -272,7 +241,7 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
     def _new_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
         for key in MOMENTS:
-            if id(parameter) in self._in_8bit:
+            if id(parameter) in self.in_8bit:
                 local = local_part(parameter)
                 state[key] = Blockwise8Bit(local.numel(), signed=key == "exp_avg", device=local.device)
             else:
@@ -309,12 +278,11 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
         return row, Storage(*dtypes, self.rounds_stochastically, is_aligned(addresses))
 
     def _update_one_by_one(self, updated: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
-        """Update parameters in chunks of each."""
         device = local_part(updated[0][0]).device
         keys = to_device_async(self._keys([parameter for parameter, _ in updated]), device).unbind()
         factors: dict[tuple[float, ...], torch.Tensor] = {}
         for (parameter, group), key in zip(updated, keys, strict=True):
-            if self._compiles and id(parameter) not in self._in_8bit:
+            if self._compiles and id(parameter) not in self.in_8bit:
                 numbers = tuple(self._factors(parameter, group))
                 if numbers not in factors:
                     factors[numbers] = to_device_async(torch.tensor(numbers), device)
@@ -369,19 +337,7 @@ def _write(stored: torch.Tensor | Blockwise8Bit, begin: int, values: torch.Tenso
 def _adamw(tensors: list[torch.Tensor], gradient: torch.Tensor, num_steps: torch.Tensor, group: dict[str, Any]) -> None:
     beta1, beta2 = group["betas"]
     weights, first, second = tensors
-    adamw(
-        [weights],
-        [gradient],
-        [first],
-        [second],
-        [],
-        [num_steps.clone()],  # the kernel adds 1 to it
-        fused=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+    steps = [num_steps.clone()]  # the kernel adds 1 to it
+    given = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+    given |= {"beta1": beta1, "beta2": beta2, "fused": True, "amsgrad": False, "maximize": False}
+    adamw([weights], [gradient], [first], [second], [], steps, **given)

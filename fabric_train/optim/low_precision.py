@@ -21,10 +21,7 @@ _VECTOR_BYTES = 16  # of the widest load of a GPU's thread
 
 
 class Blockwise8Bit:
-    """A vector stored as one byte per number and one fp32 scale per block; zeros at first.
-
-    Writing back what was read, into the same blocks, does not change the bytes.
-    """
+    """A vector as one byte per number and one fp32 scale per block; writing back what was read changes nothing."""
 
     def __init__(self, count: int, signed: bool, device: torch.device) -> None:
         """Store ``count`` zeros on a device. Without ``signed``, numbers are not negative and levels are finer."""
@@ -111,10 +108,7 @@ class Row(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """What the parameters of a table have in common, which the kernel is compiled for.
-
-    ``moments`` is uint8 for moments in 8 bits. ``is_aligned``: all addresses are multiples of 16 bytes.
-    """
+    """What the parameters of a table have in common, for which a kernel is compiled; moments in 8 bits are uint8."""
 
     weights: torch.dtype
     gradient: torch.dtype
@@ -141,11 +135,7 @@ class TensorTable:
 def tensor_table(
     storage: Storage, parameters: Sequence[tuple[Row, Sequence[float]]], device: torch.device
 ) -> TensorTable:
-    """Return the table of a kernel launch on ``device``. The host does not wait for the device.
-
-    ``parameters`` are one or more rows, whose ``first_program`` is set here, each with the factors of its step, from
-    ``adamw.step_factors``.
-    """
+    """Return the table of a launch from rows, without their ``first_program``, and factors. The host does not wait."""
     rows = np.array([row for row, _ in parameters], dtype=np.int64)
     factors = np.array([factors for _, factors in parameters], dtype=np.float32)
     numels = rows[:, Row._fields.index("numel")]

@@ -13,7 +13,6 @@ SCHEDULES_VERSION = "2"
 _STEP_DECAYS = 3
 """The ``step`` schedule falls to ``min_lr`` in this many equal steps, of the logarithm if ``min_lr`` is above 0."""
 
-
 ARGUMENTS = ("lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps", "decay_steps", "decay_share", "decay_form")
 """Those that decide the learning rate."""
 
@@ -58,10 +57,7 @@ def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rates of a run; or of one of its phases, from the step after ``starts_after`` to ``last_step``.
-
-    After ``num_steps`` steps of the schedule, the rate stays at that of the last one.
-    """
+    """The rates of a run, or of its phase after ``starts_after``; after ``num_steps`` the rate stays."""
 
     num_steps: int
     arguments: "TrainingArguments"
@@ -69,12 +65,16 @@ class Schedule:
     last_step: int | None = None
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of the run's optimizer step ``step``."""
         return learning_rate(min(step - self.starts_after, self.num_steps), self.num_steps, self.arguments)
 
     def takes(self, step: int) -> bool:
         """Whether a step is one of this phase's."""
         return self.last_step is not None and self.starts_after < step <= self.last_step
+
+    @property
+    def decided_by(self) -> dict[str, Any]:
+        """The arguments that decide the rates, by name."""
+        return {name: getattr(self.arguments, name) for name in ARGUMENTS}
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,9 @@ class Schedules:
     of_phases: tuple[Schedule, ...] = ()
 
     def at(self, step: int) -> Schedule:
-        """Return the schedule of a step."""
         return next((phase for phase in self.of_phases if phase.takes(step)), self.of_run)
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step."""
         return self.at(step).rate(step)
 
 
@@ -107,6 +105,5 @@ def decay_form(arguments: "TrainingArguments") -> str:
 
 
 def set_learning_rate(optimizer: Any, rate: float) -> None:
-    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate

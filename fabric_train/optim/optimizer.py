@@ -33,10 +33,7 @@ def use_optimizer(build: Build | None) -> None:
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters with weight decay: those of two or more dimensions, not norms and biases.
-
-    Call it before the model is sharded, because FSDP's shards are flat.
-    """
+    """Return the parameters with weight decay: of two or more dimensions, before FSDP makes its shards flat."""
     return {name for name, parameter in model.named_parameters() if parameter.dim() >= 2}
 
 
@@ -49,19 +46,12 @@ def build_optimizer(
     cuts: dict[int, FlatShard] | None = None,
     compiles: bool = False,
 ) -> DeclaredStates:
-    """Build the optimizer over the parameters of a set-up model that train.
+    """Build the optimizer over the parameters of a set-up model that train, those of ``decayed`` with weight decay.
 
-    AdamW is torch's own if moments and weights have the same dtype and are not rounded stochastically.
-
-    Args:
-        named_parameters: From ``trained_parts.trained_parameters``.
-        decayed: The parameters with weight decay, from :func:`decayed_names`.
-        arguments: Learning rate, betas, weight decay, and the storage of the moments.
-        fused: Whether torch's AdamW updates with one kernel. Fabric cannot clip its gradients under an fp16 gradient
-            scaler.
-        seed: The seed of stochastic rounding.
-        cuts: FSDP1's shards, from ``ranks.flat_shards``; None under the other strategies.
-        compiles: See ``LowPrecisionAdamW``.
+    AdamW is torch's own if moments and weights have the same dtype and are not rounded stochastically. ``fused``: it
+    updates with one kernel; under an fp16 gradient scaler Fabric could not clip its gradients. ``seed`` is that of
+    stochastic rounding. ``cuts`` are FSDP1's shards, from ``ranks.flat_shards``. For ``compiles`` see
+    ``LowPrecisionAdamW``.
     """
     names = {parameter: original_name(name) for name, parameter in named_parameters}
     grouped: dict[tuple[bool, Any], list[nn.Parameter]] = {}
@@ -145,7 +135,7 @@ def _small(optimizer: LowPrecisionAdamW) -> LowPrecisionAdamW:
         lr=1e-2,
         betas=(0.9, 0.95),
         moments_dtype=optimizer.moments_dtype,
-        in_8bit=[matrix] if optimizer.has_8bit() else [],
+        in_8bit=[matrix] if optimizer.in_8bit else [],
         stochastic_rounding=optimizer.rounds_stochastically,
         names={matrix: "matrix", vector: "vector"},
         elements={matrix: LocalElements(700, 700, 1400), vector: LocalElements(0, vector.numel(), vector.numel())},

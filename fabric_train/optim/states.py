@@ -13,12 +13,10 @@ from fabric_train.distributed.ranks import local_part
 class State:
     """A tensor that an optimizer keeps for each parameter that it updates.
 
-    Attributes:
-        name: Its key in ``optimizer.state[parameter]``, and the end of its name in a checkpoint.
-        dtype: In a checkpoint.
-        shape: None for that of the parameter: then it is sharded like the parameter, and starts with zeros. A state of
-            another shape is the same on all ranks.
-        held_bytes: Of an element in memory, if they are not those of ``dtype``.
+    ``name`` is its key in ``optimizer.state[parameter]``, and the end of its name in a checkpoint, where it has
+    ``dtype``. A ``shape`` of None is that of the parameter: then it is sharded like the parameter, and starts with
+    zeros; a state of another shape is the same on all ranks. ``held_bytes`` are those of an element in memory, if not
+    of ``dtype``.
     """
 
     name: str

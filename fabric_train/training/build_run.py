@@ -40,10 +40,7 @@ from fabric_train.training.step import StepGuard, Stepper
 
 
 def set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
-    """Return the model with its weights, and the names of its parameters with weight decay.
-
-    The weight files are closed when this returns. Their mapped pages would count as memory of this process.
-    """
+    """Return the model, and the names of its parameters with weight decay; mapped weight files are closed again."""
     arguments = run.arguments
     progress.info("building the model")
     meta_model = _open(run)
@@ -57,7 +54,10 @@ def set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
         add_stop_tokens(model.generation_config, run.data.stop_token_ids)
     freeze_other_parts(model)
     decayed = decayed_names(model)
-    any_length = arguments.evaluation.self_check or len(_row_lengths(run)) > MAX_STATIC_LENGTHS
+    data = run.data
+    lengths = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
+    lengths |= data.validation.lengths() if data.validation else set()
+    any_length = arguments.evaluation.self_check or len(lengths) > MAX_STATIC_LENGTHS
     model = setup_model(fabric, model, run.model.layer_classes, arguments, meta_model.weights, any_length)
     return model, decayed
 
@@ -67,21 +67,11 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
     arguments = run.arguments
     progress.info("building the optimizer")
     fused = arguments.model.precision != "16-mixed" and fabric.device.type != "xla"
-    named = trained_parameters(model)
-    cuts = flat_shards(model)
-    optimizer: Any = fabric.setup_optimizers(
-        build_optimizer(
-            named,
-            decayed,
-            arguments.training,
-            fused,
-            arguments.data.seed,
-            cuts,
-            compiles=arguments.fsdp.compile is True,
-        )
-    )
-    if isinstance(optimizer.optimizer, LowPrecisionAdamW) and named[0][1].device.type == "cuda":
-        _choose_step(fabric, optimizer.optimizer)
+    named, seed, compiles = trained_parameters(model), arguments.data.seed, arguments.fsdp.compile is True
+    built = build_optimizer(named, decayed, arguments.training, fused, seed, flat_shards(model), compiles)
+    optimizer: Any = fabric.setup_optimizers(built)
+    if isinstance(built, LowPrecisionAdamW) and named[0][1].device.type == "cuda":
+        _choose_step(fabric, built)
     if run.start.checkpoint and run.start.resumes:
         progress.info("loading the optimizer's state")
         checkpoints.restore_optimizer(run.start.checkpoint, fabric, model, optimizer)
@@ -103,18 +93,11 @@ def build_validation(
     fabric: Fabric, model: Any, run: PreparedRun, objective: Objective, heartbeat: Heartbeat
 ) -> Validation | None:
     """Return what evaluates this rank's share of the validation split, and samples; None without such a split."""
-    rows, limits, ranks = run.data.validation, run.arguments.evaluation, data_ranks(fabric)
+    rows, limits, given = run.data.validation, run.arguments.evaluation, run.arguments.data
     if rows is None:
         return None
-    batches = validation_batches(
-        rows,
-        limits.eval_batch_size,
-        ranks.size,
-        ranks.rank,
-        limits.eval_iters,
-        run.arguments.data.seed,
-        run.arguments.data.num_workers,
-    )
+    ranks, size, limit = data_ranks(fabric), limits.eval_batch_size, limits.eval_iters
+    batches = validation_batches(rows, size, ranks.size, ranks.rank, limit, given.seed, given.num_workers)
     return Validation(fabric, model, objective, batches, rows.source_names, run.sample_prompts, heartbeat)
 
 
@@ -207,12 +190,6 @@ def _open(run: PreparedRun) -> MetaModel:
     return open_pretrained(run.model, dtype)
 
 
-def _row_lengths(run: PreparedRun) -> set[int]:
-    data = run.data
-    trained = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
-    return trained | (data.validation.lengths() if data.validation else set())
-
-
 def _description(
     run: PreparedRun,
     fabric: Fabric,
@@ -231,6 +208,7 @@ def _description(
     )
     # those of a model whose weights alone the run takes are not its own
     earlier = checkpoints.read_trainer_json(start.checkpoint).sessions if start.checkpoint and start.resumes else ()
+    mixture = data if isinstance(data, TokenMixture) else None
     return checkpoints.Description(
         state_dict_type=arguments.fsdp.state_dict_type,
         weights_dtype=str(weights_dtype(arguments.model.precision)).removeprefix("torch."),
@@ -243,16 +221,14 @@ def _description(
         lineage=start.lineage,
         phase_schedules=run.phase_schedules,
         device=session.device,
-        mixture_sources=tuple(source.name for source in data.sources) if isinstance(data, TokenMixture) else (),
-        mixture_tokens=tuple(data.tokens_by_document_source) if isinstance(data, TokenMixture) else (),
+        mixture_sources=tuple(source.name for source in mixture.sources) if mixture else (),
+        mixture_tokens=tuple(map(mixture.tokens_of, mixture.sources)) if mixture else (),
         sessions=(*earlier, session),
         stages=stages,
     )
 
 
-def _base_model(
-    run: PreparedRun,
-) -> tuple[ModelOrigin | None, tuple[checkpoints.TrainingStage, ...], tuple[Path, ...]]:
+def _base_model(run: PreparedRun) -> tuple[ModelOrigin | None, tuple[checkpoints.TrainingStage, ...], tuple[Path, ...]]:
     """Return the pretrained model that the run's weights come from, the stages since then, and its licence's files.
 
     An export that is not on the hub is no base that others could find: its own base stands for it.
@@ -272,9 +248,7 @@ def _base_model(
 
 
 def _batches(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat) -> WindowSource:
-    """Return the source of this rank's windows, with some steps traced if asked for."""
-    given, on_gpu = run.arguments.logging, fabric.device.type == "cuda"
-    batches = _untraced_batches(fabric, run)
+    given, on_gpu, batches = run.arguments.logging, fabric.device.type == "cuda", _untraced_batches(fabric, run)
     if given.profiled_steps is None or (given.profile_ranks == "first" and fabric.global_rank):
         return batches
     folder = run.folder / "profile"

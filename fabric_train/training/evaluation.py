@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -29,10 +30,7 @@ _PATIENCE = 3
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """``--early_stopping``: a run ends after ``patience`` evaluations in which the loss of ``source`` is no new lowest.
-
-    ``source`` is "all" for the whole. The count is in the trainer state, so a resumed run ends at the same step.
-    """
+    """``--early_stopping``: a run ends after ``patience`` evaluations without a new lowest loss of ``source``."""
 
     source: str
     patience: int
@@ -44,12 +42,10 @@ class EarlyStopping:
         return before.after(evaluation)
 
     def ends(self, state: TrainerState) -> bool:
-        """Return whether the run ends after the state's step."""
         progress = state.progress
         return progress is not None and progress.source == self.source and progress.num_since >= self.patience
 
     def describe(self, state: TrainerState) -> str:
-        """Return why the run ends after the state's step."""
         assert state.progress is not None
         name = "the validation loss" if self.source == "all" else f"the validation loss of {self.source}"
         name = f"the validation's {self.source}" if self.source.partition("/")[0] in METRICS else name
@@ -73,8 +69,7 @@ class Metric:
 
     ``of_tokens`` gets the losses of some tokens in nats, fp32 [N], and returns what each token adds, [N] of any dtype.
     ``figure`` makes the figure of the sum, the number of tokens and the UTF-8 bytes of their text (None if not known);
-    by default it is the mean over the tokens. It is the column ``val_NAME`` of metrics.csv. ``--best_by`` and
-    ``--early_stopping`` take NAME, or NAME/SOURCE, if a lower value is better.
+    by default it is the mean over the tokens. It is the column ``val_NAME`` of metrics.csv.
     """
 
     of_tokens: Callable[[torch.Tensor], torch.Tensor]
@@ -100,7 +95,6 @@ class _Sums:
         self._device = device
 
     def add(self, model: Any, batch: Batch) -> None:
-        """Add a batch, which is on the CPU."""
         self._hashed += hash_supervised(batch.input_ids, batch.labels)
         there = batch.to(self._device)
         loss = self._objective.loss(model, there)
@@ -166,8 +160,8 @@ def evaluate(
 ) -> Evaluation | None:
     """Evaluate on this rank's batches and sum over the ranks; return None if ``interrupted`` returned True.
 
-    All ranks call this together, with the same number of batches. The model is in training mode afterwards.
-    ``interrupted`` is called with the index of each batch before it, and returns the same on all ranks.
+    All ranks call this together, with the same number of batches; the model is in training mode afterwards.
+    ``interrupted`` gets the index of each batch before it, and returns the same on all ranks.
     """
     model.eval()
     sums = _Sums(objective or CrossEntropy(), len(source_names), fabric.device)
@@ -183,10 +177,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class SamplePrompts:
-    """The prompts of ``--sample_prompts``: their texts (of a chat as its template renders it) and token ids.
-
-    ``end_ids`` are the tokens that end a text, ``num_tokens`` is the largest number of new ones.
-    """
+    """The texts of ``--sample_prompts`` and their ids, which ``end_ids`` end after ``num_tokens`` new ones at most."""
 
     tokenizer: Any
     texts: list[str]
@@ -203,8 +194,8 @@ def generate_samples(
 
     All ranks compute all prompts together, because none has the whole model. Each token takes a forward pass like those
     of an evaluation, over rows of one length that are padded at the end. So no attention, mask or cache is used that
-    training does not use. With sharded weights a cache would save little: each pass gathers all weights. Layers run
-    uncompiled, and no random number is drawn. The model is in training mode afterwards.
+    training does not use; with sharded weights a cache would save little. Layers run uncompiled, and no random number
+    is drawn.
     """
     count, longest = len(prompts.input_ids), max(map(len, prompts.input_ids))
     padded = [ids + [0] * (longest + prompts.num_tokens - len(ids)) for ids in prompts.input_ids]
@@ -230,15 +221,11 @@ def generate_samples(
             if all(prompts.end_ids.intersection(ids) for ids in zip(*new, strict=True)):
                 break
     model.train()
-    return [
-        Sample(step, text, continuation(prompts.tokenizer, ids, _until_end(new_ids, prompts.end_ids)))
-        for text, ids, new_ids in zip(prompts.texts, prompts.input_ids, zip(*new, strict=True), strict=True)
-    ]
-
-
-def _until_end(new_ids: Sequence[int], end_ids: frozenset[int]) -> list[int]:
-    end = next((place for place, id_ in enumerate(new_ids) if id_ in end_ids), None)
-    return list(new_ids[:end])
+    samples = []
+    for text, ids, new_ids in zip(prompts.texts, prompts.input_ids, zip(*new, strict=True), strict=True):
+        until_end = list(takewhile(lambda id_: id_ not in prompts.end_ids, new_ids))
+        samples.append(Sample(step, text, continuation(prompts.tokenizer, ids, until_end)))
+    return samples
 
 
 @dataclass(frozen=True)
@@ -255,14 +242,9 @@ class Validation:
 
     def evaluate(self, step: int = 0) -> Evaluation | None:
         """Return the evaluation of the model after ``step``; None if a signal stops the run."""
-        found = evaluate(
-            self.fabric,
-            self.model,
-            self.batches,
-            self.source_names,
-            objective=self.objective,
-            interrupted=partial(self._is_stopped, StepPhase.VALIDATION),
-        )
+        given: dict[str, Any] = {"objective": self.objective}
+        given["interrupted"] = partial(self._is_stopped, StepPhase.VALIDATION)
+        found = evaluate(self.fabric, self.model, self.batches, self.source_names, **given)
         return found and replace(found, step=step)
 
     def sample(self, step: int) -> list[Sample] | None:

@@ -1,8 +1,7 @@
 """Where the metrics, samples and checkpoints of a run go: the protocol of loggers, and those that every run has.
 
 metrics.csv is the record that a resumed run trusts: if it cannot be written, the run ends. No other logger can end a
-run, or change its exit code (:class:`GuardedLogger`). ``trackers.py`` has TensorBoard and Weights & Biases,
-``loss_curves.py`` the picture. To add a logger, see :data:`LOGGERS`.
+run, or change its exit code (:class:`GuardedLogger`). To add a logger, see :data:`LOGGERS`.
 """
 
 import csv
@@ -24,7 +23,7 @@ from rich.text import Text
 from fabric_train.cli.errors import InputError, describe_os_error, first_line, set_display
 from fabric_train.files.regular_file import check_no_link, open_to_write, parse_json, write_atomically
 from fabric_train.training.metrics import COLUMNS, Metrics, columns_of, read_table
-from fabric_train.training.run_log import log, note, progress, warn
+from fabric_train.training.run_log import log, progress, warn
 
 _SECONDS_BETWEEN_LINES = 2.0
 _SECONDS_BETWEEN_DRAWINGS = 0.1
@@ -47,7 +46,7 @@ class Logger:
         """Record one step's metrics."""
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
-        """Record the samples of a step, whose metrics follow; none without ``--sample_prompts``."""
+        """Record the samples of a step, whose metrics follow."""
 
     def log_model(self, checkpoint: Path) -> None:
         """Upload a complete checkpoint; called for all or the last, as ``--log_model`` says."""
@@ -63,8 +62,8 @@ class Logger:
 class LoggedRun:
     """The run that loggers are opened for.
 
-    ``last_step`` is the last one that is logged already, -1 if none is. ``config`` has its arguments by name.
-    ``columns`` are those of metrics.csv beside the usual ones. The run branched off others after ``branched_after``.
+    ``last_step`` is the last one that is logged already, or -1. ``columns`` are those of metrics.csv beside the usual
+    ones.
     """
 
     folder: Path
@@ -80,10 +79,7 @@ class GuardedLogger(Logger):
     def __init__(self, name: str, open_logger: Callable[[], Logger]) -> None:
         self._name, self.logger = name, Logger()
 
-        def open_it(_: Logger) -> None:
-            self.logger = open_logger()
-
-        self._try(open_it)
+        self._try(lambda _: setattr(self, "logger", open_logger()))
 
     def log(self, metrics: Metrics) -> None:
         self._try(lambda logger: logger.log(metrics))
@@ -113,13 +109,7 @@ class CSVLogger(Logger):
     """``metrics.csv``: one header, one row per logged step, no step twice. Flushed after each row."""
 
     def __init__(self, path: Path, last_step: int, further: Sequence[str] = ()) -> None:
-        """Open for appending after ``last_step``; remove rows that an interrupted run wrote after it.
-
-        Beside the usual columns there are those that the file has, and the ``further`` ones.
-
-        Raises:
-            InputError: the file is no metrics.csv, or a link.
-        """
+        """Open for appending after ``last_step``, with the ``further`` columns; remove the rows after it."""
         check_no_link(path)
         found, kept = read_table(path, last_step)
         columns = list(dict.fromkeys((*COLUMNS, *found, *further)))
@@ -147,14 +137,7 @@ class CSVLogger(Logger):
 
 
 class SampleFile(Logger):
-    """RUN/samples.jsonl: a line for each step and prompt.
-
-    The run continues after ``last_step``. Later lines, which an interrupted run wrote, are removed; ``past`` has the
-    samples up to it.
-
-    Raises:
-        InputError: the file is a link, or a line is damaged.
-    """
+    """RUN/samples.jsonl: a line for each step and prompt, up to ``last_step`` in ``past``; later ones are removed."""
 
     def __init__(self, path: Path, last_step: int) -> None:
         self._path = path
@@ -176,7 +159,6 @@ class SampleFile(Logger):
             write_atomically(path, kept)
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
-        """Append samples, and wait until they are on the disk."""
         with open_to_write(self._path, "a", newline="") as file:
             file.writelines(map(_line, samples))
             file.flush()
@@ -237,7 +219,6 @@ class _Bar:
     values: tuple[str, ...]
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[Text]:
-        """Yield the line, which leaves the terminal's last column free."""
         filled = _BAR_WIDTH * self.step // self.num_steps
         bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
         counts = f"{self.step:,}/{self.num_steps:,} eta {self.eta}"
@@ -252,13 +233,8 @@ class _Bar:
 
 
 def _of_sources(metrics: Metrics) -> str:
-    losses = {
-        name: loss
-        for column, loss in metrics.by_source.items()
-        for of, _, name in [column.partition("/")]
-        if of == "val_loss"
-    }
-    return "".join(f"; {name} {loss:.4f}" for name, loss in losses.items())
+    losses = {column: loss for column, loss in metrics.by_source.items() if column.startswith("val_loss/")}
+    return "".join(f"; {column.removeprefix('val_loss/')} {loss:.4f}" for column, loss in losses.items())
 
 
 def _clock(seconds: float) -> str:
@@ -279,42 +255,23 @@ def _in_short(metrics: Metrics) -> tuple[str, ...]:
     return tuple(f"{name} {form.format(value)}" for name, value, form in parts if value is not None)
 
 
-def _open_curves(run: LoggedRun) -> Logger:
-    from fabric_train.training.loss_curves import LossCurves
+def _trackers() -> Any:
+    from fabric_train.training import trackers  # which imports this module
 
-    return LossCurves(run.folder, run.branched_after)
-
-
-def _open_tensorboard(run: LoggedRun) -> Logger:
-    from fabric_train.training.trackers import TensorBoardLogger
-
-    return TensorBoardLogger(run.folder / "tensorboard", run.last_step)
-
-
-def _open_wandb(run: LoggedRun) -> Logger:
-    from fabric_train.training.trackers import WandbLogger, wandb_mode
-
-    if wandb_mode() == "disabled":
-        note("WANDB_MODE=disabled: nothing is logged to Weights & Biases")
-        return Logger()
-    return WandbLogger(run)
+    return trackers
 
 
 LOGGERS: dict[str, Callable[[LoggedRun], Logger]] = {
-    "loss_curves.png": _open_curves,
-    "--loggers tensorboard": _open_tensorboard,
-    "--loggers wandb": _open_wandb,
+    "loss_curves.png": lambda run: _trackers().LossCurves(run.folder, run.branched_after),
+    "--loggers tensorboard": lambda run: _trackers().TensorBoardLogger(run.folder / "tensorboard", run.last_step),
+    "--loggers wandb": lambda run: _trackers().open_wandb(run),
 }
 """How loggers are opened, by the name that messages call them. A name with ``--loggers`` is opened if that option names
 it, and any other one in every run."""
 
 
 def open_loggers(names: Sequence[str], run: LoggedRun) -> list[Logger]:
-    """Open metrics.csv, samples.jsonl and all of ``LOGGERS``, those of ``--loggers`` if they are among ``names``.
-
-    Raises:
-        InputError: metrics.csv or samples.jsonl is damaged, or a link.
-    """
+    """Open metrics.csv, samples.jsonl and all of ``LOGGERS``, those of ``--loggers`` if they are among ``names``."""
     table = CSVLogger(run.folder / "metrics.csv", run.last_step, run.columns)
     samples = SampleFile(run.folder / "samples.jsonl", run.last_step)
     opened: list[Logger] = [table, GuardedLogger("samples.jsonl", lambda: samples)]
@@ -336,7 +293,6 @@ class Outputs:
             logger.log(metrics)
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
-        """Log the samples of a step to all, before its metrics."""
         for logger in self._loggers:
             logger.log_samples(samples)
 
@@ -361,9 +317,7 @@ def describe_loggers(names: Sequence[str], folder: Path, project: str) -> str:
     if "tensorboard" in names:
         places.append(f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")
     if "wandb" in names:
-        from fabric_train.training.trackers import wandb_mode
-
-        mode = wandb_mode()
+        mode = _trackers().wandb_mode()
         offline = f"{shlex.quote(str(folder / 'wandb'))}/offline-run-*"
         where = {"online": f"project {project}", "offline": f"offline; upload with: wandb sync {offline}"}
         places.append(f"Weights & Biases, {where.get(mode, mode)}")

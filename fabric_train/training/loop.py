@@ -36,34 +36,17 @@ _COLLECTED_STEPS = 50
 
 @dataclass(frozen=True)
 class End:
-    """The state at the end of a run, and its checkpoint; None if a signal came before the first step was taken.
-
-    ``stopped_by`` is the number of the signal that stopped the run, else 0.
-    """
+    """The state at the end of a run, its checkpoint (None before the first step), and the stop signal, or 0."""
 
     state: TrainerState
     checkpoint: Path | None
     stopped_by: int = 0
 
 
-@dataclass(frozen=True)
-class _Due:
-    """What follows a step. ``keeps``: its checkpoint stays, whatever its validation loss."""
-
-    evaluates: bool
-    keeps: bool
-    saves: bool
-    logs: bool
-
-
 class Stopwatch:
-    """Wall-clock time of training between two readings, and the share of it spent waiting for data.
-
-    The loop calls :meth:`restart` after evaluation and saves, which are not counted.
-    """
+    """Wall-clock time between two readings, and the share spent waiting for data; evaluation and saves are left out."""
 
     def __init__(self, peak_flops: float | None = None) -> None:
-        """``peak_flops`` is the FLOP/s of all devices together, None if unknown."""
         self._peak_flops = peak_flops
         self.restart()
 
@@ -98,10 +81,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Loop:
-    """A run that is built. ``validation`` is None without validation rows; ``num_steps`` is the last step.
-
-    ``peak_flops`` is the FLOP/s of all devices together, None if unknown.
-    """
+    """A run that is built, up to step ``num_steps``. ``peak_flops`` is the FLOP/s of all devices, None if unknown."""
 
     run: PreparedRun
     stepper: Stepper
@@ -113,13 +93,10 @@ class Loop:
     peak_flops: float | None
 
     def train(self) -> End:
-        """Train from the start of the run to its last step, or until a signal stops it.
+        """Train from the start of the run to its last step, or until a signal stops it at the next micro-batch.
 
-        A signal stops it at the next micro-batch. The unfinished window is dropped: the model is still that of the step
-        before, which is saved, and a resumed run repeats the window.
-
-        Raises:
-            RunError: the loss or the gradient is not finite, with ``--on_nonfinite stop``.
+        The unfinished window is dropped: the model is still that of the step before, which is saved, and a resumed run
+        repeats the window. A RunError if the loss or the gradient is not finite, with ``--on_nonfinite stop``.
         """
         heartbeat, stopwatch = self.stepper.heartbeat, Stopwatch(self.peak_flops)
         state, cursors = self.run.start.state, None
@@ -145,17 +122,17 @@ class Loop:
                 gc.collect()  # while the device is busy with the optimizer's step
             heartbeat.enter(StepPhase.COMPLETING)
             self.checkpoints.advance(step.report.sync)
-            due = self._due(window, step)
+            evaluates, keeps, saves, logs = self._due(window, step)
             stopwatch.stepped(step.report.num_tokens, window.num_rows, step.report.flops)
             state, checkpoint, cursors = _state_after(state, window, step), None, window.cursors
-            if not due.logs:
+            if not logs:
                 continue
-            state = self._evaluate_and_log(state, self._metrics(state, step, stopwatch), due.evaluates)
+            state = self._evaluate_and_log(state, self._metrics(state, step, stopwatch), evaluates)
             stop_signal = (self._sync() if state.unlogged else step.report.sync).stop_signal
-            ends_early = due.evaluates and self._ends_early(state)
+            ends_early = evaluates and self._ends_early(state)
             is_last = window.step == self.num_steps or ends_early
-            if due.saves or is_last or stop_signal or self._is_best(state):
-                checkpoint = self._save(state, cursors, due.keeps or is_last, is_last or bool(stop_signal))
+            if saves or is_last or stop_signal or self._is_best(state):
+                checkpoint = self._save(state, cursors, keeps or is_last, is_last or bool(stop_signal))
             if stop_signal and (state.unlogged or not is_last):
                 return End(state, checkpoint, stop_signal)
             if ends_early:
@@ -177,21 +154,18 @@ class Loop:
             stopwatch.waited(time.perf_counter() - started)
             yield window
 
-    def _due(self, window: Window, step: TakenStep) -> _Due:
+    def _due(self, window: Window, step: TakenStep) -> tuple[bool, bool, bool, bool]:
+        """Return whether a step is evaluated, its checkpoint kept whatever its loss, it is saved, and it is logged."""
         given, number = self.run.arguments, window.step
         always = number == self.num_steps or window.ends_epoch
         evaluates = always or number % given.evaluation.eval_step_interval == 0
         keeps = always or number % given.save.save_step_interval == 0
         saves = keeps or bool(step.report.sync.stop_signal)
-        has_fault = step.check.fault is not None
-        logs = evaluates or saves or has_fault or number % given.logging.log_step_interval == 0
-        return _Due(evaluates, keeps, saves, logs)
+        logs = evaluates or saves or step.check.fault is not None or number % given.logging.log_step_interval == 0
+        return evaluates, keeps, saves, logs
 
     def _metrics_to_begin_with(self, state: TrainerState) -> Metrics | None:
-        """Return the metrics to log after an evaluation before the first step, None if there is nothing to evaluate.
-
-        A run that continues after a signal completes the evaluation that it interrupted; a new one begins with one.
-        """
+        """Return the metrics to log after an evaluation before the first step; None if there is none."""
         if state.unlogged:
             return read_columns(state.unlogged)
         begins = state.step == 0 and self.validation is not None and self.run.arguments.evaluation.eval_at_start
@@ -214,10 +188,7 @@ class Loop:
         return with_objective(metrics, means, dict(zip(self.run.logged_sources, step.report.of_sources, strict=True)))
 
     def _evaluate_and_log(self, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
-        """Evaluate if it is due, and log the step.
-
-        If a signal interrupts the evaluation, return a state with the unlogged metrics: a resumed run does both.
-        """
+        """Evaluate if it is due, and log the step; after a signal, return a state with the unlogged metrics instead."""
         if evaluates and self.validation:
             evaluation = self.validation.evaluate(state.step)
             samples = self.validation.sample(state.step) if evaluation else None
@@ -229,13 +200,9 @@ class Loop:
             if not evaluation.is_comparable(first):
                 first, progress = replace(evaluation, follows_other_rows=True), None
             stopping = self.run.early_stopping
-            state = replace(
-                state,
-                val_loss=evaluation.whole.loss,
-                evaluation=evaluation,
-                first_evaluation=first,
-                progress=stopping.after(progress, evaluation) if stopping else None,
-            )
+            progress = stopping.after(progress, evaluation) if stopping else None
+            state = replace(state, evaluation=evaluation, first_evaluation=first, progress=progress)
+            state = replace(state, val_loss=evaluation.whole.loss)
             metrics = with_evaluation(metrics, evaluation, self.run.logged_sources)
         self.outputs.log(metrics)
         return replace(state, unlogged=None)
@@ -312,10 +279,7 @@ def _state_after(state: TrainerState, window: Window, step: TakenStep) -> Traine
 
 @contextmanager
 def manual_collection() -> Iterator[None]:
-    """Leave garbage collection to the training loop while the block runs.
-
-    Objects that exist at its start are never scanned again, so that a collection takes milliseconds.
-    """
+    """Leave garbage collection to the training loop; objects that exist before the block are never scanned again."""
     gc.collect()
     gc.freeze()
     gc.disable()

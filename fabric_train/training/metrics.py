@@ -27,10 +27,9 @@ class Metrics:
 
     Losses are in nats per token over all ranks. ``num_tokens`` counts from the run's first step, without padding.
     ``step_time`` is in seconds, ``data_wait`` the share of it spent waiting for batches. ``peak_memory_gb`` is in 1e9
-    bytes on rank 0: allocated on the GPU, or resident on CPU. ``skipped_steps`` counts steps left out because loss or
-    gradient was not finite. Samples are rows. ``mfu`` is between 0 and 1 (``model.flops``), None if the device's peak
-    is unknown. ``rows_hash`` is that of ``TrainerState``. ``further`` has the columns of an objective's metrics and of
-    ``evaluation.METRICS``, ``train_NAME`` and ``val_NAME``; ``by_source`` those of sources, as ``val_loss/SOURCE``.
+    bytes on rank 0. Samples are rows. ``mfu`` is between 0 and 1, None if the device's peak is unknown. ``rows_hash``
+    is that of ``TrainerState``. ``further`` has the columns of an objective's metrics and of ``evaluation.METRICS``,
+    ``train_NAME`` and ``val_NAME``; ``by_source`` those of sources, as ``val_loss/SOURCE``.
     """
 
     step: int
@@ -118,15 +117,8 @@ def with_evaluation(metrics: Metrics, evaluation: Evaluation, source_names: Sequ
 
 
 def read_metrics(path: Path, last_step: int) -> list[Metrics]:
-    """Return the rows of metrics.csv up to ``last_step``, none if there is no such file.
-
-    Rows after it are not looked at, and neither is a last line that a crash has cut off.
-
-    Raises:
-        InputError: the file is no metrics.csv, or a row is damaged.
-    """
-    _, rows = read_table(path, last_step)
-    return rows
+    """Return the rows of metrics.csv up to ``last_step``, without one that a crash cut off; none without a file."""
+    return read_table(path, last_step)[1]
 
 
 def read_table(path: Path, last_step: int) -> tuple[list[str], list[Metrics]]:
@@ -160,13 +152,7 @@ def _next_row(table: Iterator[list[str]]) -> list[str] | None:
 
 
 def find_lost_rows(path: Path, state: TrainerState, log_step_interval: int) -> str | None:
-    """Return a line if metrics.csv has rows, but not up to the checkpoint that a run resumes from.
-
-    A step that is saved is logged before, unless its evaluation was interrupted, or a fault ended the run after it.
-
-    Raises:
-        InputError: the file is a link; or see :func:`read_metrics`.
-    """
+    """Return a line if metrics.csv has rows, but not up to the checkpoint that a run resumes from."""
     check_no_link(path)
     rows = read_metrics(path, state.step)
     if not rows or state.unlogged or state.step - rows[-1].step < log_step_interval:
@@ -252,10 +238,8 @@ class ProfiledWindows:
             trace.stop()
             trace.export_chrome_trace(str(self.folder / f"{name}.json"))
             if self.on_gpu:
-                self._write_memory(self.folder / f"{name}-memory.html")
+                from torch.cuda._memory_viz import trace_plot
 
-    def _write_memory(self, page: Path) -> None:
-        from torch.cuda._memory_viz import trace_plot
-
-        page.write_text(trace_plot(torch.cuda.memory._snapshot()), encoding="utf-8")
-        torch.cuda.memory._record_memory_history(enabled=None)
+                page = trace_plot(torch.cuda.memory._snapshot())
+                (self.folder / f"{name}-memory.html").write_text(page, encoding="utf-8")
+                torch.cuda.memory._record_memory_history(enabled=None)

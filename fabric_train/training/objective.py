@@ -1,8 +1,6 @@
 """The objective: what the documents of a batch add to the loss of a window, and cross entropy, which is the default.
 
-A loss is a sum, and says over how many things it sums. The step divides by the number in the whole window on all ranks,
-so the mean does not depend on how a window is split into ranks and micro-batches.
-
+A loss is a sum, and says over how many things it sums. The step divides by the number in the whole window on all ranks.
 Shapes: B rows, T tokens a row, N supervised tokens, P pieces of documents.
 """
 
@@ -39,36 +37,27 @@ class BatchLoss:
 class Objective(Protocol):
     """The loss that training minimizes and evaluation reports.
 
-    ``metric_names`` name the ``metrics`` of its losses. Their means over the window are the columns ``train_NAME`` of
-    metrics.csv, and those over the validation split ``val_NAME``.
+    The means of its ``metrics`` over a window are the columns ``train_NAME`` of metrics.csv, and those over the
+    validation split ``val_NAME``, for each name of ``metric_names``.
     """
 
     @property
     def metric_names(self) -> tuple[str, ...]: ...
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """Return how many things the loss of a batch sums over, such as tokens or pairs: int64 [], where the batch is.
-
-        The sum of the counts of some rows must not depend on how they are split into batches.
-        """
+        """Return how many things the loss of a batch sums over: int64 []. It must not depend on how rows are split."""
 
     def loss(self, model: Any, batch: Batch, scale: torch.Tensor | None = None) -> BatchLoss:
-        """Return the loss of a batch.
+        """Return the loss of a batch, which is on the model's device, with its ``pieces`` on the CPU.
 
-        Args:
-            model: causal language model, wrapped by Fabric.
-            batch: on the model's device; its ``pieces`` are on the CPU.
-            scale: the factor that the caller multiplies the total by before the backward pass, [] on the model's
-                device. It is for models with the loss in their head, see ``lm_head_loss.summed_cross_entropy``.
+        ``scale`` is the factor that the caller multiplies the total by before the backward pass, [] on that device, for
+        models with the loss in their head, see ``lm_head_loss.summed_cross_entropy``.
         """
 
 
 @dataclass(frozen=True)
 class WindowLoss:
-    """The losses of a window's micro-batches, the same on all ranks.
-
-    ``summed``, fp64, and ``counts``, int64, are [data ranks, micro-batches of one rank].
-    """
+    """The losses of a window on all ranks: ``summed``, fp64, and ``counts`` [data ranks, micro-batches]."""
 
     summed: torch.Tensor
     counts: torch.Tensor
@@ -85,7 +74,6 @@ class CrossEntropy:
     metric_names = ()
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """Return the number of supervised tokens."""
         return count_supervised(batch.labels)
 
     def loss(self, model: Any, batch: Batch, scale: torch.Tensor | None = None) -> BatchLoss:
@@ -114,7 +102,6 @@ def use_objective(make: MakeObjective) -> None:
 
 
 def objective_of(arguments: "TrainArguments") -> Objective:
-    """Return the objective of a run."""
     return _make(arguments)
 
 
@@ -129,10 +116,8 @@ def sum_by_piece(of_tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Sum the losses of a batch by the pieces of documents that its targets belong to.
 
     The host does not wait for a GPU, and the sums are the same each time: ``segment_reduce`` adds in a fixed order. A
-    loss that is not finite is in its own piece only.
-
-    The batch is on the CPU and has P pieces. The sums are fp64 [P] on the device of ``of_tokens`` [N]; for XLA, whose
-    shapes must not change, on the CPU.
+    loss that is not finite is in its own piece only. The sums are fp64 [P] on the device of ``of_tokens`` [N]; for XLA,
+    whose shapes must not change, on the CPU, where the batch is.
     """
     assert batch.pieces is not None
     return _sum_segments(losses_of_targets(of_tokens, batch).double(), batch.pieces.num_targets)

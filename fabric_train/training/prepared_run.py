@@ -11,12 +11,11 @@ from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.optim.lr_schedule import ARGUMENTS, Schedule, Schedules
+from fabric_train.optim.lr_schedule import Schedule, Schedules
 from fabric_train.training.evaluation import EarlyStopping, SamplePrompts
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
-
 
 TrainingData: TypeAlias = TokenDataset | TokenMixture | Stream
 
@@ -35,10 +34,9 @@ class StartingPoint:
     """What a run starts from.
 
     ``checkpoint`` is None for pretrained and for random weights. ``state`` is at step 0 unless the run resumes.
-    ``schedule_steps`` is the length of the learning-rate schedule that a resumed run keeps although it now has another
-    number of steps; None if the schedule is as long as the run. ``lineage`` are the branch points of the run so far;
-    ``branches`` says that it branches off now, at the last of them. ``stages`` are the runs before this one that the
-    ``checkpoint`` knows, and itself if the run takes its weights alone.
+    ``schedule_steps`` is the length of the learning-rate schedule that a resumed run keeps, else None. ``lineage`` are
+    the branch points so far; ``branches``: it branches off now, at the last of them. ``stages`` are the runs before
+    this one that the ``checkpoint`` knows, and itself if the run takes its weights alone.
     """
 
     checkpoint: Path | None
@@ -56,10 +54,7 @@ class StartingPoint:
 
 @dataclass(frozen=True)
 class RunPhase:
-    """A phase of ``--phases``: from ``first_step`` to ``last_step``, an epoch has ``rows_per_epoch`` of each source.
-
-    ``schedule`` is None where the learning rate is that of the run's schedule.
-    """
+    """A phase of ``--phases``, with ``rows_per_epoch`` of each source, and its own ``schedule`` if it has one."""
 
     first_step: int
     last_step: int
@@ -71,11 +66,10 @@ class RunPhase:
 class StepPlan:
     """The counts of a run. A window is the rows that one optimizer step consumes over all ranks.
 
-    ``num_rows``, of an epoch, and ``windows_per_epoch`` are None for a stream, whose length is unknown. ``mixture`` is
-    None for a stream and for one token dataset without shares; with ``phases``, ``num_rows`` and ``windows_per_epoch``
-    are those of its first one. The first window of the data is that of the step after
-    ``data_starts_after``, which is 0 except in a branch with other data. ``notes`` are lines that the user should read
-    before the run starts.
+    ``num_rows``, of an epoch, and ``windows_per_epoch`` are None for a stream; with ``phases`` they are those of the
+    first. ``mixture`` is None for a stream and for one token dataset without shares. The first window of the data is
+    that of the step after ``data_starts_after``, which is 0 except in a branch with other data. ``notes`` are lines
+    that the user should read before the run starts.
     """
 
     num_rows: int | None
@@ -103,24 +97,13 @@ class StepPlan:
     def window_order(self, seed: int, rank: int = 0) -> WindowOrder:
         """Return which rows of a token dataset a data rank takes at every step."""
         assert self.num_rows is not None  # a stream has an order of its own
-        return WindowOrder(
-            self.num_rows,
-            self.rows_per_window,
-            self.micro_batch_size,
-            self.num_data_ranks,
-            rank,
-            seed,
-            self.mixture,
-        )
+        sizes = (self.num_rows, self.rows_per_window, self.micro_batch_size)
+        return WindowOrder(*sizes, self.num_data_ranks, rank, seed, self.mixture)
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that one process has checked as far as it can.
-
-    ``given`` are the arguments of the user, and in ``arguments`` some that are "auto" are replaced by what is chosen.
-    ``versions`` are those of the packages that compute.
-    """
+    """A run that is checked; ``given`` are the user's arguments, in ``arguments`` some "auto" ones are resolved."""
 
     given: "TrainArguments"
     arguments: "TrainArguments"
@@ -138,12 +121,10 @@ class PreparedRun:
 
     @property
     def ends_early(self) -> bool:
-        """Whether early stopping has ended the run where it would start."""
         return self.early_stopping is not None and self.early_stopping.ends(self.start.state)
 
     @property
     def schedule_steps(self) -> int:
-        """Number of steps of the learning-rate schedule; after them the rate stays."""
         return self.start.schedule_steps or self.plan.num_steps
 
     @property
@@ -153,16 +134,10 @@ class PreparedRun:
 
     @property
     def phase_schedules(self) -> tuple[PhaseSchedule, ...]:
-        """The schedules of phases as trainer.json has them."""
+        own = [(phase, phase.schedule) for phase in self.plan.phases if phase.schedule]
         return tuple(
-            PhaseSchedule(
-                phase.first_step,
-                phase.last_step,
-                phase.schedule.num_steps,
-                {name: getattr(phase.schedule.arguments, name) for name in ARGUMENTS},
-            )
-            for phase in self.plan.phases
-            if phase.schedule
+            PhaseSchedule(phase.first_step, phase.last_step, schedule.num_steps, schedule.decided_by)
+            for phase, schedule in own
         )
 
     def keeping(self, schedule: Schedule) -> "PreparedRun":
@@ -177,10 +152,7 @@ class PreparedRun:
 
     @property
     def logged_sources(self) -> tuple[str, ...]:
-        """The sources whose losses are logged beside those of the whole; none if there are fewer than two.
-
-        The first ones are those of the training rows, in the order of their numbers.
-        """
+        """The sources with logged losses, those of the training rows first; none if there are fewer than two."""
         held_out = self.data.validation.source_names if self.data.validation else ()
         names = tuple(dict.fromkeys((*self.data.source_names, *held_out)))
         return names if len(names) > 1 else ()

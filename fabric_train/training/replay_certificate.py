@@ -60,9 +60,8 @@ class Replay:
     """Steps of a run that are ready to be trained again.
 
     ``logged`` are the rows of metrics.csv from the first step that is trained to the last one. ``there`` has the layout
-    of each session that took some of these steps, in their order. ``faults`` are differences that were found without
-    training, ``contents`` says whether the content of the rows was checked. ``evaluations`` are the validation
-    losses in checkpoints of these steps, by step.
+    of each session that took some of these steps. ``faults`` were found without training, ``contents`` says whether the
+    content of the rows was checked. ``evaluations`` are validation losses in checkpoints, by step.
     """
 
     folder: Path
@@ -77,7 +76,6 @@ class Replay:
     other_versions: list[str]
 
     def on(self, device: str) -> "Replay":
-        """Return the replay on the device of this name."""
         return replace(self, here=replace(self.here, device=device))
 
     @property
@@ -92,7 +90,6 @@ class Replay:
 
     @property
     def compared(self) -> list[str]:
-        """The columns of metrics.csv that are compared: those that the logged steps have."""
         found = {name for row in self.logged for name in (*_exact(row), *_figures(row))}
         return [*(("val_loss",) if self.evaluations else ()), *sorted(found)]
 
@@ -129,17 +126,14 @@ class Certificate:
 
     @property
     def faults(self) -> list[str]:
-        """A line for each difference, the first one first."""
         return [*self.replay.faults, *(fault for step in self.steps for fault in step.faults)]
 
     @property
     def holds(self) -> bool:
-        """Whether the steps were reproduced."""
         return bool(self.steps) and not self.faults
 
     @property
     def rule(self) -> str:
-        """How near the figures have to be, and why."""
         replay = self.replay
         reasons = dict.fromkeys(one for layout in replay.there for one in replay.here.differences(layout))
         if not reasons:
@@ -150,7 +144,6 @@ class Certificate:
 
     @property
     def largest(self) -> dict[str, float]:
-        """The largest relative difference of each figure."""
         found: dict[str, float] = {}
         for step in self.steps:
             found |= {name: max(found.get(name, 0.0), value) for name, value in step.differences.items()}
@@ -190,7 +183,7 @@ class Certificate:
         table = Table(*columns, title="Replay", title_justify="left", title_style="bold", box=None, pad_edge=False)
         for step in self._shown():
             figures = [(row.train_loss, row.grad_norm) if row else (None, None) for row in (step.there, step.here)]
-            cells = [_figure(value) for pair in zip(*figures, strict=True) for value in pair]
+            cells = ["" if value is None else f"{value:.9g}" for pair in zip(*figures, strict=True) for value in pair]
             table.add_row(str(step.there.step), *cells, f"{max(step.differences.values(), default=0.0):.1e}")
         about = Table.grid(padding=(0, 2))
         for name, text in self._about().items():
@@ -293,10 +286,7 @@ class StoredCertificate:
 
 
 def read_certificate(run: Path, step: int) -> StoredCertificate | None:
-    """Return the certificate of a run folder; None if there is none that holds for steps up to ``step``.
-
-    One that was made for other figures than those in the folder's metrics.csv is not that of this run.
-    """
+    """Return the certificate of a run that holds for its metrics.csv and for steps up to ``step``, or None."""
     file = run / FILE_NAME
     if not file.is_file():
         return None
@@ -310,10 +300,5 @@ def read_certificate(run: Path, step: int) -> StoredCertificate | None:
 
 
 def _digest(rows: Sequence[Metrics]) -> str:
-    """Return the SHA-256 of the compared figures of some steps."""
     figures = [[row.step, _exact(row), _figures(row), row.val_loss] for row in rows]
     return hashlib.sha256(json.dumps(figures).encode()).hexdigest()
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.9g}"

@@ -20,13 +20,7 @@ from fabric_train.distributed.signals import Heartbeat, stop_signals
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
 from fabric_train.model.attention import check_isolation
 from fabric_train.training import summary
-from fabric_train.training.build_run import (
-    build_loop,
-    build_outputs,
-    build_validation,
-    set_up_model,
-    set_up_optimizer,
-)
+from fabric_train.training.build_run import build_loop, build_outputs, build_validation, set_up_model, set_up_optimizer
 from fabric_train.training.evaluation import Validation
 from fabric_train.training.loggers import Logger, Outputs
 from fabric_train.training.loop import Loop, manual_collection
@@ -38,10 +32,7 @@ from fabric_train.training.self_check import check_cuts
 
 
 def execute(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat, console: Console) -> int:
-    """Build the model and train, or evaluate or self-check it; return the exit code.
-
-    All ranks call this together. ``fabric`` is launched, and ``console`` is for the progress bar, on rank 0.
-    """
+    """Build the model and train, evaluate or self-check; return the exit code. All ranks call this together."""
     evaluation = run.arguments.evaluation
     model, decayed = _set_up_model(fabric, run)
     if fabric.is_global_zero:
@@ -168,10 +159,7 @@ class NoCheckpoints(CheckpointManager):
 
 
 def repeat_steps(fabric: Fabric, run: PreparedRun, last_step: int, heartbeat: Heartbeat) -> list[Metrics]:
-    """Train from the run's starting point to ``last_step``, and return the metrics of each step.
-
-    All ranks call this together; the run's folder is this rank's own, and temporary.
-    """
+    """Train to ``last_step`` in a temporary folder of this rank, and return each step's metrics. All ranks call it."""
     model, decayed = _set_up_model(fabric, run)
     if isinstance(run.data, Stream):
         run.data.tokenizer.save(run.data.tokenizer_folder)

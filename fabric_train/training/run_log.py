@@ -1,8 +1,7 @@
 """What a run tells its user: lines on standard output, and the same lines in ``RUN/run.log``.
 
-Every module of the program can use Python's logger ``fabric_train``. ``cli.errors`` logs there what ends a program, and
-prints it itself. ``fabric_train.progress`` gets what the process is doing while it starts; that is shown only if the
-run would be silent otherwise.
+``cli.errors`` logs what ends a program to ``fabric_train``, and prints it itself. ``fabric_train.progress`` gets what
+the process is doing while it starts; that is shown only if the run would be silent otherwise.
 """
 
 import logging
@@ -37,10 +36,7 @@ _UNLIMITED_WIDTH = 10_000
 
 
 def start_log(console: Console | None = None) -> Console:
-    """Print the lines of both loggers from now on, on rank 0 alone, and return the console that prints them.
-
-    What no terminal shows has no colours, is not wrapped, and begins with the time.
-    """
+    """Print the lines of both loggers from now on, on rank 0 alone, and return the console that prints them."""
     prints = global_rank() == 0
     if console is None:
         console = open_console(
@@ -64,10 +60,7 @@ def start_log(console: Console | None = None) -> Console:
 def write_log(path: Path) -> None:
     """Append the lines so far and all further ones to the file ``path``, with time, host and rank.
 
-    Ranks other than 0 append only their errors, and open the file only for them.
-
-    Raises:
-        InputError: ``path`` is a link, or is not a file.
+    Ranks other than 0 append only their errors, and open the file only for them. An InputError if ``path`` is no file.
     """
     rank = global_rank()
     file = _LogFile(path, rank)
@@ -186,7 +179,6 @@ class _LogFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s {host} rank {rank}: %(message)s", "%Y-%m-%d %H:%M:%S%z")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text without secrets and control characters."""
         return _clean(super().format(record))
 
 
@@ -195,7 +187,6 @@ def _clean(text: str) -> str:
 
 
 def _as_text(renderable: RenderableType) -> str:
-    """Return a renderable as lines of plain text of any width."""
     text = StringIO()
     open_console(
         file=text, width=_UNLIMITED_WIDTH, force_terminal=False, markup=False, highlight=False, emoji=False

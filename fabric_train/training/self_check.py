@@ -1,8 +1,7 @@
 """``--self_check``: check on the user's model and devices that a loss does not depend on how rows are split.
 
-The rows are the first ones of the first window, shortened so that no micro-batch is larger than the user's. Every
-second row keeps a quarter of its supervised tokens. So a loop that gives micro-batches or ranks, and not tokens, equal
-weight is found.
+The rows are the first ones of the first window, shortened to the size of the user's micro-batch. Every second row keeps
+a quarter of its supervised tokens, so a loop that gives micro-batches or ranks equal weight is found.
 """
 
 import math
@@ -18,14 +17,13 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
 from fabric_train.data.step_sampler import Window, positions
 from fabric_train.data.token_dataset import IndexedRows
-from fabric_train.distributed.ranks import clip_grad_norm, data_ranks, gather_over_ranks, original_name
+from fabric_train.distributed.ranks import clip_grad_norm, data_ranks, gather_over_ranks, local_part, original_name
 from fabric_train.training.objective import Objective
 from fabric_train.training.step import accumulate
 
 TOLERANCES = {"32-true": 1e-5, "16-mixed": 2**-10, "bf16-mixed": 2**-8, "bf16-true": 2**-7}
-"""Relative tolerances. In fp32 the order of additions changes the sixth digit. In 16 bits, kernels for different shapes
-round differently, each value by up to half a unit in the last place (2^-11 of it in fp16, 2^-8 in bf16). Errors of many
-tokens mostly cancel. ``bf16-true`` also rounds the gradient each time one is added to it.
+"""Relative. In fp32 the order of additions changes the sixth digit. In 16 bits, kernels for different shapes round each
+value by up to half a unit in the last place (2^-11 of it in fp16, 2^-8 in bf16), bf16-true also each sum of gradients.
 """
 
 _ROWS_OF_RANK = 4
@@ -51,10 +49,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """The results on ``tokens_per_row`` tokens of each of ``rows``. All figures are compared with the first one.
-
-    ``faults`` has a line for each difference or defect.
-    """
+    """The results on ``tokens_per_row`` tokens of each of ``rows``, compared with the first one, and the faults."""
 
     rows: list[int]
     tokens_per_row: int
@@ -68,7 +63,6 @@ class SelfCheck:
 
     @property
     def holds(self) -> bool:
-        """Whether no fault was found."""
         return not self.faults
 
 
@@ -107,16 +101,15 @@ def check_cuts(
     micro_batch_size: int,
     precision: str,
 ) -> SelfCheck:
-    """Compute loss and gradient of every split, without dropout. No step is taken. All ranks call this together.
+    """Compute loss and gradient of every split, without taking a step. All ranks call this together.
 
-    The model is in evaluation mode afterwards. ``indices`` are the rows of the first window, over all ranks.
-
-    Raises:
-        InputError: none of the rows has a label.
+    ``indices`` are the rows of the first window, over all ranks. An InputError if none of them has a label.
     """
     started = time.monotonic()
     indices = indices[: _ROWS_OF_RANK * data_ranks(fabric).size]
-    length = _length(rows.longest(), micro_batch_size, fabric.device.type)
+    # all rows of a rank are no larger than one micro-batch of the user
+    together = min(_TOKENS_OF_RANK.get(fabric.device.type, _TOKENS_OF_RANK["cuda"]), rows.longest() * micro_batch_size)
+    length = min(rows.longest(), max(_SHORTEST, together // _ROWS_OF_RANK))
     whole = [_read(rows, index, length) for index in indices]
     whole[1::2] = [row.thinned() for row in whole[1::2]]
     num_supervised = sum(row.num_supervised for row in whole)
@@ -130,7 +123,10 @@ def check_cuts(
         if len(figures) == 1:
             faults += _faults_of_parameters(fabric, model)
         optimizer.zero_grad()
-    faults += _faults_of_buffers(model)
+    buffers = [(original_name(name), buffer) for name, buffer in model.named_buffers() if "inv_freq" in name]
+    wrong = [f"{name} ({buffer.dtype})" for name, buffer in buffers if buffer.dtype != torch.float32]
+    if wrong:  # see ``distributed.precision``
+        faults.append(f"{len(wrong)} of {len(buffers)} rotary frequencies are not fp32: {_listed(wrong)}")
     faults += _disagreements(figures, TOLERANCES[precision])
     return SelfCheck(
         rows=indices,
@@ -143,12 +139,6 @@ def check_cuts(
         faults=faults,
         seconds=time.monotonic() - started,
     )
-
-
-def _length(longest: int, micro_batch_size: int, device: str) -> int:
-    """Return the tokens per row, so that all rows of a rank are no larger than one micro-batch of the user."""
-    together = min(_TOKENS_OF_RANK.get(device, _TOKENS_OF_RANK["cuda"]), longest * micro_batch_size)
-    return min(longest, max(_SHORTEST, together // _ROWS_OF_RANK))
 
 
 def _read(rows: IndexedRows, index: int, length: int) -> _Row:
@@ -210,8 +200,8 @@ def _faults_of_parameters(fabric: Fabric, model: Any) -> list[str]:
     parameters = [(original_name(name), weight) for name, weight in model.named_parameters() if weight.requires_grad]
     found = torch.zeros(len(parameters), 3, dtype=torch.int64)
     for index, (_, parameter) in enumerate(parameters):
-        weight, gradient = _local(parameter), _local(parameter.grad)
-        found[index, 0] = weight is not None and not weight.isfinite().all()
+        weight, gradient = local_part(parameter), local_part(parameter.grad)
+        found[index, 0] = not weight.isfinite().all()
         found[index, 1] = gradient is not None and bool(gradient.any())
         found[index, 2] = gradient is not None and not gradient.isfinite().all()
     infinite, has_gradient, bad_gradient = (gather_over_ranks(fabric, found).sum(dim=0) > 0).T.tolist()
@@ -226,17 +216,6 @@ def _faults_of_parameters(fabric: Fabric, model: Any) -> list[str]:
         if names:
             faults.append(f"{len(names)} of {len(parameters)} parameters {what}: {_listed(names)}")
     return faults
-
-
-def _local(tensor: Any) -> torch.Tensor | None:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _faults_of_buffers(model: Any) -> list[str]:
-    """Name rotary frequencies that are not fp32; see ``distributed.precision``."""
-    buffers = [(original_name(name), buffer) for name, buffer in model.named_buffers() if "inv_freq" in name]
-    names = [f"{name} ({buffer.dtype})" for name, buffer in buffers if buffer.dtype != torch.float32]
-    return [f"{len(names)} of {len(buffers)} rotary frequencies are not fp32: {_listed(names)}"] if names else []
 
 
 def _disagreements(figures: list[Figure], tolerance: float) -> list[str]:

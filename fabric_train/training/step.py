@@ -1,7 +1,7 @@
 """One optimizer step: count, accumulate the gradient of a window, clip, check, update the parameters.
 
 The loss of a window is the mean over all that its objective counts (the supervised tokens) on all ranks, counted before
-the first backward pass. So loss and gradient do not depend on how the window is split into ranks and micro-batches.
+the first backward pass. So loss and gradient do not depend on how the window is split.
 """
 
 import itertools
@@ -18,14 +18,8 @@ from lightning import Fabric
 
 from fabric_train.checkpoint import CheckpointManager
 from fabric_train.data.step_sampler import Window
-from fabric_train.distributed.ranks import (
-    StepSync,
-    clip_grad_norm,
-    data_ranks,
-    gather_over_data_ranks,
-    gather_over_ranks,
-    to_device_async,
-)
+from fabric_train.distributed import ranks
+from fabric_train.distributed.ranks import StepSync, clip_grad_norm, data_ranks, gather_over_data_ranks
 from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.distributed.xla import seed_xla
 from fabric_train.model.flops import ModelFlops
@@ -49,10 +43,7 @@ class TakenStep:
 
 @dataclass(frozen=True)
 class Stepper:
-    """What takes the steps of a run. All ranks call it together.
-
-    ``num_sources`` are told apart by their losses, none if 0. ``flops`` is the cost of tokens.
-    """
+    """What takes the steps of a run, on all ranks together. The losses of ``num_sources`` are told apart, none if 0."""
 
     fabric: Fabric
     model: Any
@@ -67,11 +58,7 @@ class Stepper:
     num_sources: int
 
     def take_step(self, window: Window) -> TakenStep:
-        """Compute the gradient of a window, clip and check it, and take the step unless the check finds a fault.
-
-        Raises:
-            RunStopped: the ranks have agreed to stop before one of the micro-batches.
-        """
+        """Compute the gradient of a window, clip and check it, and take the step unless the check finds a fault."""
         fabric, given = self.fabric, self.arguments
         seed_step(given.data.seed, window.step, data_ranks(fabric).rank, fabric.device)
         rate = self.schedules.rate(window.step)
@@ -111,9 +98,9 @@ class LocalLoss:
     """The losses of this rank's micro-batches of a window.
 
     ``summed``, fp64, is [micro-batches]; ``counts``, int64, is [data ranks, micro-batches] and the same on all ranks.
-    ``metrics``, fp64, sums those of the objective. ``of_pieces``, fp64 [P], are the losses of the pieces of all
-    micro-batches, on the CPU with XLA. ``of_sources``, fp64 [sources], sums them by source, and ``tokens_of_sources``,
-    fp64 [sources] on the CPU, counts their supervised tokens; both are empty if sources are not told apart.
+    ``metrics``, fp64, sums those of the objective. ``of_pieces``, fp64 [P], are the losses of all pieces, on the CPU
+    with XLA. ``of_sources``, fp64 [sources], sums them by source, and ``tokens_of_sources``, fp64 on the CPU, counts
+    their supervised tokens; both are empty if sources are not told apart.
     """
 
     summed: torch.Tensor
@@ -135,12 +122,9 @@ def backpropagate(
 ) -> LocalLoss:
     """Add the gradient of the window's mean loss to the parameters.
 
-    All ranks call this together, each with its own micro-batches of the window. They average their gradients, hence
-    the factor of their number. With ``reduces_each``, they do so after every micro-batch, instead of once a window.
-    ``num_sources`` are told apart by their losses, none if 0.
-
-    Raises:
-        RunStopped: the ranks have agreed to stop before one of the micro-batches.
+    All ranks call this together, each with its own micro-batches of the window. They average their gradients, hence the
+    factor of their number: with ``reduces_each`` after every micro-batch, instead of once a window. The losses of
+    ``num_sources`` are told apart, none if 0. RunStopped if the ranks have agreed to stop before a micro-batch.
     """
     if heartbeat:
         heartbeat.enter(StepPhase.COMPUTING)  # before the first wait for the other ranks
@@ -174,10 +158,7 @@ def backpropagate(
 
 
 def accumulate(fabric: Fabric, model: Any, window: Window, objective: Objective | None = None) -> WindowLoss:
-    """Add the gradient of the window's mean loss to the parameters, and return the losses of all ranks.
-
-    See :func:`backpropagate`. The objective is cross entropy by default.
-    """
+    """Do as :func:`backpropagate` does, by default for cross entropy, and return the losses of all ranks."""
     loss = backpropagate(fabric, model, window, objective or CrossEntropy())
     return WindowLoss(gather_over_data_ranks(fabric, loss.summed), loss.counts)
 
@@ -187,9 +168,9 @@ class StepReport:
     """What all ranks know of a step before the optimizer takes it. Tensors are on the CPU.
 
     ``metrics`` are the means of the objective's metrics over the window, ``of_sources`` the mean losses of the sources,
-    None for one without supervised tokens. ``of_pieces``, fp64 [P], are the losses of the pieces in this rank's
-    micro-batches. ``grad_norm``, fp64 [], is the norm before clipping. The window has ``num_tokens`` without padding,
-    which take ``flops`` of the model. ``sync`` has the flags that any rank has set.
+    None for one without supervised tokens. ``of_pieces``, fp64 [P], are the losses of the pieces on this rank.
+    ``grad_norm``, fp64 [], is the norm before clipping. ``num_tokens`` are without padding, and take ``flops`` of the
+    model.
     """
 
     loss: WindowLoss
@@ -207,21 +188,20 @@ def exchange_step(
 ) -> StepReport:
     """Exchange this rank's numbers with the other ranks'. The host waits for the device, which it does once a step.
 
-    ``grad_norm``, fp64 [] on the device, is the same on all ranks. ``num_tokens``, ``flops`` and the flags ``own`` are
-    those of this rank.
+    ``grad_norm``, fp64 [] on the device, is the same on all ranks. The other numbers are those of this rank.
     """
-    ranks, num_sources = data_ranks(fabric), len(loss.of_sources)
+    num_sources = len(loss.of_sources)
     sizes = [len(loss.summed), num_sources, len(loss.metrics), num_sources, 2]
     flags = torch.tensor([num_tokens, flops, *astuple(own)], dtype=torch.float64)
-    on_host = to_device_async(torch.cat([loss.tokens_of_sources, flags]), fabric.device)
-    by_rank = gather_over_ranks(fabric, torch.cat([loss.summed, loss.of_sources, loss.metrics, on_host]))
+    on_host = ranks.to_device_async(torch.cat([loss.tokens_of_sources, flags]), fabric.device)
+    by_rank = ranks.gather_over_ranks(fabric, torch.cat([loss.summed, loss.of_sources, loss.metrics, on_host]))
     is_there = loss.of_pieces.device == grad_norm.device
     of_pieces = loss.of_pieces if is_there else grad_norm.new_zeros(0)
     parts = [by_rank.flatten(), loss.counts.flatten().double(), grad_norm.reshape(1), of_pieces]
     numbers = torch.cat(parts).cpu()  # the only place in a step where the host waits for the device
     gathered, counts, norm, of_pieces = numbers.split([part.numel() for part in parts])
     gathered = gathered.view(by_rank.shape)
-    of_data_ranks = gathered[:: ranks.tensor_parallel_size, : sum(sizes)].split(sizes, dim=1)
+    of_data_ranks = gathered[:: data_ranks(fabric).tensor_parallel_size, : sum(sizes)].split(sizes, dim=1)
     summed, (nats, metrics, tokens, work) = of_data_ranks[0], (part.sum(dim=0) for part in of_data_ranks[1:])
     all_tokens, all_flops = work.tolist()
     stop_signal, is_saving, save_failed = gathered[:, sum(sizes) :].amax(dim=0).tolist()
@@ -271,8 +251,6 @@ class StepGuard:
     def check(self, window: Window, loss: WindowLoss, grad_norm: torch.Tensor, of_pieces: torch.Tensor) -> StepCheck:
         """Check a step; the tensors are on the CPU, so that the host does not wait for the device.
 
-        ``of_pieces`` are the losses of the pieces in this rank's micro-batches.
-
         An fp16 gradient that overflows while the loss is finite is not a fault: the scaler skips such a step itself.
         """
         mean, norm = torch.stack([loss.mean, grad_norm.to(loss.mean)]).tolist()
@@ -285,9 +263,11 @@ class StepGuard:
             return StepCheck(mean, norm, f"step {window.step}: {what}; the window is {self._window(window, loss)}")
         usual = self._spikes.usual_before_spike(mean)
         if usual is not None:
+            means = loss.summed / loss.counts.clamp(min=1)
+            rank, batch = divmod(int(means.argmax()), means.shape[1])
             self._warn(
                 f"step {window.step}: loss {mean:.4f}, where the last steps' median is {usual:.4f}; highest in "
-                f"{self._place(window, [_highest(loss)])}; the window is {self._window(window, loss)}"
+                f"{self._place(window, [(rank, batch)])}; the window is {self._window(window, loss)}"
                 + self._worst(window, of_pieces)
             )
         return StepCheck(mean, norm, None)
@@ -298,8 +278,7 @@ class StepGuard:
             self._scaler.update(self._scaler.get_scale())
 
     def _window(self, window: Window, loss: WindowLoss) -> str:
-        ranks, batches = loss.summed.shape
-        return self._place(window, [(rank, batch) for rank in range(ranks) for batch in range(batches)])
+        return self._place(window, torch.ones_like(loss.counts).nonzero().tolist())
 
     def _place(self, window: Window, micro_batches: Iterable[tuple[int, int]]) -> str:
         names = self._names(window)
@@ -329,8 +308,8 @@ class SpikeRule:
 
     A loss is a spike if it is above the median of the recent losses by more than ``CHANGES`` times the median change
     from one step to the next, and by more than ``LEAST_RISE`` of that median. For losses scattered by sigma around a
-    level, the median change is 0.95 sigma. Medians are used so that a few high losses do not hide the next one; changes
-    and not deviations, because they stay small while the loss falls. A rise is one spike, however many steps it lasts.
+    level, the median change is 0.95 sigma. A few high losses do not hide the next one, and changes stay small while the
+    loss falls. A rise is one spike, however many steps it lasts.
     """
 
     RECENT, FEWEST = 64, 20
@@ -349,9 +328,3 @@ class SpikeRule:
             self._is_high = loss - usual > max(self.CHANGES * change, self.LEAST_RISE * usual)
         self._recent.append(loss)
         return usual if self._is_high and not was_high else None
-
-
-def _highest(loss: WindowLoss) -> tuple[int, int]:
-    means = loss.summed / loss.counts.clamp(min=1)
-    rank, batch = divmod(int(means.argmax()), means.shape[1])
-    return rank, batch

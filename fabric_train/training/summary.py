@@ -2,6 +2,7 @@
 
 import shlex
 from bisect import bisect_left
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,17 +10,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fabric_train.checkpoint import (
-    Evaluation,
-    TokenLoss,
-    TrainerState,
-    best_checkpoint,
-    compare_evaluations,
-    deciding_loss,
-    perplexity,
-    read_cursors,
-    read_trainer_json,
-)
+from fabric_train import checkpoint as checkpoints
+from fabric_train.checkpoint import Evaluation, TokenLoss, TrainerState, perplexity
 from fabric_train.cli.fabric_command import command_from_here
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
@@ -70,9 +62,7 @@ def describe_mfu(flops: ModelFlops, peak_flops: float | None) -> str:
 def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoint: Path) -> Group:
     """Return what a run reached in ``seconds`` of training, evaluation and saves, and the command that comes next.
 
-    Of a mixture, it has the tokens of each source that were seen, beside those that were planned; of a stream, those of
-    each source. The validation losses are those of each source, at the first evaluation and now. Reads the validation
-    loss of each checkpoint.
+    It reads the validation loss of each checkpoint.
     """
     table = _table("Done")
     num_tokens = state.num_tokens - run.start.state.num_tokens
@@ -88,10 +78,10 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
     if state.val_loss is not None:
         table.add_row("validation loss", f"{state.val_loss:.4f}, perplexity {perplexity(state.val_loss):.3f}")
     table.add_row("checkpoint", str(checkpoint))
-    if best := best_checkpoint(run.folder):
-        saved = read_trainer_json(best)
+    if best := checkpoints.best_checkpoint(run.folder):
+        saved = checkpoints.read_trainer_json(best)
         loss = saved.state.loss_of(saved.best_by)
-        table.add_row("best checkpoint", f"{best}, {deciding_loss(best)} {loss:.4f}")
+        table.add_row("best checkpoint", f"{best}, {checkpoints.deciding_loss(best)} {loss:.4f}")
     table.add_row("metrics", _metrics(run))
     table.add_row(
         "next", f"{command_from_here('convert')} --checkpoint {shlex.quote(str(checkpoint))} --output_dir DIR"
@@ -110,7 +100,7 @@ def describe_evaluation(now: Evaluation, first: Evaluation | None = None) -> Tab
     table = _source_table("Validation", columns)
     if first and first.follows_other_rows:
         table.caption = f"before step {first.step:,} other rows were evaluated, whose losses cannot be compared"
-    for name, before, after in compare_evaluations(first or now, now):
+    for name, before, after in checkpoints.compare_evaluations(first or now, now):
         pairs = zip(_cells(before, figures), _cells(after, figures), strict=True)
         table.add_row(name, *(cell for pair in pairs for cell in (pair if first else pair[1:])))
     return table
@@ -122,10 +112,7 @@ def _cells(loss: TokenLoss | None, figures: list[str]) -> list[str]:
 
 
 def describe_mixture(run: PreparedRun, seen: list[int] | None = None) -> list[Table]:
-    """Return the table of a mixture's sources; no table without a mixture.
-
-    ``seen`` are the rows of each that the run has read, None before it starts.
-    """
+    """Return the table of a mixture's sources, none without a mixture; ``seen`` are the rows of each that were read."""
     plan = run.plan
     if plan.mixture is None or not isinstance(run.data, TokenMixture):
         return []
@@ -144,19 +131,11 @@ def describe_mixture(run: PreparedRun, seen: list[int] | None = None) -> list[Ta
 
 
 def describe_phases(run: PreparedRun) -> list[Table]:
-    """Return the table of a run's phases: steps, learning rate, and share and tokens of each source that is read.
-
-    There is none without ``--phases``. It begins with the first step of the data.
-    """
+    """Return the table of a run's phases: steps, learning rate, and share and tokens of each source."""
     plan = run.plan
     if plan.mixture is None or not isinstance(run.data, TokenMixture) or not plan.phases:
         return []
-    table = Table(
-        "steps", "learning rate", "source", title="Phases", title_justify="left", title_style="bold", box=None
-    )
-    table.pad_edge = False
-    for column in ("share", "tokens"):
-        table.add_column(column, justify="right")
+    table = _source_table("Phases", ["share", "tokens"], ["steps", "learning rate", "source"])
     begun = [plan.data_starts_after + start for start in plan.mixture.starts_after]
     for start, end in zip(begun, [*begun[1:], plan.num_steps], strict=True):
         until = (plan.mixture.rows_until(step - plan.data_starts_after) for step in (start, end))
@@ -171,14 +150,11 @@ def describe_phases(run: PreparedRun) -> list[Table]:
 
 
 def describe_stream(run: PreparedRun, checkpoint: Path | None = None) -> list[Table]:
-    """Return the table of a stream's sources; no table of one source without a share.
-
-    ``checkpoint`` is the last one of the run, with the tokens that were read of each source; None before it starts.
-    """
+    """Return the table of a stream's sources, with the tokens read up to a checkpoint; none without shares."""
     data = run.data
     if not isinstance(data, Stream) or (len(data.source_names) == 1 and data.documents.shares is None):
         return []
-    cursors = read_cursors(checkpoint) if checkpoint else []
+    cursors = checkpoints.read_cursors(checkpoint) if checkpoint else []
     counts = [sum(of_source) for of_source in zip(*(cursor.tokens_read for cursor in cursors), strict=True)]
     table = _source_table("Stream", ["size", "share", *(["tokens read", "of all"] if counts else [])])
     for number, name in enumerate(data.source_names):
@@ -199,8 +175,7 @@ def describe_stop(end: "End", num_steps: int) -> str:
 
 def describe_self_check(check: "SelfCheck") -> Group:
     """Return the figures of every split of the window, their differences from the first, and the result."""
-    table = Table("cut", "loss", "gradient norm", "loss differs", "norm differs", title="Self check", box=None)
-    table.title_justify, table.title_style, table.pad_edge = "left", "bold", False
+    table = _source_table("Self check", [], ["cut", "loss", "gradient norm", "loss differs", "norm differs"])
     first = check.figures[0]
     for figure in check.figures:
         differences = [f"{difference:.1e}" for difference in figure.differences(first)] if figure is not first else []
@@ -235,7 +210,6 @@ def _learning_rate(run: PreparedRun) -> str:
 
 
 def _rates(run: PreparedRun, first_step: int, last_step: int) -> str:
-    """Return the learning rate in the steps of a phase, in short."""
     schedule = run.schedules.at(first_step)
     name = schedule.arguments.lr_schedule if schedule.arguments.lr_decay else "constant"
     begins, ends = (f"{schedule.rate(step):.3g}" for step in (first_step, last_step))
@@ -273,10 +247,9 @@ def _data(run: PreparedRun) -> str:
     return f"{', '.join(given.data_dirs)}: {run.plan.num_rows:,} {rows}{' an epoch' if given.mixes else ''}"
 
 
-def _source_table(title: str, columns: list[str]) -> Table:
-    """Return a table with a row for each source and these columns of numbers."""
-    table = Table("source", title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in columns:
+def _source_table(title: str, numbers: list[str], texts: Sequence[str] = ("source",)) -> Table:
+    table = Table(*texts, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in numbers:
         table.add_column(column, justify="right")
     return table
 

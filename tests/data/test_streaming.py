@@ -179,7 +179,7 @@ def test_few_texts_wait_also_where_long_and_short_ones_take_turns() -> None:
     most = 0
     for _, lane in itertools.product(range(700), range(2)):
         lanes.next_row(lane)
-        most = max(most, *(len(part.waiting) for part in lanes._lanes.values()))
+        most = max(most, *(len(part.waiting) for part in lanes.lanes.values()))
     assert most <= 25  # as many short texts as are dealt for a long one, and some for what a token is in bytes
 
 

@@ -40,7 +40,7 @@ _IMPORTED_LATER = (
     "fabric_train.distributed.watchdog",
     "fabric_train.preflight.memory_plan",
     "fabric_train.preflight.prepare",
-    "fabric_train.training.loss_curves",
+    "fabric_train.training.trackers",
     "fabric_train.training.run",
     "torch._dynamo",
     "torch.distributed._shard.checkpoint",
@@ -358,7 +358,7 @@ def _run(rank: int, request: dict[str, Any]) -> NoReturn:
 
 
 def _leave_out_pictures() -> None:
-    from fabric_train.training.loss_curves import LossCurves
+    from fabric_train.training.trackers import LossCurves
 
     def draw_nothing(self: LossCurves) -> None:
         pass

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.image import imread
 
 from fabric_train.training.loggers import CSVLogger
-from fabric_train.training.loss_curves import PICTURE, LossCurves, draw_loss_curves
 from fabric_train.training.metrics import Metrics, further_columns
+from fabric_train.training.trackers import PICTURE, LossCurves, draw_loss_curves
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "3d7fc4", "d9782d", "2a9d6f", "a05fb4", "767676"
 
