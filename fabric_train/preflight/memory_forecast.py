@@ -124,19 +124,22 @@ def make_budget(units: Units, layout: Layout, activations: Activations, saves_in
 
 
 def _whole_phases(units: Units, layout: Layout, activations: Activations, gradients: int) -> list[Phase]:
-    is_second = layout.accumulation > 1
-    at_loss = {
-        "gradients": gradients if is_second or layout.name == "ddp" else 0,
-        "communication": _buckets(layout),
-        "activations": activations.most
-        + REDUCED_BYTES * units.head,  # the head's gradient comes with the loss, in fp32
-    }
-    at_end = {
-        "gradients": gradients,
-        "communication": _buckets(layout),
-        "activations": activations.at_end + _extra_vocabulary_gradients(units, layout),
-    }
-    return [Phase("loss", at_loss), Phase("backward pass", at_end)]
+    """Return the phases of ranks that hold the whole model.
+
+    The head's gradient comes with the loss, in fp32. For a tied weight autograd keeps it until the embedding's exists,
+    and adds them. DDP copies the sum into a bucket, and has fp32 copies of buckets under bf16-true.
+    """
+    is_ddp = layout.name == "ddp"
+    buckets = 2 * _DDP_BUCKET if is_ddp and layout.held < REDUCED_BYTES else 0
+    at_loss = gradients if layout.accumulation > 1 or is_ddp else 0
+    found = (
+        ("loss", at_loss, activations.most + REDUCED_BYTES * units.head),
+        ("backward pass", gradients, activations.at_end + layout.held * units.head * (units.is_tied + is_ddp)),
+    )
+    return [
+        Phase(name, {"gradients": held, "communication": buckets, "activations": others})
+        for name, held, others in found
+    ]
 
 
 def _sharded_phases(units: Units, layout: Layout, activations: Activations, gradients: int) -> list[Phase]:
@@ -149,7 +152,9 @@ def _sharded_phases(units: Units, layout: Layout, activations: Activations, grad
     embedding = units.embedding if is_fsdp2 and not units.is_tied else 0  # a unit of its own
     root = units.rest - embedding
     layers = units.num_layers * layer
-    summed = _summed(units, layout)  # of earlier micro-batches
+    summed = 0  # unsharded gradients of earlier micro-batches: FSDP2 adds them in fp32, FSDP1 as computed
+    if layout.accumulation > 1 and not layout.reduces_each:
+        summed = (REDUCED_BYTES if is_fsdp2 else size) * units.trained
     earlier = summed or (gradients if layout.accumulation > 1 else 0)
     later = max(earlier, gradients * (layers - layer) // units.total)
     pending = REDUCED_BYTES * layer if is_fsdp2 and units.num_layers > 1 else 0
@@ -192,27 +197,6 @@ def _reducing(numel: int, layout: Layout) -> int:
     fp32 and then in the type of the weights.
     """
     return REDUCED_BYTES * numel + (REDUCED_BYTES + layout.held) * numel // layout.num_shards
-
-
-def _extra_vocabulary_gradients(units: Units, layout: Layout) -> int:
-    """Return the bytes of further gradients of embedding and head at the end of the backward pass.
-
-    For a tied weight autograd keeps the head's gradient until the embedding's exists, and adds them. DDP copies the sum
-    into a bucket.
-    """
-    return layout.held * units.head * (units.is_tied + (layout.name == "ddp"))
-
-
-def _summed(units: Units, layout: Layout) -> int:
-    """Return the bytes of unsharded gradients of earlier micro-batches: FSDP2 adds them in fp32, FSDP1 as computed."""
-    if not layout.sums_unsharded:
-        return 0
-    return (REDUCED_BYTES if layout.name == "fsdp2" else layout.computed) * units.trained
-
-
-def _buckets(layout: Layout) -> int:
-    """Return the bytes of DDP's fp32 copies of buckets under bf16-true."""
-    return 2 * _DDP_BUCKET if layout.name == "ddp" and layout.held < REDUCED_BYTES else 0
 
 
 @dataclass(frozen=True)
@@ -269,14 +253,11 @@ class RunRequest:
         return make_layout(self.arguments, self.plan, self.parallelism)
 
     def forecast(self) -> Forecast:
-        """Compute the forecast without allocating the model.
-
-        Raises:
-            RuntimeError: the model cannot be traced because it reads the content of tensors.
-        """
+        """Compute the forecast without allocating the model; a RuntimeError if it reads the content of tensors."""
         units, layout, plan = read_units(self.shape, self.arguments), self.layout(), self.plan
         activations = trace_activations(self.shape, self.arguments, self._micro_batch())
-        saves_in_background = self.arguments.save.async_save and self._first_save() < plan.num_steps
+        first_save = min(self._saved_steps() | self._evaluated_steps())
+        saves_in_background = self.arguments.save.async_save and first_save < plan.num_steps
         return Forecast(
             units=units,
             layout=layout,
@@ -302,9 +283,6 @@ class RunRequest:
         """Return the steps that ``--save_best`` may save."""
         saves_best = self.arguments.save.save_best and self.validates
         return self._steps_every(self.arguments.evaluation.eval_step_interval) if saves_best else set()
-
-    def _first_save(self) -> int:
-        return min(self._saved_steps() | self._evaluated_steps())
 
     def _steps_every(self, interval: int) -> set[int]:
         last = self.plan.num_steps

@@ -74,18 +74,11 @@ class Layout:
 
     @property
     def num_copies(self) -> int:
-        """Groups of ranks that each hold the whole model."""
         return self.num_data_ranks // self.num_shards
 
     @property
     def is_sharded(self) -> bool:
-        """Whether weights are sharded, and gathered for computing."""
         return self.num_shards > 1
-
-    @property
-    def sums_unsharded(self) -> bool:
-        """Whether each rank adds unsharded gradients over micro-batches before they are reduced."""
-        return self.is_sharded and self.accumulation > 1 and not self.reduces_each
 
 
 def bytes_of_states(shape: "ModelShape", arguments: "TrainArguments") -> tuple[int, int]:
@@ -147,7 +140,7 @@ def offloaded_bytes(shape: "ModelShape", layout: Layout, states: int) -> int:
         numels.append(_numel(model) - sum(numels))
     num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
     shards = [-(-numel // num_parts) for numel in numels]
-    return sum(2 * _power_of_two(layout.held * numel) for numel in shards) + states // num_parts
+    return sum(2 << (layout.held * numel - 1).bit_length() for numel in shards) + states // num_parts
 
 
 def make_layout(arguments: "TrainArguments", plan: "StepPlan", parallelism: str) -> Layout:
@@ -178,10 +171,6 @@ def _build_on_meta(shape: "ModelShape") -> tuple[Any, list[nn.Module]]:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(shape.config)
     return model, [module for module in model.modules() if type(module) in shape.layer_classes]
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 def _numel(module: nn.Module) -> int:

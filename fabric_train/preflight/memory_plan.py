@@ -27,11 +27,7 @@ _KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations"
 
 
 def print_plan(run: PreparedRun) -> None:
-    """Print memory, disk and traffic of a run, traced on fake tensors, and its mixture.
-
-    Raises:
-        InputError: the run does not fit, or the model cannot be traced.
-    """
+    """Print memory, disk and traffic of a run, traced on fake tensors, and its mixture; an InputError if it is too large."""
     request, given = make_request(run), run.arguments.planning
     try:
         forecast = request.forecast()
@@ -78,7 +74,11 @@ def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
     """Return a line for what does not fit into a device, host memory or disk, and what to change."""
     faults = []
     if forecast.device_bytes > request.device_memory:
-        faults.append(_fault_of_memory(request, forecast))
+        parts = {**forecast.budget.most.parts, "the process itself": forecast.process}
+        listed = ", ".join(f"{name} {show_size(size)}" for name, size in parts.items() if size)
+        needed, there = show_size(forecast.device_bytes), show_size(request.device_memory)
+        where, change = "a device" if forecast.on_gpu else "a rank", _change_that_fits(request)
+        faults.append(f"the run needs {needed} on {where}, which has {there}: {listed}; {change}")
     if request.is_elsewhere:
         return faults
     if request.on_gpu and forecast.host_bytes > machine_memory():
@@ -88,11 +88,7 @@ def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
 
 
 def check_memory(run: PreparedRun) -> None:
-    """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk.
-
-    Raises:
-        InputError: the run would certainly end for lack of memory or disk.
-    """
+    """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk."""
     request = make_request(run)
     layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
     num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
@@ -120,34 +116,24 @@ def _faults_of_disk(request: RunRequest, number: int) -> list[str]:
     return [f"--output_dir {folder}: {checkpoints} {show_size(size * number)}, {show_size(free)} are free; {fix}"]
 
 
-def _fault_of_memory(request: RunRequest, forecast: Forecast) -> str:
-    parts = {**forecast.budget.most.parts, "the process itself": forecast.process}
-    listed = ", ".join(f"{name} {show_size(size)}" for name, size in parts.items() if size)
-    needed, there = show_size(forecast.device_bytes), show_size(request.device_memory)
-    where = "a device" if forecast.on_gpu else "a rank"
-    return f"the run needs {needed} on {where}, which has {there}: {listed}; {_change_that_fits(request)}"
-
-
 def _change_that_fits(request: RunRequest) -> str:
     """Try changes one after the other, cheapest first; then leave out those that are not needed."""
-    changes = []
+
+    def needed(changes: list[dict[str, Any]]) -> int:
+        return _apply(request, changes).forecast().device_bytes
+
+    changes: list[dict[str, Any]] = []
     for change in _changes(request):
         changes.append(change)
-        if _apply(request, changes).forecast().device_bytes <= request.device_memory:
+        if needed(changes) <= request.device_memory:
             break
     else:
         return "no change of its arguments makes it fit; take a smaller model or shorter rows"
     for change in changes[:-1]:
         others = [other for other in changes if other is not change]
-        if _apply(request, others).forecast().device_bytes <= request.device_memory:
-            changes = others
-    needed = _apply(request, changes).forecast().device_bytes
-    options = " ".join(
-        f"--{name} {str(value).lower() if value is False else value}"
-        for change in changes
-        for name, value in change.items()
-    )
-    return f"with {options} it would need {show_size(needed)}"
+        changes = others if needed(others) <= request.device_memory else changes
+    options = (f"--{name} {'false' if value is False else value}" for one in changes for name, value in one.items())
+    return f"with {' '.join(options)} it would need {show_size(needed(changes))}"
 
 
 def _apply(request: RunRequest, changes: Iterable[Mapping[str, Any]]) -> RunRequest:
@@ -221,9 +207,7 @@ def _counts(forecast: Forecast, plan: "StepPlan") -> Table:
 
 def _memory(forecast: Forecast, device_memory: int) -> Table:
     phases = forecast.budget.phases
-    table = Table("memory, GB", *(phase.name for phase in phases), title_justify="left", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _numbers("memory, GB", *(phase.name for phase in phases))
     for kind in _KINDS:
         table.add_row(kind, *(_gigabytes(phase.parts.get(kind, 0)) for phase in phases))
     staging = 0 if forecast.on_gpu else forecast.budget.staging
@@ -251,9 +235,7 @@ def _storage(forecast: Forecast, num_kept: int) -> Table:
 
 def _traffic(forecast: Forecast, interconnect: float | None, network: float | None) -> Table:
     """Return what a rank sends in a step, and the time for it if the bandwidth is given."""
-    table = Table("sent a step", "by a rank", "leaving a machine", "at least", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _numbers("sent a step", "by a rank", "leaving a machine", "at least")
     for collective in forecast.collectives:
         seconds = collective.seconds(interconnect, network)
         shown = f"{seconds:.3f} s" if seconds else "give --interconnect" if not interconnect else "give --network"
@@ -261,6 +243,13 @@ def _traffic(forecast: Forecast, interconnect: float | None, network: float | No
         table.add_row(collective.what, show_size(collective.sent), leaving, shown)
     if not forecast.collectives:
         table.add_row("nothing: one device", "", "", "")
+    return table
+
+
+def _numbers(*columns: str) -> Table:
+    table = Table(*columns, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
     return table
 
 

@@ -21,11 +21,12 @@ from fabric_train.checkpoint.trainer_json import find_unreadable
 from fabric_train.checkpoint.trainer_state import PositiveCount
 from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
-from fabric_train.data.mixture import Mixture, MixtureOrder
+from fabric_train.data.mixture import Mixture
 from fabric_train.data.step_sampler import WindowOrder, rank_at
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import JoinedRows, TokenMixture, open_mixture
 from fabric_train.files.typed_json import read_json
+from fabric_train.preflight.step_plan import order_of_mixture
 from fabric_train.tokenization.manifest import read_manifest
 
 
@@ -283,10 +284,8 @@ def _window_order(
         raise InputError(f"the order of the run has version {order.version}, which this version does not compute")
     mixture = None
     if isinstance(datasets, TokenMixture) and order.rows_per_epoch is not None:
-        sizes = tuple(source.num_rows for source in datasets.sources)
-        mixture = MixtureOrder((Mixture(sizes, tuple(order.rows_per_epoch), order.rows_per_window, order.seed),))
-        for phase in order.phases:
-            mixture = mixture.followed_by(max(0, phase.first_step - 1 - starts_after), phase.rows_per_epoch)
+        window = (order.rows_per_window, order.seed)
+        mixture = order_of_mixture(datasets, order.rows_per_epoch, *window, order.phases, starts_after)
     return WindowOrder(
         order.num_rows, order.rows_per_window, ranks.micro_batch_size, ranks.num_data_ranks, 0, order.seed, mixture
     )
