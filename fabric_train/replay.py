@@ -20,11 +20,10 @@ if __name__ == "__main__":
     stop_signals.listen()  # before the other imports
 
 from arguments import DeviceArguments, TrainArguments, parse
-from fabric_train.cli.argument_types import POSITIONAL, PositiveInt
+from fabric_train.cli.argument_types import POSITIONAL, PositiveInt, range_of_steps
 from fabric_train.cli.errors import FAILURE, InputError, missing_folder, run_program, set_memory_advice
 from fabric_train.cli.launcher import global_rank
 from fabric_train.cli.parser import parse_arguments
-from fabric_train.cli.shared_arguments import range_of_steps
 from fabric_train.training.run_log import log, note, progress, quiet_libraries, show, start_log
 
 if TYPE_CHECKING:

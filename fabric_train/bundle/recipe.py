@@ -92,10 +92,7 @@ def read_recipe(path: str | None) -> Recipe:
     """Return the arguments in a YAML file, unchecked."""
     if path is None:
         return Recipe(None, {})
-    try:
-        loaded = yaml_core.load(yaml_core.read_text(path)) or {}
-    except yaml_core.YamlFault as fault:
-        raise InputError(f"--recipe {path}: {fault}") from fault
+    loaded = yaml_core.load_file(path, "--recipe") or {}
     if not isinstance(loaded, dict):
         raise InputError(f"--recipe {path}: expected arguments such as 'lr: 1e-5', one on each line")
     return Recipe(path, {str(name).replace("-", "_"): value for name, value in loaded.items()})

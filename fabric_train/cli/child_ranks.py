@@ -45,10 +45,8 @@ def as_launcher(environment: MutableMapping[str, str] = os.environ) -> Iterator[
 def serve_on_loopback(port: int) -> "TCPStore":
     """Serve torch's store to the processes of this machine alone; torch itself listens on all interfaces.
 
-    While it is kept, a store that this process opens on the port, as torch and torchrun do, has this server.
-
-    Raises:
-        OSError: the port is in use.
+    While it is kept, a store that this process opens on the port, as torch and torchrun do, has this server. An OSError
+    if the port is in use.
     """
     from torch.distributed import TCPStore
 

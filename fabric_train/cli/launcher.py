@@ -32,7 +32,6 @@ class Launcher:
 
     @property
     def evidence(self) -> str:
-        """The variables that it is recognised by."""
         return " and ".join(self.recognised_by)
 
 
@@ -140,10 +139,10 @@ def _incomplete(environment: Mapping[str, str]) -> list[str]:
     launcher = find_launcher(environment)
     if launcher is None:
         return _unfinished_launch(environment)
-    started = f"{launcher.name} has started this process ({launcher.evidence} in the environment)"
     own = (name for name in (launcher.rank, launcher.size, launcher.local_rank) if name and launcher != BY_HAND)
     missing = [name for name in own if name not in environment]
     if missing:
+        started = f"{launcher.name} has started this process ({launcher.evidence} in the environment)"
         return [
             f"{started}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: pass on all of the "
             "launcher's variables, or unset them all"
@@ -230,12 +229,9 @@ def num_restarts(environment: Mapping[str, str] = os.environ) -> int:
 def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, GivenValue]:
     """Return the arguments of training that the launcher has set, by name.
 
-    Raises:
-        ValueError: variables are wrong or contradict each other, ``fabric run`` has an unknown strategy, or ``LT_*``
-            variables are set without ``fabric run``. Its arguments are a line for each fault.
+    The arguments of a ValueError are a line for each fault of the variables.
     """
-    faults = check_environment(environment)
-    if faults:
+    if faults := check_environment(environment):
         raise ValueError(*faults)
     options = {name: environment[_lt(name)] for name in _FABRIC_OPTIONS if _lt(name) in environment}
     if options and not under_fabric_run(environment):
@@ -243,8 +239,7 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str,
         raise ValueError(f"{names} set in the environment, but this was not started by fabric run: unset it")
     given = {}
     launcher = None if under_fabric_run(environment) else find_launcher(environment)
-    processes = _num_local(launcher, environment) if launcher else 0
-    if launcher and processes:
+    if launcher and (processes := _num_local(launcher, environment)):
         nodes = int(environment[launcher.size]) // processes
         for name, number, option in zip(("devices", "num_nodes"), (processes, nodes), launcher.options, strict=True):
             given[name] = GivenValue(str(number), f"{launcher.name} {option}", is_default=number == 1)
@@ -252,8 +247,9 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str,
         where = f"fabric run --{name.replace('_', '-')}"
         if name == "strategy":
             if value not in _STRATEGIES:
-                advice = "leave it out and give --parallelism auto, fsdp, fsdp2, ddp or single"
-                raise ValueError(f"{where} {value}: {advice}")
+                raise ValueError(
+                    f"{where} {value}: leave it out and give --parallelism auto, fsdp, fsdp2, ddp or single"
+                )
             if value != "auto":
                 given["parallelism"] = GivenValue(value, where)
             continue

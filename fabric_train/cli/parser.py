@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def advice_for_name(program: str, name: str, known: Collection[str]) -> str | None:
-    """Return what another program's argument is here, or what to do because there is none; None for unknown names.
+    """Return what another program's argument is here, or what to do without one; None if the table does not have it.
 
     ``program`` is the name of the class of arguments. Of a ``name`` such as a.b, the table may have only a.
     """
@@ -93,16 +93,11 @@ def parse_arguments(
     argv: list[str] | None = None,
     launcher: dict[str, GivenValue] | None = None,
 ) -> T:
-    """Build ``arguments`` from the command line, the ``--config`` file and the launcher.
+    """Build ``arguments``, a dataclass of values or of groups of them, from command line, file and launcher.
 
-    Args:
-        arguments: a dataclass of values, or a dataclass whose fields are such groups.
-        argv: the command line without the program's name; None takes ``sys.argv``. It overrides the file.
-        launcher: values that the launcher has set; they override both.
-
-    Raises:
-        InputError: one line for every unknown name, wrong value, missing value and invalid combination.
-        SystemExit: after ``--help``.
+    ``argv`` is the command line without the program's name; None takes ``sys.argv``. It overrides the ``--config``
+    file, and the values of the ``launcher`` override both. An InputError has a line for every unknown name, wrong
+    value, missing value and invalid combination.
     """
     complete_words(arguments)
     argv = sys.argv[1:] if argv is None else argv
@@ -112,9 +107,9 @@ def parse_arguments(
     types = types_of(arguments)
     faults: list[str] = []
     on_line = _from_command_line(argv, types, positional_of(arguments), faults)
-    debug, config = on_line.pop("debug", None), on_line.pop("config", None)
-    if debug is not None:  # errors.is_debug reads it from argv
-        _convert_given({"debug": debug}, {"debug": bool}, faults)
+    config = on_line.pop("config", None)
+    if "debug" in on_line:  # errors.is_debug reads it from argv
+        _convert_given({"debug": on_line.pop("debug")}, {"debug": bool}, faults)
     in_file = _from_file(config, faults) if config is not None else {}
     given = _merge(in_file, on_line, launcher or {}, faults)
     values = _convert_given(given, types, faults, arguments.__name__)
@@ -174,7 +169,10 @@ def _convert_given(
     for name, item in given.items():
         if name not in types:
             known = [*types, *(_COMMAND_LINE_ONLY if item.where.startswith("--") else ())]
-            advice = _negated(name, types) or advice_for_name(program, name, known) or _nearest(name, known)
+            positive = name.removeprefix("no_")
+            is_negated = positive != name and types.get(positive) is bool
+            here = f"write --{positive} false" if is_negated else advice_for_name(program, name, known)
+            advice = here or _nearest(name, known)
             faults.append(f"{item.where}: no such argument; {advice}")
             continue
         try:
@@ -254,9 +252,9 @@ def _from_file(config: GivenValue, faults: list[str]) -> dict[str, GivenValue]:
         faults.append("--config: expected one YAML file")
         return {}
     try:
-        content = yaml_core.load(yaml_core.read_text(path))
-    except yaml_core.YamlFault as fault:
-        faults.append(f"--config {path}: {fault}")
+        content = yaml_core.load_file(path, "--config")
+    except InputError as error:
+        faults += error.faults
         return {}
     if content is None:
         return {}
@@ -299,8 +297,3 @@ def _nearest(name: str, known: Collection[str]) -> str:
     if len(initials) > 1 and initials in known:  # learning_rate → lr
         nearest = [initials]
     return f"did you mean --{nearest[0]}?" if nearest else "--help lists them"
-
-
-def _negated(name: str, types: dict[str, Any]) -> str | None:
-    positive = name.removeprefix("no_")
-    return f"write --{positive} false" if positive != name and types.get(positive) is bool else None

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from fabric_train.cli.errors import InputError
+
 _MAX_BYTES = 100_000  # a file of every argument has 4,000
 _MAX_DEPTH = 20
 _MAX_DIGITS = 100  # Python refuses to convert numbers of more than 4,300 digits
@@ -52,11 +54,18 @@ def read_text(path: str) -> str:
         raise YamlFault(f"byte {error.start} is not UTF-8 (0x{byte:02x}); save the file as UTF-8") from error
 
 
+def load_file(path: str, option: str) -> Any:
+    """Return the value of a YAML file; the InputError of one that cannot be read begins with ``option``."""
+    try:
+        return load(read_text(path))
+    except YamlFault as fault:
+        raise InputError(f"{option} {path}: {fault}") from fault
+
+
 def load(text: str) -> Any:
     """Return the value of a YAML document: None, bool, int, float, str, lists and dicts of these.
 
-    Raises:
-        YamlFault: not YAML, nested too deeply, a key that is given twice, an alias, or a tag.
+    A YamlFault if it is not YAML, nested too deeply, or has an alias, a tag or a key that is given twice.
     """
     try:
         return _value(yaml.compose(text, Loader=_Loader))
@@ -73,8 +82,7 @@ def load(text: str) -> Any:
 def plain_scalar(text: str) -> Any:
     """Return what a plain scalar means: None, bool, int, float, or the text itself.
 
-    Raises:
-        ValueError: a whole number with too many digits.
+    A ValueError if a whole number has too many digits.
     """
     text = text.strip()
     kind = next((name for name, pattern in _CORE_SCHEMA.items() if pattern.match(text)), "str")
@@ -131,7 +139,8 @@ def _value(node: yaml.Node | None) -> Any:
         return [_value(item) for item in node.value]
     if isinstance(node, yaml.MappingNode) and kind == "map":
         return _mapping(node)
-    if isinstance(node, yaml.ScalarNode) and (kind == "str" or _matches(kind, node.value)):
+    pattern = _CORE_SCHEMA.get(kind)
+    if isinstance(node, yaml.ScalarNode) and (kind == "str" or (pattern and pattern.match(node.value))):
         try:
             return _CONVERT[kind](node.value)
         except ValueError as error:
@@ -153,10 +162,6 @@ def _mapping(node: yaml.MappingNode) -> dict[Any, Any]:
 
 def _fault_at(mark: yaml.Mark, problem: str) -> YamlFault:
     return YamlFault(f"line {mark.line + 1}: {problem}")
-
-
-def _matches(kind: str, text: str) -> bool:
-    return kind in _CORE_SCHEMA and _CORE_SCHEMA[kind].match(text) is not None
 
 
 def _to_int(text: str) -> int:

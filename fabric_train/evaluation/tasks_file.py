@@ -52,10 +52,7 @@ class LanguageTask:
 
 def read_tasks(path: str) -> list[LanguageTask]:
     """Return the tasks of a file, in its order; an InputError has every fault at once."""
-    try:
-        content = yaml_core.load(yaml_core.read_text(path))
-    except yaml_core.YamlFault as fault:
-        raise InputError(f"--tasks {path}: {fault}") from fault
+    content = yaml_core.load_file(path, "--tasks")
     if not isinstance(content, dict) or not isinstance(content.get("languages"), dict) or not content["languages"]:
         raise InputError(f"--tasks {path}: expected 'languages:' with tasks, such as 'languages: {{es: [xnli_es]}}'")
     faults: list[str] = []

@@ -41,7 +41,7 @@ from fabric_train.model.origin import HUB_SOURCE, HubSource
 from fabric_train.model.weight_files import check_weight_files, shard_names
 
 if TYPE_CHECKING:
-    from fabric_train.cli.shared_arguments import PushArguments
+    from fabric_train.cli.argument_types import PushArguments
 
 RepoType = Literal["model", "dataset"]
 _REPLACED = {"model": ["*.safetensors", "*.safetensors.index.json"], "dataset": ["train/*", "validation/*"]}

@@ -27,7 +27,7 @@ _KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations"
 
 
 def print_plan(run: PreparedRun) -> None:
-    """Print memory, disk and traffic of a run, traced on fake tensors, and its mixture; an InputError if it is too large."""
+    """Print memory, disk and traffic of a run, traced on fake tensors, and its mixture; refuse what does not fit."""
     request, given = make_request(run), run.arguments.planning
     try:
         forecast = request.forecast()

@@ -207,10 +207,7 @@ def plan_phases(given: Sequence[GivenPhase], training: "TrainingArguments", data
 
 
 def _read(path: str, training: "TrainingArguments", num_steps: int) -> list[GivenPhase]:
-    try:
-        content = yaml_core.load(yaml_core.read_text(path))
-    except yaml_core.YamlFault as fault:
-        raise InputError(f"--phases {path}: {fault}") from fault
+    content = yaml_core.load_file(path, "--phases")
     if not isinstance(content, list) or not content or not all(isinstance(item, dict) for item in content):
         raise InputError(f"--phases {path}: expected a list of phases, such as '- {{from: 0.9, shares: [1, 0.5]}}'")
     hints = get_type_hints(type(training), include_extras=True)
