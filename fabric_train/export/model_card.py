@@ -157,7 +157,7 @@ def _eval_results(record: ModelRecord) -> list[EvalResult]:
 def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
     """Return the card without its metadata; ``folder`` is the export."""
     saved, state, stages = record.saved, record.saved.state, card_facts.all_stages(record)
-    sessions = [session for stage in stages for session in stage.sessions]
+    sessions, sources = [session for stage in stages for session in stage.sessions], card_facts.stored_sources(record)
     config = AutoConfig.from_pretrained(record.checkpoint, trust_remote_code=False)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     has_chats, row_length = None, None  # not known, if a token dataset had no manifest
@@ -170,18 +170,15 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
     lengths += [f"trained on rows of {row_length:,} tokens"] if row_length else []
     return render(
         "model_card.md.j2",
-        name=facts.name,
+        record=record,
+        facts=facts,
+        card_facts=card_facts,
         title=Path(facts.name).name,
-        state=state,
         steps=f"{state.step:,} optimizer step{'s' * (state.step != 1)}",
-        origin=record.origin,
         origin_link=record.origin and _origin_link(record.origin),
-        origin_is_known="base_model" in saved.content,
         model_type=config.model_type,
         trained_on=_trained_on(record),
-        license=facts.license,
         legal_files=Markdown(", ".join(link(file.name, file.name) for file in legal_files(folder) if record.origin)),
-        languages=facts.languages,
         context_length=lengths,
         compute=card_facts.device_hours(sessions) if sessions else None,
         has_chats=has_chats,
@@ -194,18 +191,12 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
             for one in stage.sources
         ],
         picture=PICTURE if (folder / PICTURE).is_file() else None,
-        device=saved.content.get("device"),
-        compute_rows=card_facts.compute_rows(record) if saved.sessions else [],
-        hours_unit=card_facts.hours_unit(saved.sessions),
-        unknown_steps=saved.sessions[0].after_step if saved.sessions else 0,
         hyperparameters=_HYPERPARAMETERS,
-        arguments=saved.arguments,
         lineage_rows=list(map(_lineage_row, saved.lineage)),
-        certificate=record.certificate,
-        training_versions=saved.versions,
         export_versions={one.__name__: one.__version__ for one in (torch, transformers, huggingface_hub, safetensors)},
+        source_rows=list(map(card_facts.source_row, sources)),
+        most_files=max((len(source.files) for source in sources), default=0),
         **_results(record),
-        **_training_data(record),
     )
 
 
@@ -248,25 +239,6 @@ def _lineage_row(branch: BranchPoint) -> Row:
     return code(last_part(branch.run)), branch.step, Markdown(", ".join([*changed, *data]) or "nothing")
 
 
-def _training_data(record: ModelRecord) -> dict[str, Any]:
-    """Return what the section on the training data has."""
-    manifest, sources = record.manifest, card_facts.stored_sources(record)
-    return {
-        "manifest": manifest,
-        "is_streamed": bool(record.saved.stream or record.saved.arguments.get("streaming_dataset")),
-        "stream_rows": card_facts.stream_rows(record),
-        "stream_files": card_facts.stream_files(record),
-        "source_rows": list(map(card_facts.source_row, sources)),
-        "most_files": max((len(source.files) for source in sources), default=0),
-        "hashes": card_facts.HASHES,
-        "tokenizer": public_value(manifest.tokenizer.name) if manifest else None,
-        "left_out_rows": card_facts.left_out_rows(manifest, record.names) if manifest else [],
-        "cleaning": card_facts.read_cleaning(manifest) if manifest else None,
-        "mixture_rows": card_facts.mixture_rows(record),
-        "phase_rows": card_facts.phase_rows(record) if card_facts.mixture_rows(record) else [],
-    }
-
-
 def _results(record: ModelRecord) -> dict[str, Any]:
     """Return what the section on the results has: the losses of each source, at the first evaluation and now."""
     state, total = record.saved.state, sum(part.weight for part in record.parts)
@@ -285,7 +257,6 @@ def _results(record: ModelRecord) -> dict[str, Any]:
             rows.append((record.part_name(name), after.num_tokens, *cells, *change))
     runs = [code(last_part(str(run_of(part.checkpoint)))) for part in record.parts]
     return {
-        "parts": record.parts,
         "part_rows": [
             (run, read_trainer_json(part.checkpoint).state.step, f"{part.weight / total:.2%}")
             for run, part in zip(runs, record.parts, strict=True)
