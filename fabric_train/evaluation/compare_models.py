@@ -4,12 +4,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.evaluation import loss_table
+from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.loss_changes import changes_page, find_changes
 from fabric_train.evaluation.models import (
     FOLDER,
@@ -32,11 +32,8 @@ from fabric_train.evaluation.texts import (
 )
 from fabric_train.files.atomic_folder import check_no_dead_link, wait_for_lock
 
-if TYPE_CHECKING:
-    from fabric_train.evaluation.arguments import EvaluateArguments
 
-
-def compare_models(arguments: "EvaluateArguments") -> None:
+def compare_models(arguments: EvaluateArguments) -> None:
     """Evaluate ``--models`` on ``--texts``, print a table, and write or extend the evaluation in ``--output_dir``.
 
     An InputError comes before anything is written, a RunError if a model's loss is not finite.
@@ -101,7 +98,7 @@ def check_output(folder: Path) -> None:
         raise InputError(f"--output_dir {folder}: cannot write to {parent}; choose another folder")
 
 
-def _open_texts(arguments: "EvaluateArguments", models: Sequence[ComparedModel], folder: Path) -> list[EvaluatedText]:
+def _open_texts(arguments: EvaluateArguments, models: Sequence[ComparedModel], folder: Path) -> list[EvaluatedText]:
     if arguments.texts is not None:
         return open_texts(arguments.texts, arguments.text_column, folder / FOLDER / "downloads")
     run = next((model for model in models if model.checkpoint), None)
@@ -111,7 +108,7 @@ def _open_texts(arguments: "EvaluateArguments", models: Sequence[ComparedModel],
 
 
 def _encode_for(
-    models: Sequence[ComparedModel], texts: Sequence[EvaluatedText], arguments: "EvaluateArguments"
+    models: Sequence[ComparedModel], texts: Sequence[EvaluatedText], arguments: EvaluateArguments
 ) -> dict[str, list[EncodedText]]:
     """Return the texts for each model, encoded once for each tokenizer."""
     by_tokenizer: dict[str, list[EncodedText]] = {}

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fabric_train.checkpoint import read_trainer_json, saved_checkpoints
 from fabric_train.cli.errors import InputError, RunError, missing_folder
 from fabric_train.cli.output import open_console
 from fabric_train.evaluation import scores
+from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.compare_models import check_output, print_evaluated
 from fabric_train.evaluation.lm_eval_worker import RequestedTask, WorkerRequest, start_worker
 from fabric_train.evaluation.loss_table import DOCUMENTS, Evaluated, check_same_documents, read_evaluated
@@ -28,9 +28,6 @@ from fabric_train.evaluation.texts import NUM_DIGITS, DocumentTexts, full_digest
 from fabric_train.files.atomic_folder import hold_lock, wait_for_lock
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.training.evaluation import parse_early_stopping
-
-if TYPE_CHECKING:
-    from fabric_train.evaluation.arguments import EvaluateArguments
 
 _SECONDS_BETWEEN_LOOKS = 10.0
 
@@ -71,7 +68,7 @@ class WatchedTexts:
     words: tuple[str, ...]
 
     @classmethod
-    def open(cls, arguments: "EvaluateArguments", output: Path) -> "WatchedTexts":
+    def open(cls, arguments: EvaluateArguments, output: Path) -> "WatchedTexts":
         """Read the texts, and check that models can be evaluated on them and ``output`` can be added to."""
         assert arguments.texts is not None
         check_output(output)
@@ -204,7 +201,7 @@ class Watch:
         return self.output / model.file_name
 
 
-def watch_run(arguments: "EvaluateArguments") -> None:
+def watch_run(arguments: EvaluateArguments) -> None:
     """Evaluate the checkpoints of ``--watch`` and the models of ``--models`` until nothing is left to evaluate.
 
     With ``--wait true``, wait for further checkpoints until the run has ended. An InputError comes before anything is

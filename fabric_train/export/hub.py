@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from huggingface_hub import HfApi, constants, get_token, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
@@ -32,16 +32,13 @@ from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from fabric_train.checkpoint.manager import free_bytes
-from fabric_train.cli.argument_types import show_size
+from fabric_train.cli.argument_types import PushArguments, show_size
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.cli.output import redact
 from fabric_train.files.atomic_folder import check_not_taken, nearest_existing, sync_and_rename
 from fabric_train.files.regular_file import check_no_links_in, write_atomically
 from fabric_train.model.origin import HUB_SOURCE, HubSource
 from fabric_train.model.weight_files import check_weight_files, shard_names
-
-if TYPE_CHECKING:
-    from fabric_train.cli.argument_types import PushArguments
 
 RepoType = Literal["model", "dataset"]
 _REPLACED = {"model": ["*.safetensors", "*.safetensors.index.json"], "dataset": ["train/*", "validation/*"]}
@@ -70,7 +67,7 @@ class PushRequest:
     create_pr: bool = False
 
     @classmethod
-    def of(cls, arguments: "PushArguments", repo_type: RepoType) -> "PushRequest":
+    def of(cls, arguments: PushArguments, repo_type: RepoType) -> "PushRequest":
         """Return what a command line with --push_to_hub asks for."""
         assert arguments.push_to_hub is not None
         return cls(arguments.push_to_hub, repo_type, arguments.private, arguments.revision, arguments.create_pr)

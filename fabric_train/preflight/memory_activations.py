@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fabric_train.data.batch import Batch, Targets
 from fabric_train.distributed.decoder_layers import checkpoint_layers, kept_share
+from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.lm_head_loss import compute_loss_in_head, traced_as
 from fabric_train.training.objective import CrossEntropy
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
-    from fabric_train.model.hf_model import ModelShape
 
 _TRACED_LAYERS = 3
 
@@ -142,7 +142,7 @@ class Activations:
     after_end: int
 
 
-def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: MicroBatch) -> Activations:
+def trace_activations(shape: ModelShape, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
     """Trace a micro-batch; offloaded activations do not count. A RuntimeError if the model reads tensors' content."""
     fsdp = arguments.fsdp
     if fsdp.activation_offload:
@@ -174,7 +174,7 @@ def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: M
     )
 
 
-def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
+def _trace(shape: ModelShape, num_layers: int, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
     with ExitStack() as kernels, FakeTensorMode():
         if batch.on_gpu:
             kernels.enter_context(traced_as("cuda"))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fabric_train.distributed.memory import process_memory
 from fabric_train.distributed.precision import compute_dtype, weights_dtype
+from fabric_train.model.hf_model import ModelShape
 from fabric_train.preflight.memory_activations import Activations, MicroBatch, trace_activations
 from fabric_train.preflight.memory_layout import (
     REDUCED_BYTES,
@@ -16,11 +17,10 @@ from fabric_train.preflight.memory_layout import (
     offloaded_bytes,
     read_units,
 )
+from fabric_train.training.prepared_run import StepPlan
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
-    from fabric_train.model.hf_model import ModelShape
-    from fabric_train.training.prepared_run import StepPlan
 
 _DDP_BUCKET = 25 * 1024 * 1024
 CUDA_ALLOWANCE = 2_000_000_000
@@ -240,8 +240,8 @@ class RunRequest:
     """
 
     arguments: "TrainArguments"
-    shape: "ModelShape"
-    plan: "StepPlan"
+    shape: ModelShape
+    plan: StepPlan
     parallelism: str
     isolates: bool
     on_gpu: bool

@@ -8,12 +8,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fabric_train.distributed.precision import compute_dtype, weights_dtype
+from fabric_train.model.hf_model import ModelShape
 from fabric_train.optim.optimizer import build_optimizer
+from fabric_train.training.prepared_run import StepPlan
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
-    from fabric_train.model.hf_model import ModelShape
-    from fabric_train.training.prepared_run import StepPlan
 
 REDUCED_BYTES = 4
 """Gradients are reduced over ranks in fp32, see ``distributed.precision``."""
@@ -81,7 +81,7 @@ class Layout:
         return self.num_shards > 1
 
 
-def bytes_of_states(shape: "ModelShape", arguments: "TrainArguments") -> tuple[int, int]:
+def bytes_of_states(shape: ModelShape, arguments: "TrainArguments") -> tuple[int, int]:
     """Return the bytes of the optimizer's states in memory and in a checkpoint, as it declares them.
 
     States that are not as large as their parameter, and the scales of 8-bit moments, are not counted.
@@ -101,7 +101,7 @@ def bytes_of_states(shape: "ModelShape", arguments: "TrainArguments") -> tuple[i
     return sum(held for held, _ in sizes), sum(saved for _, saved in sizes)
 
 
-def read_units(shape: "ModelShape", arguments: "TrainArguments") -> Units:
+def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
     """Count a model's parameters per unit, on the meta device."""
     model, layers = _build_on_meta(shape)
     largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
@@ -124,7 +124,7 @@ def read_units(shape: "ModelShape", arguments: "TrainArguments") -> Units:
     )
 
 
-def offloaded_bytes(shape: "ModelShape", layout: Layout, states: int) -> int:
+def offloaded_bytes(shape: ModelShape, layout: Layout, states: int) -> int:
     """Return the bytes of weights, gradients and optimizer that ``--cpu_offload`` keeps in a rank's host memory.
 
     ``states`` are the bytes of all ranks' optimizer states. Weights and gradients are pinned: FSDP1's by unit, FSDP2's
@@ -143,7 +143,7 @@ def offloaded_bytes(shape: "ModelShape", layout: Layout, states: int) -> int:
     return sum(2 << (layout.held * numel - 1).bit_length() for numel in shards) + states // num_parts
 
 
-def make_layout(arguments: "TrainArguments", plan: "StepPlan", parallelism: str) -> Layout:
+def make_layout(arguments: "TrainArguments", plan: StepPlan, parallelism: str) -> Layout:
     """Return the layout that the arguments of a run ask for."""
     precision, fsdp = arguments.model.precision, arguments.fsdp
     num_shards = plan.num_data_ranks if parallelism in ("fsdp", "fsdp2") else 1
@@ -167,7 +167,7 @@ def make_layout(arguments: "TrainArguments", plan: "StepPlan", parallelism: str)
     )
 
 
-def _build_on_meta(shape: "ModelShape") -> tuple[Any, list[nn.Module]]:
+def _build_on_meta(shape: ModelShape) -> tuple[Any, list[nn.Module]]:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(shape.config)
     return model, [module for module in model.modules() if type(module) in shape.layer_classes]

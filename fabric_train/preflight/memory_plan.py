@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -16,12 +16,9 @@ from fabric_train.distributed.memory import device_memory, machine_memory
 from fabric_train.files.atomic_folder import nearest_existing
 from fabric_train.preflight.memory_forecast import Forecast, RunRequest
 from fabric_train.preflight.memory_layout import bytes_of_states
-from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.prepared_run import PreparedRun, StepPlan
 from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_mixture, describe_phases
-
-if TYPE_CHECKING:
-    from fabric_train.training.prepared_run import StepPlan
 
 _KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations", "communication")
 
@@ -178,7 +175,7 @@ def _changes(request: RunRequest) -> Iterator[dict[str, Any]]:
         yield {**sharded, "devices": number}
 
 
-def _split_again(plan: "StepPlan", micro_batch_size: int, world_size: int) -> "StepPlan":
+def _split_again(plan: StepPlan, micro_batch_size: int, world_size: int) -> StepPlan:
     """Split the same window among other ranks or into other micro-batches."""
     num_data_ranks = world_size * plan.num_data_ranks // plan.world_size
     accumulation = max(1, plan.rows_per_window // (micro_batch_size * num_data_ranks))
@@ -191,7 +188,7 @@ def _split_again(plan: "StepPlan", micro_batch_size: int, world_size: int) -> "S
     )
 
 
-def _counts(forecast: Forecast, plan: "StepPlan") -> Table:
+def _counts(forecast: Forecast, plan: StepPlan) -> Table:
     units, layout = forecast.units, forecast.layout
     table = _table("Plan")
     trained = "" if units.trained == units.total else f"; {units.trained:,} train"
