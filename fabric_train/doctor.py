@@ -76,10 +76,7 @@ class DoctorArguments:
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """What one check has found, and how to fix it if it is not "ok".
-
-    A "fault" stops a run, or leaves its GPUs unused; a "warning" slows a run down or stops some runs.
-    """
+    """A finding: a "fault" stops a run or leaves its GPUs unused, a "warning" slows it down or stops some, or "ok"."""
 
     name: str
     level: str

@@ -63,12 +63,7 @@ class ReplayArguments:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train the steps again, print and write the certificate.
-
-    Raises:
-        InputError: for whatever the user can fix.
-        SystemExit: something differs.
-    """
+    """Train the steps again, print and write the certificate; exit with 1 if something differs."""
     stop_signals.listen()
     set_memory_advice("use more --devices")
     start_log()
@@ -137,11 +132,7 @@ def _run_folder(given: Path) -> Path:
 
 
 def _read_config(run: Path) -> TrainArguments:
-    """Return the arguments of a run.
-
-    Raises:
-        InputError: the folder is not that of a run, or its config.yaml is damaged.
-    """
+    """Return the arguments in a run's config.yaml."""
     config = run / "config.yaml"
     if not config.is_file():
         reason = "no run folder, it has no config.yaml" if run.is_dir() else missing_folder(run)

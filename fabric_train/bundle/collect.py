@@ -70,10 +70,7 @@ class Part:
 
 
 def collect(request: Request, output: Path) -> tuple[list[Part], list[str], str]:
-    """Write the bundle ``output``; return its parts, notes, and the SHA-256 of install.sh, which checks the rest.
-
-    After an InputError ``output`` does not exist.
-    """
+    """Write the bundle, or nothing; return its parts, notes, and the SHA-256 of install.sh, which checks the rest."""
     check_not_taken(output)
     if not (_ROOT / "pyproject.toml").is_file():
         raise InputError(f"{_ROOT} has no pyproject.toml: bundles are made from this project's own folder")

@@ -51,10 +51,7 @@ class Recipe:
             raise InputError(*faults)
 
     def write(self, data: Sequence[str], folder: Path) -> None:
-        """Write ``train.yaml`` into the bundle's folder, and the files that it names.
-
-        ``data`` has the places of the token datasets in the bundle, in the recipe's order.
-        """
+        """Write ``train.yaml`` and the files that it names; ``data`` are the bundle's token datasets, in its order."""
         places = dict(zip(self.data or data, data, strict=False))
         given = dict(self.given)
         for name in _OF_SHARES:

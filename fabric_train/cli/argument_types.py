@@ -34,17 +34,13 @@ _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**
 
 @dataclass(frozen=True)
 class NumberRange:
-    """The range of a number argument; ``words`` say what a number in it looks like.
-
-    ``thousand`` allows k, m or b after the number, which stand for it, its square and its cube: 1024 in lengths, 1000
-    in counts.
-    """
+    """The range of a number argument; ``words`` say what a number in it looks like."""
 
     words: str
     lowest: float
     highest: float
     excludes_lowest: bool = False
-    thousand: int | None = None
+    thousand: int | None = None  # what k after the number stands for, in lengths 1024; m and b are its square and cube
 
     def check(self, number: float) -> None:
         """Raise a WrongValueError if a number is not in the range."""
@@ -325,10 +321,7 @@ class PushArguments:
 
 
 def not_language_codes(option: str, codes: Sequence[str] | None) -> list[str]:
-    """Return a fault for each code that the hub cannot take: of ISO 639-1, three letters, or a special value.
-
-    There are thousands of codes with three letters, so only their form is checked.
-    """
+    """Return a fault for each code that is not of ISO 639-1, of three letters, or a special value of the hub."""
     known = {*_ISO_639_1.split(), "code", "multilingual"}
     return [
         f"{option}: expected ISO 639 codes such as en, es or ca, got {code!r}"

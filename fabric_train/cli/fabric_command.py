@@ -1,10 +1,9 @@
 # PYTHON_ARGCOMPLETE_OK
 """The commands ``fabric`` and ``fabric-train``, and how to call a program from the current folder.
 
-``fabric-train convert`` is ``python convert_to_hf.py``, from any folder. ``fabric`` is Lightning's own, except when
-``fabric run`` starts this project: Lightning's is torchrun with other options. After a signal, torchrun kills the ranks
-within 30 s, whether they have saved or not. It ends with a traceback and exit code 1, however the ranks have ended,
-and ``--help`` after the script shows its own help. Here signals are passed on, and the exit code is that of the ranks.
+``fabric`` is Lightning's own, except when ``fabric run`` starts this project. Lightning's is torchrun, which after a
+signal kills the ranks within 30 s, whether they have saved or not, ends with a traceback and exit code 1 however they
+have ended, and takes ``--help`` after the script for itself.
 """
 
 import logging

@@ -1,11 +1,7 @@
 """What the environment variables of the launcher say: ``fabric run``, torchrun, srun, or mpiexec.
 
-:func:`find_launcher` recognises it. :func:`check_environment` and :func:`find_other_world` decide whether its
-variables make sense; everything else reads them as checked.
-
-``fabric run`` removes ``--accelerator --strategy --devices --num-nodes --precision`` from anywhere on the command line
-and passes them on as ``LT_*`` variables; torchrun sets the number of processes. Fabric would read the ``LT_*``
-variables on its own. So this module turns them into arguments like any other, and clears them before Fabric is built.
+``fabric run`` passes ``--accelerator --strategy --devices --num-nodes --precision`` on as ``LT_*`` variables, which
+Fabric would read on its own. This module turns them into arguments like any other, and clears them before that.
 """
 
 import importlib.util
@@ -186,10 +182,7 @@ def _unfinished_launch(environment: Mapping[str, str]) -> list[str]:
 
 
 def _num_local(launcher: Launcher, environment: Mapping[str, str]) -> int:
-    """Return the number of processes on each machine; 0 if it is unknown, or not the same on all.
-
-    Slurm writes "4" or "4(x2)", and "4,3" if nodes differ.
-    """
+    """Return the processes on each machine; 0 if unknown. Slurm writes "4", "4(x2)", or "4,3" if nodes differ."""
     found = re.fullmatch(r"([0-9]{1,6})(\(x[0-9]+\))?", environment.get(launcher.local_size, ""))
     return int(found[1]) if found else 0
 
@@ -227,10 +220,7 @@ def num_restarts(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, GivenValue]:
-    """Return the arguments of training that the launcher has set, by name.
-
-    The arguments of a ValueError are a line for each fault of the variables.
-    """
+    """Return the arguments of training that the launcher has set, by name; a ValueError has a line for each fault."""
     if faults := check_environment(environment):
         raise ValueError(*faults)
     options = {name: environment[_lt(name)] for name in _FABRIC_OPTIONS if _lt(name) in environment}

@@ -1,8 +1,7 @@
 """Streams of the programs: a reader that has gone ends nothing, no text controls a terminal, no secret is printed.
 
-Names and texts of others may hold control characters, which move the cursor or change the terminal. They are made
-visible: on standard error and in logs always, on standard output if it is a terminal. Text that goes to a file or a
-pipe stays as it is. ``open_console`` writes the codes of rich.
+Control characters in names and texts are made visible: on standard error and in logs always, on standard output if it
+is a terminal. ``open_console`` writes the codes of rich.
 """
 
 import errno

@@ -1,7 +1,6 @@
-"""Read and write YAML 1.2 with PyYAML, which on its own follows YAML 1.1, where 010 is 8, 1:30 is 90, yes is true and
-2024-01-01 is a date.
+"""Read and write YAML 1.2 with PyYAML, for which 010 is 8, 1:30 is 90, yes is true and 2024-01-01 a date (YAML 1.1).
 
-What a plain scalar means is decided by the core schema: https://yaml.org/spec/1.2.2/#103-core-schema.
+The core schema decides what a plain scalar means: https://yaml.org/spec/1.2.2/#103-core-schema.
 """
 
 import os
@@ -80,10 +79,7 @@ def load(text: str) -> Any:
 
 
 def plain_scalar(text: str) -> Any:
-    """Return what a plain scalar means: None, bool, int, float, or the text itself.
-
-    A ValueError if a whole number has too many digits.
-    """
+    """Return what a plain scalar means: None, bool, int, float, or the text; a ValueError if it has many digits."""
     text = text.strip()
     kind = next((name for name, pattern in _CORE_SCHEMA.items() if pattern.match(text)), "str")
     return _CONVERT[kind](text)

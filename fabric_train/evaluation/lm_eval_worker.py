@@ -1,7 +1,6 @@
 """Evaluate a model in a process of its own:  python -m fabric_train.evaluation.lm_eval_worker  < REQUEST
 
-So the memory of a model is free after its evaluation, and a crash ends only that. A request is the JSON of a
-:class:`WorkerRequest`.
+So the memory of a model is free after its evaluation. A request is the JSON of a :class:`WorkerRequest`.
 """
 
 import ctypes
@@ -42,16 +41,12 @@ class RequestedTask:
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """The words of a command line of evaluate.py for losses on texts; else tasks to check, or to evaluate a model on.
-
-    ``scores`` are those so far, and ``file`` is where they are; without them the tasks are checked. ``source`` is the
-    model for ``load_for_inference``.
-    """
+    """Words of a command line for losses on texts, or tasks to evaluate a model on, or without ``scores`` to check."""
 
     tasks: list[RequestedTask] = field(default_factory=list)
-    source: str = ""
-    file: str = ""
-    scores: ModelScores | None = None
+    source: str = ""  # the model for ``load_for_inference``
+    file: str = ""  # of the scores
+    scores: ModelScores | None = None  # those so far
     batch_size: int = 1
     words: list[str] = field(default_factory=list)
 
@@ -162,10 +157,7 @@ def describe_score(score: TaskScore) -> str:
 
 
 def _run(lm: Any, loaded: Any, settings: TaskSettings) -> Any:
-    """Return the results of lm_eval's ``evaluate``.
-
-    Its ``simple_evaluate`` does the same, but also calls git and collects the machine's description for each task.
-    """
+    """Return the results of lm_eval's ``evaluate``; its ``simple_evaluate`` also calls git for each task."""
     from lm_eval import evaluate
 
     for task in loaded["tasks"].values():

@@ -28,10 +28,7 @@ _SHADES = (CLEAR_CHANGE, 0.5, 1.0, 2.0)
 
 @dataclass(frozen=True)
 class TokenGroup:
-    """Some predicted tokens: their mean loss in nats ``before`` and ``after``, and the shares of them that changed.
-
-    ``better`` and ``worse`` are the shares of tokens whose loss fell or rose by at least ``CLEAR_CHANGE``.
-    """
+    """Some predicted tokens: their mean losses in nats, and the shares that changed by at least ``CLEAR_CHANGE``."""
 
     name: str
     num_tokens: int

@@ -56,10 +56,7 @@ class ComparedModel:
 
 
 def find_models(names: Sequence[str]) -> tuple[list[ComparedModel], list[str]]:
-    """Find the models of ``--models``, and return the names of damaged checkpoints of ``RUN/all`` too.
-
-    A checkpoint of ``RUN/all`` has the name ``RUN/step-00000500``.
-    """
+    """Find the models of ``--models``, RUN/step-00000500 … for RUN/all, and the names of damaged checkpoints in it."""
     found: dict[str, ComparedModel] = {}
     damaged: list[str] = []
     for name in names:
@@ -258,10 +255,7 @@ def load_to_score(model: ComparedModel) -> Any:
 def score_part(
     model: Any, text: EncodedText, part: ScoredPart, batch_tokens: int, advance: Callable[[int], None]
 ) -> np.ndarray:
-    """Return the loss of each predicted token of a part in nats, fp32 [its tokens].
-
-    ``model`` is from ``load_to_score``. ``advance`` is called with the number of tokens of each finished forward pass.
-    """
+    """Return the loss of each predicted token of a part in nats, fp32 [its tokens], by ``load_to_score``'s model."""
     losses = np.zeros(len(part.tokens), dtype=np.float32)
     for batch in text.batches(part, batch_tokens):
         input_ids = batch.input_ids.to(model.device)

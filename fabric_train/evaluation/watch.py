@@ -1,7 +1,6 @@
 """Evaluate each checkpoint of a run on lm_eval's tasks and on texts, beside its training or afterwards.
 
-The output folder has a file of scores for each model (``scores.py``), and the table and the picture of all. Any
-number of watchers may share it: a lock for each model keeps them apart.
+Any number of watchers may share the output folder: a lock for each model keeps them apart.
 """
 
 import importlib.util

@@ -125,10 +125,7 @@ def stages_through(checkpoint: Path) -> tuple[TrainingStage, ...]:
 
 
 def all_stages(record: ModelRecord) -> tuple[TrainingStage, ...]:
-    """Return the stages of training, of which the record's own run is the last.
-
-    Its shares are of the tokens that were seen, of those in the token dataset if that is not known.
-    """
+    """Return the stages, the record's own run last, with shares of the tokens seen, else of the token dataset."""
     seen = _seen_of_sources(record) or dict(seen_shares(record))
     sources = stored_sources(record) or [
         StageSource(place.name, place.share, None, None, [], [place.dataset] if place.dataset else [])
@@ -303,16 +300,12 @@ def phase_rows(record: ModelRecord) -> list[Row]:
 
 @dataclass(frozen=True)
 class Cleaning:
-    """What was done to the texts of a token dataset before they became tokens.
+    """What was done to the texts of a token dataset before they became tokens."""
 
-    ``steps`` are rows of name and settings, those of each token dataset if several were merged and differ
-    (``of_several``). ``checks`` has at most one, against evaluation tasks.
-    """
-
-    of_several: bool
-    steps: list[Row]
+    of_several: bool  # several token datasets were merged, and differ
+    steps: list[Row]  # name and settings, or token dataset, name and settings
     edits: list[Row]
-    checks: list[dict[str, Any]]
+    checks: list[dict[str, Any]]  # at most one, against evaluation tasks
 
 
 def read_cleaning(manifest: Manifest) -> Cleaning:

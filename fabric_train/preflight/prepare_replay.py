@@ -225,11 +225,7 @@ def _faults_of_arguments(
     witness: Path,
     last: int,
 ) -> list[str]:
-    """Return a line for each argument of config.yaml with which the steps would have had other losses.
-
-    The session of ``newest`` has written config.yaml. On other devices than those of ``saved``, it splits the same rows
-    of a step in another way.
-    """
+    """Return a line for each argument of config.yaml, which ``newest`` wrote, that makes other losses."""
     also = ["total_batch_size"]
     num_devices = {session.num_devices for saved_by in (saved, newest) for session in saved_by.sessions[-1:]}
     if given.training.total_batch_size is None and len(num_devices) < 2:

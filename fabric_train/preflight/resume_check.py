@@ -44,8 +44,7 @@ _OF_THIS_START = ("resume", "checkpoint", "branch", "weights_only", "allow_chang
 def own_versions(model: ModelShape, data: TrainingData) -> dict[str, str]:
     """Return :data:`OWN_VERSIONS` for a model and its data.
 
-    ``sdpa`` with the borders of documents is version 2 of attention, and the validation rows of a single source are
-    those of version 2, see ``VALIDATION_VERSION``.
+    ``sdpa`` with the borders of documents is version 2 of attention; for a single source, see ``VALIDATION_VERSION``.
     """
     versions = OWN_VERSIONS | ({_ATTENTION: "2"} if model.config._attn_implementation == VARLEN else {})
     has_several = data.validation is not None and len(data.validation.source_names) > 1

@@ -58,11 +58,7 @@ class StepDocuments:
 
 
 def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocuments:
-    """Return the documents of a step, those of one rank if ``rank`` is given.
-
-    Raises:
-        InputError: the run has no such step or rank, or its token datasets are not there.
-    """
+    """Return the documents of a step, those of one rank if ``rank`` is given."""
     stretch = history.stretch_of(step)
     data = history.data_of(stretch)
     ranks, checkpoint = history.ranks_of(step)
@@ -148,11 +144,7 @@ class DocumentSteps:
 
 
 def find_steps(history: RunHistory, document: str, show: ShowProgress) -> DocumentSteps:
-    """Return the steps and checkpoints that read the document ``FILE:LINE``.
-
-    Raises:
-        InputError: the token datasets have no such document or no document index, or are not there.
-    """
+    """Return the steps and checkpoints that read the document ``FILE:LINE``."""
     file, _, line = document.rpartition(":")
     opened = {stretch: history.data_of(stretch) for stretch in history.stretches}
     datasets = {part.folder: part for data in opened.values() for part in data.datasets.parts}

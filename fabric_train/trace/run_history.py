@@ -112,13 +112,9 @@ class RunData:
 
 
 class RunHistory:
-    """The steps of a run, from the first step of the first run that it branched off.
+    """The steps of the run or checkpoint ``given``, from the first step of the first run that it branched off.
 
-    ``given`` is the run or checkpoint, as other programs take it. ``data_dirs`` are the run's token datasets, if they
-    are no longer where it read them.
-
-    Raises:
-        InputError: there is no such checkpoint, or it is damaged.
+    ``data_dirs`` are the run's token datasets, if they are no longer where it read them.
     """
 
     def __init__(self, given: Path, data_dirs: Sequence[str] | None = None) -> None:
@@ -146,10 +142,9 @@ class RunHistory:
         return next(stretch for stretch in reversed(self.stretches) if step >= stretch.first)
 
     def ranks_of(self, step: int) -> tuple[Ranks, Path]:
-        """Return the ranks that took a step, and the checkpoint that says so.
+        """Return the ranks that took a step, and the checkpoint that says so: the newest one with its sessions.
 
-        The newest checkpoint lists the sessions of the run. A checkpoint may have been saved again by a later session
-        than that which took its step. Earlier versions did not list sessions, or not how they split a step.
+        Earlier versions did not list sessions, or not how they split a step; then it is the first that has the step.
         """
         checkpoint = self.stretch_of(step).checkpoint_of(step)
         session = read_trainer_json(self.checkpoint).session_of(step)
@@ -161,11 +156,7 @@ class RunHistory:
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 - a program has one history
     def data_of(self, stretch: Stretch) -> RunData:
-        """Open the token datasets of a stretch, and check that its steps read them.
-
-        Raises:
-            InputError: they are not there or not those that were read, or the run read a stream.
-        """
+        """Open the token datasets of a stretch, and check that its steps read them."""
         checkpoint = stretch.described_by
         if checkpoint is None:
             raise InputError(
@@ -256,10 +247,7 @@ def _open(checkpoint: Path, order: DataOrder, data_dirs: Sequence[str] | None) -
 
 
 def _all_of(sources: Sequence[str], there: Sequence[str], folders: Sequence[str]) -> Shares:
-    """Return shares that list the sources of a mixture as its run did, for its token datasets, now in ``folders``.
-
-    ``sources`` are the ``mixture_sources`` of trainer.json; empty if they are whole token datasets.
-    """
+    """Return shares of all ``mixture_sources`` of trainer.json; without any, of the whole token datasets."""
     option = "mixture_sources of trainer.json"
     if not sources:
         return Shares(option, None)
