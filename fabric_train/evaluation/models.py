@@ -80,7 +80,15 @@ def find_model(name: str) -> ComparedModel:
     """Find a model: a checkpoint, a run (see ``find_checkpoint``), a Hugging Face folder, an adapter or a hub name."""
     folder = Path(name)
     try:
-        return _with_adapter(find_model(read_base_name(folder)), name) if is_adapter(folder) else _find_whole(name)
+        if not is_adapter(folder):
+            return _find_whole(name)
+        base = find_model(read_base_name(folder))
+        identity = f"{identity_of_files(folder)}\n{base.identity}"
+        own = replace(base, name=name, source=name, checkpoint=False, identity=identity)
+        if not (folder / "tokenizer_config.json").is_file():
+            return own
+        tokenizer = load_hf_tokenizer(folder)
+        return replace(own, tokenizer=tokenizer, tokenizer_id=_tokenizer_id(tokenizer))
     except InputError as error:
         raise InputError(*(fault.replace("--model_name", "--models") for fault in error.faults)) from None
 
@@ -103,16 +111,6 @@ def _find_whole(name: str) -> ComparedModel:
     identity = identity_of_files(Path(source)) if Path(source).is_dir() else f"{source} {shape.config._commit_hash}"
     of_tokenizer = (tokenizer, _tokenizer_id(tokenizer))
     return ComparedModel(name, source, is_checkpoint, identity, *of_tokenizer, shape.max_positions, shape.vocab_size)
-
-
-def _with_adapter(base: ComparedModel, name: str) -> ComparedModel:
-    """Return the model of an adapter; a tokenizer beside it replaces that of the base model."""
-    folder = Path(name)
-    has_own = (folder / "tokenizer_config.json").is_file()
-    tokenizer = load_hf_tokenizer(folder) if has_own else base.tokenizer
-    identity = f"{identity_of_files(folder)}\n{base.identity}"
-    own = replace(base, name=name, source=name, checkpoint=False, identity=identity)
-    return replace(own, tokenizer=tokenizer, tokenizer_id=_tokenizer_id(tokenizer))
 
 
 def check_tokenizer(model: ComparedModel, dataset: TokenDataset) -> None:
@@ -158,25 +156,21 @@ def _tokenizer_id(tokenizer: Any) -> str:
 @contextmanager
 def scoring_progress(total: int) -> Iterator[ShowScored]:
     """Yield the function that shows the progress, on a terminal as a bar; ``total`` are the tokens to score."""
-    if not sys.stderr.isatty():
-        yield _print_lines(total)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=open_console(stderr=True)) as bar:
-        task = bar.add_task("starting", total=total)
-        yield lambda model, tokens: bar.update(task, advance=tokens, description=model)
-
-
-def _print_lines(total: int) -> ShowScored:
     log, started, scored = ThrottledLog(), time.monotonic(), 0
 
-    def show(model: str, tokens: int) -> None:
+    def print_line(model: str, tokens: int) -> None:
         nonlocal scored
         scored += tokens
         left = (time.monotonic() - started) * (total - scored) / scored if scored else 0
         log(f"scoring {model}: {scored:,} of {total:,} tokens, about {max(left, 0):.0f} s left")
 
-    return show
+    if not sys.stderr.isatty():
+        yield print_line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=open_console(stderr=True)) as bar:
+        task = bar.add_task("starting", total=total)
+        yield lambda model, tokens: bar.update(task, advance=tokens, description=model)
 
 
 class LossCache:

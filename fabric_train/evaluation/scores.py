@@ -31,6 +31,10 @@ class MetricScore:
     stderr: float | None
     higher_is_better: bool
 
+    def __str__(self) -> str:
+        stderr = "" if self.stderr is None else f" ± {self.stderr:.4f}"
+        return "not finite" if self.value is None else f"{self.value:.4f}{stderr}"
+
 
 @dataclass(frozen=True)
 class TaskScore:
@@ -204,12 +208,7 @@ def _metrics_of(model: ModelScores, tasks: Iterable[LanguageTask]) -> list[tuple
 
 
 def _cells(table: ScoreTable, model: ModelScores) -> Iterator[str]:
-    for column in table.columns:
-        score = table.cell(model, column)
-        if score is None or score.value is None:
-            yield "–" if score is None else "not finite"
-        else:
-            yield f"{score.value:.4f}" + ("" if score.stderr is None else f" ± {score.stderr:.4f}")
+    yield from (str(table.cell(model, column) or "–") for column in table.columns)
 
 
 def write_picture(table: ScoreTable, path: Path) -> None:

@@ -18,7 +18,7 @@ from fabric_train.cli.output import open_console
 from fabric_train.evaluation import scores
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.compare_models import check_output, print_evaluated
-from fabric_train.evaluation.lm_eval_worker import RequestedTask, WorkerRequest, start_worker
+from fabric_train.evaluation.lm_eval_worker import RequestedTask, WorkerRequest, evaluate_in_worker
 from fabric_train.evaluation.loss_table import DOCUMENTS, Evaluated, check_same_documents, read_evaluated
 from fabric_train.evaluation.models import FOLDER, check_all_evaluated, find_models, identity_of_files
 from fabric_train.evaluation.scores import ModelScores, ScoreTable
@@ -221,7 +221,11 @@ def watch_run(arguments: EvaluateArguments) -> None:
     texts = WatchedTexts.open(arguments, output) if arguments.texts is not None else None
     watch = Watch(run, output, tasks, models, arguments.batch_size, evaluate_in_worker, texts)
     if tasks and (watch.pending() or (arguments.wait and not run_has_ended(run))):
-        _check_tasks(tasks)
+        _say("loading the tasks")  # the worker prints what is wrong with them
+        if code := evaluate_in_worker(
+            WorkerRequest([RequestedTask(one.settings, one.source, one.metric) for one in tasks])
+        ):
+            raise SystemExit(code)
     if texts:
         (output / FOLDER).mkdir(parents=True, exist_ok=True)  # the mark of an evaluation, for the workers
     waits = False
@@ -250,16 +254,6 @@ def watch_run(arguments: EvaluateArguments) -> None:
     check_all_evaluated(damaged)
 
 
-def evaluate_in_worker(request: WorkerRequest) -> int:
-    """Do what a request asks for in a process of its own, and return its exit code; Ctrl-C ends that process too."""
-    worker = start_worker(request)
-    try:
-        return worker.wait()
-    finally:
-        worker.kill()
-        worker.wait()
-
-
 def run_has_ended(run: Path) -> bool:
     """Whether the newest checkpoint of a run is of its last step, or of the step at which early stopping ended it."""
     checkpoints = list(saved_checkpoints(run).values())
@@ -272,14 +266,6 @@ def run_has_ended(run: Path) -> bool:
     state, given = newest.state, newest.arguments.get("early_stopping")
     sources = [state.progress.source] if state.progress else []
     return state.step >= newest.num_steps or (given is not None and parse_early_stopping(given, sources).ends(state))
-
-
-def _check_tasks(tasks: Sequence[LanguageTask]) -> None:
-    """Let a worker load all tasks with their data; it prints what is wrong with them, and its exit code is ours."""
-    _say("loading the tasks")
-    request = WorkerRequest([RequestedTask(task.settings, task.source, task.metric) for task in tasks])
-    if code := evaluate_in_worker(request):
-        raise SystemExit(code)
 
 
 def _say(line: str) -> None:
