@@ -46,29 +46,16 @@ Row = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class StreamPlace:
-    """A place of --streaming_dataset: its public name, the share that a pass reads, and its dataset on the hub."""
-
-    name: str
-    share: float
-    dataset: HubDataset | None
-
-
-@dataclass(frozen=True)
 class ModelRecord:
-    """What the trainer.json (``saved``) and the manifest.json of a checkpoint say, and the certificate of its run.
-
-    ``names`` are the public names of the sources. ``origin`` is the model that the run began with. ``parts`` are the
-    checkpoints whose average the weights are, of which this is the last; none if the weights are its own.
-    """
+    """What the files of a checkpoint and the certificate of its run say about a model."""
 
     checkpoint: Path
     saved: TrainerJson
     manifest: Manifest | None
-    origin: ModelOrigin | None
+    origin: ModelOrigin | None  # the model that the run began with
     certificate: StoredCertificate | None
-    names: PublicNames
-    parts: tuple[AveragePart, ...]
+    names: PublicNames  # of the sources
+    parts: tuple[AveragePart, ...]  # whose average the weights are, this one the last; none if the weights are its own
 
     def part_name(self, part: str) -> str:
         """Return the public name of a part of the last validation, see ``Evaluation.parts``."""
@@ -87,8 +74,8 @@ class ModelRecord:
         times = Counter(source.given for source in self.manifest.sources)
         return [source for source in self.manifest.sources if times[source.given] > held_out[source.given]]
 
-    def stream_places(self) -> list[StreamPlace]:
-        """Return the places that a stream reads, in their order."""
+    def stream_places(self) -> list[StageSource]:
+        """Return the places that a stream reads, in their order, with the share that a pass reads."""
         stream = self.saved.stream
         identities = [_HUB_IDENTITY.fullmatch(line) for line in (stream.sources if stream else ())]
         commits = {found[1]: found[2] for found in identities if found}
@@ -96,17 +83,17 @@ class ModelRecord:
         for number, given in enumerate(self.saved.arguments.get("streaming_dataset") or ()):
             place = place_of(given)
             repository = re.split("[:@]", place)[0]
-            dataset = HubDataset(repository, commits[repository]) if repository in commits else None
+            datasets = [HubDataset(repository, commits[repository])] if repository in commits else []
             own_name = given.removesuffix(place).rstrip("=")
-            name = own_name or (repository if dataset else last_part(place))
+            name = own_name or (repository if datasets else last_part(place))
             shares = stream.shares if stream else None
             share = shares[number] if shares and number < len(shares) else 1.0
-            places.append(StreamPlace(name, share, dataset))
+            places.append(StageSource(name, share, None, None, [], datasets))
         return places
 
     def hub_datasets(self) -> list[str]:
         """Return the datasets on the hub that the model was trained on, in any stage, without subset and revision."""
-        streamed = [place.dataset.repository for place in self.stream_places() if place.dataset]
+        streamed = [one.repository for place in self.stream_places() for one in place.datasets]
         stored = [source.hub_name for source in self.training_sources() if source.kind == "hub"]
         before = [one.repository for stage in self.saved.stages for source in stage.sources for one in source.datasets]
         return list(dict.fromkeys([*before, *streamed, *stored]))
@@ -127,10 +114,7 @@ def stages_through(checkpoint: Path) -> tuple[TrainingStage, ...]:
 def all_stages(record: ModelRecord) -> tuple[TrainingStage, ...]:
     """Return the stages, the record's own run last, with shares of the tokens seen, else of the token dataset."""
     seen = _seen_of_sources(record) or dict(seen_shares(record))
-    sources = stored_sources(record) or [
-        StageSource(place.name, place.share, None, None, [], [place.dataset] if place.dataset else [])
-        for place in record.stream_places()
-    ]
+    sources = stored_sources(record) or record.stream_places()
     if seen.keys() >= {source.name for source in sources}:
         sources = [replace(source, share=seen[source.name]) for source in sources]
     state, run = record.saved.state, last_part(str(run_of(record.checkpoint)))
@@ -225,9 +209,8 @@ def stream_rows(record: ModelRecord) -> list[Row]:
     """Return name, share of a pass and revision of each place of a stream."""
     rows = []
     for place in record.stream_places():
-        datasets = [place.dataset] if place.dataset else []
-        revision = ", ".join(code(one.revision[:SHOWN_DIGITS]) for one in datasets if one.revision)
-        rows.append((_linked(place.name, datasets), f"{place.share:g}", Markdown(revision)))
+        revision = ", ".join(code(one.revision[:SHOWN_DIGITS]) for one in place.datasets if one.revision)
+        rows.append((_linked(place.name, place.datasets), f"{place.share:g}", Markdown(revision)))
     return rows
 
 

@@ -54,16 +54,12 @@ class PushError(RuntimeError):
 
 @dataclass(frozen=True)
 class PushRequest:
-    """Where a folder is pushed.
+    """Where a folder is pushed."""
 
-    Models and datasets have repositories of their own, which may have the same name OWNER/NAME. ``revision`` is a
-    branch, created if it is missing, or ``refs/pr/N`` for a pull request that is open; None is main.
-    """
-
-    repository: str
+    repository: str  # OWNER/NAME; a model and a dataset may have the same
     repo_type: RepoType
     private: bool = True
-    revision: str | None = None
+    revision: str | None = None  # a branch, created if it is missing, or refs/pr/N that is open; None is main
     create_pr: bool = False
 
     @classmethod
@@ -234,11 +230,7 @@ def _refusal(api: HfApi, account: dict[str, Any], request: PushRequest) -> str |
 
 
 def _missing_right(account: dict[str, Any], request: PushRequest) -> str | None:
-    """Return why the token cannot create the repository, None if nothing speaks against it.
-
-    The hub has no call that says so. An account or token of a kind that is not known here is not refused: the push
-    itself will show it.
-    """
+    """Return why the token cannot create the repository, None if nothing that is known here speaks against it."""
     name, owner = account.get("name"), request.repository.split("/")[0]
     shown, role, scopes = _token(account)
     if role == "read":
@@ -275,7 +267,7 @@ def _notes(api: HfApi, request: PushRequest, repository: ModelInfo | DatasetInfo
     notes = []
     if request.private and not repository.private:
         notes.append(f"{request.repository} exists and is public: --private true is only for new repositories")
-    files = [file.rfilename for file in repository.siblings or () if file.rfilename != ".gitattributes"]
+    files = [file for file in repository.siblings or () if file.rfilename != ".gitattributes"]
     if files and not (request.create_pr or request.revision):
         notes.append(
             f"{request.repository} has {len(files)} files; those of the same name and earlier weights or rows are "

@@ -1,8 +1,7 @@
-"""Compare an export with its checkpoint as a user of transformers would load it, or layer by layer if it is large.
+"""Compare an export with its checkpoint: names and bits of all tensors, settings, tokenizer, logits on a fixed text.
 
-The names, shapes, dtypes and bits of all tensors are compared, the settings, the tokenizer, and the logits on a fixed
-text. Only one of the two models is in memory at a time. If a model would take more than half of the available memory,
-the tensors are compared in blocks from the files, and both models are run layer by layer.
+One of the two models is in memory at a time, loaded as a user of transformers would. If a model would take more than
+half of the available memory, tensors are compared in blocks from the files, and models are run layer by layer.
 """
 
 import filecmp
@@ -51,20 +50,17 @@ _WRITTEN_ANEW = {"transformers_version", "_name_or_path", "_from_model_config", 
 
 @dataclass(frozen=True)
 class _Sides:
-    """An export and its checkpoint, both opened, and the ids [1, T] that both models get.
-
-    ``stored`` has the names of weights in memory, ``published`` those in which the same tensors are exported.
-    """
+    """An export and its checkpoint, both opened."""
 
     folder: Path
     source: ExportSource
     dtype: torch.dtype
     files: CheckpointTensors
-    stored: StoredTensors
-    published: StoredTensors
+    stored: StoredTensors  # by the names of weights in memory
+    published: StoredTensors  # the same by the names in which they are exported
     exported_shape: ModelShape
     shape: ModelShape
-    input_ids: torch.Tensor
+    input_ids: torch.Tensor  # [1, T], for both models
 
 
 @dataclass(frozen=True)
@@ -321,9 +317,7 @@ def layered_forward(
 ) -> LayeredOutput:
     """Return what a model computes for ``input_ids`` [1, T], reading its weights once, a decoder layer at a time.
 
-    For those who export a model that is larger than half of the machine's memory, such as 70B parameters on the node
-    that trained it. ``meta`` is a model on the meta device; hooks are added to it. ``advance`` is called after each
-    decoder layer.
+    ``meta`` is a model on the meta device, to which hooks are added. ``advance`` is called after each decoder layer.
     """
     model: Any = meta.model
     assert meta.weights is not None

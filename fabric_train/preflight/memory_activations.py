@@ -99,20 +99,15 @@ class _LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one forward pass on one device.
-
-    ``dtype`` is the type of the weights in the pass. ``autocast`` is the type that matrix products are cast to, None if
-    it is ``dtype``. ``has_borders``: several documents share a row and are isolated. ``on_gpu``: the kernels are those
-    of a GPU. ``by_unit``: the strategy reduces the gradients of a layer together, when all are computed.
-    """
+    """The rows of one forward pass on one device."""
 
     num_rows: int
     length: int
-    dtype: torch.dtype
-    autocast: torch.dtype | None
-    has_borders: bool
-    on_gpu: bool
-    by_unit: bool
+    dtype: torch.dtype  # of the weights in the pass
+    autocast: torch.dtype | None  # that matrix products are cast to; None if it is ``dtype``
+    has_borders: bool  # several documents share a row and are isolated
+    on_gpu: bool  # the kernels are those of a GPU
+    by_unit: bool  # the strategy reduces the gradients of a layer together, when all are computed
 
 
 @dataclass(frozen=True)
@@ -122,24 +117,15 @@ class Activations:
     With ``by_unit`` they include the gradients in ``dtype``: a layer's until all are computed, and those outside of the
     layers until the end, except the input embedding's. Otherwise they include the gradient of one parameter at a time,
     but not those of embedding and head, which ``memory_forecast.py`` counts.
-
-    Attributes:
-        kept: what all layers keep from the forward to the backward pass.
-        most: the peak of the forward pass, usually at the loss.
-        at_head: the peak in the head's backward pass; 0 without ``by_unit``, or if the head is also the embedding.
-        at_last: the peak in the backward pass of the last layer, which is the first in it.
-        after_last: the bytes at its end.
-        at_end: the peak in the backward pass of the first layer.
-        after_end: the bytes at its end.
     """
 
-    kept: int
-    most: int
-    at_head: int
-    at_last: int
-    after_last: int
-    at_end: int
-    after_end: int
+    kept: int  # by all layers from the forward to the backward pass
+    most: int  # the peak of the forward pass, usually at the loss
+    at_head: int  # the peak in the head's backward pass; 0 without ``by_unit``, or if the head is also the embedding
+    at_last: int  # the peak in the backward pass of the last layer, which is the first in it
+    after_last: int  # the bytes at its end
+    at_end: int  # the peak in the backward pass of the first layer
+    after_end: int  # the bytes at its end
 
 
 def trace_activations(shape: ModelShape, arguments: "TrainArguments", batch: MicroBatch) -> Activations:

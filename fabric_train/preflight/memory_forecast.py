@@ -31,15 +31,12 @@ LATER_BYTES = 60_000_000
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives of one kind in a step, among ``num_ranks``.
-
-    ``sent`` is the bytes that each rank sends, ``leaving_machine`` those that leave a machine from all its ranks.
-    """
+    """All collectives of one kind in a step."""
 
     what: str
     num_ranks: int
-    sent: int
-    leaving_machine: int
+    sent: int  # bytes of each rank
+    leaving_machine: int  # bytes from all ranks of a machine
 
     def seconds(self, interconnect: float | None, network: float | None) -> float:
         """Return the least time in seconds, from bytes per second in one direction; None does not count.
@@ -94,15 +91,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Budget:
-    """The bytes that a run needs.
+    """The bytes that a run needs."""
 
-    ``phases`` are those of a step on one device, without the process itself. ``staging`` is the copy in host memory
-    that a background save of one rank writes. ``checkpoint`` is one checkpoint on the disk.
-    """
-
-    phases: tuple[Phase, ...]
-    staging: int
-    checkpoint: int
+    phases: tuple[Phase, ...]  # of a step on one device, without the process itself
+    staging: int  # the copy in host memory that a background save of one rank writes
+    checkpoint: int  # one, on the disk
 
     @property
     def most(self) -> Phase:
@@ -201,11 +194,7 @@ def _reducing(numel: int, layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run needs.
-
-    ``process`` is the bytes of a process without a model: on the GPU, or resident on CPU. ``offloaded`` is what
-    ``--cpu_offload`` keeps in a rank's host memory.
-    """
+    """What a run needs."""
 
     units: Units
     layout: Layout
@@ -213,8 +202,8 @@ class Forecast:
     budget: Budget
     collectives: tuple[Collective, ...]
     flops_of_step: float
-    process: int
-    offloaded: int
+    process: int  # bytes of a process without a model: on the GPU, or resident on CPU
+    offloaded: int  # bytes that ``--cpu_offload`` keeps in a rank's host memory
     on_gpu: bool
 
     @property
@@ -233,11 +222,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """The run to forecast.
-
-    ``device_memory`` is the bytes that a rank may use: of its GPU, or its share of host memory on CPU.
-    ``is_elsewhere``: the run is planned for other machines than this one. ``validates``: it has validation rows.
-    """
+    """The run to forecast."""
 
     arguments: "TrainArguments"
     shape: ModelShape
@@ -245,9 +230,9 @@ class RunRequest:
     parallelism: str
     isolates: bool
     on_gpu: bool
-    device_memory: int
-    is_elsewhere: bool
-    validates: bool = True
+    device_memory: int  # bytes that a rank may use: of its GPU, or its share of host memory on CPU
+    is_elsewhere: bool  # planned for other machines than this one
+    validates: bool = True  # has validation rows
 
     def layout(self) -> Layout:
         return make_layout(self.arguments, self.plan, self.parallelism)
@@ -256,8 +241,7 @@ class RunRequest:
         """Compute the forecast without allocating the model; a RuntimeError if it reads the content of tensors."""
         units, layout, plan = read_units(self.shape, self.arguments), self.layout(), self.plan
         activations = trace_activations(self.shape, self.arguments, self._micro_batch())
-        first_save = min(self._saved_steps() | self._evaluated_steps())
-        saves_in_background = self.arguments.save.async_save and first_save < plan.num_steps
+        saves_in_background = self.arguments.save.async_save and min(set.union(*self._saved_steps())) < plan.num_steps
         return Forecast(
             units=units,
             layout=layout,
@@ -272,17 +256,15 @@ class RunRequest:
 
     def num_checkpoints(self) -> int:
         """Return the number of checkpoints on the disk at the end of the run."""
-        saved, keep = self._saved_steps(), self.arguments.save.keep_checkpoints
-        number = len(saved) + bool(self._evaluated_steps() - saved)  # the best by validation loss is kept too
+        (saved, evaluated), keep = self._saved_steps(), self.arguments.save.keep_checkpoints
+        number = len(saved) + bool(evaluated - saved)  # the best by validation loss is kept too
         return number if keep is None else min(number, keep + 1)
 
-    def _saved_steps(self) -> set[int]:
-        return self._steps_every(self.arguments.save.save_step_interval)
-
-    def _evaluated_steps(self) -> set[int]:
-        """Return the steps that ``--save_best`` may save."""
+    def _saved_steps(self) -> tuple[set[int], set[int]]:
+        """Return the steps that are saved at intervals, and those that ``--save_best`` may save."""
         saves_best = self.arguments.save.save_best and self.validates
-        return self._steps_every(self.arguments.evaluation.eval_step_interval) if saves_best else set()
+        evaluated = self._steps_every(self.arguments.evaluation.eval_step_interval) if saves_best else set()
+        return self._steps_every(self.arguments.save.save_step_interval), evaluated
 
     def _steps_every(self, interval: int) -> set[int]:
         last = self.plan.num_steps

@@ -21,22 +21,17 @@ REDUCED_BYTES = 4
 
 @dataclass(frozen=True)
 class Units:
-    """Numbers of parameters: of each of ``num_layers`` layers, and of the ``rest`` outside of them.
-
-    The rest includes the ``head`` and the input ``embedding``, which are the same if ``is_tied``. ``trained`` is the
-    number of parameters that train, ``head`` that of the head's. ``states`` are the bytes of their optimizer states,
-    ``saved_states`` those in a checkpoint.
-    """
+    """Numbers of parameters."""
 
     num_layers: int
-    layer: int
-    rest: int
-    head: int
+    layer: int  # of each layer
+    rest: int  # outside of the layers: head, embedding and more
+    head: int  # that train
     embedding: int
-    is_tied: bool
+    is_tied: bool  # head and embedding are the same
     trained: int
-    states: int
-    saved_states: int
+    states: int  # bytes of the optimizer's states
+    saved_states: int  # bytes of those in a checkpoint
 
     def part(self, num_parts: int) -> "Units":
         """Return the units of one rank if every parameter is split among ``num_parts`` ranks."""
@@ -51,26 +46,23 @@ class Units:
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a model. ``name`` is the parallelism.
+    """How ranks share a model.
 
     The model is split among ``world_size // num_data_ranks`` tensor-parallel ranks, then sharded among ``num_shards``
-    ranks, in ``num_copies`` groups. ``gathers_at_once``: all weights stay gathered from the forward to the backward
-    pass. Bytes per parameter: ``held`` for weights and gradients between steps, ``computed`` for those in a pass.
-    ``reduces_each``: gradients are reduced after each micro-batch, not once a step. ``offloads``: sharded weights,
-    gradients and optimizer are in host memory.
+    ranks, in ``num_copies`` groups.
     """
 
-    name: str
+    name: str  # the parallelism
     world_size: int
     num_data_ranks: int
     num_nodes: int
     num_shards: int
-    gathers_at_once: bool
-    held: int
-    computed: int
+    gathers_at_once: bool  # all weights stay gathered from the forward to the backward pass
+    held: int  # bytes of a parameter between steps, as of its gradient
+    computed: int  # bytes of a parameter in a pass
     accumulation: int
-    reduces_each: bool
-    offloads: bool
+    reduces_each: bool  # gradients are reduced after each micro-batch, not once a step
+    offloads: bool  # sharded weights, gradients and optimizer are in host memory
 
     @property
     def num_copies(self) -> int:

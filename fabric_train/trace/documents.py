@@ -129,17 +129,14 @@ class DocumentRead:
 
 @dataclass(frozen=True)
 class DocumentSteps:
-    """The steps that have read a document, up to ``num_done``, and those that will if the run goes on to its end.
-
-    ``checkpoints`` are those that have read it, and ``last_without`` is the newest that has not; None if there is none.
-    """
+    """The steps that read a document."""
 
     found: list[IndexedDocument]
     num_done: int
-    read: list[DocumentRead]
-    to_come: list[DocumentRead]
-    checkpoints: list[str]
-    last_without: str | None
+    read: list[DocumentRead]  # up to ``num_done``
+    to_come: list[DocumentRead]  # if the run goes on to its end
+    checkpoints: list[str]  # that have read it
+    last_without: str | None  # the newest that has not
     notes: list[str]
 
 

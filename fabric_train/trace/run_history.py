@@ -54,7 +54,6 @@ class Ranks:
 
     @property
     def number(self) -> int:
-        """The number of ranks."""
         return self.num_data_ranks * self.group_size
 
     def at(self, position: int) -> range:
@@ -65,17 +64,13 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The steps ``first`` to ``last`` of a run, or of a run that it branched off.
-
-    ``last`` is infinite if the end of the run is not known. The rows are those of the data order of ``described_by``,
-    a checkpoint, after the step ``starts_after``; None if the run is gone and its order was another one.
-    """
+    """Steps of a run, or of a run that it branched off."""
 
     run: Path
     first: int
-    last: float
-    starts_after: int
-    described_by: Path | None
+    last: float  # infinite if the end of the run is not known
+    starts_after: int  # the step at which the data order begins
+    described_by: Path | None  # a checkpoint with the data order; None if the run is gone and it was another one
 
     def checkpoints(self) -> dict[int, Path]:
         """Return the checkpoints of these steps, damaged ones too."""
