@@ -14,18 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from fabric_train.cli import yaml_core
-from fabric_train.cli.argument_types import (
-    WrongValueError,
-    convert,
-    describe,
-    groups_of,
-    is_required,
-    positional_of,
-    takes_list,
-    title_of,
-    types_of,
-)
+from fabric_train.cli import argument_types, yaml_core
 from fabric_train.cli.errors import InputError, print_errors
 from fabric_train.cli.help import complete_words, print_help
 from fabric_train.cli.launcher import GivenValue, global_rank
@@ -104,9 +93,9 @@ def parse_arguments(
     if (words := _words_of_help(argv)) is not None:
         print_help(arguments, words)
         raise SystemExit(0)
-    types = types_of(arguments)
+    types = argument_types.types_of(arguments)
     faults: list[str] = []
-    on_line = _from_command_line(argv, types, positional_of(arguments), faults)
+    on_line = _from_command_line(argv, types, argument_types.positional_of(arguments), faults)
     config = on_line.pop("config", None)
     if "debug" in on_line:  # errors.is_debug reads it from argv
         _convert_given({"debug": on_line.pop("debug")}, {"debug": bool}, faults)
@@ -129,7 +118,7 @@ def to_yaml(arguments: Any) -> str:
     parts = []
     for group in dataclasses.fields(arguments):
         values = dataclasses.asdict(getattr(arguments, group.name))
-        parts.append(f"# {title_of(type(getattr(arguments, group.name)))}\n{yaml_core.dump(values)}")
+        parts.append(f"# {argument_types.title_of(type(getattr(arguments, group.name)))}\n{yaml_core.dump(values)}")
     return "\n".join(parts)
 
 
@@ -176,8 +165,8 @@ def _convert_given(
             faults.append(f"{item.where}: no such argument; {advice}")
             continue
         try:
-            values[name] = convert(types[name], item.value)
-        except WrongValueError as error:
+            values[name] = argument_types.convert(types[name], item.value)
+        except argument_types.WrongValueError as error:
             here = advice_for_value(name, types[name], item.value)
             wrong = f"{item.where}: expected {error}, got {_shown(item, types[name])}"
             faults.append(f"{wrong}; {here}" if here else wrong)
@@ -189,10 +178,12 @@ def _build_groups(
 ) -> dict[str, Any]:
     """Return the groups that have all required values; report values that are missing or contradict each other."""
     built: dict[str, Any] = {}
-    for field_name, group in groups_of(arguments).items():
+    for field_name, group in argument_types.groups_of(arguments).items():
         fields: tuple[dataclasses.Field, ...] = dataclasses.fields(group)
-        missing = [field.name for field in fields if is_required(field) and field.name not in values]
-        shown = {name: name.upper() if name == positional_of(arguments) else f"--{name}" for name in missing}
+        missing = [field.name for field in fields if argument_types.is_required(field) and field.name not in values]
+        shown = {
+            name: name.upper() if name == argument_types.positional_of(arguments) else f"--{name}" for name in missing
+        }
         faults += [f"{shown[name]} is required" for name in missing if name not in given]
         if not missing:
             built[field_name] = group(**{field.name: values[field.name] for field in fields if field.name in values})
@@ -223,7 +214,7 @@ def _from_command_line(
             name, equals, text = token[2:].partition("=")
             flag = (name.replace("-", "_"), [text] if equals else [])
             items.append(flag)
-        elif positional and (flag is None or (flag[1] and not takes_list(types.get(flag[0])))):
+        elif positional and (flag is None or (flag[1] and not argument_types.takes_list(types.get(flag[0])))):
             if not unnamed:
                 items.append((positional, unnamed))
             unnamed.append(token)
@@ -247,8 +238,8 @@ def _in_words(value: Any) -> str:
 
 def _from_file(config: GivenValue, faults: list[str]) -> dict[str, GivenValue]:
     try:
-        path = convert(str, config.value)
-    except WrongValueError:
+        path = argument_types.convert(str, config.value)
+    except argument_types.WrongValueError:
         faults.append("--config: expected one YAML file")
         return {}
     try:
@@ -275,9 +266,9 @@ def _shown(item: GivenValue, kind: Any) -> str:
     if item.where.startswith("--"):
         if item.value is True or item.value == "":
             return "nothing"
-        if isinstance(item.value, list) and not takes_list(kind):
+        if isinstance(item.value, list) and not argument_types.takes_list(kind):
             return f"{_shortened(repr(' '.join(item.value)))}; put a value with spaces in quotes"
-    if describe(kind).startswith("text") and not isinstance(item.value, str | list | dict | None):
+    if argument_types.describe(kind).startswith("text") and not isinstance(item.value, str | list | dict | None):
         return f"{item.value}; put it in quotes"
     return _shortened(repr(item.value))
 

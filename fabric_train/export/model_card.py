@@ -20,15 +20,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoConfig
 
 from arguments import TrainingArguments
-from fabric_train.checkpoint import (
-    BranchPoint,
-    TokenLoss,
-    TrainingStage,
-    compare_evaluations,
-    perplexity,
-    read_trainer_json,
-    run_of,
-)
+from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
 from fabric_train.export import card_facts
@@ -221,7 +213,7 @@ def _has_chat_template(tokenizer: Path) -> bool:
     return config.is_file() and bool(read_json(config, dict, "fetch it again").get("chat_template"))
 
 
-def _stage_row(number: int, stage: TrainingStage) -> Row:
+def _stage_row(number: int, stage: checkpoints.TrainingStage) -> Row:
     begun = f"stage {number - 1}" if number > 1 else "random weights"
     if number == 1 and stage.base_model:
         begun = code(stage.base_model.name)
@@ -229,7 +221,7 @@ def _stage_row(number: int, stage: TrainingStage) -> Row:
     return number, code(stage.run), begun, stage.num_tokens, stage.step, hours
 
 
-def _lineage_row(branch: BranchPoint) -> Row:
+def _lineage_row(branch: checkpoints.BranchPoint) -> Row:
     changed = [
         f"`{name}`: {escaped(public_value(there))} → {escaped(public_value(here))}"
         for name, (there, here) in branch.changed.items()
@@ -250,32 +242,32 @@ def _results(record: ModelRecord) -> dict[str, Any]:
         columns += [figure.replace("_", " ") for figure in figures]
         has_before = first.step < now.step
         columns += ["change of loss"] if has_before else []
-        for name, before, after in compare_evaluations(first, now):
+        for name, before, after in checkpoints.compare_evaluations(first, now):
             pairs = zip(_cells(before, figures), _cells(after, figures), strict=True)
             cells = [f"{there}\u00a0→\u00a0{here}".strip("\u00a0→") if has_before else here for there, here in pairs]
             change = [_change(before, after)] if has_before else []
             rows.append((record.part_name(name), after.num_tokens, *cells, *change))
-    runs = [code(last_part(str(run_of(part.checkpoint)))) for part in record.parts]
+    runs = [code(last_part(str(checkpoints.run_of(part.checkpoint)))) for part in record.parts]
     return {
         "part_rows": [
-            (run, read_trainer_json(part.checkpoint).state.step, f"{part.weight / total:.2%}")
+            (run, checkpoints.read_trainer_json(part.checkpoint).state.step, f"{part.weight / total:.2%}")
             for run, part in zip(runs, record.parts, strict=True)
         ],
         "now": now,
         "first": first,
-        "perplexity": None if state.val_loss is None else perplexity(state.val_loss),
+        "perplexity": None if state.val_loss is None else checkpoints.perplexity(state.val_loss),
         "result_columns": " | ".join(columns),
         "result_rows": rows,
     }
 
 
-def _cells(loss: TokenLoss | None, figures: Sequence[str]) -> Iterator[str]:
+def _cells(loss: checkpoints.TokenLoss | None, figures: Sequence[str]) -> Iterator[str]:
     for value in (loss.figures().get(figure) if loss else None for figure in figures):
         digits = 3 if value is None or value < 100 else 1 if value < 1000 else 0
         yield "" if value is None else f"{value:,.{digits}f}"
 
 
-def _change(before: TokenLoss | None, after: TokenLoss) -> str:
+def _change(before: checkpoints.TokenLoss | None, after: checkpoints.TokenLoss) -> str:
     if before is None or not before.loss > 0:
         return ""
     return f"{after.loss / before.loss - 1:+.1%}".replace("-", "−")  # that of the bits per byte, too
@@ -287,7 +279,7 @@ def draw_card_picture(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
     Nothing is drawn if the run has no metrics.csv that can be read. Runs that it branched off may be gone.
     """
     record = read_record(checkpoint)
-    own = _read(run_of(checkpoint), record.saved.state.step)
+    own = _read(checkpoints.run_of(checkpoint), record.saved.state.step)
     if not own:
         return
     rows: list[Metrics] = []

@@ -27,16 +27,7 @@ from fabric_train.export.average import ExportSource
 from fabric_train.export.hub_format import INDEX_NAME, blocks, former_names, published
 from fabric_train.export.verification import Method, OutputReport, TensorReport, VerificationReport, find_faults
 from fabric_train.files.typed_json import read_json
-from fabric_train.model.hf_model import (
-    GENERATION_CONFIG,
-    ModelShape,
-    build_model,
-    check_readable,
-    checkpoint_generation_config,
-    quiet_transformers,
-    read_generation_config,
-    read_shape,
-)
+from fabric_train.model import hf_model
 from fabric_train.model.load_weights import MetaModel, build_on_meta, open_in_parts, open_tensors, read_buffers
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights, open_weights
 
@@ -58,8 +49,8 @@ class _Sides:
     files: CheckpointTensors
     stored: StoredTensors  # by the names of weights in memory
     published: StoredTensors  # the same by the names in which they are exported
-    exported_shape: ModelShape
-    shape: ModelShape
+    exported_shape: hf_model.ModelShape
+    shape: hf_model.ModelShape
     input_ids: torch.Tensor  # [1, T], for both models
 
 
@@ -78,9 +69,9 @@ _NOT_RUN = _Outputs("tensors only", [], None, [])
 
 def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
     """Compare the export in ``folder`` with ``source`` in ``dtype``."""
-    quiet_transformers()
+    hf_model.quiet_transformers()
     try:
-        check_readable(str(folder))
+        hf_model.check_readable(str(folder))
         return _compare(_open(folder, source, dtype))
     except InputError as error:  # a file is missing or damaged
         nothing = TensorReport(0, 0, [], [], [], 0.0)
@@ -90,7 +81,7 @@ def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> Verificat
 
 
 def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _Sides:
-    shape, stored = read_shape(str(source.checkpoint)), source.open_reference()
+    shape, stored = hf_model.read_shape(str(source.checkpoint)), source.open_reference()
     return _Sides(
         folder=folder,
         source=source,
@@ -98,7 +89,7 @@ def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _Sides:
         files=open_weights(folder),
         stored=stored,
         published=published(build_on_meta(shape, dtype), stored),
-        exported_shape=read_shape(str(folder)),
+        exported_shape=hf_model.read_shape(str(folder)),
         shape=shape,
         input_ids=_fixed_input(folder, shape),
     )
@@ -174,7 +165,7 @@ def _compare_outputs(sides: _Sides) -> _Outputs:
 def _compare_whole(sides: _Sides) -> _Outputs:
     """Run the checkpoint's model, then load the export as its users do and run it."""
     weights = {name: sides.stored.read(name).to(sides.dtype) for name in sides.stored}
-    expected = _logits(build_model(sides.shape, weights, sides.dtype), sides.input_ids)
+    expected = _logits(hf_model.build_model(sides.shape, weights, sides.dtype), sides.input_ids)
     del weights
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         sides.folder, dtype="auto", output_loading_info=True, local_files_only=True, trust_remote_code=False
@@ -199,7 +190,7 @@ def _compare_layers(sides: _Sides) -> _Outputs | None:
     with Progress(console=open_console(stderr=True)) as progress:
         task = progress.add_task("comparing layers", total=2 * num_layers if num_layers else None)
 
-        def run(model: MetaModel, shape: ModelShape) -> LayeredOutput:
+        def run(model: MetaModel, shape: hf_model.ModelShape) -> LayeredOutput:
             return layered_forward(model, shape.layer_classes, sides.input_ids, lambda: progress.advance(task))
 
         try:
@@ -232,7 +223,7 @@ def _logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     return logits.float()
 
 
-def _fixed_input(folder: Path, shape: ModelShape) -> torch.Tensor:
+def _fixed_input(folder: Path, shape: hf_model.ModelShape) -> torch.Tensor:
     """Return the ids [1, T] of the fixed text, or fixed ids without a tokenizer; as many as the model has positions."""
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -255,11 +246,11 @@ def _compare_configurations(sides: _Sides) -> list[str]:
     differences = [f"{name} in config.json" for name in _different(expected, found)]
     if exported.dtype != sides.dtype:
         differences.append("dtype in config.json")
-    if not (folder / GENERATION_CONFIG).is_file():
-        return [*differences, GENERATION_CONFIG]
-    generation = checkpoint_generation_config(sides.source.checkpoint, stored).to_dict()
-    of_export = read_generation_config(str(folder), exported).to_dict()
-    return [*differences, *(f"{name} in {GENERATION_CONFIG}" for name in _different(generation, of_export))]
+    if not (folder / hf_model.GENERATION_CONFIG).is_file():
+        return [*differences, hf_model.GENERATION_CONFIG]
+    generation = hf_model.checkpoint_generation_config(sides.source.checkpoint, stored).to_dict()
+    of_export = hf_model.read_generation_config(str(folder), exported).to_dict()
+    return [*differences, *(f"{name} in {hf_model.GENERATION_CONFIG}" for name in _different(generation, of_export))]
 
 
 def _compare_tokenizers(folder: Path, original: Path) -> list[str] | None:

@@ -17,13 +17,8 @@ from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.devices import count_devices, resolve_accelerator
+from fabric_train.preflight import resume_check
 from fabric_train.preflight.prepare import prepare
-from fabric_train.preflight.resume_check import (
-    choose_schedule,
-    find_changes,
-    find_changes_of_begun_phases,
-    find_version_changes,
-)
 from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
 from fabric_train.tokenization.packing.token_folder import altered_rows
 from fabric_train.training.metrics import Metrics, read_metrics
@@ -62,7 +57,7 @@ def prepare_replay(
     if last > run.plan.num_steps:
         its = f"{folder / 'config.yaml'} ends at step {run.plan.num_steps} (--max_step, --number_epochs)"
         raise InputError(f"--steps {first}:{last}: {its}; put the file of this run back, or give earlier steps")
-    run = _with_schedules(run, saved_after) if saved_after else choose_schedule(run, witness)[0]
+    run = _with_schedules(run, saved_after) if saved_after else resume_check.choose_schedule(run, witness)[0]
     state = replace(run.start.state, unlogged=None)  # nothing of the step before is logged again
     run = replace(run, start=replace(run.start, state=state))
     trained = [row for row in logged if row.step > state.step]
@@ -90,7 +85,7 @@ def prepare_replay(
         here=RunLayout(run.devices.world_size, None, split),
         contents=contents,
         faults=[*faults, *wrong],
-        other_versions=[f"{change}" for change in find_version_changes(saved.versions, run)],
+        other_versions=[f"{change}" for change in resume_check.find_version_changes(saved.versions, run)],
     )
 
 
@@ -232,8 +227,8 @@ def _faults_of_arguments(
         also += ["micro_batch_size", "gradient_accumulation_steps"]
     if run.start.checkpoint is None:
         also += [field.name for field in fields(given.model)]
-    changes = find_changes(saved.arguments, flatten(given), also)
-    changes += find_changes_of_begun_phases(run, saved.phase_schedules, last)
+    changes = resume_check.find_changes(saved.arguments, flatten(given), also)
+    changes += resume_check.find_changes_of_begun_phases(run, saved.phase_schedules, last)
     in_data = () if isinstance(run.data, Stream) else ("seed",)
     return [
         f"{change.place}: {change.there} in {witness.name}/trainer.json, {change.here} in config.yaml"

@@ -51,29 +51,22 @@ def main(argv: list[str] | None = None) -> None:
     """Print the documents of a step, or the steps and checkpoints that read a document, or both as JSON."""
     arguments = parse_arguments(TraceArguments, argv)
 
-    from fabric_train.trace.documents import (
-        DocumentSteps,
-        StepDocuments,
-        find_steps,
-        list_documents,
-        print_document,
-        print_step,
-    )
+    from fabric_train.trace import documents
     from fabric_train.trace.run_history import RunHistory  # slow
 
     history = RunHistory(Path(arguments.run).expanduser(), arguments.train_data_dir)
-    found: DocumentSteps | StepDocuments
+    found: documents.DocumentSteps | documents.StepDocuments
     if arguments.document is not None:
-        found = find_steps(history, arguments.document)
+        found = documents.find_steps(history, arguments.document)
     else:
         assert arguments.step is not None  # TraceArguments.faults
-        found = list_documents(history, arguments.step, arguments.rank)
+        found = documents.list_documents(history, arguments.step, arguments.rank)
     if arguments.json:
         print(json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False))
-    elif isinstance(found, DocumentSteps):
-        print_document(found)
+    elif isinstance(found, documents.DocumentSteps):
+        documents.print_document(found)
     else:
-        print_step(found)
+        documents.print_step(found)
 
 
 if __name__ == "__main__":
