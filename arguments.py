@@ -24,12 +24,13 @@ from fabric_train.cli.argument_types import (
     Seconds,
     Shares,
     UnitInterval,
+    given_twice,
     parse_size,
+    range_of_steps,
 )
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import launcher_arguments
 from fabric_train.cli.parser import parse_arguments
-from fabric_train.cli.shared_arguments import given_twice, range_of_steps
 
 T = TypeVar("T")
 

@@ -7,6 +7,7 @@ model, so there the part is that of the forward operation whose gradient is comp
 import math
 import os
 import traceback
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -21,8 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from fabric_train.preflight.memory_activations import LiveBytes
 
 PRODUCTS, COLLECTIVES, OTHERS = "matrix products", "collectives", "others"
 PARTS = (
@@ -105,6 +104,49 @@ class _Counts:
     parts: dict[str, Work] = field(default_factory=lambda: defaultdict(Work))
     collectives: dict[str, Work] = field(default_factory=lambda: defaultdict(Work))
     waits: Counter[str] = field(default_factory=Counter)
+
+
+class LiveBytes:
+    """The bytes of the storages that were added and are still alive, now and at the peak.
+
+    An allocation takes a multiple of ``block`` bytes.
+    """
+
+    def __init__(self, block: int) -> None:
+        self.now = self.most = 0
+        self.most_kinds: dict[str, int] = {}
+        """The bytes at the peak by kind."""
+        self._block = block
+        self._kinds: Counter[str] = Counter()
+        self._live: dict[int, tuple[int, str]] = {}
+
+    def add(self, storage: torch.UntypedStorage, kind: str) -> None:
+        key = storage._cdata
+        if key not in self._live:
+            self._live[key] = (0, kind)
+            weakref.finalize(storage, self._free, key)
+            self._resize(key, storage.nbytes())
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._live:
+            self._resize(storage._cdata, storage.nbytes())
+
+    def restart(self) -> None:
+        self.most, self.most_kinds = self.now, dict(self._kinds)
+
+    def _resize(self, key: int, size: int) -> None:
+        size = -(-size // self._block) * self._block
+        before, kind = self._live[key]
+        self._live[key] = (size, kind)
+        self.now += size - before
+        self._kinds[kind] += size - before
+        if self.now > self.most:
+            self.restart()
+
+    def _free(self, key: int) -> None:
+        size, kind = self._live.pop(key)
+        self.now -= size
+        self._kinds[kind] -= size
 
 
 class StepCounter(TorchDispatchMode):

@@ -37,12 +37,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train; with ``--eval_only`` evaluate, with ``--plan`` print what the run would take.
-
-    Raises:
-        InputError: for whatever the user can fix.
-        SystemExit: with the exit code, if it is not 0.
-    """
+    """Train; with ``--eval_only`` evaluate, with ``--plan`` print what the run would take."""
     stop_signals.listen()
     set_memory_advice(
         "use a smaller --micro_batch_size or --max_length, --activation_checkpointing full, or more devices"

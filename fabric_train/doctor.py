@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
 
 import psutil
 from rich import box
@@ -77,147 +76,137 @@ class DoctorArguments:
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """What one check has found, and how to fix it if it is not "ok".
-
-    A "fault" stops a run, or leaves its GPUs unused; a "warning" slows a run down or stops some runs.
-    """
+    """A finding: a "fault" stops a run or leaves its GPUs unused, a "warning" slows it down or stops some, or "ok"."""
 
     name: str
-    level: Literal["ok", "warning", "fault"]
+    level: str
     found: str
     fix: str = ""
+
+
+Finding = tuple[str, str] | tuple[str, str, str]
+"""What a :class:`NodeCheck` has after its name."""
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print one line for each check, or all of them as JSON; exit with 1 if a fault would stop a run."""
     arguments = parse_arguments(DoctorArguments, argv)
-    checks = list(check_node(arguments.output_dir))
+    checks = [NodeCheck(name, *finding) for name, finding in check_node(arguments.output_dir)]
     counts = Counter[str](check.level for check in checks)
-    console = open_console()
+    console, summary = open_console(), f"{len(checks)} checks, nothing wrong"
+    if counts["fault"] or counts["warning"]:
+        stops, slows = f"{counts['fault']} would stop a run", f"{counts['warning']} might slow or stop one"
+        summary = f"{len(checks)} checks: {stops}, {slows}"
     if arguments.json:
         content = {"faults": counts["fault"], "warnings": counts["warning"]}
         print(json.dumps({**content, "checks": [dataclasses.asdict(check) for check in checks]}, indent=2))
     elif console.is_terminal:
-        console.print(_table(checks))
-        console.print(_summary(counts), soft_wrap=True, highlight=False)
+        table = Table(box=box.SIMPLE)
+        for header in ("", "check"):
+            table.add_column(header, no_wrap=True, header_style="dim")
+        for header in ("found", "how to fix it"):
+            table.add_column(header, overflow="fold", header_style="dim")
+        for check in checks:
+            table.add_row(Text(check.level, _STYLES[check.level]), *map(Text, (check.name, check.found, check.fix)))
+        console.print(table)
+        console.print(summary, soft_wrap=True, highlight=False)
     else:  # for logs and grep: every line begins with its level and is whole
         for check in checks:
             print(f"{check.level:<8} {check.name}: {check.found}" + (f"; {check.fix}" if check.fix else ""))
-        print(f"{next(level for level in ('fault', 'warning', 'ok') if counts[level]):<8} {_summary(counts)}")
+        print(f"{next(level for level in ('fault', 'warning', 'ok') if counts[level]):<8} {summary}")
     if counts["fault"]:
         sys.exit(FAILURE)
 
 
-def _table(checks: list[NodeCheck]) -> Table:
-    table = Table(box=box.SIMPLE)
-    for header in ("", "check"):
-        table.add_column(header, no_wrap=True, header_style="dim")
-    for header in ("found", "how to fix it"):
-        table.add_column(header, overflow="fold", header_style="dim")
-    for check in checks:
-        table.add_row(Text(check.level, _STYLES[check.level]), *map(Text, (check.name, check.found, check.fix)))
-    return table
-
-
-def _summary(counts: Counter[str]) -> str:
-    if not counts["fault"] and not counts["warning"]:
-        return f"{counts.total()} checks, nothing wrong"
-    return f"{counts.total()} checks: {counts['fault']} would stop a run, {counts['warning']} might slow or stop one"
-
-
-def check_node(output_dir: str | None) -> Iterator[NodeCheck]:
-    """Yield the result of every check, in a fixed order; ``output_dir`` need not exist yet."""
+def check_node(output_dir: str | None) -> Iterator[tuple[str, Finding]]:
+    """Yield the name and the finding of every check, in a fixed order; ``output_dir`` need not exist yet."""
     num_gpus, cuda = _count_gpus(), None
     with suppress(OSError):
         cuda = ctypes.CDLL("libcuda.so.1")
-    yield _check_driver(cuda, num_gpus)
-    yield _check_visible_gpus(cuda, num_gpus)
-    yield _check_shared_memory(num_gpus)
     infiniband = _names_in("/sys/class/infiniband")
-    yield _check_locked_memory(infiniband)
-    yield _check_open_files()
-    yield _check_processes(max(num_gpus, 1))
-    yield _check_interfaces()
-    yield _check_host_name()
-    yield _check_infiniband(infiniband)
+    yield "driver", _check_driver(cuda, num_gpus)
+    yield "GPUs", _check_visible_gpus(cuda, num_gpus)
+    yield "/dev/shm", _check_shared_memory(num_gpus)
+    yield "locked memory", _check_locked_memory(infiniband)
+    yield "open files", _check_open_files()
+    yield "processes", _check_processes(max(num_gpus, 1))
+    yield "network", _check_interfaces()
+    yield "host name", _check_host_name()
+    yield "InfiniBand", _check_infiniband(infiniband)
     home = Path(os.path.expanduser("~"))  # Path.home fails for a user without a home
     caches = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
-    folders = [
-        ("working folder", Path.cwd(), _FREE_FOR_CACHES),
-        ("HF_HOME", Path(os.environ.get("HF_HOME") or f"{caches}/huggingface"), _FREE_FOR_MODELS),
-        ("TRITON_CACHE_DIR", Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton/cache"), _FREE_FOR_CACHES),
-    ]
-    if inductor := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # by default it is in TMPDIR
-        folders.append(("TORCHINDUCTOR_CACHE_DIR", Path(inductor), _FREE_FOR_CACHES))
-    for name, folder, wanted in folders:
-        yield _check_folder(name, folder, wanted, "warning")
-    # if TMPDIR cannot be written to, Python takes /tmp in its place, and other programs fail
-    yield _check_folder("TMPDIR", Path(os.environ.get("TMPDIR") or "/tmp"), _FREE_FOR_CACHES, "fault")
-    if output_dir is not None:
-        yield _check_folder("--output_dir", Path(output_dir), _FREE_FOR_RUNS, "fault")
+    folders: dict[str, tuple[str | Path | None, float, str]] = {
+        "working folder": (Path.cwd(), _FREE_FOR_CACHES, "warning"),
+        "HF_HOME": (os.environ.get("HF_HOME") or f"{caches}/huggingface", _FREE_FOR_MODELS, "warning"),
+        "TRITON_CACHE_DIR": (os.environ.get("TRITON_CACHE_DIR") or home / ".triton/cache", _FREE_FOR_CACHES, "warning"),
+        # by default it is in TMPDIR
+        "TORCHINDUCTOR_CACHE_DIR": (os.environ.get("TORCHINDUCTOR_CACHE_DIR"), _FREE_FOR_CACHES, "warning"),
+        # if it cannot be written to, Python takes /tmp in its place, and other programs fail
+        "TMPDIR": (os.environ.get("TMPDIR") or "/tmp", _FREE_FOR_CACHES, "fault"),
+        "--output_dir": (output_dir, _FREE_FOR_RUNS, "fault"),
+    }
+    for name, (folder, wanted, level) in folders.items():
+        if folder:
+            yield name, _check_folder(Path(folder), wanted, level)
 
 
-# ------------------------------------------------------------------------------------------------------------- GPUs
-
-
-def _check_driver(cuda: ctypes.CDLL | None, num_gpus: int) -> NodeCheck:
-    name = "driver"
+def _check_driver(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
     torch = _torch_version()
     if torch is None:
-        return NodeCheck(name, "fault", "torch is not installed in this Python", "pip install -r requirements.txt")
+        return "fault", "torch is not installed in this Python", "pip install -r requirements.txt"
     built = f"torch {torch.__version__} is built "
     wanted = torch.cuda and f"for CUDA {torch.cuda}"
     if not num_gpus:
-        return NodeCheck(name, "ok", f"no NVIDIA GPU here, runs use the CPU; {built}{wanted or 'without CUDA'}")
-    loaded = _driver_version()
+        return "ok", f"no NVIDIA GPU here, runs use the CPU; {built}{wanted or 'without CUDA'}"
     if wanted is None:
         kind = f"without CUDA, and {_many(num_gpus, 'GPU')} would not be used"
-        return NodeCheck(name, "fault", built + kind, f"pip install torch=={torch.__version__.split('+')[0]} from PyPI")
+        return "fault", built + kind, f"pip install torch=={torch.__version__.split('+')[0]} from PyPI"
     major = int(torch.cuda.split(".")[0])
     newer = f"driver {_MIN_DRIVER.get(major, 'of CUDA ' + torch.cuda)} or newer"
-    if loaded is None:
-        return NodeCheck(name, "fault", f"{_many(num_gpus, 'GPU')}, and no driver is loaded", f"install {newer}")
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "fault", f"{_many(num_gpus, 'GPU')}, and no driver is loaded", f"install {newer}"
+    numbers = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    loaded = numbers[0] if numbers else "of an unknown version"
     if cuda is None:
-        found = f"driver {loaded} is loaded, but its libcuda.so.1 is not found here"
-        return NodeCheck(name, "fault", found, _IN_A_CONTAINER)
+        return "fault", f"driver {loaded} is loaded, but its libcuda.so.1 is not found here", _IN_A_CONTAINER
     version = ctypes.c_int()
     cuda.cuDriverGetVersion(ctypes.byref(version))
     driver_major, rest = divmod(version.value, 1000)
     found = f"driver {loaded} is for CUDA {driver_major}.{rest // 10}, {built}{wanted}"
     if driver_major < major:
-        fix = f"install {newer} on the host, or a torch for CUDA {driver_major}"
-        return NodeCheck(name, "fault", found, fix)
-    return NodeCheck(name, "ok", found)
+        return "fault", found, f"install {newer} on the host, or a torch for CUDA {driver_major}"
+    return "ok", found
 
 
-def _check_visible_gpus(cuda: ctypes.CDLL | None, num_gpus: int) -> NodeCheck:
-    name = "GPUs"
+def _check_visible_gpus(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     setting = "" if listed is None else f"CUDA_VISIBLE_DEVICES is {listed!r}"
     if not num_gpus:
         if listed:
-            return NodeCheck(name, "warning", f"{setting}, and there is no GPU", "runs use the CPU; unset it")
-        return NodeCheck(name, "ok", "none")
+            return "warning", f"{setting}, and there is no GPU", "runs use the CPU; unset it"
+        return "ok", "none"
     here = f"this machine has {_many(num_gpus, 'GPU')}"
     if listed is not None and listed.strip() in ("", "-1", "NoDevFiles"):
-        fix = "unset it, or ask the scheduler for GPUs (Slurm: --gpus-per-node)"
-        return NodeCheck(name, "warning", f"{setting}, so runs use the CPU; {here}", fix)
+        found = f"{setting}, so runs use the CPU; {here}"
+        return "warning", found, "unset it, or ask the scheduler for GPUs (Slurm: --gpus-per-node)"
     if cuda is None:
-        return NodeCheck(name, "fault", f"{here}, none can be used without libcuda.so.1", _IN_A_CONTAINER)
+        return "fault", f"{here}, none can be used without libcuda.so.1", _IN_A_CONTAINER
     count = ctypes.c_int()
     if error := cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         text = ctypes.c_char_p()
         cuda.cuGetErrorString(error, ctypes.byref(text))
-        found = f"CUDA does not start: {(text.value or b'unknown error').decode()} ({error}); {here}"
         if listed and error == 100:  # no device
-            return NodeCheck(name, "fault", f"{setting}, and none of these exists; {here}", "correct or unset it")
-        return NodeCheck(name, "fault", found, _CUDA_FIXES.get(error, "see dmesg for lines with NVRM"))
+            return "fault", f"{setting}, and none of these exists; {here}", "correct or unset it"
+        found = f"CUDA does not start: {(text.value or b'unknown error').decode()} ({error}); {here}"
+        return "fault", found, _CUDA_FIXES.get(error, "see dmesg for lines with NVRM")
     visible = f"{count.value} of {num_gpus} visible"
     names = [item.strip() for item in listed.split(",")] if listed else []
     if count.value < len(names):
         found = f"{setting}, but {names[count.value]} does not exist, so only {count.value} can be used; {here}"
-        return NodeCheck(name, "fault", found, "correct or unset it")
-    return NodeCheck(name, "ok", f"{visible}; {setting}" if setting else visible)
+        return "fault", found, "correct or unset it"
+    return "ok", f"{visible}; {setting}" if setting else visible
 
 
 def _torch_version() -> ModuleType | None:
@@ -233,15 +222,6 @@ def _torch_version() -> ModuleType | None:
     return module
 
 
-def _driver_version() -> str | None:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
-    return found[0] if found else "of an unknown version"
-
-
 def _count_gpus() -> int:
     """Return the number of this machine's NVIDIA GPUs, with or without a driver, visible or not."""
     on_bus = 0
@@ -254,103 +234,88 @@ def _count_gpus() -> int:
     return on_bus or len(_names_in("/proc/driver/nvidia/gpus"))
 
 
-# ----------------------------------------------------------------------------------------------------------- limits
-
-
-def _check_shared_memory(num_gpus: int) -> NodeCheck:
+def _check_shared_memory(num_gpus: int) -> Finding:
     """Data workers and NCCL share memory through /dev/shm; with too little of it they die of a bus error."""
-    name, fix = "/dev/shm", "docker run --ipc=host or --shm-size=8g; otherwise: mount -o remount,size=8g /dev/shm"
+    fix = "docker run --ipc=host or --shm-size=8g; otherwise: mount -o remount,size=8g /dev/shm"
     try:
         disk = os.statvfs("/dev/shm")
         with tempfile.TemporaryFile(dir="/dev/shm"):
             pass
     except OSError as error:
-        return NodeCheck(name, "fault", f"cannot be written to: {error.strerror}", fix)
+        return "fault", f"cannot be written to: {error.strerror}", fix
     size, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
     found = f"{show_size(free)} of {show_size(size)} free"
     if free < _LEAST_SHARED_MEMORY and num_gpus > 1:
-        return NodeCheck(name, "fault", f"{found}, too little for NCCL on {num_gpus} GPUs", fix)
+        return "fault", f"{found}, too little for NCCL on {num_gpus} GPUs", fix
     if free < _SHARED_MEMORY:
-        return NodeCheck(name, "warning", f"{found}, little for data workers and NCCL", fix)
-    return NodeCheck(name, "ok", found)
+        return "warning", f"{found}, little for data workers and NCCL", fix
+    return "ok", found
 
 
-def _check_locked_memory(infiniband: list[str]) -> NodeCheck:
+def _check_locked_memory(infiniband: list[str]) -> Finding:
     """InfiniBand registers memory, which counts as locked; CUDA's pinned memory does not."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found = "unlimited" if limit == resource.RLIM_INFINITY else f"limit of {show_size(limit)}"
-    if limit == resource.RLIM_INFINITY or not infiniband or _has_capability(_CAP_IPC_LOCK):
-        return NodeCheck("locked memory", "ok", found)
-    fix = "docker run --ulimit memlock=-1; otherwise ulimit -l unlimited, or memlock in /etc/security/limits.conf"
-    return NodeCheck("locked memory", "fault", f"{found}, too little for InfiniBand ({', '.join(infiniband)})", fix)
-
-
-def _has_capability(number: int) -> bool:
     effective = re.search(r"^CapEff:\s*(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return effective is not None and bool(int(effective[1], 16) >> number & 1)
+    may_lock = effective is not None and bool(int(effective[1], 16) >> _CAP_IPC_LOCK & 1)
+    if limit == resource.RLIM_INFINITY or not infiniband or may_lock:
+        return "ok", found
+    fix = "docker run --ulimit memlock=-1; otherwise ulimit -l unlimited, or memlock in /etc/security/limits.conf"
+    return "fault", f"{found}, too little for InfiniBand ({', '.join(infiniband)})", fix
 
 
-def _check_open_files() -> NodeCheck:
+def _check_open_files() -> Finding:
     limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"limit of {limit:,} for each process"
     if limit >= _OPEN_FILES:
-        return NodeCheck("open files", "ok", found)
+        return "ok", found
     fix = f"docker run --ulimit nofile=65536; otherwise ulimit -n {max(min(highest, 65536), _OPEN_FILES)}"
-    return NodeCheck("open files", "fault" if limit < _LEAST_OPEN_FILES else "warning", found, fix)
+    return "fault" if limit < _LEAST_OPEN_FILES else "warning", found, fix
 
 
-def _check_processes(num_ranks: int) -> NodeCheck:
-    limits = {"for this container or job": _cgroup_processes()}
-    if os.geteuid():  # root has no limit of its own
-        limits["for this user"] = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    known = {of: limit for of, limit in limits.items() if limit not in (None, resource.RLIM_INFINITY)}
-    if not known:
-        return NodeCheck("processes", "ok", "unlimited")
-    of, limit = min(known.items(), key=lambda item: item[1] or 0)
-    assert limit is not None
+def _check_processes(num_ranks: int) -> Finding:
+    files = [folder / "pids.max" for folder in control_groups("pids")]
+    texts = [file.read_text().strip() for file in files if file.is_file()]
+    limits = [(int(text), "for this container or job") for text in texts if text.isdigit()]
+    of_user = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if os.geteuid() and of_user != resource.RLIM_INFINITY:  # root has no limit of its own
+        limits.append((of_user, "for this user"))
+    if not limits:
+        return "ok", "unlimited"
+    limit, of = min(limits)
     found = f"limit of {limit:,} processes and threads {of}"
     if limit >= num_ranks * _PROCESSES_PER_GPU:
-        return NodeCheck("processes", "ok", found)
+        return "ok", found
     fix = "docker run --pids-limit=-1; for a user: ulimit -u unlimited"
-    return NodeCheck("processes", "fault" if limit < _LEAST_PROCESSES else "warning", found, fix)
+    return "fault" if limit < _LEAST_PROCESSES else "warning", found, fix
 
 
-def _cgroup_processes() -> int | None:
-    files = [folder / "pids.max" for folder in control_groups("pids")]
-    limits = [file.read_text().strip() for file in files if file.is_file()]
-    return min((int(limit) for limit in limits if limit.isdigit()), default=None)
-
-
-# ---------------------------------------------------------------------------------------------------------- network
-
-
-def _check_interfaces() -> NodeCheck:
-    name = "network"
+def _check_interfaces() -> Finding:
     addresses = _interfaces()
     here = ", ".join(f"{interface} {address}" for interface, address in addresses.items())
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         wanted = os.environ.get(variable)
         if wanted and not _matches(wanted, [*addresses, "lo"], is_prefix=variable.startswith("NCCL")):
             found = f"{variable}={wanted}: no such interface is up"
-            return NodeCheck(name, "fault", found, f"set it to one of: {', '.join([*addresses, 'lo'])}; or unset it")
+            return "fault", found, f"set it to one of: {', '.join([*addresses, 'lo'])}; or unset it"
     if not addresses:
-        return NodeCheck(name, "ok", "no interface except loopback: runs on this machine alone")
+        return "ok", "no interface except loopback: runs on this machine alone"
     candidates = [interface for interface in addresses if not interface.startswith("docker")]
     if len(candidates) > 1 and "NCCL_SOCKET_IFNAME" not in os.environ:
         found = f"{len(candidates)} interfaces: {here}; NCCL takes the first that it finds"
         fix = f"for runs on several machines set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, e.g. to {candidates[0]}"
-        return NodeCheck(name, "warning", found, fix)
-    return NodeCheck(name, "ok", here)
+        return "warning", found, fix
+    return "ok", here
 
 
-def _check_host_name() -> NodeCheck:
+def _check_host_name() -> Finding:
     """gloo listens on the address of the host's name, so other machines must be able to reach that."""
-    name, host = "host name", socket.gethostname()
+    host = socket.gethostname()
     others = list(_interfaces())
     if not others:
-        return NodeCheck(name, "ok", f"{host}; not needed without a network")
+        return "ok", f"{host}; not needed without a network"
     if "GLOO_SOCKET_IFNAME" in os.environ:
-        return NodeCheck(name, "ok", f"{host}; not needed with GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']}")
+        return "ok", f"{host}; not needed with GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']}"
     fix = f"for runs on several machines set GLOO_SOCKET_IFNAME={others[0]}, or correct /etc/hosts"
     found = list[str]()
 
@@ -363,26 +328,25 @@ def _check_host_name() -> NodeCheck:
     thread.join(_RESOLVE_SECONDS)
     addresses = ", ".join(dict.fromkeys(found))
     if not addresses:
-        return NodeCheck(name, "warning", f"{host} has no address (or none within {_RESOLVE_SECONDS:g} s)", fix)
+        return "warning", f"{host} has no address (or none within {_RESOLVE_SECONDS:g} s)", fix
     if all(address.startswith("127.") or address == "::1" for address in found):
-        return NodeCheck(name, "warning", f"{host} is {addresses}, which other machines cannot reach", fix)
-    return NodeCheck(name, "ok", f"{host} is {addresses}")
+        return "warning", f"{host} is {addresses}, which other machines cannot reach", fix
+    return "ok", f"{host} is {addresses}"
 
 
-def _check_infiniband(devices: list[str]) -> NodeCheck:
+def _check_infiniband(devices: list[str]) -> Finding:
     """NCCL needs libibverbs and the device files; without them it falls back to TCP, several times slower."""
-    name = "InfiniBand"
     if not devices:
-        return NodeCheck(name, "ok", "none")
+        return "ok", "none"
     here = ", ".join(devices)
     try:
         ctypes.CDLL("libibverbs.so.1")
     except OSError:
-        return NodeCheck(name, "warning", f"{here}, but no libibverbs: NCCL would use TCP", "apt install libibverbs1")
+        return "warning", f"{here}, but no libibverbs: NCCL would use TCP", "apt install libibverbs1"
     if not any(os.access(file, os.R_OK | os.W_OK) for file in Path("/dev/infiniband").glob("uverbs*")):
         found = f"{here}, but no /dev/infiniband/uverbs* that this user can open: NCCL would use TCP"
-        return NodeCheck(name, "warning", found, "docker run --device /dev/infiniband; or add the user to its group")
-    return NodeCheck(name, "ok", here)
+        return "warning", found, "docker run --device /dev/infiniband; or add the user to its group"
+    return "ok", here
 
 
 def _interfaces() -> dict[str, str]:
@@ -404,17 +368,14 @@ def _matches(wanted: str, interfaces: list[str], is_prefix: bool) -> bool:
     words = [word for word in wanted.lstrip("^").split(",") if word]
     is_exact = words[0].startswith("=") if words else True
     words = [word.lstrip("=") for word in words]
-
-    def is_named(interface: str) -> bool:
-        return any(interface.startswith(word) if is_prefix and not is_exact else interface == word for word in words)
-
-    return any(is_named(interface) != excluded for interface in interfaces)
-
-
-# ---------------------------------------------------------------------------------------------------------- folders
+    named = [
+        any(interface.startswith(word) if is_prefix and not is_exact else interface == word for word in words)
+        for interface in interfaces
+    ]
+    return any(one != excluded for one in named)
 
 
-def _check_folder(name: str, folder: Path, wanted: float, level: Literal["warning", "fault"]) -> NodeCheck:
+def _check_folder(folder: Path, wanted: float, level: str) -> Finding:
     """Write a file into a folder, or into the nearest one above it that exists, and look at the free disk there.
 
     Runs usually need ``wanted`` bytes. ``level`` is that of a folder that cannot be written to.
@@ -430,14 +391,14 @@ def _check_folder(name: str, folder: Path, wanted: float, level: Literal["warnin
         fix = "choose another folder"
         if isinstance(error, PermissionError):
             fix += f", or give it to this user: chown {os.geteuid()} {existing}"
-        return NodeCheck(name, level, f"{existing} cannot be written to: {error.strerror}", fix)
+        return level, f"{existing} cannot be written to: {error.strerror}", fix
     found = f"{folder}, {show_size(disk.free)} free"
     if disk.free < _LEAST_FREE:
-        return NodeCheck(name, level, found, "free some space there, or choose a folder on another disk")
+        return level, found, "free some space there, or choose a folder on another disk"
     if disk.free < wanted:
         fix = f"free some space there: less than {show_size(wanted)} is often too little"
-        return NodeCheck(name, "warning", found, fix)
-    return NodeCheck(name, "ok", found)
+        return "warning", found, fix
+    return "ok", found
 
 
 def _names_in(folder: str) -> list[str]:

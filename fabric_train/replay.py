@@ -20,11 +20,10 @@ if __name__ == "__main__":
     stop_signals.listen()  # before the other imports
 
 from arguments import DeviceArguments, TrainArguments, parse
-from fabric_train.cli.argument_types import POSITIONAL, PositiveInt
+from fabric_train.cli.argument_types import POSITIONAL, PositiveInt, range_of_steps
 from fabric_train.cli.errors import FAILURE, InputError, missing_folder, run_program, set_memory_advice
 from fabric_train.cli.launcher import global_rank
 from fabric_train.cli.parser import parse_arguments
-from fabric_train.cli.shared_arguments import range_of_steps
 from fabric_train.training.run_log import log, note, progress, quiet_libraries, show, start_log
 
 if TYPE_CHECKING:
@@ -64,12 +63,7 @@ class ReplayArguments:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train the steps again, print and write the certificate.
-
-    Raises:
-        InputError: for whatever the user can fix.
-        SystemExit: something differs.
-    """
+    """Train the steps again, print and write the certificate; exit with 1 if something differs."""
     stop_signals.listen()
     set_memory_advice("use more --devices")
     start_log()
@@ -138,11 +132,7 @@ def _run_folder(given: Path) -> Path:
 
 
 def _read_config(run: Path) -> TrainArguments:
-    """Return the arguments of a run.
-
-    Raises:
-        InputError: the folder is not that of a run, or its config.yaml is damaged.
-    """
+    """Return the arguments in a run's config.yaml."""
     config = run / "config.yaml"
     if not config.is_file():
         reason = "no run folder, it has no config.yaml" if run.is_dir() else missing_folder(run)

@@ -64,8 +64,12 @@ def main(argv: list[str] | None = None) -> None:
     if faults:
         raise InputError(*faults)
     recipe.check(data)
-    if recipe.path:
-        _check_arguments(recipe.path, model, data if recipe.mixes else data[:1])
+    if recipe.path:  # as training will, with this model and these token datasets
+        trained = data if recipe.mixes else data[:1]
+        try:
+            parse(TrainArguments, ["--config", recipe.path, "--model_name", model, "--train_data_dir", *trained])
+        except InputError as error:
+            raise InputError(*(fault.replace("--config ", "--recipe ") for fault in error.faults)) from error
 
     from fabric_train.bundle.collect import Request, collect  # slow
     from fabric_train.bundle.wheels import Target
@@ -84,14 +88,6 @@ def main(argv: list[str] | None = None) -> None:
         print(f"note     {note}")
     print(f"next     copy {output} to the other machine, compare this hash, and run the file there:")
     print(f"         {digest}  install.sh")
-
-
-def _check_arguments(recipe: str, model: str, data: list[str]) -> None:
-    """Check a recipe as training will, with this model and these token datasets."""
-    try:
-        parse(TrainArguments, ["--config", recipe, "--model_name", model, "--train_data_dir", *data])
-    except InputError as error:
-        raise InputError(*(fault.replace("--config ", "--recipe ") for fault in error.faults)) from error
 
 
 if __name__ == "__main__":

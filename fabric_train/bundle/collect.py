@@ -70,10 +70,7 @@ class Part:
 
 
 def collect(request: Request, output: Path) -> tuple[list[Part], list[str], str]:
-    """Write the bundle ``output``; return its parts, notes, and the SHA-256 of install.sh, which checks the rest.
-
-    After an InputError ``output`` does not exist.
-    """
+    """Write the bundle, or nothing; return its parts, notes, and the SHA-256 of install.sh, which checks the rest."""
     check_not_taken(output)
     if not (_ROOT / "pyproject.toml").is_file():
         raise InputError(f"{_ROOT} has no pyproject.toml: bundles are made from this project's own folder")
@@ -101,18 +98,28 @@ def collect(request: Request, output: Path) -> tuple[list[Part], list[str], str]
             with with_own_names():
                 download(request.model, folder / "model")
         print_errors("[2/5] token datasets and source")
-        _copy([*data, *_files_of_source(), *tasks], folder)
+        tops = [(_ROOT / name, Path("source", name)) for name in _SOURCE]
+        program = [file for top, place in tops for file in _files_in(top, place)]
+        _copy([*data, *program, *tasks], folder)
         request.recipe.write(request.places, folder)
         print_errors(f"[3/5] check a run with {CONFIGURATION} in the bundle")
-        _check_inside(request, folder)
+        _check_inside(request.target, folder)
         print_errors(f"[4/5] wheels for {request.target}")
         with _spinner() as show:
             extras = ["eval"] if request.tasks else []
             download_wheels(request.target, _ROOT / "requirements.txt", folder / "wheels", show, extras)
         print_errors(f"[5/5] {_CHECKSUMS}")
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        (folder / _CHECKSUMS).write_text("".join(_checksums(folder, files)), encoding="utf-8")
-        installer = _installer(request, folder, len(files))
+        num_files = _write_checksums(folder)
+        installer = Path(__file__).with_name(_INSTALLER).read_text(encoding="utf-8")
+        for name, value in {
+            "PYTHON": request.target.python,
+            "MACHINE": request.target.machine,
+            "SOURCE": "source[eval]" if request.tasks else "source",
+            "CHECKSUMS_SHA256": sha256(folder / _CHECKSUMS),
+            "NUM_FILES": num_files,
+            "INSTALLED_BYTES": installed_bytes(folder / "wheels"),
+        }.items():
+            installer = installer.replace(f"@{name}@", str(value))
         (folder / _INSTALLER).write_text(installer, encoding="utf-8")
         (folder / _INSTALLER).chmod(0o755)
         parts = _parts(request, folder)
@@ -140,10 +147,10 @@ def _check(request: Request, output: Path) -> list[str]:
     return notes
 
 
-def _check_inside(request: Request, folder: Path) -> None:
+def _check_inside(target: Target, folder: Path) -> None:
     """Check the bundle's run as the other machine will: with the bundle's source, in its folder, without the hub."""
     command = [sys.executable, "-m", "fabric_train", "--config", CONFIGURATION, "--plan", "check"]
-    command += ["--accelerator", "cpu"] if request.target.cuda == "none" else []
+    command += ["--accelerator", "cpu"] if target.cuda == "none" else []
     env = {**os.environ, "PYTHONPATH": "source", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
     finished = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     if finished.returncode:
@@ -171,7 +178,8 @@ def _model_files(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _files_in(folder: Path, place: Path) -> Iterator[tuple[Path, str]]:
-    for path in sorted(folder.rglob("*")):
+    """Yield the files of a folder and their places, or a file itself."""
+    for path in [folder, *sorted(folder.rglob("*"))]:
         if path.is_file() and path.suffix != ".pyc":
             yield path, str(place / path.relative_to(folder))
 
@@ -185,15 +193,6 @@ def files_of_tasks(tasks: str) -> Iterator[tuple[Path, str]]:
         yield path, str(path.relative_to(Path.cwd()))
 
 
-def _files_of_source() -> Iterator[tuple[Path, str]]:
-    for name in _SOURCE:
-        top = _ROOT / name
-        if top.is_dir():
-            yield from _files_in(top, Path("source", name))
-        elif top.is_file():
-            yield top, f"source/{name}"
-
-
 def _copy(files: Iterable[tuple[Path, str]], folder: Path) -> None:
     """Copy files to their places in ``folder``; new files get permissions from the umask."""
     files = list(files)
@@ -204,30 +203,19 @@ def _copy(files: Iterable[tuple[Path, str]], folder: Path) -> None:
             advance((folder / place).stat().st_size)
 
 
-def _checksums(folder: Path, files: list[Path]) -> Iterator[str]:
-    """Yield the lines of SHA256SUMS, in the format of sha256sum."""
-    names = [path.relative_to(folder).as_posix() for path in files]
-    for name in names:
+def _write_checksums(folder: Path) -> int:
+    """Write SHA256SUMS, in the format of sha256sum, and return the number of files in it."""
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    for name in files:
         if not name.isprintable() or "\\" in name:
             raise InputError(f"{name!r}: a file with such a name cannot be listed in {_CHECKSUMS}; rename it")
-    with _progress("hashing", sum(path.stat().st_size for path in files)) as advance, ThreadPoolExecutor(4) as pool:
-        for name, path, digest in zip(names, files, pool.map(sha256, files), strict=True):
-            advance(path.stat().st_size)
-            yield f"{digest}  {name}\n"
-
-
-def _installer(request: Request, folder: Path, num_files: int) -> str:
-    text = Path(__file__).with_name(_INSTALLER).read_text(encoding="utf-8")
-    for name, value in {
-        "PYTHON": request.target.python,
-        "MACHINE": request.target.machine,
-        "SOURCE": "source[eval]" if request.tasks else "source",
-        "CHECKSUMS_SHA256": sha256(folder / _CHECKSUMS),
-        "NUM_FILES": num_files,
-        "INSTALLED_BYTES": installed_bytes(folder / "wheels"),
-    }.items():
-        text = text.replace(f"@{name}@", str(value))
-    return text
+    sizes, lines = [path.stat().st_size for path in files.values()], []
+    with _progress("hashing", sum(sizes)) as advance, ThreadPoolExecutor(4) as pool:
+        for name, size, digest in zip(files, sizes, pool.map(sha256, files.values()), strict=True):
+            advance(size)
+            lines.append(f"{digest}  {name}\n")
+    (folder / _CHECKSUMS).write_text("".join(lines), encoding="utf-8")
+    return len(files)
 
 
 def _parts(request: Request, folder: Path) -> list[Part]:

@@ -51,19 +51,18 @@ class Recipe:
             raise InputError(*faults)
 
     def write(self, data: Sequence[str], folder: Path) -> None:
-        """Write ``train.yaml`` into the bundle's folder, and the files that it names.
-
-        ``data`` has the places of the token datasets in the bundle, in the recipe's order.
-        """
+        """Write ``train.yaml`` and the files that it names; ``data`` are the bundle's token datasets, in its order."""
         places = dict(zip(self.data or data, data, strict=False))
         given = dict(self.given)
         for name in _OF_SHARES:
             if given.get(name) is not None:
                 given[name] = _with_places(Shares(f"--recipe {self.path}: {name}", given[name]), places)
-        if given.get("phases"):
-            given["phases"] = self._copy("phases", _phases(self._read("phases"), given["phases"], places), folder)
-        if given.get("sample_prompts"):
-            given["sample_prompts"] = self._copy("sample_prompts", self._read("sample_prompts"), folder)
+        for name in ("phases", "sample_prompts"):
+            if path := given.get(name):
+                text = self._read(name) if name == "sample_prompts" else _phases(self._read(name), path, places)
+                given[name] = f"recipe/{name}{Path(path).suffix}"
+                (folder / "recipe").mkdir(exist_ok=True)
+                (folder / given[name]).write_text(text, encoding="utf-8")
         trained = list(data) if self.mixes and len(data) > 1 else data[0]
         given |= {"model_name": "model", "train_data_dir": trained, "output_dir": "runs/1"}
         more = [] if self.mixes else data[1:]
@@ -80,22 +79,12 @@ class Recipe:
         except UnicodeDecodeError as error:
             raise InputError(f"--recipe {self.path}: {name} {path}: it is not UTF-8; save it as UTF-8") from error
 
-    def _copy(self, name: str, text: str, folder: Path) -> str:
-        """Write a file that the recipe names into the bundle, and return its place there."""
-        place = f"recipe/{name}{Path(self.given[name]).suffix}"
-        (folder / place).parent.mkdir(exist_ok=True)
-        (folder / place).write_text(text, encoding="utf-8")
-        return place
-
 
 def read_recipe(path: str | None) -> Recipe:
     """Return the arguments in a YAML file, unchecked."""
     if path is None:
         return Recipe(None, {})
-    try:
-        loaded = yaml_core.load(yaml_core.read_text(path)) or {}
-    except yaml_core.YamlFault as fault:
-        raise InputError(f"--recipe {path}: {fault}") from fault
+    loaded = yaml_core.load_file(path, "--recipe") or {}
     if not isinstance(loaded, dict):
         raise InputError(f"--recipe {path}: expected arguments such as 'lr: 1e-5', one on each line")
     return Recipe(path, {str(name).replace("-", "_"): value for name, value in loaded.items()})

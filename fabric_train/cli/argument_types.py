@@ -1,10 +1,10 @@
-"""Types of arguments: numbers with limits, and the conversion of a value of the command line or of YAML to its type."""
+"""Types of arguments and the conversion of a value of the command line or of YAML to its type; what programs share."""
 
 import dataclasses
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -18,22 +18,29 @@ POSITIONAL = {"positional": True}
 """Metadata of the one field of a dataclass that may be given on the command line without its name."""
 GivenShares = Sequence[float] | Sequence[str] | Sequence[dict[str, Any]]
 """Numbers, one for each folder; or names with numbers, as NAME=NUMBER or as mappings."""
+_BRANCH = r"refs/pr/[1-9][0-9]{0,8}|(?!refs/)(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*"
+REPOSITORY = r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+"
+"""Pattern of a name on the Hugging Face hub, OWNER/NAME."""
+
+_ISO_639_1 = """
+aa ab ae af ak am an ar as av ay az ba be bg bi bm bn bo br bs ca ce ch co cr cs cu cv cy da de dv dz ee el en eo es
+et eu fa ff fi fj fo fr fy ga gd gl gn gu gv ha he hi ho hr ht hu hy hz ia id ie ig ii ik io is it iu ja jv ka kg ki
+kj kk kl km kn ko kr ks ku kv kw ky la lb lg li ln lo lt lu lv mg mh mi mk ml mn mr ms mt my na nb nd ne ng nl nn no
+nr nv ny oc oj om or os pa pi pl ps pt qu rm rn ro ru rw sa sc sd se sg si sk sl sm sn so sq sr ss st su sv sw ta te
+tg th ti tk tl tn to tr ts tt tw ty ug uk ur uz ve vi vo wa wo xh yi yo za zh zu
+"""
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 @dataclass(frozen=True)
 class NumberRange:
-    """The range of a number argument; ``words`` say what a number in it looks like.
-
-    ``thousand`` allows k, m or b after the number, which stand for it, its square and its cube: 1024 in lengths, 1000
-    in counts.
-    """
+    """The range of a number argument; ``words`` say what a number in it looks like."""
 
     words: str
     lowest: float
     highest: float
     excludes_lowest: bool = False
-    thousand: int | None = None
+    thousand: int | None = None  # what k after the number stands for, in lengths 1024; m and b are its square and cube
 
     def check(self, number: float) -> None:
         """Raise a WrongValueError if a number is not in the range."""
@@ -73,10 +80,8 @@ class WrongValueError(ValueError):
 def convert(kind: Any, value: Any) -> Any:
     """Convert what YAML gave, or text of the command line, which is read like a plain scalar of YAML.
 
-    ``kind`` is str, bool, int, a type of this module, a Literal, a list or dict of these, or a union with None.
-
-    Raises:
-        WrongValueError: the value is not of that type, or beyond its limits.
+    ``kind`` is str, bool, int, a type of this module, a Literal, a list or dict of these, or a union with None. A
+    WrongValueError if the value is not of that type, or beyond its limits.
     """
     if get_origin(kind) in (Union, UnionType):
         return _convert_to_union(get_args(kind), value)
@@ -86,13 +91,14 @@ def convert(kind: Any, value: Any) -> Any:
     if get_origin(kind) is list:
         return _convert_to_list(kind, value)
     if get_origin(kind) is dict:
-        return _convert_to_dict(kind, value)
-    if get_origin(kind) is Literal:
+        value = _read(yaml_core.load, value, describe(kind)) if isinstance(value, str) else value
+        is_right = isinstance(value, dict) and _is_plain(value)
+    elif get_origin(kind) is Literal:
         is_right = isinstance(value, str) and value in get_args(kind)
     elif kind is str:
         is_right = isinstance(value, str) and _is_text(value)
     else:
-        value = _read_scalar(value, describe(kind)) if isinstance(value, str) else value
+        value = _read(yaml_core.plain_scalar, value, describe(kind)) if isinstance(value, str) else value
         is_right = type(value) is kind  # True is an int, but not a number that somebody wrote
     if not is_right:
         raise WrongValueError(describe(kind))
@@ -136,41 +142,31 @@ def _convert_to_union(kinds: tuple[Any, ...], value: Any) -> Any:
 
 def _convert_to_number(base: Any, range_: NumberRange, value: Any) -> Any:
     if isinstance(value, str):
-        with_unit = re.fullmatch(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?([kmb])", value, re.I) if range_.thousand else None
-        value = _in_units(with_unit, range_) if with_unit else _read_scalar(value, range_.words)
+        in_units = re.fullmatch(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?([kmb])", value, re.I) if range_.thousand else None
+        if in_units and range_.thousand:
+            whole, decimals, unit = in_units[1], in_units[2] or "", in_units[3].lower()
+            factor = range_.thousand ** ("kmb".index(unit) + 1)
+            value, rest = divmod(int(whole + decimals) * factor, 10 ** len(decimals))
+            if rest:
+                raise WrongValueError(range_.words)
+        else:
+            value = _read(yaml_core.plain_scalar, value, range_.words)
     if type(value) is not base and not (base is float and type(value) is int):
         raise WrongValueError(range_.words)
     range_.check(value)
     return base(value)
 
 
-def _in_units(parts: re.Match[str], range_: NumberRange) -> int:
-    """Return the number that 1.5m stands for; it must be whole."""
-    whole, decimals, unit = parts[1], parts[2] or "", parts[3].lower()
-    assert range_.thousand is not None
-    number, rest = divmod(int(whole + decimals) * range_.thousand ** ("kmb".index(unit) + 1), 10 ** len(decimals))
-    if rest:
-        raise WrongValueError(range_.words)
-    return number
-
-
 def _convert_to_list(kind: Any, value: Any) -> list[Any]:
     if isinstance(value, str):  # without brackets it is the only element
         is_bracketed = value.startswith("[") and value.endswith("]")
-        value = _read_yaml(value, describe(kind)) if is_bracketed else [value]
+        value = _read(yaml_core.load, value, describe(kind)) if is_bracketed else [value]
     if not isinstance(value, list):
         raise WrongValueError(describe(kind))
     try:
         return [convert(get_args(kind)[0], item) for item in value]
     except WrongValueError as error:
         raise WrongValueError(f"a list, each {error}") from None
-
-
-def _convert_to_dict(kind: Any, value: Any) -> dict[str, Any]:
-    value = _read_yaml(value, describe(kind)) if isinstance(value, str) else value
-    if not isinstance(value, dict) or not _is_plain(value):
-        raise WrongValueError(describe(kind))
-    return value
 
 
 def _is_plain(value: Any) -> bool:
@@ -189,17 +185,10 @@ def _is_text(value: str) -> bool:
     return bool(value) and "\0" not in value and not re.search("[\ud800-\udfff]", value)
 
 
-def _read_scalar(text: str, expected: str) -> Any:
+def _read(reader: Callable[[str], Any], text: str, expected: str) -> Any:
     try:
-        return yaml_core.plain_scalar(text)
+        return reader(text)
     except ValueError as error:
-        raise WrongValueError(expected) from error
-
-
-def _read_yaml(text: str, expected: str) -> Any:
-    try:
-        return yaml_core.load(text)
-    except yaml_core.YamlFault as error:
         raise WrongValueError(expected) from error
 
 
@@ -245,11 +234,7 @@ class Shares:
     """Whether they are shares of the tokens, see ``rows_of_token_shares``, and not of rows."""
 
     def by_name(self) -> dict[str, float] | None:
-        """Return the shares by name; None if they are numbers alone.
-
-        Raises:
-            InputError: one has no name, no number, or comes twice.
-        """
+        """Return the shares by name; None if they are numbers alone."""
         if self.given is None or not any(isinstance(one, str | dict) for one in self.given):
             return None
         named: dict[str, float] = {}
@@ -276,11 +261,7 @@ def _number(value: Any) -> float | None:
 
 
 def split_name(name: str, folders: Sequence[str], option: str) -> tuple[int, str | None]:
-    """Return the number of the folder that a name of ``--shares`` means, and the source in it if it names one.
-
-    Raises:
-        InputError: it is neither FOLDER nor FOLDER:SOURCE.
-    """
+    """Return the number of the folder that FOLDER or FOLDER:SOURCE of ``--shares`` means, and the source."""
     paths = [os.path.normpath(folder) for folder in folders]
     if os.path.normpath(name) in paths:
         return paths.index(os.path.normpath(name)), None
@@ -301,3 +282,65 @@ def parse_size(text: str) -> int | None:
 def show_size(num_bytes: float) -> str:
     """Return bytes as GB, or as MB below one GB."""
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushArguments:
+    """Card and publication on the Hugging Face hub"""
+
+    push_to_hub: str | None = None
+    """Push the finished folder to the repository OWNER/NAME. If --output_dir has it already, it is only pushed."""
+    private: bool = True
+    """Make a repository that the push creates private."""
+    revision: str | None = None
+    """Branch to push to, created if it is missing; refs/pr/N is an open pull request. Default: main."""
+    create_pr: bool = False
+    """Open a pull request instead of changing main."""
+    commit_message: str | None = None
+    """Message of the commit, and title of the pull request."""
+    license: str | None = None
+    """For the card: the licence's identifier on the hub, such as apache-2.0; default of a model: its base model's."""
+
+    def faults(self) -> list[str]:
+        """Return names that the hub refuses, and options of a push without one."""
+        faults = []
+        if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license):
+            faults.append(f"--license: expected an identifier of the hub such as apache-2.0, got {self.license!r}")
+        if self.license == "other":
+            faults.append("--license other needs a name and a text: leave it out, to take those of the base model")
+        if self.push_to_hub is not None and not re.fullmatch(REPOSITORY, self.push_to_hub):
+            faults.append(f"--push_to_hub: expected OWNER/NAME, got {self.push_to_hub!r}")
+        if self.revision is not None and not re.fullmatch(_BRANCH, self.revision):
+            faults.append(f"--revision: expected a branch such as step-500, or refs/pr/N, got {self.revision!r}")
+        if self.create_pr and self.revision is not None:
+            faults.append("--create_pr true opens a pull request for main: leave out --revision")
+        if self.push_to_hub is None:
+            given = {"revision": self.revision, "create_pr": self.create_pr, "commit_message": self.commit_message}
+            faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name, value in given.items() if value]
+        return faults
+
+
+def not_language_codes(option: str, codes: Sequence[str] | None) -> list[str]:
+    """Return a fault for each code that is not of ISO 639-1, of three letters, or a special value of the hub."""
+    known = {*_ISO_639_1.split(), "code", "multilingual"}
+    return [
+        f"{option}: expected ISO 639 codes such as en, es or ca, got {code!r}"
+        for code in codes or ()
+        if code not in known and not re.fullmatch(r"[a-z]{3}", code)
+    ]
+
+
+def given_twice(folders: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each folder that is given again, also by another path, with the fault; a folder given thrice, twice."""
+    paths = [os.path.realpath(os.path.expanduser(name)) for name in folders]
+    for number, name in enumerate(folders):
+        first = folders[paths.index(paths[number])]
+        if paths.index(paths[number]) < number:
+            yield first, f"{first} is given twice{'' if name == first else f', also as {name}'}; give it once"
+
+
+def range_of_steps(text: str) -> tuple[int, int] | None:
+    """Return first and last step of a text such as 10:12, None if it is no such text."""
+    found = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", text)
+    steps = (int(found[1]), int(found[2])) if found else None
+    return steps if steps and steps[0] <= steps[1] else None

@@ -43,12 +43,9 @@ def as_launcher(environment: MutableMapping[str, str] = os.environ) -> Iterator[
 
 
 def serve_on_loopback(port: int) -> "TCPStore":
-    """Serve torch's store to the processes of this machine alone; torch itself listens on all interfaces.
+    """Serve torch's store to this machine alone, not on all interfaces; an OSError if the port is in use.
 
     While it is kept, a store that this process opens on the port, as torch and torchrun do, has this server.
-
-    Raises:
-        OSError: the port is in use.
     """
     from torch.distributed import TCPStore
 

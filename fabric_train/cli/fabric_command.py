@@ -1,10 +1,9 @@
 # PYTHON_ARGCOMPLETE_OK
 """The commands ``fabric`` and ``fabric-train``, and how to call a program from the current folder.
 
-``fabric-train convert`` is ``python convert_to_hf.py``, from any folder. ``fabric`` is Lightning's own, except when
-``fabric run`` starts this project: Lightning's is torchrun with other options. After a signal, torchrun kills the ranks
-within 30 s, whether they have saved or not. It ends with a traceback and exit code 1, however the ranks have ended,
-and ``--help`` after the script shows its own help. Here signals are passed on, and the exit code is that of the ranks.
+``fabric`` is Lightning's own, except when ``fabric run`` starts this project. Lightning's is torchrun, which after a
+signal kills the ranks within 30 s, whether they have saved or not, ends with a traceback and exit code 1 however they
+have ended, and takes ``--help`` after the script for itself.
 """
 
 import logging
@@ -19,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import psutil  # here, because a second signal may come while the handler of the first one imports it
 
@@ -52,11 +51,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def main() -> None:
-    """Run Lightning's ``fabric``, with the changes above if the script is this project.
-
-    Raises:
-        SystemExit: with the exit code of the rank that has failed first, or of Lightning's command.
-    """
+    """Run Lightning's ``fabric``, with the changes above if the script is this project."""
     if "_ARGCOMPLETE" in os.environ:  # the shell asks what may follow
         runpy.run_module(PROGRAMS["train"], run_name="__main__", alter_sys=True)
     words = sys.argv[1:]
@@ -71,11 +66,7 @@ def main() -> None:
 
 
 def fabric_train() -> None:
-    """Run the program that the first word names, in this process: ``fabric-train convert --checkpoint RUN …``.
-
-    Raises:
-        SystemExit: with the program's exit code; 2 if there is no such program.
-    """
+    """Run the program that the first word names, in this process: ``fabric-train convert --checkpoint RUN …``."""
     global called_as
     words = sys.argv[1:]
     if "_ARGCOMPLETE" in os.environ:
@@ -204,7 +195,10 @@ def _run(words: list[str], place: int) -> NoReturn:
         with as_launcher():
             cli._main()
     except ChildFailedError as failed:
-        raise SystemExit(_code_of(failed)) from None
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode < 0:
+            print_errors(f"error: rank {rank} was killed by {failure.signal_name()}; continue with --resume true")
+        raise SystemExit(FAILURE if failure.exitcode < 0 else failure.exitcode) from None
     except DistNetworkError as error:
         print_errors(f"error: {str(error).splitlines()[0]}; give a free port with --main-port")
         raise SystemExit(INPUT_ERROR) from None
@@ -219,14 +213,6 @@ def _pass_on(number: int, _: FrameType | None) -> None:
             os.kill(rank.pid, number)
     if not ranks:
         os._exit(128 + number)
-
-
-def _code_of(failed: Any) -> int:
-    rank, failure = failed.get_first_failure()
-    if failure.exitcode < 0:
-        print_errors(f"error: rank {rank} was killed by {failure.signal_name()}; continue with --resume true")
-        return FAILURE
-    return int(failure.exitcode)
 
 
 if __name__ == "__main__":

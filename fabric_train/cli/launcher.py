@@ -1,11 +1,7 @@
 """What the environment variables of the launcher say: ``fabric run``, torchrun, srun, or mpiexec.
 
-:func:`find_launcher` recognises it. :func:`check_environment` and :func:`find_other_world` decide whether its
-variables make sense; everything else reads them as checked.
-
-``fabric run`` removes ``--accelerator --strategy --devices --num-nodes --precision`` from anywhere on the command line
-and passes them on as ``LT_*`` variables; torchrun sets the number of processes. Fabric would read the ``LT_*``
-variables on its own. So this module turns them into arguments like any other, and clears them before Fabric is built.
+``fabric run`` passes ``--accelerator --strategy --devices --num-nodes --precision`` on as ``LT_*`` variables, which
+Fabric would read on its own. This module turns them into arguments like any other, and clears them before that.
 """
 
 import importlib.util
@@ -32,7 +28,6 @@ class Launcher:
 
     @property
     def evidence(self) -> str:
-        """The variables that it is recognised by."""
         return " and ".join(self.recognised_by)
 
 
@@ -140,10 +135,10 @@ def _incomplete(environment: Mapping[str, str]) -> list[str]:
     launcher = find_launcher(environment)
     if launcher is None:
         return _unfinished_launch(environment)
-    started = f"{launcher.name} has started this process ({launcher.evidence} in the environment)"
     own = (name for name in (launcher.rank, launcher.size, launcher.local_rank) if name and launcher != BY_HAND)
     missing = [name for name in own if name not in environment]
     if missing:
+        started = f"{launcher.name} has started this process ({launcher.evidence} in the environment)"
         return [
             f"{started}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: pass on all of the "
             "launcher's variables, or unset them all"
@@ -187,10 +182,7 @@ def _unfinished_launch(environment: Mapping[str, str]) -> list[str]:
 
 
 def _num_local(launcher: Launcher, environment: Mapping[str, str]) -> int:
-    """Return the number of processes on each machine; 0 if it is unknown, or not the same on all.
-
-    Slurm writes "4" or "4(x2)", and "4,3" if nodes differ.
-    """
+    """Return the processes on each machine; 0 if unknown. Slurm writes "4", "4(x2)", or "4,3" if nodes differ."""
     found = re.fullmatch(r"([0-9]{1,6})(\(x[0-9]+\))?", environment.get(launcher.local_size, ""))
     return int(found[1]) if found else 0
 
@@ -228,14 +220,8 @@ def num_restarts(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, GivenValue]:
-    """Return the arguments of training that the launcher has set, by name.
-
-    Raises:
-        ValueError: variables are wrong or contradict each other, ``fabric run`` has an unknown strategy, or ``LT_*``
-            variables are set without ``fabric run``. Its arguments are a line for each fault.
-    """
-    faults = check_environment(environment)
-    if faults:
+    """Return the arguments of training that the launcher has set, by name; a ValueError has a line for each fault."""
+    if faults := check_environment(environment):
         raise ValueError(*faults)
     options = {name: environment[_lt(name)] for name in _FABRIC_OPTIONS if _lt(name) in environment}
     if options and not under_fabric_run(environment):
@@ -243,8 +229,7 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str,
         raise ValueError(f"{names} set in the environment, but this was not started by fabric run: unset it")
     given = {}
     launcher = None if under_fabric_run(environment) else find_launcher(environment)
-    processes = _num_local(launcher, environment) if launcher else 0
-    if launcher and processes:
+    if launcher and (processes := _num_local(launcher, environment)):
         nodes = int(environment[launcher.size]) // processes
         for name, number, option in zip(("devices", "num_nodes"), (processes, nodes), launcher.options, strict=True):
             given[name] = GivenValue(str(number), f"{launcher.name} {option}", is_default=number == 1)
@@ -252,8 +237,9 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str,
         where = f"fabric run --{name.replace('_', '-')}"
         if name == "strategy":
             if value not in _STRATEGIES:
-                advice = "leave it out and give --parallelism auto, fsdp, fsdp2, ddp or single"
-                raise ValueError(f"{where} {value}: {advice}")
+                raise ValueError(
+                    f"{where} {value}: leave it out and give --parallelism auto, fsdp, fsdp2, ddp or single"
+                )
             if value != "auto":
                 given["parallelism"] = GivenValue(value, where)
             continue

@@ -1,8 +1,7 @@
 """Streams of the programs: a reader that has gone ends nothing, no text controls a terminal, no secret is printed.
 
-Names and texts of others may hold control characters, which move the cursor or change the terminal. They are made
-visible: on standard error and in logs always, on standard output if it is a terminal. Text that goes to a file or a
-pipe stays as it is. ``open_console`` writes the codes of rich.
+Control characters in names and texts are made visible: on standard error and in logs always, on standard output if it
+is a terminal. ``open_console`` writes the codes of rich.
 """
 
 import errno
@@ -79,17 +78,10 @@ class _SafeText(io.TextIOWrapper):
         self.unfiltered = _Unfiltered(self)
 
     def write(self, text: str) -> int:
-        return super().write(self._safe(text))
-
-    def write_as_it_is(self, text: str) -> int:
-        """Write a text that has been made safe, with codes for the terminal."""
+        if self._filters and not (self._has_bars and _MOVES.fullmatch(text)):
+            begin = "\r" if self._has_bars and text.startswith("\r") else ""
+            text = begin + escape_controls(_COLOUR.sub("", text[len(begin) :]))
         return super().write(text)
-
-    def _safe(self, text: str) -> str:
-        if not self._filters or (self._has_bars and _MOVES.fullmatch(text)):
-            return text
-        begin = "\r" if self._has_bars and text.startswith("\r") else ""
-        return begin + escape_controls(_COLOUR.sub("", text[len(begin) :]))
 
 
 class _Unfiltered:
@@ -99,7 +91,7 @@ class _Unfiltered:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        return self._stream.write_as_it_is(text)
+        return io.TextIOWrapper.write(self._stream, text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -145,21 +137,15 @@ def keep_streams_writable() -> None:
     Call it before anything else opens a file: a file could get the number of a closed stream.
     """
     for descriptor in (0, 1, 2):
-        if not _is_open(descriptor):
+        try:
+            os.fstat(descriptor)
+        except OSError:
             _redirect_to_null(descriptor)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         replaced = getattr(sys, name)
         encoding = replaced.encoding if replaced else "utf-8"
         is_log = name == "stderr"
         setattr(sys, name, _SafeText(descriptor, encoding, is_log or os.isatty(descriptor), has_bars=is_log))
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
 
 
 def _redirect_to_null(descriptor: int) -> None:

@@ -14,18 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from fabric_train.cli import yaml_core
-from fabric_train.cli.argument_types import (
-    WrongValueError,
-    convert,
-    describe,
-    groups_of,
-    is_required,
-    positional_of,
-    takes_list,
-    title_of,
-    types_of,
-)
+from fabric_train.cli import argument_types, yaml_core
 from fabric_train.cli.errors import InputError, print_errors
 from fabric_train.cli.help import complete_words, print_help
 from fabric_train.cli.launcher import GivenValue, global_rank
@@ -36,7 +25,7 @@ T = TypeVar("T")
 
 
 def advice_for_name(program: str, name: str, known: Collection[str]) -> str | None:
-    """Return what another program's argument is here, or what to do because there is none; None for unknown names.
+    """Return what another program's argument is here, or what to do without one; None if the table does not have it.
 
     ``program`` is the name of the class of arguments. Of a ``name`` such as a.b, the table may have only a.
     """
@@ -93,28 +82,23 @@ def parse_arguments(
     argv: list[str] | None = None,
     launcher: dict[str, GivenValue] | None = None,
 ) -> T:
-    """Build ``arguments`` from the command line, the ``--config`` file and the launcher.
+    """Build ``arguments``, a dataclass of values or of groups of them, from command line, file and launcher.
 
-    Args:
-        arguments: a dataclass of values, or a dataclass whose fields are such groups.
-        argv: the command line without the program's name; None takes ``sys.argv``. It overrides the file.
-        launcher: values that the launcher has set; they override both.
-
-    Raises:
-        InputError: one line for every unknown name, wrong value, missing value and invalid combination.
-        SystemExit: after ``--help``.
+    ``argv`` is the command line without the program's name; None takes ``sys.argv``. It overrides the ``--config``
+    file, and the values of the ``launcher`` override both. An InputError has a line for every unknown name, wrong
+    value, missing value and invalid combination.
     """
     complete_words(arguments)
     argv = sys.argv[1:] if argv is None else argv
     if (words := _words_of_help(argv)) is not None:
         print_help(arguments, words)
         raise SystemExit(0)
-    types = types_of(arguments)
+    types = argument_types.types_of(arguments)
     faults: list[str] = []
-    on_line = _from_command_line(argv, types, positional_of(arguments), faults)
-    debug, config = on_line.pop("debug", None), on_line.pop("config", None)
-    if debug is not None:  # errors.is_debug reads it from argv
-        _convert_given({"debug": debug}, {"debug": bool}, faults)
+    on_line = _from_command_line(argv, types, argument_types.positional_of(arguments), faults)
+    config = on_line.pop("config", None)
+    if "debug" in on_line:  # errors.is_debug reads it from argv
+        _convert_given({"debug": on_line.pop("debug")}, {"debug": bool}, faults)
     in_file = _from_file(config, faults) if config is not None else {}
     given = _merge(in_file, on_line, launcher or {}, faults)
     values = _convert_given(given, types, faults, arguments.__name__)
@@ -134,7 +118,7 @@ def to_yaml(arguments: Any) -> str:
     parts = []
     for group in dataclasses.fields(arguments):
         values = dataclasses.asdict(getattr(arguments, group.name))
-        parts.append(f"# {title_of(type(getattr(arguments, group.name)))}\n{yaml_core.dump(values)}")
+        parts.append(f"# {argument_types.title_of(type(getattr(arguments, group.name)))}\n{yaml_core.dump(values)}")
     return "\n".join(parts)
 
 
@@ -174,12 +158,15 @@ def _convert_given(
     for name, item in given.items():
         if name not in types:
             known = [*types, *(_COMMAND_LINE_ONLY if item.where.startswith("--") else ())]
-            advice = _negated(name, types) or advice_for_name(program, name, known) or _nearest(name, known)
+            positive = name.removeprefix("no_")
+            is_negated = positive != name and types.get(positive) is bool
+            here = f"write --{positive} false" if is_negated else advice_for_name(program, name, known)
+            advice = here or _nearest(name, known)
             faults.append(f"{item.where}: no such argument; {advice}")
             continue
         try:
-            values[name] = convert(types[name], item.value)
-        except WrongValueError as error:
+            values[name] = argument_types.convert(types[name], item.value)
+        except argument_types.WrongValueError as error:
             here = advice_for_value(name, types[name], item.value)
             wrong = f"{item.where}: expected {error}, got {_shown(item, types[name])}"
             faults.append(f"{wrong}; {here}" if here else wrong)
@@ -191,10 +178,12 @@ def _build_groups(
 ) -> dict[str, Any]:
     """Return the groups that have all required values; report values that are missing or contradict each other."""
     built: dict[str, Any] = {}
-    for field_name, group in groups_of(arguments).items():
+    for field_name, group in argument_types.groups_of(arguments).items():
         fields: tuple[dataclasses.Field, ...] = dataclasses.fields(group)
-        missing = [field.name for field in fields if is_required(field) and field.name not in values]
-        shown = {name: name.upper() if name == positional_of(arguments) else f"--{name}" for name in missing}
+        missing = [field.name for field in fields if argument_types.is_required(field) and field.name not in values]
+        shown = {
+            name: name.upper() if name == argument_types.positional_of(arguments) else f"--{name}" for name in missing
+        }
         faults += [f"{shown[name]} is required" for name in missing if name not in given]
         if not missing:
             built[field_name] = group(**{field.name: values[field.name] for field in fields if field.name in values})
@@ -225,7 +214,7 @@ def _from_command_line(
             name, equals, text = token[2:].partition("=")
             flag = (name.replace("-", "_"), [text] if equals else [])
             items.append(flag)
-        elif positional and (flag is None or (flag[1] and not takes_list(types.get(flag[0])))):
+        elif positional and (flag is None or (flag[1] and not argument_types.takes_list(types.get(flag[0])))):
             if not unnamed:
                 items.append((positional, unnamed))
             unnamed.append(token)
@@ -249,14 +238,14 @@ def _in_words(value: Any) -> str:
 
 def _from_file(config: GivenValue, faults: list[str]) -> dict[str, GivenValue]:
     try:
-        path = convert(str, config.value)
-    except WrongValueError:
+        path = argument_types.convert(str, config.value)
+    except argument_types.WrongValueError:
         faults.append("--config: expected one YAML file")
         return {}
     try:
-        content = yaml_core.load(yaml_core.read_text(path))
-    except yaml_core.YamlFault as fault:
-        faults.append(f"--config {path}: {fault}")
+        content = yaml_core.load_file(path, "--config")
+    except InputError as error:
+        faults += error.faults
         return {}
     if content is None:
         return {}
@@ -277,9 +266,9 @@ def _shown(item: GivenValue, kind: Any) -> str:
     if item.where.startswith("--"):
         if item.value is True or item.value == "":
             return "nothing"
-        if isinstance(item.value, list) and not takes_list(kind):
+        if isinstance(item.value, list) and not argument_types.takes_list(kind):
             return f"{_shortened(repr(' '.join(item.value)))}; put a value with spaces in quotes"
-    if describe(kind).startswith("text") and not isinstance(item.value, str | list | dict | None):
+    if argument_types.describe(kind).startswith("text") and not isinstance(item.value, str | list | dict | None):
         return f"{item.value}; put it in quotes"
     return _shortened(repr(item.value))
 
@@ -299,8 +288,3 @@ def _nearest(name: str, known: Collection[str]) -> str:
     if len(initials) > 1 and initials in known:  # learning_rate → lr
         nearest = [initials]
     return f"did you mean --{nearest[0]}?" if nearest else "--help lists them"
-
-
-def _negated(name: str, types: dict[str, Any]) -> str | None:
-    positive = name.removeprefix("no_")
-    return f"write --{positive} false" if positive != name and types.get(positive) is bool else None

@@ -1,7 +1,6 @@
-"""Read and write YAML 1.2 with PyYAML, which on its own follows YAML 1.1, where 010 is 8, 1:30 is 90, yes is true and
-2024-01-01 is a date.
+"""Read and write YAML 1.2 with PyYAML, for which 010 is 8, 1:30 is 90, yes is true and 2024-01-01 a date (YAML 1.1).
 
-What a plain scalar means is decided by the core schema: https://yaml.org/spec/1.2.2/#103-core-schema.
+The core schema decides what a plain scalar means: https://yaml.org/spec/1.2.2/#103-core-schema.
 """
 
 import os
@@ -11,6 +10,8 @@ from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 import yaml
+
+from fabric_train.cli.errors import InputError
 
 _MAX_BYTES = 100_000  # a file of every argument has 4,000
 _MAX_DEPTH = 20
@@ -52,11 +53,18 @@ def read_text(path: str) -> str:
         raise YamlFault(f"byte {error.start} is not UTF-8 (0x{byte:02x}); save the file as UTF-8") from error
 
 
+def load_file(path: str, option: str) -> Any:
+    """Return the value of a YAML file; the InputError of one that cannot be read begins with ``option``."""
+    try:
+        return load(read_text(path))
+    except YamlFault as fault:
+        raise InputError(f"{option} {path}: {fault}") from fault
+
+
 def load(text: str) -> Any:
     """Return the value of a YAML document: None, bool, int, float, str, lists and dicts of these.
 
-    Raises:
-        YamlFault: not YAML, nested too deeply, a key that is given twice, an alias, or a tag.
+    A YamlFault if it is not YAML, nested too deeply, or has an alias, a tag or a key that is given twice.
     """
     try:
         return _value(yaml.compose(text, Loader=_Loader))
@@ -71,11 +79,7 @@ def load(text: str) -> Any:
 
 
 def plain_scalar(text: str) -> Any:
-    """Return what a plain scalar means: None, bool, int, float, or the text itself.
-
-    Raises:
-        ValueError: a whole number with too many digits.
-    """
+    """Return what a plain scalar means: None, bool, int, float, or the text; a ValueError if it has many digits."""
     text = text.strip()
     kind = next((name for name, pattern in _CORE_SCHEMA.items() if pattern.match(text)), "str")
     return _CONVERT[kind](text)
@@ -131,7 +135,8 @@ def _value(node: yaml.Node | None) -> Any:
         return [_value(item) for item in node.value]
     if isinstance(node, yaml.MappingNode) and kind == "map":
         return _mapping(node)
-    if isinstance(node, yaml.ScalarNode) and (kind == "str" or _matches(kind, node.value)):
+    pattern = _CORE_SCHEMA.get(kind)
+    if isinstance(node, yaml.ScalarNode) and (kind == "str" or (pattern and pattern.match(node.value))):
         try:
             return _CONVERT[kind](node.value)
         except ValueError as error:
@@ -153,10 +158,6 @@ def _mapping(node: yaml.MappingNode) -> dict[Any, Any]:
 
 def _fault_at(mark: yaml.Mark, problem: str) -> YamlFault:
     return YamlFault(f"line {mark.line + 1}: {problem}")
-
-
-def _matches(kind: str, text: str) -> bool:
-    return kind in _CORE_SCHEMA and _CORE_SCHEMA[kind].match(text) is not None
 
 
 def _to_int(text: str) -> int:

@@ -55,17 +55,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """The loss of a model on a source, ``total`` over all documents; with too few of them, without intervals.
-
-    ``difference`` to the first model is also None if they cannot be compared: the tokens differ, and the bytes are not
-    known.
-    """
+    """The loss of a model on a source; no intervals of too few documents."""
 
     total: TokenLoss
     num_documents: int
     loss: Interval | None = None  # of its nats per token
     bits_per_byte: Interval | None = None  # None if the bytes are not known, too
-    difference: Difference | None = None
+    difference: Difference | None = None  # also None if the tokens differ and the bytes are not known
 
 
 def compare(of_models: Sequence[DocumentSums], seed: int) -> list[ModelLoss]:
@@ -93,10 +89,7 @@ def compare(of_models: Sequence[DocumentSums], seed: int) -> list[ModelLoss]:
 
 
 def resample(values: Sequence[np.ndarray], seed: int) -> np.ndarray:
-    """Return the sums of values over documents that are drawn with replacement; one seed draws the same documents.
-
-    ``values`` are fp64 [D] for each model; the sums are fp64 [R, M].
-    """
+    """Return the sums, fp64 [R, M], of values, fp64 [D] for each model, over documents that ``seed`` draws."""
     columns, generator, sums = np.stack(values, axis=1), np.random.default_rng(seed), []
     num_documents = len(columns)
     at_once = max(1, _COUNTS_AT_ONCE // num_documents)

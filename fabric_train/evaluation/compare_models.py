@@ -4,12 +4,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.evaluation import loss_table
+from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.loss_changes import changes_page, find_changes
 from fabric_train.evaluation.models import (
     FOLDER,
@@ -32,11 +30,8 @@ from fabric_train.evaluation.texts import (
 )
 from fabric_train.files.atomic_folder import check_no_dead_link, wait_for_lock
 
-if TYPE_CHECKING:
-    from fabric_train.evaluation.arguments import EvaluateArguments
 
-
-def compare_models(arguments: "EvaluateArguments") -> None:
+def compare_models(arguments: EvaluateArguments) -> None:
     """Evaluate ``--models`` on ``--texts``, print a table, and write or extend the evaluation in ``--output_dir``.
 
     An InputError comes before anything is written, a RunError if a model's loss is not finite.
@@ -47,7 +42,12 @@ def compare_models(arguments: "EvaluateArguments") -> None:
     check_output(folder)
     earlier = loss_table.read_evaluated(folder)
     models, damaged = find_models(arguments.models)
-    texts = _open_texts(arguments, models, folder)
+    if arguments.texts is not None:
+        texts = open_texts(arguments.texts, arguments.text_column, folder / FOLDER / "downloads")
+    elif run := next((model for model in models if model.checkpoint), None):
+        texts = open_validation_of(Path(run.source))
+    else:
+        raise InputError("--texts is required: no model of --models is a checkpoint, whose validation split could do")
     encoded = _encode_for(models, texts, arguments)
     weights = {model.name: model.weights for model in models}
     documents: dict[str, list[str]] = {}
@@ -58,7 +58,10 @@ def compare_models(arguments: "EvaluateArguments") -> None:
     outdated = loss_table.outdated_models(earlier, weights)
     for name in outdated:
         print(f"note: {name} has other weights than in the earlier evaluation, which it replaces", file=sys.stderr)
-    losses = _score(models, encoded, LossCache(folder / FOLDER), arguments.batch_tokens)
+    cache, batch_tokens = LossCache(folder / FOLDER), arguments.batch_tokens
+    parts = ((model, part) for model in models for text in encoded[model.name] for part in text.parts())
+    with scoring_progress(sum(len(part.tokens) for model, part in parts if not cache.has(model, part))) as show:
+        losses = {model.name: score_texts(model, encoded[model.name], cache, batch_tokens, show) for model in models}
     new = {
         model.name: loss_table.document_losses(model.name, model.weights, encoded[model.name], losses[model.name])
         for model in models
@@ -101,17 +104,8 @@ def check_output(folder: Path) -> None:
         raise InputError(f"--output_dir {folder}: cannot write to {parent}; choose another folder")
 
 
-def _open_texts(arguments: "EvaluateArguments", models: Sequence[ComparedModel], folder: Path) -> list[EvaluatedText]:
-    if arguments.texts is not None:
-        return open_texts(arguments.texts, arguments.text_column, folder / FOLDER / "downloads")
-    run = next((model for model in models if model.checkpoint), None)
-    if run is None:
-        raise InputError("--texts is required: no model of --models is a checkpoint, whose validation split could do")
-    return open_validation_of(Path(run.source))
-
-
 def _encode_for(
-    models: Sequence[ComparedModel], texts: Sequence[EvaluatedText], arguments: "EvaluateArguments"
+    models: Sequence[ComparedModel], texts: Sequence[EvaluatedText], arguments: EvaluateArguments
 ) -> dict[str, list[EncodedText]]:
     """Return the texts for each model, encoded once for each tokenizer."""
     by_tokenizer: dict[str, list[EncodedText]] = {}
@@ -144,11 +138,3 @@ def _fault_of(model: ComparedModel, text: EncodedText) -> str | None:
             f"{text.input_tokens:,} tokens; {fix}"
         )
     return None
-
-
-def _score(
-    models: Sequence[ComparedModel], encoded: dict[str, list[EncodedText]], cache: LossCache, batch_tokens: int
-) -> dict[str, list[np.ndarray]]:
-    parts = ((model, part) for model in models for text in encoded[model.name] for part in text.parts())
-    with scoring_progress(sum(len(part.tokens) for model, part in parts if not cache.has(model, part))) as show:
-        return {model.name: score_texts(model, encoded[model.name], cache, batch_tokens, show) for model in models}

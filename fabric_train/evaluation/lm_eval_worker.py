@@ -1,7 +1,6 @@
 """Evaluate a model in a process of its own:  python -m fabric_train.evaluation.lm_eval_worker  < REQUEST
 
-So the memory of a model is free after its evaluation, and a crash ends only that. A request is the JSON of a
-:class:`WorkerRequest`.
+So the memory of a model is free after its evaluation. A request is the JSON of a :class:`WorkerRequest`.
 """
 
 import ctypes
@@ -13,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -28,6 +27,7 @@ from fabric_train.evaluation.tasks_file import TaskSettings, is_task_file, neare
 from fabric_train.files.regular_file import parse_json
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
+_OFFLINE = "; its data is on the hub: load it once on a machine with internet, into the cache (HF_HOME) of this one"
 _SEEDS = (0, 1234)  # of random, and of numpy, torch and the examples in prompts, as in lm_eval's own program
 
 
@@ -42,33 +42,31 @@ class RequestedTask:
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """The words of a command line of evaluate.py for losses on texts; else tasks to check, or to evaluate a model on.
-
-    ``scores`` are those so far, and ``file`` is where they are; without them the tasks are checked. ``source`` is the
-    model for ``load_for_inference``.
-    """
+    """Words of a command line for losses on texts, or tasks to evaluate a model on, or without ``scores`` to check."""
 
     tasks: list[RequestedTask] = field(default_factory=list)
-    source: str = ""
-    file: str = ""
-    scores: ModelScores | None = None
+    source: str = ""  # the model for ``load_for_inference``
+    file: str = ""  # of the scores
+    scores: ModelScores | None = None  # those so far
     batch_size: int = 1
     words: list[str] = field(default_factory=list)
 
 
-def start_worker(request: WorkerRequest) -> "subprocess.Popen[bytes]":
-    """Start this module in a session of its own, so that Ctrl-C reaches only the process that waits for it."""
+def evaluate_in_worker(request: WorkerRequest) -> int:
+    """Do what a request asks for in a process of its own, and return its exit code; Ctrl-C ends that process too."""
     worker = subprocess.Popen(
         [sys.executable, "-m", __name__],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         env={**os.environ, **project_first()},
-        start_new_session=True,
+        start_new_session=True,  # Ctrl-C reaches only this process, which waits for it
     )
-    assert worker.stdin is not None
-    worker.stdin.write(json.dumps(asdict(request)).encode())
-    worker.stdin.close()
-    return worker
+    try:
+        worker.communicate(json.dumps(asdict(request)).encode())
+    finally:
+        worker.kill()
+        worker.wait()
+    return worker.returncode
 
 
 def main() -> None:
@@ -106,28 +104,18 @@ def _load_tasks(requested: Sequence[RequestedTask]) -> dict[TaskSettings, Any]:
         try:
             loaded[one.settings] = manager.load([name])
         except Exception as error:  # noqa: BLE001 - a task's own code, and the hub's and datasets' many errors
-            faults.append(f"--tasks: {name}: cannot be loaded: {first_line(error)}{_advice(error)}")
+            is_offline = isinstance(error, ConnectionError) or "Hub" in str(error)
+            faults.append(f"--tasks: {name}: cannot be loaded: {first_line(error)}{_OFFLINE if is_offline else ''}")
             continue
-        faults += _faults_of(one, list(loaded[one.settings]["tasks"].values()))
+        tasks = list(loaded[one.settings]["tasks"].values())  # a group has several
+        if any(getattr(task, "UNSAFE_CODE", False) for task in tasks):
+            faults.append(f"--tasks: {name}: it executes code that the model writes; leave it out")
+        metrics = {metric for task in tasks for metric in task.aggregation()}
+        if one.metric is not None and one.metric.split(",")[0] not in metrics:
+            faults.append(f"--tasks: {name}: it has no metric {one.metric}; it has {', '.join(sorted(metrics))}")
     if faults:
         raise InputError(*faults)
     return loaded
-
-
-def _faults_of(requested: RequestedTask, tasks: Sequence[Any]) -> Iterator[str]:
-    """Yield what forbids a task that lm_eval has loaded; a group has several."""
-    if any(getattr(task, "UNSAFE_CODE", False) for task in tasks):
-        yield f"--tasks: {requested.source}: it executes code that the model writes; leave it out"
-    metrics = {metric for task in tasks for metric in task.aggregation()}
-    if requested.metric is not None and requested.metric.split(",")[0] not in metrics:
-        has = ", ".join(sorted(metrics))
-        yield f"--tasks: {requested.source}: it has no metric {requested.metric}; it has {has}"
-
-
-def _advice(error: Exception) -> str:
-    if isinstance(error, ConnectionError) or "Hub" in str(error):
-        return "; its data is on the hub: load it once on a machine with internet, into the cache (HF_HOME) of this one"
-    return ""
 
 
 def _evaluate(request: WorkerRequest, scores: ModelScores, tasks: Mapping[TaskSettings, Any]) -> None:
@@ -148,24 +136,14 @@ def _evaluate(request: WorkerRequest, scores: ModelScores, tasks: Mapping[TaskSe
         seconds = time.monotonic() - started
         score = _task_score(settings, list(loaded["tasks"]), list(loaded["groups"]), results, seconds)
         scores = add_score(Path(request.file), scores, score)
-        print(f"{scores.name}: {describe_score(score)}, {seconds:.0f} s", file=sys.stderr, flush=True)
-
-
-def describe_score(score: TaskScore) -> str:
-    """Return a line with all metrics of a task."""
-    texts = []
-    for name, metric in score.metrics.items():
-        value = "not finite" if metric.value is None else f"{metric.value:.4f}"
-        stderr = f" ± {metric.stderr:.4f}" if metric.stderr is not None else ""
-        texts.append(f"{name.removesuffix(',none')} {value}{stderr}")
-    return f"{score.settings.task}: {', '.join(texts)} ({score.num_documents} documents, {score.num_fewshot}-shot)"
+        shown = ", ".join(f"{name.removesuffix(',none')} {metric}" for name, metric in score.metrics.items())
+        counted = f"{score.num_documents} documents, {score.num_fewshot}-shot"
+        line = f"{scores.name}: {settings.task}: {shown} ({counted}), {seconds:.0f} s"
+        print(line, file=sys.stderr, flush=True)
 
 
 def _run(lm: Any, loaded: Any, settings: TaskSettings) -> Any:
-    """Return the results of lm_eval's ``evaluate``.
-
-    Its ``simple_evaluate`` does the same, but also calls git and collects the machine's description for each task.
-    """
+    """Return the results of lm_eval's ``evaluate``; its ``simple_evaluate`` also calls git for each task."""
     from lm_eval import evaluate
 
     for task in loaded["tasks"].values():

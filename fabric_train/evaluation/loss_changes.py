@@ -2,17 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from fabric_train.evaluation.texts import EncodedText
-from fabric_train.tokenization.inspect.page import html_facts, html_page, html_table, marked
-from fabric_train.tokenization.inspect.report import TextTable
+from fabric_train.tokenization.inspect.page import html_page, marked
 from fabric_train.tokenization.inspect.row_view import visible
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
@@ -28,10 +26,7 @@ _SHADES = (CLEAR_CHANGE, 0.5, 1.0, 2.0)
 
 @dataclass(frozen=True)
 class TokenGroup:
-    """Some predicted tokens: their mean loss in nats ``before`` and ``after``, and the shares of them that changed.
-
-    ``better`` and ``worse`` are the shares of tokens whose loss fell or rose by at least ``CLEAR_CHANGE``.
-    """
+    """Some predicted tokens: their mean losses in nats, and the shares that changed by at least ``CLEAR_CHANGE``."""
 
     name: str
     num_tokens: int
@@ -127,102 +122,38 @@ def _extremes(
 
 def changes_page(changes: LossChanges, tokenizer: Any) -> str:
     """Return the page, with every text of the documents escaped; ``tokenizer`` is that of both models."""
-    with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        vocabulary = load_vocabulary(Path(folder))
-        return html_page("Where tokens got better and worse", _body(changes, vocabulary), _STYLE)
-
-
-def _body(changes: LossChanges, vocabulary: Vocabulary | None) -> Iterator[str]:
-    num_tokens = sum(group.num_tokens for group in changes.sources)
-    names = (("first model", changes.first), ("last model", changes.last), ("predicted tokens", f"{num_tokens:,}"))
-    yield from html_facts(names)
-    yield "<h2>By source</h2>"
-    yield from html_table(_groups("source", changes.sources))
-    yield "<h2>By frequency of the token</h2>"
-    yield from html_table(_groups("times in these texts", changes.frequencies))
-    yield (
-        "<p class=note>Loss in nats per token. Better and worse: tokens whose loss fell or rose by at least "
-        f"{CLEAR_CHANGE} nats. Tokens are grouped by how often their id is predicted in these texts, into groups of "
-        "about the same size.</p>"
+    folder = Path(__file__).with_name("templates")
+    templates = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    for title, documents in (("improved", changes.improved), ("damaged", changes.damaged)):
-        yield f"<h2>The {len(documents)} most {title} documents</h2>" if documents else f"<h2>No document {title}</h2>"
-        if documents:
-            yield _LEGEND
-        for document in documents:
-            yield from _document(document, vocabulary)
-
-
-def _groups(name: str, groups: Sequence[TokenGroup]) -> TextTable:
-    columns = (name, "tokens", "first", "last", "change", "better", "worse")
-    lines = [
-        (
-            group.name,
-            f"{group.num_tokens:,}",
-            f"{group.before:.4f}",
-            f"{group.after:.4f}",
-            f"{group.after - group.before:+.4f}",
-            f"{group.better:.1%}",
-            f"{group.worse:.1%}",
+    templates.filters |= {"visible": visible, "marked": marked}
+    with TemporaryDirectory() as saved:
+        tokenizer.save_pretrained(saved)
+        vocabulary = load_vocabulary(Path(saved))
+        body = templates.get_template("loss_changes.html.j2").render(
+            changes=changes,
+            tokens=lambda document: _tokens(document, vocabulary),
+            shades=_SHADES,
+            fewest_tokens=FEWEST_TOKENS,
+            shown_tokens=_SHOWN_TOKENS,
         )
-        for group in groups
-    ]
-    return TextTable(columns, tuple(lines), (0,) * len(lines))
+    style = (folder / "loss_changes.css").read_text(encoding="utf-8")
+    return html_page("Where tokens got better and worse", [body], style)
 
 
-def _document(document: ChangedDocument, vocabulary: Vocabulary | None) -> Iterator[str]:
-    means = f"{document.before.mean():.3f} → {document.after.mean():.3f} nats per token"
-    place = escape(visible(f"{document.source}: {document.place}"))
-    yield f'<section class="row"><h3>{document.change:+.3f} <small>{place} · {len(document.ids):,} tokens · {means}'
-    yield f'</small></h3><p class="tokens changes" dir="auto">{"".join(_tokens(document, vocabulary))}</p>'
-    if len(document.ids) > _SHOWN_TOKENS:
-        yield f'<div class="border">{len(document.ids) - _SHOWN_TOKENS:,} more tokens are not shown</div>'
-    yield "</section>"
-
-
-def _tokens(document: ChangedDocument, vocabulary: Vocabulary | None) -> Iterator[str]:
-    """Yield the tokens as spans; those that share a character are one, with the sum of their losses."""
+def _tokens(document: ChangedDocument, vocabulary: Vocabulary | None) -> Iterator[tuple[str, str, str]]:
+    """Yield class, title and text of tokens; those that share a character are one, with the sum of their losses."""
     ids = document.ids[:_SHOWN_TOKENS].tolist()
     start = 0
     for count, text in vocabulary.spans(ids) if vocabulary else ((1, f"⟨{token}⟩") for token in ids):
         stop = start + count
         before, after = (float(losses[start:stop].sum()) for losses in (document.before, document.after))
+        change = after - before
+        level = sum(abs(change) >= limit for limit in _SHADES)
         title = f"{visible(text)!r}, id {' '.join(map(str, ids[start:stop]))}\n{before:.3f} → {after:.3f} nats"
-        title += f", {after - before:+.3f}"
-        yield f'<span{_shade(after - before)} title="{escape(title)}">{marked(text)}</span>'
+        yield f"{'better' if change < 0 else 'worse'}{level}" * bool(level), f"{title}, {change:+.3f}", text
         start = stop
-
-
-def _shade(change: float) -> str:
-    level = sum(abs(change) >= limit for limit in _SHADES)
-    return f' class="{"better" if change < 0 else "worse"}{level}"' if level else ""
-
-
-def _swatches() -> str:
-    limits = [f"{limit:g}" for limit in _SHADES]
-    names = [*(f"{low} to {high}" for low, high in pairwise(limits)), f"{limits[-1]} or more"]
-    return "\n".join(
-        f'<span class="{kind}{level}">{kind} by {name}</span>'
-        for kind in ("better", "worse")
-        for level, name in enumerate(names, start=1)
-    )
-
-
-_LEGEND = f"""<p class="legend tokens changes">
-{_swatches()}
-</p><p class="note">Changes of a token's loss from the first to the last model, in nats; hover over a token for both
-losses. Documents are ranked by the mean change of their tokens; those of fewer than {FEWEST_TOKENS} tokens are left
-out.</p>"""
-
-
-_STYLE = """
-:root { --better: 42, 140, 70; --worse: 200, 60, 40; }
-@media (prefers-color-scheme: dark) { :root { --better: 80, 200, 120; --worse: 240, 100, 80; } }
-.changes span { border-radius: .15em; }
-.changes .better1 { background: rgba(var(--better), .14); } .changes .worse1 { background: rgba(var(--worse), .14); }
-.changes .better2 { background: rgba(var(--better), .28); } .changes .worse2 { background: rgba(var(--worse), .28); }
-.changes .better3 { background: rgba(var(--better), .46); } .changes .worse3 { background: rgba(var(--worse), .46); }
-.changes .better4 { background: rgba(var(--better), .68); } .changes .worse4 { background: rgba(var(--worse), .68); }
-.legend.changes span { padding: .12em .35em; }
-"""

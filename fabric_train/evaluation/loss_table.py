@@ -1,7 +1,4 @@
-"""Print the losses of the compared models, and write them: each evaluation in a folder adds to what is there.
-
-``documents.jsonl`` has the losses from which everything else is computed.
-"""
+"""Print and write the losses of the compared models; ``documents.jsonl`` has those that all else is computed from."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,10 +148,9 @@ def check_same_documents(
 
 
 def join_evaluated(earlier: Evaluated, new: Evaluated) -> Evaluated:
-    """Return the losses of earlier evaluations with new ones, which replace those of the same model and source.
+    """Return earlier losses with new ones, which replace those of the same model and source.
 
-    The first model is the one that the others are compared with. It stays the first, unless it is evaluated again at
-    another place.
+    The first model, with which the others are compared, stays the first unless it is evaluated again at another place.
     """
     outdated = outdated_models(earlier, {model: _weights(own) for model, own in new.items()})
     kept = {model: of_sources for model, of_sources in earlier.items() if model not in outdated}

@@ -56,10 +56,7 @@ class ComparedModel:
 
 
 def find_models(names: Sequence[str]) -> tuple[list[ComparedModel], list[str]]:
-    """Find the models of ``--models``, and return the names of damaged checkpoints of ``RUN/all`` too.
-
-    A checkpoint of ``RUN/all`` has the name ``RUN/step-00000500``.
-    """
+    """Find the models of ``--models``, RUN/step-00000500 … for RUN/all, and the names of damaged checkpoints in it."""
     found: dict[str, ComparedModel] = {}
     damaged: list[str] = []
     for name in names:
@@ -83,7 +80,15 @@ def find_model(name: str) -> ComparedModel:
     """Find a model: a checkpoint, a run (see ``find_checkpoint``), a Hugging Face folder, an adapter or a hub name."""
     folder = Path(name)
     try:
-        return _with_adapter(find_model(read_base_name(folder)), name) if is_adapter(folder) else _find_whole(name)
+        if not is_adapter(folder):
+            return _find_whole(name)
+        base = find_model(read_base_name(folder))
+        identity = f"{identity_of_files(folder)}\n{base.identity}"
+        own = replace(base, name=name, source=name, checkpoint=False, identity=identity)
+        if not (folder / "tokenizer_config.json").is_file():
+            return own
+        tokenizer = load_hf_tokenizer(folder)
+        return replace(own, tokenizer=tokenizer, tokenizer_id=_tokenizer_id(tokenizer))
     except InputError as error:
         raise InputError(*(fault.replace("--model_name", "--models") for fault in error.faults)) from None
 
@@ -106,16 +111,6 @@ def _find_whole(name: str) -> ComparedModel:
     identity = identity_of_files(Path(source)) if Path(source).is_dir() else f"{source} {shape.config._commit_hash}"
     of_tokenizer = (tokenizer, _tokenizer_id(tokenizer))
     return ComparedModel(name, source, is_checkpoint, identity, *of_tokenizer, shape.max_positions, shape.vocab_size)
-
-
-def _with_adapter(base: ComparedModel, name: str) -> ComparedModel:
-    """Return the model of an adapter; a tokenizer beside it replaces that of the base model."""
-    folder = Path(name)
-    has_own = (folder / "tokenizer_config.json").is_file()
-    tokenizer = load_hf_tokenizer(folder) if has_own else base.tokenizer
-    identity = f"{identity_of_files(folder)}\n{base.identity}"
-    own = replace(base, name=name, source=name, checkpoint=False, identity=identity)
-    return replace(own, tokenizer=tokenizer, tokenizer_id=_tokenizer_id(tokenizer))
 
 
 def check_tokenizer(model: ComparedModel, dataset: TokenDataset) -> None:
@@ -161,25 +156,21 @@ def _tokenizer_id(tokenizer: Any) -> str:
 @contextmanager
 def scoring_progress(total: int) -> Iterator[ShowScored]:
     """Yield the function that shows the progress, on a terminal as a bar; ``total`` are the tokens to score."""
-    if not sys.stderr.isatty():
-        yield _print_lines(total)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=open_console(stderr=True)) as bar:
-        task = bar.add_task("starting", total=total)
-        yield lambda model, tokens: bar.update(task, advance=tokens, description=model)
-
-
-def _print_lines(total: int) -> ShowScored:
     log, started, scored = ThrottledLog(), time.monotonic(), 0
 
-    def show(model: str, tokens: int) -> None:
+    def print_line(model: str, tokens: int) -> None:
         nonlocal scored
         scored += tokens
         left = (time.monotonic() - started) * (total - scored) / scored if scored else 0
         log(f"scoring {model}: {scored:,} of {total:,} tokens, about {max(left, 0):.0f} s left")
 
-    return show
+    if not sys.stderr.isatty():
+        yield print_line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=open_console(stderr=True)) as bar:
+        task = bar.add_task("starting", total=total)
+        yield lambda model, tokens: bar.update(task, advance=tokens, description=model)
 
 
 class LossCache:
@@ -258,10 +249,7 @@ def load_to_score(model: ComparedModel) -> Any:
 def score_part(
     model: Any, text: EncodedText, part: ScoredPart, batch_tokens: int, advance: Callable[[int], None]
 ) -> np.ndarray:
-    """Return the loss of each predicted token of a part in nats, fp32 [its tokens].
-
-    ``model`` is from ``load_to_score``. ``advance`` is called with the number of tokens of each finished forward pass.
-    """
+    """Return the loss of each predicted token of a part in nats, fp32 [its tokens], by ``load_to_score``'s model."""
     losses = np.zeros(len(part.tokens), dtype=np.float32)
     for batch in text.batches(part, batch_tokens):
         input_ids = batch.input_ids.to(model.device)

@@ -1,7 +1,4 @@
-"""The scores of models on tasks: one JSON file for each model, which gains a task at a time, their table and picture.
-
-A cell of the table is the mean over the tasks of a language.
-"""
+"""The scores of models on tasks: one JSON file for each model, the table of means by language, and its picture."""
 
 import csv
 import io
@@ -33,18 +30,19 @@ class MetricScore:
     stderr: float | None
     higher_is_better: bool
 
+    def __str__(self) -> str:
+        stderr = "" if self.stderr is None else f" ± {self.stderr:.4f}"
+        return "not finite" if self.value is None else f"{self.value:.4f}{stderr}"
+
 
 @dataclass(frozen=True)
 class TaskScore:
-    """The scores of a task by metric, such as ``acc,none``: metric and filter.
-
-    ``num_fewshot`` is the number of examples in each prompt, of which a task may allow none.
-    """
+    """The scores of a task by metric and filter, such as ``acc,none``."""
 
     settings: TaskSettings
     metrics: dict[str, MetricScore]
     num_documents: int
-    num_fewshot: int
+    num_fewshot: int  # examples in each prompt, of which a task may allow none
     seconds: float
     lm_eval: str
 
@@ -106,10 +104,7 @@ class Column:
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """The mean score of each model in each column.
-
-    A cell is None until the model has been evaluated on all tasks of the language. ``models`` are the rows.
-    """
+    """The mean score of each model in each column, once it has been evaluated on all tasks of the language."""
 
     columns: list[Column]
     models: list[ModelScores]
@@ -141,10 +136,7 @@ def build_table(tasks: Sequence[LanguageTask], models: Iterable[ModelScores]) ->
 
 
 def main_metric(score: TaskScore, wanted: str | None = None) -> str:
-    """Return the key of the metric to show: the wanted one, or the usual one of such a task.
-
-    A task with several filters has each metric more than once; the first counts, unless ``wanted`` has the filter too.
-    """
+    """Return the key of the wanted metric, or the usual one; of several filters the first, if none is wanted."""
     for name in (wanted,) if wanted else _USUAL_METRICS:
         for key in score.metrics:
             if name in (key, key.partition(",")[0]):
@@ -215,12 +207,7 @@ def _metrics_of(model: ModelScores, tasks: Iterable[LanguageTask]) -> list[tuple
 
 
 def _cells(table: ScoreTable, model: ModelScores) -> Iterator[str]:
-    for column in table.columns:
-        score = table.cell(model, column)
-        if score is None or score.value is None:
-            yield "–" if score is None else "not finite"
-        else:
-            yield f"{score.value:.4f}" + ("" if score.stderr is None else f" ± {score.stderr:.4f}")
+    yield from (str(table.cell(model, column) or "–") for column in table.columns)
 
 
 def write_picture(table: ScoreTable, path: Path) -> None:

@@ -14,7 +14,7 @@
 import difflib
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,7 @@ class LanguageTask:
 
 def read_tasks(path: str) -> list[LanguageTask]:
     """Return the tasks of a file, in its order; an InputError has every fault at once."""
-    try:
-        content = yaml_core.load(yaml_core.read_text(path))
-    except yaml_core.YamlFault as fault:
-        raise InputError(f"--tasks {path}: {fault}") from fault
+    content = yaml_core.load_file(path, "--tasks")
     if not isinstance(content, dict) or not isinstance(content.get("languages"), dict) or not content["languages"]:
         raise InputError(f"--tasks {path}: expected 'languages:' with tasks, such as 'languages: {{es: [xnli_es]}}'")
     faults: list[str] = []
@@ -72,7 +69,9 @@ def read_tasks(path: str) -> list[LanguageTask]:
                 continue
             values = general | _converted(given, _OF_TASK, f"{language}: task {number}", faults)
             tasks += list(_build(str(language), values, Path(path).parent, faults))
-    faults += _given_twice(tasks)
+    for number, task in enumerate(tasks):
+        if any((task.language, task.settings) == (one.language, one.settings) for one in tasks[:number]):
+            faults.append(f"{task.language}: {task.settings.task} is given twice: give it once")
     if faults:
         raise InputError(*(f"--tasks {path}: {fault}" for fault in faults))
     return tasks
@@ -113,21 +112,14 @@ def _build(language: str, values: Mapping[str, Any], folder: Path, faults: list[
     if is_task_file(name):
         path = Path(os.path.abspath(folder / name))
         try:
-            source, files = str(path), _hash_of(files_of(path))
+            digests = sorted(hashlib.sha256(file.read_bytes()).digest() for file in files_of(path))
+            source, files = str(path), hashlib.sha256(b"".join(digests)).hexdigest()
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
             faults.append(f"{language}: {path}: {reason}; give a task file of lm_eval")
             return
     settings = TaskSettings(os.path.basename(source), values.get("num_fewshot"), values.get("limit"), files)
     yield LanguageTask(language, source, settings, values.get("metric"))
-
-
-def _given_twice(tasks: Iterable[LanguageTask]) -> Iterator[str]:
-    seen = set()
-    for task in tasks:
-        if (task.language, task.settings) in seen:
-            yield f"{task.language}: {task.settings.task} is given twice: give it once"
-        seen.add((task.language, task.settings))
 
 
 class _TaskFileLoader(yaml.SafeLoader):
@@ -170,7 +162,3 @@ def _texts_in(value: Any) -> Iterator[str]:
     elif isinstance(value, list | dict):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _texts_in(item)
-
-
-def _hash_of(files: Iterable[Path]) -> str:
-    return hashlib.sha256(b"".join(sorted(hashlib.sha256(file.read_bytes()).digest() for file in files))).hexdigest()

@@ -1,7 +1,6 @@
 """Evaluate each checkpoint of a run on lm_eval's tasks and on texts, beside its training or afterwards.
 
-The output folder has a file of scores for each model (``scores.py``), and the table and the picture of all. Any
-number of watchers may share it: a lock for each model keeps them apart.
+Any number of watchers may share the output folder: a lock for each model keeps them apart.
 """
 
 import importlib.util
@@ -12,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fabric_train.checkpoint import read_trainer_json, saved_checkpoints
 from fabric_train.cli.errors import InputError, RunError, missing_folder
 from fabric_train.cli.output import open_console
 from fabric_train.evaluation import scores
+from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.compare_models import check_output, print_evaluated
-from fabric_train.evaluation.lm_eval_worker import RequestedTask, WorkerRequest, start_worker
+from fabric_train.evaluation.lm_eval_worker import RequestedTask, WorkerRequest, evaluate_in_worker
 from fabric_train.evaluation.loss_table import DOCUMENTS, Evaluated, check_same_documents, read_evaluated
 from fabric_train.evaluation.models import FOLDER, check_all_evaluated, find_models, identity_of_files
 from fabric_train.evaluation.scores import ModelScores, ScoreTable
@@ -28,9 +27,6 @@ from fabric_train.evaluation.texts import NUM_DIGITS, DocumentTexts, full_digest
 from fabric_train.files.atomic_folder import hold_lock, wait_for_lock
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.training.evaluation import parse_early_stopping
-
-if TYPE_CHECKING:
-    from fabric_train.evaluation.arguments import EvaluateArguments
 
 _SECONDS_BETWEEN_LOOKS = 10.0
 
@@ -71,7 +67,7 @@ class WatchedTexts:
     words: tuple[str, ...]
 
     @classmethod
-    def open(cls, arguments: "EvaluateArguments", output: Path) -> "WatchedTexts":
+    def open(cls, arguments: EvaluateArguments, output: Path) -> "WatchedTexts":
         """Read the texts, and check that models can be evaluated on them and ``output`` can be added to."""
         assert arguments.texts is not None
         check_output(output)
@@ -204,7 +200,7 @@ class Watch:
         return self.output / model.file_name
 
 
-def watch_run(arguments: "EvaluateArguments") -> None:
+def watch_run(arguments: EvaluateArguments) -> None:
     """Evaluate the checkpoints of ``--watch`` and the models of ``--models`` until nothing is left to evaluate.
 
     With ``--wait true``, wait for further checkpoints until the run has ended. An InputError comes before anything is
@@ -225,7 +221,11 @@ def watch_run(arguments: "EvaluateArguments") -> None:
     texts = WatchedTexts.open(arguments, output) if arguments.texts is not None else None
     watch = Watch(run, output, tasks, models, arguments.batch_size, evaluate_in_worker, texts)
     if tasks and (watch.pending() or (arguments.wait and not run_has_ended(run))):
-        _check_tasks(tasks)
+        _say("loading the tasks")  # the worker prints what is wrong with them
+        if code := evaluate_in_worker(
+            WorkerRequest([RequestedTask(one.settings, one.source, one.metric) for one in tasks])
+        ):
+            raise SystemExit(code)
     if texts:
         (output / FOLDER).mkdir(parents=True, exist_ok=True)  # the mark of an evaluation, for the workers
     waits = False
@@ -254,16 +254,6 @@ def watch_run(arguments: "EvaluateArguments") -> None:
     check_all_evaluated(damaged)
 
 
-def evaluate_in_worker(request: WorkerRequest) -> int:
-    """Do what a request asks for in a process of its own, and return its exit code; Ctrl-C ends that process too."""
-    worker = start_worker(request)
-    try:
-        return worker.wait()
-    finally:
-        worker.kill()
-        worker.wait()
-
-
 def run_has_ended(run: Path) -> bool:
     """Whether the newest checkpoint of a run is of its last step, or of the step at which early stopping ended it."""
     checkpoints = list(saved_checkpoints(run).values())
@@ -276,14 +266,6 @@ def run_has_ended(run: Path) -> bool:
     state, given = newest.state, newest.arguments.get("early_stopping")
     sources = [state.progress.source] if state.progress else []
     return state.step >= newest.num_steps or (given is not None and parse_early_stopping(given, sources).ends(state))
-
-
-def _check_tasks(tasks: Sequence[LanguageTask]) -> None:
-    """Let a worker load all tasks with their data; it prints what is wrong with them, and its exit code is ours."""
-    _say("loading the tasks")
-    request = WorkerRequest([RequestedTask(task.settings, task.source, task.metric) for task in tasks])
-    if code := evaluate_in_worker(request):
-        raise SystemExit(code)
 
 
 def _say(line: str) -> None:

@@ -128,10 +128,7 @@ def _cannot_be_averaged(one: Path, other: Path, fault: str) -> InputError:
 
 @dataclass(frozen=True)
 class ExportSource:
-    """A complete checkpoint, full or sharded, whose weights are exported with its configuration and its tokenizer.
-
-    With ``parts``, the weights are their average instead; ``checkpoint`` is the last of them.
-    """
+    """A complete checkpoint, full or sharded, whose weights are exported; with ``parts``, up to it, their average."""
 
     checkpoint: Path
     parts: tuple[AveragePart, ...] = ()

@@ -9,15 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fabric_train.checkpoint import (
-    HubDataset,
-    StageSource,
-    TrainerJson,
-    TrainingSession,
-    TrainingStage,
-    read_trainer_json,
-    run_of,
-)
+from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.output import redact
 from fabric_train.export.average import AveragePart
 from fabric_train.export.card_text import (
@@ -46,29 +38,16 @@ Row = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class StreamPlace:
-    """A place of --streaming_dataset: its public name, the share that a pass reads, and its dataset on the hub."""
-
-    name: str
-    share: float
-    dataset: HubDataset | None
-
-
-@dataclass(frozen=True)
 class ModelRecord:
-    """What the trainer.json (``saved``) and the manifest.json of a checkpoint say, and the certificate of its run.
-
-    ``names`` are the public names of the sources. ``origin`` is the model that the run began with. ``parts`` are the
-    checkpoints whose average the weights are, of which this is the last; none if the weights are its own.
-    """
+    """What the files of a checkpoint and the certificate of its run say about a model."""
 
     checkpoint: Path
-    saved: TrainerJson
+    saved: checkpoints.TrainerJson
     manifest: Manifest | None
-    origin: ModelOrigin | None
+    origin: ModelOrigin | None  # the model that the run began with
     certificate: StoredCertificate | None
-    names: PublicNames
-    parts: tuple[AveragePart, ...]
+    names: PublicNames  # of the sources
+    parts: tuple[AveragePart, ...]  # whose average the weights are, this one the last; none if the weights are its own
 
     def part_name(self, part: str) -> str:
         """Return the public name of a part of the last validation, see ``Evaluation.parts``."""
@@ -87,8 +66,8 @@ class ModelRecord:
         times = Counter(source.given for source in self.manifest.sources)
         return [source for source in self.manifest.sources if times[source.given] > held_out[source.given]]
 
-    def stream_places(self) -> list[StreamPlace]:
-        """Return the places that a stream reads, in their order."""
+    def stream_places(self) -> list[checkpoints.StageSource]:
+        """Return the places that a stream reads, in their order, with the share that a pass reads."""
         stream = self.saved.stream
         identities = [_HUB_IDENTITY.fullmatch(line) for line in (stream.sources if stream else ())]
         commits = {found[1]: found[2] for found in identities if found}
@@ -96,17 +75,17 @@ class ModelRecord:
         for number, given in enumerate(self.saved.arguments.get("streaming_dataset") or ()):
             place = place_of(given)
             repository = re.split("[:@]", place)[0]
-            dataset = HubDataset(repository, commits[repository]) if repository in commits else None
+            datasets = [checkpoints.HubDataset(repository, commits[repository])] if repository in commits else []
             own_name = given.removesuffix(place).rstrip("=")
-            name = own_name or (repository if dataset else last_part(place))
+            name = own_name or (repository if datasets else last_part(place))
             shares = stream.shares if stream else None
             share = shares[number] if shares and number < len(shares) else 1.0
-            places.append(StreamPlace(name, share, dataset))
+            places.append(checkpoints.StageSource(name, share, None, None, [], datasets))
         return places
 
     def hub_datasets(self) -> list[str]:
         """Return the datasets on the hub that the model was trained on, in any stage, without subset and revision."""
-        streamed = [place.dataset.repository for place in self.stream_places() if place.dataset]
+        streamed = [one.repository for place in self.stream_places() for one in place.datasets]
         stored = [source.hub_name for source in self.training_sources() if source.kind == "hub"]
         before = [one.repository for stage in self.saved.stages for source in stage.sources for one in source.datasets]
         return list(dict.fromkeys([*before, *streamed, *stored]))
@@ -114,30 +93,26 @@ class ModelRecord:
 
 def read_record(checkpoint: Path, parts: Sequence[AveragePart] = ()) -> ModelRecord:
     """Return what a complete checkpoint says about its model."""
-    saved, manifest = read_trainer_json(checkpoint), read_manifest(checkpoint)
-    certificate = read_certificate(run_of(checkpoint), saved.state.step)
+    saved, manifest = checkpoints.read_trainer_json(checkpoint), read_manifest(checkpoint)
+    certificate = read_certificate(checkpoints.run_of(checkpoint), saved.state.step)
     return ModelRecord(checkpoint, saved, manifest, saved.base_model, certificate, PublicNames(manifest), tuple(parts))
 
 
-def stages_through(checkpoint: Path) -> tuple[TrainingStage, ...]:
+def stages_through(checkpoint: Path) -> tuple[checkpoints.TrainingStage, ...]:
     """Return the stages of training up to a checkpoint, which is in the last one."""
     return all_stages(read_record(checkpoint))
 
 
-def all_stages(record: ModelRecord) -> tuple[TrainingStage, ...]:
-    """Return the stages of training, of which the record's own run is the last.
-
-    Its shares are of the tokens that were seen, of those in the token dataset if that is not known.
-    """
+def all_stages(record: ModelRecord) -> tuple[checkpoints.TrainingStage, ...]:
+    """Return the stages, the record's own run last, with shares of the tokens seen, else of the token dataset."""
     seen = _seen_of_sources(record) or dict(seen_shares(record))
-    sources = stored_sources(record) or [
-        StageSource(place.name, place.share, None, None, [], [place.dataset] if place.dataset else [])
-        for place in record.stream_places()
-    ]
+    sources = stored_sources(record) or record.stream_places()
     if seen.keys() >= {source.name for source in sources}:
         sources = [replace(source, share=seen[source.name]) for source in sources]
-    state, run = record.saved.state, last_part(str(run_of(record.checkpoint)))
-    own = TrainingStage(run, state.step, state.num_tokens, record.origin, sources, list(record.saved.sessions))
+    state, run = record.saved.state, last_part(str(checkpoints.run_of(record.checkpoint)))
+    own = checkpoints.TrainingStage(
+        run, state.step, state.num_tokens, record.origin, sources, list(record.saved.sessions)
+    )
     return (*record.saved.stages, own)
 
 
@@ -154,7 +129,7 @@ def write_stages(record: ModelRecord, folder: Path) -> None:
         (folder / HASHES).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def stored_sources(record: ModelRecord) -> list[StageSource]:
+def stored_sources(record: ModelRecord) -> list[checkpoints.StageSource]:
     """Return the sources of a token dataset in their order, with shares of its tokens; none without a manifest."""
     if record.manifest is None:
         return []
@@ -162,7 +137,7 @@ def stored_sources(record: ModelRecord) -> list[StageSource]:
     for source in record.training_sources():
         by_name.setdefault(source.name, []).append(source)
     train = record.manifest.ledger.splits.get("train")
-    sources: list[StageSource] = []
+    sources: list[checkpoints.StageSource] = []
     for name, records in by_name.items():
         counted = train.sources.get(name) if train else None
         documents = counted.documents if counted else sum(one.documents for one in records)
@@ -170,8 +145,10 @@ def stored_sources(record: ModelRecord) -> list[StageSource]:
         public = record.names[name]
         files = [file for one in records for file in one.files]
         lines = [f"{last_part(file.sha256)}  {public}/{last_part(file.path)}" for file in files]
-        datasets = {one.hub_name: HubDataset(one.hub_name, one.revision) for one in records if one.kind == "hub"}
-        sources.append(StageSource(public, 0.0, tokens, documents, lines, [*datasets.values()]))
+        datasets = {
+            one.hub_name: checkpoints.HubDataset(one.hub_name, one.revision) for one in records if one.kind == "hub"
+        }
+        sources.append(checkpoints.StageSource(public, 0.0, tokens, documents, lines, [*datasets.values()]))
     total = max(sum(source.tokens or 0 for source in sources), 1)
     return [replace(source, share=(source.tokens or 0) / total) for source in sources]
 
@@ -203,7 +180,7 @@ def _seen_of_sources(record: ModelRecord) -> dict[str, float]:
     return seen
 
 
-def source_row(source: StageSource) -> Row:
+def source_row(source: checkpoints.StageSource) -> Row:
     """Return name, share, tokens, documents, number of files, and their hash or the revision on the hub, in short."""
     lines = source.files
     if not lines:
@@ -217,7 +194,7 @@ def source_row(source: StageSource) -> Row:
     return _linked(source.name, source.datasets), f"{source.share:.2%}", *counts, identity
 
 
-def _linked(name: str, datasets: Sequence[HubDataset]) -> Markdown:
+def _linked(name: str, datasets: Sequence[checkpoints.HubDataset]) -> Markdown:
     """Return the name of a source, with links to its datasets on the hub."""
     names = [one.repository for one in datasets]
     links = Markdown(", ".join(map(dataset_link, names)))
@@ -228,9 +205,8 @@ def stream_rows(record: ModelRecord) -> list[Row]:
     """Return name, share of a pass and revision of each place of a stream."""
     rows = []
     for place in record.stream_places():
-        datasets = [place.dataset] if place.dataset else []
-        revision = ", ".join(code(one.revision[:SHOWN_DIGITS]) for one in datasets if one.revision)
-        rows.append((_linked(place.name, datasets), f"{place.share:g}", Markdown(revision)))
+        revision = ", ".join(code(one.revision[:SHOWN_DIGITS]) for one in place.datasets if one.revision)
+        rows.append((_linked(place.name, place.datasets), f"{place.share:g}", Markdown(revision)))
     return rows
 
 
@@ -303,16 +279,12 @@ def phase_rows(record: ModelRecord) -> list[Row]:
 
 @dataclass(frozen=True)
 class Cleaning:
-    """What was done to the texts of a token dataset before they became tokens.
+    """What was done to the texts of a token dataset before they became tokens."""
 
-    ``steps`` are rows of name and settings, those of each token dataset if several were merged and differ
-    (``of_several``). ``checks`` has at most one, against evaluation tasks.
-    """
-
-    of_several: bool
-    steps: list[Row]
+    of_several: bool  # several token datasets were merged, and differ
+    steps: list[Row]  # name and settings, or token dataset, name and settings
     edits: list[Row]
-    checks: list[dict[str, Any]]
+    checks: list[dict[str, Any]]  # at most one, against evaluation tasks
 
 
 def read_cleaning(manifest: Manifest) -> Cleaning:
@@ -346,14 +318,14 @@ def _checked_tasks(parts: Sequence[dict[str, Any]], contaminated: dict[str, int]
     return [{**checks[0], "became": became, "tasks": rows}]
 
 
-def device_hours(sessions: Sequence[TrainingSession]) -> Markdown:
+def device_hours(sessions: Sequence[checkpoints.TrainingSession]) -> Markdown:
     """Return the hours of all devices together in words, such as ``98.4 GPU hours on 8 × NVIDIA H100``."""
     devices = listed([*dict.fromkeys(map(_hardware, sessions))])
     since = f", without the first {sessions[0].after_step:,} steps" if sessions[0].after_step else ""
     return Markdown(f"{_totals(sessions)[1]} {hours_unit(sessions)} on {devices}{since}")
 
 
-def hours_unit(sessions: Sequence[TrainingSession]) -> str:
+def hours_unit(sessions: Sequence[checkpoints.TrainingSession]) -> str:
     """Return the unit of the devices' hours; a name of a device that is no GPU begins as ``device_name`` says."""
     return "device hours" if any(one.device.startswith(("CPU", "xla")) for one in sessions) else "GPU hours"
 
@@ -362,7 +334,7 @@ def compute_rows(record: ModelRecord) -> list[Row]:
     """Return the devices and their hours by steps; the steps of runs that this one branched off are apart."""
     sessions = record.saved.sessions
     borders = {branch.step for branch in record.saved.lineage}
-    groups: list[list[TrainingSession]] = []
+    groups: list[list[checkpoints.TrainingSession]] = []
     for session in sessions:
         if groups and _hardware(groups[-1][0]) == _hardware(session) and session.after_step not in borders:
             groups[-1].append(session)
@@ -376,7 +348,7 @@ def compute_rows(record: ModelRecord) -> list[Row]:
     return [*rows, ("all", "", *_totals(sessions))] if len(rows) > 1 else rows
 
 
-def _totals(sessions: Sequence[TrainingSession]) -> tuple[str, str]:
+def _totals(sessions: Sequence[checkpoints.TrainingSession]) -> tuple[str, str]:
     """Return the hours of the clock, and those of all devices together."""
     of_clock, of_devices = sum(one.seconds for one in sessions) / 3600, sum(one.device_hours for one in sessions)
     return _hours(of_clock), _hours(of_devices)
@@ -386,6 +358,6 @@ def _hours(hours: float) -> str:
     return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}" if hours >= 0.01 else "under 0.01"
 
 
-def _hardware(session: TrainingSession) -> str:
+def _hardware(session: checkpoints.TrainingSession) -> str:
     name, _, more = session.device.partition(", ")  # of a CPU, instructions and threads
     return f"{session.num_devices:,} × {name}" + (f" ({more})" if more else "")

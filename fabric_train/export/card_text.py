@@ -91,23 +91,6 @@ def _rounded(value: int) -> str:
     return number(value)
 
 
-_TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).with_name("templates")),
-    autoescape=True,
-    finalize=escaped,
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
-_TEMPLATES.filters |= {"cell": _cell, "code": code, "listed": listed, "number": number, "rounded": _rounded}
-_TEMPLATES.globals |= {"table": table, "link": link}
-
-
-def render(template: str, **values: Any) -> str:
-    """Return the text of a card; the blank lines around parts that are left out become one."""
-    return _BLANK_LINES.sub("\n\n", _TEMPLATES.get_template(template).render(values)).strip()
-
-
 def last_part(place: str) -> str:
     """Return the last part of a path or URL, in printable characters."""
     _, is_url, after = redact(place).partition("://")
@@ -122,6 +105,24 @@ def public_value(value: Any) -> str:
     if not isinstance(value, str):
         return f"{value}"
     return value if _HUB_NAME.fullmatch(value) and not Path(value).exists() else last_part(value)
+
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("templates")),
+    autoescape=True,
+    finalize=escaped,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters |= {"cell": _cell, "code": code, "listed": listed, "number": number, "public": public_value}
+_TEMPLATES.filters["rounded"] = _rounded
+_TEMPLATES.globals |= {"table": table, "link": link}
+
+
+def render(template: str, **values: Any) -> str:
+    """Return the text of a card; the blank lines around parts that are left out become one."""
+    return _BLANK_LINES.sub("\n\n", _TEMPLATES.get_template(template).render(values)).strip()
 
 
 class PublicNames:

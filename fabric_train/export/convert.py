@@ -28,12 +28,7 @@ from fabric_train.export.model_card import CardFacts, write_card
 from fabric_train.export.verification import VerificationReport, is_verified_export, verify_in_fresh_process
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.regular_file import copy_folder
-from fabric_train.model.hf_model import (
-    checkpoint_generation_config,
-    load_hf_tokenizer,
-    read_shape,
-    write_generation_config,
-)
+from fabric_train.model import hf_model
 from fabric_train.model.load_weights import build_on_meta
 from fabric_train.model.origin import legal_files
 from fabric_train.model.weight_files import check_weight_files
@@ -53,9 +48,9 @@ def convert(
         check_not_inside(target, complete)
     read_trainer_json(checkpoint)  # this and the next lines report damage before anything is written
     read_manifest(checkpoint)
-    read_shape(str(checkpoint))
+    hf_model.read_shape(str(checkpoint))
     if (checkpoint / "tokenizer").is_dir():
-        load_hf_tokenizer(checkpoint / "tokenizer")
+        hf_model.load_hf_tokenizer(checkpoint / "tokenizer")
     with complete_folder(target) as folder:
         write_export(source, folder, dtype, max_shard_size, facts)
         return verify_in_fresh_process(folder, source, dtype)
@@ -64,7 +59,7 @@ def convert(
 def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts) -> None:
     """Write weights, configurations, tokenizer, licence and model card into ``folder`` without verification."""
     checkpoint = source.checkpoint
-    shape, in_memory = read_shape(str(checkpoint)), source.open_tensors()
+    shape, in_memory = hf_model.read_shape(str(checkpoint)), source.open_tensors()
     tensors = published(build_on_meta(shape, dtype), in_memory)
     if tensors is in_memory:
         kind = shape.config.model_type
@@ -75,7 +70,7 @@ def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_sha
     config.use_cache = True  # training turns it off; generation without it is quadratic
     config.architectures = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(folder)
-    write_generation_config(folder, checkpoint_generation_config(checkpoint, config))
+    hf_model.write_generation_config(folder, hf_model.checkpoint_generation_config(checkpoint, config))
     if (checkpoint / "tokenizer").is_dir():
         # copied, not loaded and saved: so the chat template and all settings keep their values
         copy_folder(checkpoint / "tokenizer", folder)

@@ -9,18 +9,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from huggingface_hub import HfApi, constants, get_token, hf_hub_download, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, constants, errors, get_token, hf_hub_download, snapshot_download
 from huggingface_hub.hf_api import DatasetInfo, ModelInfo
 from huggingface_hub.utils import (
     are_progress_bars_disabled,
@@ -32,16 +23,13 @@ from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from fabric_train.checkpoint.manager import free_bytes
-from fabric_train.cli.argument_types import show_size
+from fabric_train.cli.argument_types import PushArguments, show_size
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.cli.output import redact
 from fabric_train.files.atomic_folder import check_not_taken, nearest_existing, sync_and_rename
 from fabric_train.files.regular_file import check_no_links_in, write_atomically
 from fabric_train.model.origin import HUB_SOURCE, HubSource
 from fabric_train.model.weight_files import check_weight_files, shard_names
-
-if TYPE_CHECKING:
-    from fabric_train.cli.shared_arguments import PushArguments
 
 RepoType = Literal["model", "dataset"]
 _REPLACED = {"model": ["*.safetensors", "*.safetensors.index.json"], "dataset": ["train/*", "validation/*"]}
@@ -57,20 +45,16 @@ class PushError(RuntimeError):
 
 @dataclass(frozen=True)
 class PushRequest:
-    """Where a folder is pushed.
+    """Where a folder is pushed."""
 
-    Models and datasets have repositories of their own, which may have the same name OWNER/NAME. ``revision`` is a
-    branch, created if it is missing, or ``refs/pr/N`` for a pull request that is open; None is main.
-    """
-
-    repository: str
+    repository: str  # OWNER/NAME; a model and a dataset may have the same
     repo_type: RepoType
     private: bool = True
-    revision: str | None = None
+    revision: str | None = None  # a branch, created if it is missing, or refs/pr/N that is open; None is main
     create_pr: bool = False
 
     @classmethod
-    def of(cls, arguments: "PushArguments", repo_type: RepoType) -> "PushRequest":
+    def of(cls, arguments: PushArguments, repo_type: RepoType) -> "PushRequest":
         """Return what a command line with --push_to_hub asks for."""
         assert arguments.push_to_hub is not None
         return cls(arguments.push_to_hub, repo_type, arguments.private, arguments.revision, arguments.create_pr)
@@ -104,7 +88,7 @@ def push(folder: Path, request: PushRequest, message: str, content: Path | None 
                 delete_patterns=_REPLACED[kind],
             )
     # a ValueError if the hub refuses the card's metadata, a RuntimeError around the failure of one file
-    except (HTTPError, OSError, ValueError, RuntimeError) as error:
+    except (errors.HTTPError, OSError, ValueError, RuntimeError) as error:
         further = "; if a pull request was opened, give --revision refs/pr/N with its number instead of --create_pr"
         raise PushError(
             f"{folder} is complete, but pushing it to {name} failed: {_reason_of(error)}; the same command pushes "
@@ -125,14 +109,14 @@ def _reason_of(error: BaseException) -> str:
     """Return in one line, without the token, what the hub answered or why there was no answer."""
     while isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
-    if isinstance(error, OfflineModeIsEnabled):
+    if isinstance(error, errors.OfflineModeIsEnabled):
         reason = "HF_HUB_OFFLINE is set, so nothing is sent to the hub"
-    elif isinstance(error, RepositoryNotFoundError):
+    elif isinstance(error, errors.RepositoryNotFoundError):
         reason = "the name is taken by a repository that this token cannot see or write"
-    elif isinstance(error, HfHubHTTPError):
+    elif isinstance(error, errors.HfHubHTTPError):
         said = " ".join((error.server_message or error.response.reason_phrase).split())
         reason = f"the hub answered {error.response.status_code} ({said})"
-    elif isinstance(error, HTTPError):
+    elif isinstance(error, errors.HTTPError):
         reason = f"no answer from {constants.ENDPOINT} ({first_line(error)})"
     else:
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -191,15 +175,15 @@ def check_push(request: PushRequest) -> None:
         repository = _find(api, request, request.repo_type)
         missing = _missing_right(account, request) if repository is None else _refusal(api, account, request)
         notes = _notes(api, request, repository)
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise InputError(f"{asked}: {error}") from error
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         if error.response.status_code == 401:
             raise InputError(
                 f"{asked}: the hub does not accept the token (HF_TOKEN, else that of `hf auth login`); {_NEW_TOKEN}"
             ) from error
         raise InputError(f"{asked}: {_reason_of(error)}; try again later") from error
-    except (OfflineModeIsEnabled, HTTPError, OSError) as error:
+    except (errors.OfflineModeIsEnabled, errors.HTTPError, OSError) as error:
         raise InputError(
             f"{asked}: {_reason_of(error)}; without internet, leave out --push_to_hub here, and give the same command "
             "with it on a machine that reaches the hub (HF_ENDPOINT, HF_HUB_OFFLINE): it pushes the finished folder"
@@ -213,7 +197,7 @@ def check_push(request: PushRequest) -> None:
 def _find(api: HfApi, request: PushRequest, repo_type: str) -> ModelInfo | DatasetInfo | None:
     try:
         return api.repo_info(request.repository, repo_type=repo_type)  # type: ignore[return-value]
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         return None
 
 
@@ -227,9 +211,9 @@ def _refusal(api: HfApi, account: dict[str, Any], request: PushRequest) -> str |
         return f"{shown} can only read; {_NEW_TOKEN}" if role == "read" else None
     try:
         api.auth_check(request.repository, repo_type=request.repo_type, write=True)
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         status = error.response.status_code
-        if isinstance(error, RepositoryNotFoundError) or status in (401, 403):
+        if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
             return f"it exists, and {shown} cannot write to it; {_NEW_TOKEN}, or propose a change with --create_pr true"
         if status != 404:  # 404: a mirror without this call; the push itself will show it
             raise
@@ -237,11 +221,7 @@ def _refusal(api: HfApi, account: dict[str, Any], request: PushRequest) -> str |
 
 
 def _missing_right(account: dict[str, Any], request: PushRequest) -> str | None:
-    """Return why the token cannot create the repository, None if nothing speaks against it.
-
-    The hub has no call that says so. An account or token of a kind that is not known here is not refused: the push
-    itself will show it.
-    """
+    """Return why the token cannot create the repository, None if nothing that is known here speaks against it."""
     name, owner = account.get("name"), request.repository.split("/")[0]
     shown, role, scopes = _token(account)
     if role == "read":
@@ -278,7 +258,7 @@ def _notes(api: HfApi, request: PushRequest, repository: ModelInfo | DatasetInfo
     notes = []
     if request.private and not repository.private:
         notes.append(f"{request.repository} exists and is public: --private true is only for new repositories")
-    files = [file.rfilename for file in repository.siblings or () if file.rfilename != ".gitattributes"]
+    files = [file for file in repository.siblings or () if file.rfilename != ".gitattributes"]
     if files and not (request.create_pr or request.revision):
         notes.append(
             f"{request.repository} has {len(files)} files; those of the same name and earlier weights or rows are "
@@ -312,15 +292,15 @@ def download(
                 f"{name} takes {show_size(needed)}, and {folder} has {show_size(free)} left; choose another disk"
             )
         snapshot_download(name, revision=info.sha, allow_patterns=names, local_dir=unfinished)
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise InputError(
             f"{asked}: its owner asks you to accept its terms: do so on the hub, then run hf auth login"
         ) from error
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         raise InputError(f"--revision {revision}: {name} has no such branch, tag or commit") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise InputError(f"{asked}: the hub has no such model; for a private one, run hf auth login") from error
-    except (OSError, HTTPError) as error:
+    except (OSError, errors.HTTPError) as error:
         raise InputError(f"{asked}: cannot be downloaded: {first_line(error).rstrip('.')}; start again") from error
     shutil.rmtree(unfinished / ".cache", ignore_errors=True)  # of huggingface_hub; it does not name the repository
     write_atomically(unfinished / HUB_SOURCE, json.dumps(asdict(HubSource(name, info.sha)), indent=2) + "\n")

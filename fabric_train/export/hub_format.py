@@ -1,8 +1,7 @@
 """Write an export in the form that other software reads: published names of tensors, and settings for transformers 4.
 
 transformers 5 has other names for some weights in memory, and joins the experts of a layer to one tensor (GPT-NeoX,
-Mixtral). Other software reads the published form only, and ``save_pretrained`` writes it. So does an export, a tensor
-at a time.
+Mixtral). ``save_pretrained`` writes the published form, and so does an export, a tensor at a time.
 """
 
 import functools

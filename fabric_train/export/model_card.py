@@ -20,15 +20,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoConfig
 
 from arguments import TrainingArguments
-from fabric_train.checkpoint import (
-    BranchPoint,
-    TokenLoss,
-    TrainingStage,
-    compare_evaluations,
-    perplexity,
-    read_trainer_json,
-    run_of,
-)
+from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
 from fabric_train.export import card_facts
@@ -156,7 +148,7 @@ def _eval_results(record: ModelRecord) -> list[EvalResult]:
 def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
     """Return the card without its metadata; ``folder`` is the export."""
     saved, state, stages = record.saved, record.saved.state, card_facts.all_stages(record)
-    sessions = [session for stage in stages for session in stage.sessions]
+    sessions, sources = [session for stage in stages for session in stage.sessions], card_facts.stored_sources(record)
     config = AutoConfig.from_pretrained(record.checkpoint, trust_remote_code=False)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     has_chats, row_length = None, None  # not known, if a token dataset had no manifest
@@ -169,18 +161,15 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
     lengths += [f"trained on rows of {row_length:,} tokens"] if row_length else []
     return render(
         "model_card.md.j2",
-        name=facts.name,
+        record=record,
+        facts=facts,
+        card_facts=card_facts,
         title=Path(facts.name).name,
-        state=state,
         steps=f"{state.step:,} optimizer step{'s' * (state.step != 1)}",
-        origin=record.origin,
         origin_link=record.origin and _origin_link(record.origin),
-        origin_is_known="base_model" in saved.content,
         model_type=config.model_type,
         trained_on=_trained_on(record),
-        license=facts.license,
         legal_files=Markdown(", ".join(link(file.name, file.name) for file in legal_files(folder) if record.origin)),
-        languages=facts.languages,
         context_length=lengths,
         compute=card_facts.device_hours(sessions) if sessions else None,
         has_chats=has_chats,
@@ -193,18 +182,12 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
             for one in stage.sources
         ],
         picture=PICTURE if (folder / PICTURE).is_file() else None,
-        device=saved.content.get("device"),
-        compute_rows=card_facts.compute_rows(record) if saved.sessions else [],
-        hours_unit=card_facts.hours_unit(saved.sessions),
-        unknown_steps=saved.sessions[0].after_step if saved.sessions else 0,
         hyperparameters=_HYPERPARAMETERS,
-        arguments=saved.arguments,
         lineage_rows=list(map(_lineage_row, saved.lineage)),
-        certificate=record.certificate,
-        training_versions=saved.versions,
         export_versions={one.__name__: one.__version__ for one in (torch, transformers, huggingface_hub, safetensors)},
+        source_rows=list(map(card_facts.source_row, sources)),
+        most_files=max((len(source.files) for source in sources), default=0),
         **_results(record),
-        **_training_data(record),
     )
 
 
@@ -229,7 +212,7 @@ def _has_chat_template(tokenizer: Path) -> bool:
     return config.is_file() and bool(read_json(config, dict, "fetch it again").get("chat_template"))
 
 
-def _stage_row(number: int, stage: TrainingStage) -> Row:
+def _stage_row(number: int, stage: checkpoints.TrainingStage) -> Row:
     begun = f"stage {number - 1}" if number > 1 else "random weights"
     if number == 1 and stage.base_model:
         begun = code(stage.base_model.name)
@@ -237,7 +220,7 @@ def _stage_row(number: int, stage: TrainingStage) -> Row:
     return number, code(stage.run), begun, stage.num_tokens, stage.step, hours
 
 
-def _lineage_row(branch: BranchPoint) -> Row:
+def _lineage_row(branch: checkpoints.BranchPoint) -> Row:
     changed = [
         f"`{name}`: {escaped(public_value(there))} → {escaped(public_value(here))}"
         for name, (there, here) in branch.changed.items()
@@ -245,25 +228,6 @@ def _lineage_row(branch: BranchPoint) -> Row:
     ]
     data = [] if branch.continues_data else ["other data from the start"]
     return code(last_part(branch.run)), branch.step, Markdown(", ".join([*changed, *data]) or "nothing")
-
-
-def _training_data(record: ModelRecord) -> dict[str, Any]:
-    """Return what the section on the training data has."""
-    manifest, sources = record.manifest, card_facts.stored_sources(record)
-    return {
-        "manifest": manifest,
-        "is_streamed": bool(record.saved.stream or record.saved.arguments.get("streaming_dataset")),
-        "stream_rows": card_facts.stream_rows(record),
-        "stream_files": card_facts.stream_files(record),
-        "source_rows": list(map(card_facts.source_row, sources)),
-        "most_files": max((len(source.files) for source in sources), default=0),
-        "hashes": card_facts.HASHES,
-        "tokenizer": public_value(manifest.tokenizer.name) if manifest else None,
-        "left_out_rows": card_facts.left_out_rows(manifest, record.names) if manifest else [],
-        "cleaning": card_facts.read_cleaning(manifest) if manifest else None,
-        "mixture_rows": card_facts.mixture_rows(record),
-        "phase_rows": card_facts.phase_rows(record) if card_facts.mixture_rows(record) else [],
-    }
 
 
 def _results(record: ModelRecord) -> dict[str, Any]:
@@ -277,33 +241,32 @@ def _results(record: ModelRecord) -> dict[str, Any]:
         columns += [figure.replace("_", " ") for figure in figures]
         has_before = first.step < now.step
         columns += ["change of loss"] if has_before else []
-        for name, before, after in compare_evaluations(first, now):
+        for name, before, after in checkpoints.compare_evaluations(first, now):
             pairs = zip(_cells(before, figures), _cells(after, figures), strict=True)
             cells = [f"{there}\u00a0→\u00a0{here}".strip("\u00a0→") if has_before else here for there, here in pairs]
             change = [_change(before, after)] if has_before else []
             rows.append((record.part_name(name), after.num_tokens, *cells, *change))
-    runs = [code(last_part(str(run_of(part.checkpoint)))) for part in record.parts]
+    runs = [code(last_part(str(checkpoints.run_of(part.checkpoint)))) for part in record.parts]
     return {
-        "parts": record.parts,
         "part_rows": [
-            (run, read_trainer_json(part.checkpoint).state.step, f"{part.weight / total:.2%}")
+            (run, checkpoints.read_trainer_json(part.checkpoint).state.step, f"{part.weight / total:.2%}")
             for run, part in zip(runs, record.parts, strict=True)
         ],
         "now": now,
         "first": first,
-        "perplexity": None if state.val_loss is None else perplexity(state.val_loss),
+        "perplexity": None if state.val_loss is None else checkpoints.perplexity(state.val_loss),
         "result_columns": " | ".join(columns),
         "result_rows": rows,
     }
 
 
-def _cells(loss: TokenLoss | None, figures: Sequence[str]) -> Iterator[str]:
+def _cells(loss: checkpoints.TokenLoss | None, figures: Sequence[str]) -> Iterator[str]:
     for value in (loss.figures().get(figure) if loss else None for figure in figures):
         digits = 3 if value is None or value < 100 else 1 if value < 1000 else 0
         yield "" if value is None else f"{value:,.{digits}f}"
 
 
-def _change(before: TokenLoss | None, after: TokenLoss) -> str:
+def _change(before: checkpoints.TokenLoss | None, after: checkpoints.TokenLoss) -> str:
     if before is None or not before.loss > 0:
         return ""
     return f"{after.loss / before.loss - 1:+.1%}".replace("-", "−")  # that of the bits per byte, too
@@ -315,7 +278,7 @@ def draw_card_picture(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
     Nothing is drawn if the run has no metrics.csv that can be read. Runs that it branched off may be gone.
     """
     record = read_record(checkpoint)
-    own = _read(run_of(checkpoint), record.saved.state.step)
+    own = _read(checkpoints.run_of(checkpoint), record.saved.state.step)
     if not own:
         return
     rows: list[Metrics] = []

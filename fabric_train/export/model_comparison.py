@@ -1,8 +1,7 @@
-"""Compare an export with its checkpoint as a user of transformers would load it, or layer by layer if it is large.
+"""Compare an export with its checkpoint: names and bits of all tensors, settings, tokenizer, logits on a fixed text.
 
-The names, shapes, dtypes and bits of all tensors are compared, the settings, the tokenizer, and the logits on a fixed
-text. Only one of the two models is in memory at a time. If a model would take more than half of the available memory,
-the tensors are compared in blocks from the files, and both models are run layer by layer.
+One of the two models is in memory at a time, loaded as a user of transformers would. If a model would take more than
+half of the available memory, tensors are compared in blocks from the files, and models are run layer by layer.
 """
 
 import filecmp
@@ -28,23 +27,8 @@ from fabric_train.export.average import ExportSource
 from fabric_train.export.hub_format import INDEX_NAME, blocks, former_names, published
 from fabric_train.export.verification import Method, OutputReport, TensorReport, VerificationReport, find_faults
 from fabric_train.files.regular_file import read_json
-from fabric_train.model.hf_model import (
-    GENERATION_CONFIG,
-    ModelShape,
-    check_readable,
-    checkpoint_generation_config,
-    quiet_transformers,
-    read_generation_config,
-    read_shape,
-)
-from fabric_train.model.load_weights import (
-    MetaModel,
-    build_model,
-    build_on_meta,
-    open_in_parts,
-    open_tensors,
-    read_buffers,
-)
+from fabric_train.model import hf_model
+from fabric_train.model.load_weights import MetaModel, build_model, build_on_meta, open_in_parts, open_tensors, read_buffers
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights, open_weights
 
 _VOCABULARY_BLOCK = 8192  # rows of the output layer
@@ -57,20 +41,17 @@ _WRITTEN_ANEW = {"transformers_version", "_name_or_path", "_from_model_config", 
 
 @dataclass(frozen=True)
 class _Sides:
-    """An export and its checkpoint, both opened, and the ids [1, T] that both models get.
-
-    ``stored`` has the names of weights in memory, ``published`` those in which the same tensors are exported.
-    """
+    """An export and its checkpoint, both opened."""
 
     folder: Path
     source: ExportSource
     dtype: torch.dtype
     files: CheckpointTensors
-    stored: StoredTensors
-    published: StoredTensors
-    exported_shape: ModelShape
-    shape: ModelShape
-    input_ids: torch.Tensor
+    stored: StoredTensors  # by the names of weights in memory
+    published: StoredTensors  # the same by the names in which they are exported
+    exported_shape: hf_model.ModelShape
+    shape: hf_model.ModelShape
+    input_ids: torch.Tensor  # [1, T], for both models
 
 
 @dataclass(frozen=True)
@@ -88,9 +69,9 @@ _NOT_RUN = _Outputs("tensors only", [], None, [])
 
 def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
     """Compare the export in ``folder`` with ``source`` in ``dtype``."""
-    quiet_transformers()
+    hf_model.quiet_transformers()
     try:
-        check_readable(str(folder))
+        hf_model.check_readable(str(folder))
         return _compare(_open(folder, source, dtype))
     except InputError as error:  # a file is missing or damaged
         nothing = TensorReport(0, 0, [], [], [], 0.0)
@@ -100,7 +81,7 @@ def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> Verificat
 
 
 def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _Sides:
-    shape, stored = read_shape(str(source.checkpoint)), source.open_reference()
+    shape, stored = hf_model.read_shape(str(source.checkpoint)), source.open_reference()
     return _Sides(
         folder=folder,
         source=source,
@@ -108,7 +89,7 @@ def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _Sides:
         files=open_weights(folder),
         stored=stored,
         published=published(build_on_meta(shape, dtype), stored),
-        exported_shape=read_shape(str(folder)),
+        exported_shape=hf_model.read_shape(str(folder)),
         shape=shape,
         input_ids=_fixed_input(folder, shape),
     )
@@ -209,7 +190,7 @@ def _compare_layers(sides: _Sides) -> _Outputs | None:
     with Progress(console=open_console(stderr=True)) as progress:
         task = progress.add_task("comparing layers", total=2 * num_layers if num_layers else None)
 
-        def run(model: MetaModel, shape: ModelShape) -> LayeredOutput:
+        def run(model: MetaModel, shape: hf_model.ModelShape) -> LayeredOutput:
             return layered_forward(model, shape.layer_classes, sides.input_ids, lambda: progress.advance(task))
 
         try:
@@ -242,7 +223,7 @@ def _logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     return logits.float()
 
 
-def _fixed_input(folder: Path, shape: ModelShape) -> torch.Tensor:
+def _fixed_input(folder: Path, shape: hf_model.ModelShape) -> torch.Tensor:
     """Return the ids [1, T] of the fixed text, or fixed ids without a tokenizer; as many as the model has positions."""
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -265,11 +246,11 @@ def _compare_configurations(sides: _Sides) -> list[str]:
     differences = [f"{name} in config.json" for name in _different(expected, found)]
     if exported.dtype != sides.dtype:
         differences.append("dtype in config.json")
-    if not (folder / GENERATION_CONFIG).is_file():
-        return [*differences, GENERATION_CONFIG]
-    generation = checkpoint_generation_config(sides.source.checkpoint, stored).to_dict()
-    of_export = read_generation_config(str(folder), exported).to_dict()
-    return [*differences, *(f"{name} in {GENERATION_CONFIG}" for name in _different(generation, of_export))]
+    if not (folder / hf_model.GENERATION_CONFIG).is_file():
+        return [*differences, hf_model.GENERATION_CONFIG]
+    generation = hf_model.checkpoint_generation_config(sides.source.checkpoint, stored).to_dict()
+    of_export = hf_model.read_generation_config(str(folder), exported).to_dict()
+    return [*differences, *(f"{name} in {hf_model.GENERATION_CONFIG}" for name in _different(generation, of_export))]
 
 
 def _compare_tokenizers(folder: Path, original: Path) -> list[str] | None:
@@ -327,9 +308,7 @@ def layered_forward(
 ) -> LayeredOutput:
     """Return what a model computes for ``input_ids`` [1, T], reading its weights once, a decoder layer at a time.
 
-    For those who export a model that is larger than half of the machine's memory, such as 70B parameters on the node
-    that trained it. ``meta`` is a model on the meta device; hooks are added to it. ``advance`` is called after each
-    decoder layer.
+    ``meta`` is a model on the meta device, to which hooks are added. ``advance`` is called after each decoder layer.
     """
     model: Any = meta.model
     assert meta.weights is not None

@@ -1,7 +1,7 @@
-"""Verify an export in a fresh process: ``python -m fabric_train.export.verification EXPORT CHECKPOINT DTYPE``.
+"""Verify an export in a process that has nothing of the one that wrote it, and decide what in its report is a fault.
 
-For an average, ``PART=WEIGHT`` for each checkpoint in it ends the command line. The process has nothing of the one that
-wrote the export. ``model_comparison.py`` says what it compares; the report, and what in it is a fault, are here.
+``python -m fabric_train.export.verification EXPORT CHECKPOINT DTYPE [PART=WEIGHT ...]``, a part for each checkpoint of
+an average. ``model_comparison.py`` says what it compares.
 """
 
 import json
@@ -76,7 +76,7 @@ def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dty
         raise VerificationError(
             f"the export of {checkpoint} could not be verified: the process that verifies it ended with {reason}"
         )
-    report = _read_report(folder)
+    report = read_json(folder / REPORT_NAME, VerificationReport, "convert again")
     if report.faults:
         raise VerificationError(f"the export of {checkpoint} does not match it: {'; '.join(report.faults)}")
     return report
@@ -86,12 +86,8 @@ def is_verified_export(folder: Path, source: ExportSource, dtype: torch.dtype) -
     """Whether ``folder`` is a verified export of ``source`` in ``dtype``, as its report says."""
     if not (folder / REPORT_NAME).is_file():
         return False
-    report = _read_report(folder)
+    report = read_json(folder / REPORT_NAME, VerificationReport, "convert again")
     return (report.source, report.dtype, report.faults) == (source.identity(), str(dtype).removeprefix("torch."), [])
-
-
-def _read_report(folder: Path) -> VerificationReport:
-    return read_json(folder / REPORT_NAME, VerificationReport, "convert again")
 
 
 def find_faults(report: VerificationReport, dtype: torch.dtype) -> list[str]:

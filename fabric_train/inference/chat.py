@@ -5,15 +5,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fabric_train.cli.errors import InputError
+from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.generate import GeneratedText, TextPrinter, generate
 from fabric_train.inference.prompts import Prompt, PromptEncoder, chat_turn, encode_prompts, limits_of
 from fabric_train.tokenization.documents import Chat, Message
-
-if TYPE_CHECKING:
-    from fabric_train.inference.arguments import GenerateArguments
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer"
 
@@ -21,7 +19,7 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends; Ctrl-C stops an 
 class Conversation:
     """A chat with a model. Each answer has a random stream of its own."""
 
-    def __init__(self, model: Any, tokenizer: Any, encoder: PromptEncoder, settings: "GenerateArguments") -> None:
+    def __init__(self, model: Any, tokenizer: Any, encoder: PromptEncoder, settings: GenerateArguments) -> None:
         self._model, self._tokenizer, self._encoder, self._settings = model, tokenizer, encoder, settings
         self._num_answers = 0
         self._history: list[Message] = []

@@ -4,7 +4,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,8 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
-if TYPE_CHECKING:
-    from fabric_train.inference.arguments import GenerateArguments
+from fabric_train.inference.arguments import GenerateArguments
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # some bytes of a character; the next token has the others
 
@@ -83,7 +82,7 @@ def generate(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
-    settings: "GenerateArguments",
+    settings: GenerateArguments,
     *,
     end_ids: Sequence[int] = (),
     numbers: Sequence[int] | None = None,
@@ -147,7 +146,7 @@ def _all_ends(model: Any, tokenizer: Any, more: Sequence[int]) -> list[int]:
     return sorted({id_ for id_ in (*ids, tokenizer.eos_token_id, *more) if id_ is not None})
 
 
-def _processors(settings: "GenerateArguments", numbers: Sequence[int]) -> LogitsProcessorList:
+def _processors(settings: GenerateArguments, numbers: Sequence[int]) -> LogitsProcessorList:
     """Return what changes the scores so that the highest one is the token to take; none for greedy decoding."""
     if not settings.temperature:
         return LogitsProcessorList()

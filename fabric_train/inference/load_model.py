@@ -14,14 +14,9 @@ from torch import nn
 from fabric_train.checkpoint import find_whole_checkpoint, is_short_name
 from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
-from fabric_train.files.regular_file import check_no_pipes, read_json
-from fabric_train.model.hf_model import (
-    checkpoint_generation_config,
-    load_hf_tokenizer,
-    quiet_transformers,
-    read_generation_config,
-    read_shape,
-)
+from fabric_train.files.regular_file import check_no_pipes
+from fabric_train.files.regular_file import read_json
+from fabric_train.model import hf_model
 from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained, read_weights
 from fabric_train.model.weight_files import open_weights
 
@@ -157,13 +152,13 @@ def load_for_inference(name: str, *, base_model: str | None = None, gpu_bytes: i
     names. The weights are bfloat16 on a GPU; on CPU they keep the dtype in which they are stored.
     ``model.name_or_path`` is where they come from. ``gpu_bytes``: see ``load_onto_devices``.
     """
-    quiet_transformers()
+    hf_model.quiet_transformers()
     folder = Path(name)
     if is_adapter(folder):
         base = base_model or read_base_name(folder)
         model, tokenizer = load_for_inference(base, gpu_bytes=gpu_bytes)
         has_own = (folder / "tokenizer_config.json").is_file()
-        return add_adapter(model, folder, base), load_hf_tokenizer(folder) if has_own else tokenizer
+        return add_adapter(model, folder, base), hf_model.load_hf_tokenizer(folder) if has_own else tokenizer
     if base_model is not None:
         raise InputError(f"--base_model {base_model}: {name} is not a folder with an adapter; leave it out")
     on_gpu = torch.cuda.is_available()
@@ -172,12 +167,12 @@ def load_for_inference(name: str, *, base_model: str | None = None, gpu_bytes: i
         checkpoint = find_whole_checkpoint(folder)
         weights = open_weights(checkpoint)
         dtype = torch.bfloat16 if on_gpu else weights.dtype(next(iter(weights)))
-        shape = read_shape(str(checkpoint))
+        shape = hf_model.read_shape(str(checkpoint))
         model = load_onto_devices(open_checkpoint(shape, checkpoint, dtype), gpu_bytes)
-        model.generation_config = checkpoint_generation_config(checkpoint, shape.config)
-        return model, load_hf_tokenizer(checkpoint / "tokenizer")
-    shape = read_shape(name)
+        model.generation_config = hf_model.checkpoint_generation_config(checkpoint, shape.config)
+        return model, hf_model.load_hf_tokenizer(checkpoint / "tokenizer")
+    shape = hf_model.read_shape(name)
     stored: Any = shape.config.dtype or torch.float32
     model = load_onto_devices(open_pretrained(shape, torch.bfloat16 if on_gpu else stored), gpu_bytes)
-    model.generation_config = read_generation_config(name, shape.config)
-    return model, load_hf_tokenizer(name)
+    model.generation_config = hf_model.read_generation_config(name, shape.config)
+    return model, hf_model.load_hf_tokenizer(name)

@@ -8,17 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import open_regular, open_to_write, parse_json
+from fabric_train.files.regular_file import open_regular, open_to_write
+from fabric_train.files.regular_file import parse_json
+from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.generate import GeneratedText, generate
 from fabric_train.tokenization.chats.chat_encoder import own_template
 from fabric_train.tokenization.chats.chat_template import ChatTemplate
 from fabric_train.tokenization.documents import BadRowError, Chat, read_chat
-
-if TYPE_CHECKING:
-    from fabric_train.inference.arguments import GenerateArguments
 
 _ADVICE = 'give a .txt file with a prompt on each line, or a .jsonl file with {"prompt": ...} or {"messages": ...}'
 _FIX = "give another --output, or remove it"
@@ -199,7 +198,7 @@ class OutputFile:
     may have the first lines already; a last line that is cut off is removed when it is written to.
     """
 
-    def __init__(self, path: Path, prompts: Sequence[Prompt], settings: "GenerateArguments") -> None:
+    def __init__(self, path: Path, prompts: Sequence[Prompt], settings: GenerateArguments) -> None:
         self.path, self._prompts = path, prompts
         self._settings = {name: getattr(settings, name) for name in _SETTINGS}
         self._model: str | None = None
@@ -259,7 +258,7 @@ def generate_for_file(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
-    settings: "GenerateArguments",
+    settings: GenerateArguments,
     output: OutputFile,
     end_ids: Sequence[int] = (),
 ) -> None:

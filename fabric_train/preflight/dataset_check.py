@@ -29,9 +29,6 @@ def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: b
     """Compare a token dataset with its manifest and with the model.
 
     Without a manifest (an older folder) all token ids are checked instead.
-
-    Raises:
-        InputError: the manifest, a file that it names, or the document index is damaged.
     """
     splits = {"train": dataset.train} | ({"validation": dataset.validation} if dataset.validation else {})
     manifest = dataset.manifest
@@ -50,16 +47,10 @@ def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: b
             faults, notes = list(another.faults), list(another.notes)
     if manifest is None or manifest.tokenizer.vocab_size > shape.vocab_size:
         fix = "tokenize with the model's own tokenizer"
-        if (
-            manifest is not None
-            and not faults
-            and (
-                shape.is_new
-                or manifest.tokenizer.name == shape.source
-                or _model_file(shape.source, "tokenizer.json") is not None
-            )
-        ):  # the model's own tokenizer made the rows
-            fix = resize_advice(shape, manifest.tokenizer.vocab_size)
+        if manifest and not faults:  # the model's own tokenizer may have made the rows
+            has_own = shape.is_new or manifest.tokenizer.name == shape.source
+            if has_own or _model_file(shape.source, "tokenizer.json"):
+                fix = resize_advice(shape, manifest.tokenizer.vocab_size)
         faults += [fault for name, rows in splits.items() for fault in _foreign_ids(dataset, name, rows, shape, fix)]
     if manifest is None:
         faults += [fault for name, rows in splits.items() for fault in _wrong_columns(dataset, name, rows, shape)]
@@ -92,16 +83,10 @@ def resize_advice(shape: ModelShape, num_tokens: int) -> str:
 
 def _foreign_ids(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape, fix: str) -> list[str]:
     """Name ids without an embedding in the model. A larger tokenizer is fine if the rows have none of its extra ids."""
-    lowest, highest = rows.id_range()
-    faults = []
-    if lowest < 0:
-        faults.append(
-            f"{dataset.folder}: {name} holds token id {lowest}; pad with a token of the model and mask it in labels"
-        )
+    (lowest, highest), holds = rows.id_range(), f"{dataset.folder}: {name} holds token id"
+    faults = [f"{holds} {lowest}; pad with a token of the model and mask it in labels"] if lowest < 0 else []
     if highest >= shape.vocab_size:
-        faults.append(
-            f"{dataset.folder}: {name} holds token id {highest}, {shape.source} has {shape.vocab_size} tokens; {fix}"
-        )
+        faults.append(f"{holds} {highest}, {shape.source} has {shape.vocab_size} tokens; {fix}")
     return faults
 
 
@@ -147,7 +132,7 @@ def _changed_rows(dataset: TokenDataset, splits: dict[str, Rows], manifest: Mani
 def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -> DatasetCheck:
     notes = _other_bos_eos(folder, record, shape)
     template = _template(shape.source)
-    digest = _sha256(template.encode(errors="surrogatepass")) if template else None
+    digest = hashlib.sha256(template.encode(errors="surrogatepass")).hexdigest() if template else None
     if record.chat_template_sha256 and digest and digest != record.chat_template_sha256:
         notes.append(
             f"{folder}: its chats are rendered with another chat template than {shape.source}'s own; "
@@ -159,7 +144,7 @@ def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -
             f"{shape.source} brings no tokenizer.json: whether it is a model of {record.name}, whose tokenizer "
             f"made {folder}, is not known"
         )
-    if theirs is None or _sha256(theirs.read_bytes()) == record.sha256.get(ours.name):
+    if theirs is None or hashlib.sha256(theirs.read_bytes()).hexdigest() == record.sha256.get(ours.name):
         return DatasetCheck((), tuple(notes))
     in_rows = " ".join(filter(None, (record.bos_token, record.eos_token, _template(str(folder / "tokenizer")))))
     difference = compare_tokenizers(ours, theirs, in_rows)
@@ -177,14 +162,11 @@ def _other_bos_eos(folder: Path, record: TokenizerRecord, shape: ModelShape) -> 
     """Note a BOS or EOS that differs from the model's configuration. Many models name another one, or several."""
     notes = []
     config: Any = shape.config.get_text_config()
-    for role, token, index in (
-        ("bos", record.bos_token, record.bos_token_id),
-        ("eos", record.eos_token, record.eos_token_id),
-    ):
+    for role, verb in (("bos", "begin"), ("eos", "end")):
+        token, index = getattr(record, f"{role}_token"), getattr(record, f"{role}_token_id")
         named = getattr(config, f"{role}_token_id", None)
         named = named if isinstance(named, list) else [] if named is None else [named]
         if index is not None and named and index not in named:
-            verb = "begin" if role == "bos" else "end"
             notes.append(
                 f"{folder}: documents {verb} with {token!r} (id {index}), config.json of {shape.source} has "
                 f"{role}_token_id {' or '.join(map(str, named))}"
@@ -212,7 +194,3 @@ def _template(source: str) -> str | None:
     config = _model_file(source, "tokenizer_config.json")
     template = read_json(config, dict, "fetch the file again").get("chat_template") if config else None
     return template if isinstance(template, str) else None
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

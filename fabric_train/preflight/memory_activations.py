@@ -4,12 +4,11 @@ All layers cost the same, so a model of three and one of two layers are traced, 
 """
 
 import copy
-import functools
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -23,12 +22,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fabric_train.data.batch import Batch, Targets
 from fabric_train.distributed.decoder_layers import checkpoint_layers, kept_share
+from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.lm_head_loss import compute_loss_in_head, traced_as
 from fabric_train.training.objective import CrossEntropy
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
-    from fabric_train.model.hf_model import ModelShape
 
 _TRACED_LAYERS = 3
 
@@ -67,65 +66,48 @@ def attention_on_gpu(
     return found[0]
 
 
-class LiveBytes:
-    """The bytes of the storages that were added and are still alive, now and at the peak.
+class _LiveBytes(TorchDispatchMode):
+    """The bytes of the storages that operations have made and that are still alive, now and at the peak.
 
-    An allocation takes a multiple of ``block`` bytes. The storages of ``ignored`` tensors do not count.
+    Those of the ``model`` do not count.
     """
 
-    def __init__(self, block: int = 1, ignored: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self.now = self.most = 0
-        self.most_kinds: dict[str, int] = {}
-        """The bytes at the peak by kind."""
-        self._block = block
-        self._kinds: Counter[str] = Counter()
-        self._live = {tensor.untyped_storage()._cdata: (0, "") for tensor in ignored}
+        self._known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
 
-    def add(self, storage: torch.UntypedStorage, kind: str = "") -> None:
-        key = storage._cdata
-        if key not in self._live:
-            self._live[key] = (0, kind)
-            weakref.finalize(storage, self._free, key)
-            self._resize(key, storage.nbytes())
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._live:
-            self._resize(storage._cdata, storage.nbytes())
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._known:
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                self._known.add(key)
+                weakref.finalize(storage, self._free, key, size)
+                self.now += size
+                self.most = max(self.most, self.now)
+        return result
 
     def restart(self) -> None:
-        self.most, self.most_kinds = self.now, dict(self._kinds)
+        self.most = self.now
 
-    def _resize(self, key: int, size: int) -> None:
-        size = -(-size // self._block) * self._block
-        before, kind = self._live[key]
-        self._live[key] = (size, kind)
-        self.now += size - before
-        self._kinds[kind] += size - before
-        if self.now > self.most:
-            self.restart()
-
-    def _free(self, key: int) -> None:
-        size, kind = self._live.pop(key)
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
         self.now -= size
-        self._kinds[kind] -= size
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one forward pass on one device.
-
-    ``dtype`` is the type of the weights in the pass. ``autocast`` is the type that matrix products are cast to, None if
-    it is ``dtype``. ``has_borders``: several documents share a row and are isolated. ``on_gpu``: the kernels are those
-    of a GPU. ``by_unit``: the strategy reduces the gradients of a layer together, when all are computed.
-    """
+    """The rows of one forward pass on one device."""
 
     num_rows: int
     length: int
-    dtype: torch.dtype
-    autocast: torch.dtype | None
-    has_borders: bool
-    on_gpu: bool
-    by_unit: bool
+    dtype: torch.dtype  # of the weights in the pass
+    autocast: torch.dtype | None  # that matrix products are cast to; None if it is ``dtype``
+    has_borders: bool  # several documents share a row and are isolated
+    on_gpu: bool  # the kernels are those of a GPU
+    by_unit: bool  # the strategy reduces the gradients of a layer together, when all are computed
 
 
 @dataclass(frozen=True)
@@ -135,27 +117,18 @@ class Activations:
     With ``by_unit`` they include the gradients in ``dtype``: a layer's until all are computed, and those outside of the
     layers until the end, except the input embedding's. Otherwise they include the gradient of one parameter at a time,
     but not those of embedding and head, which ``memory_forecast.py`` counts.
-
-    Attributes:
-        kept: what all layers keep from the forward to the backward pass.
-        most: the peak of the forward pass, usually at the loss.
-        at_head: the peak in the head's backward pass; 0 without ``by_unit``, or if the head is also the embedding.
-        at_last: the peak in the backward pass of the last layer, which is the first in it.
-        after_last: the bytes at its end.
-        at_end: the peak in the backward pass of the first layer.
-        after_end: the bytes at its end.
     """
 
-    kept: int
-    most: int
-    at_head: int
-    at_last: int
-    after_last: int
-    at_end: int
-    after_end: int
+    kept: int  # by all layers from the forward to the backward pass
+    most: int  # the peak of the forward pass, usually at the loss
+    at_head: int  # the peak in the head's backward pass; 0 without ``by_unit``, or if the head is also the embedding
+    at_last: int  # the peak in the backward pass of the last layer, which is the first in it
+    after_last: int  # the bytes at its end
+    at_end: int  # the peak in the backward pass of the first layer
+    after_end: int  # the bytes at its end
 
 
-def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: MicroBatch) -> Activations:
+def trace_activations(shape: ModelShape, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
     """Trace a micro-batch; offloaded activations do not count. A RuntimeError if the model reads tensors' content."""
     fsdp = arguments.fsdp
     if fsdp.activation_offload:
@@ -187,7 +160,7 @@ def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: M
     )
 
 
-def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
+def _trace(shape: ModelShape, num_layers: int, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
     with ExitStack() as kernels, FakeTensorMode():
         if batch.on_gpu:
             kernels.enter_context(traced_as("cuda"))
@@ -198,7 +171,7 @@ def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", ba
         model: Any = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=attention)
         model.train()
         layers = [module for module in model.modules() if type(module) in shape.layer_classes]
-        live = _LiveMode(model)
+        live = _LiveBytes(model)
         if arguments.model.precision != "16-mixed":  # as model.parallelize.setup_model does
             compute_loss_in_head(model)
         budget = kept_share(arguments.fsdp)
@@ -215,14 +188,14 @@ def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", ba
 
         if 0 < budget < 1:
             forward()  # the first pass chooses what is kept
-        peaks = _drop_gradients(model, layers, live.bytes, batch.by_unit)
+        peaks = _drop_gradients(model, layers, live, batch.by_unit)
         with live:
             loss = forward()
-            kept, most = live.bytes.now, live.bytes.most
-            live.bytes.restart()
+            kept, most = live.now, live.most
+            live.restart()
             loss.backward()
     if not batch.by_unit:
-        end = live.bytes.most
+        end = live.most
         return Activations(kept, max(most, end, peaks.get("most", 0)), 0, 0, 0, end, 0)
     return Activations(kept, most, *(peaks.get(name, 0) for name in _PEAKS))
 
@@ -236,75 +209,64 @@ def _cut(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
     return config
 
 
-def _freeze_vocabulary(model: Any) -> None:
-    """Compute no gradients of embedding and head, but still those of the embedded tokens."""
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if module is not None:
-            module.requires_grad_(False)
-    model.get_input_embeddings().register_forward_hook(lambda _, args, hidden: hidden.requires_grad_())
-
-
 _PEAKS = ("at_head", "at_last", "after_last", "at_end", "after_end")
 
 
-def _drop_gradients(model: Any, layers: list[nn.Module], live: LiveBytes, by_unit: bool) -> dict[str, int]:
+def _drop_gradients(model: Any, layers: list[nn.Module], live: _LiveBytes, by_unit: bool) -> dict[str, int]:
     """Drop gradients as a strategy takes them away, and return a dict that gets the peaks of the backward pass."""
     peaks: dict[str, int] = {}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not by_unit:
-        _freeze_vocabulary(model)
-        left = {id(parameter) for layer in layers[1:] for parameter in layer.parameters()}
+        for module in filter(None, (embedding, head)):  # no gradients of these, but still those of the embedded tokens
+            module.requires_grad_(False)
+        embedding.register_forward_hook(lambda _, args, hidden: hidden.requires_grad_())
 
         def drop(parameter: nn.Parameter) -> None:
             parameter.grad = None
-            if id(parameter) in left:
-                left.discard(id(parameter))
-                if not left:
-                    peaks["most"] = live.most
-                    live.restart()
+
+        def end_of_first_pass() -> None:
+            peaks["most"] = live.most
+            live.restart()
 
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(drop)
+        _call_at_last([parameter for layer in layers[1:] for parameter in layer.parameters()], end_of_first_pass)
         return peaks
 
     def end_of_layer(index: int, parameters: list[nn.Parameter]) -> None:
-        name = "end" if index == 0 else "last"
-        if index in (0, len(layers) - 1):
-            peaks.update({f"at_{name}": live.most, f"after_{name}": live.now})
-        if len(layers) == 1:
+        if index == len(layers) - 1:
             peaks.update({"at_last": live.most, "after_last": live.now})
+        if index == 0:
+            peaks.update({"at_end": live.most, "after_end": live.now})
         for parameter in parameters:
             parameter.grad = None
         live.restart()
 
+    def end_of_head() -> None:
+        peaks["at_head"] = live.most
+        live.restart()
+
     for index, layer in enumerate(layers):
-        _call_when_all_have_gradients(
-            [parameter for parameter in layer.parameters() if parameter.requires_grad],
-            functools.partial(end_of_layer, index),
-        )
-    head = model.get_output_embeddings()
-    if head is not None and head.weight is not model.get_input_embeddings().weight:
-
-        def end_of_head(_: nn.Parameter) -> None:
-            peaks["at_head"] = live.most
-            live.restart()
-
-        head.weight.register_post_accumulate_grad_hook(end_of_head)
+        parameters = list(layer.parameters())
+        _call_at_last(parameters, partial(end_of_layer, index, parameters))
+    if head is not None and head.weight is not embedding.weight:
+        _call_at_last([head.weight], end_of_head)
     return peaks
 
 
-def _call_when_all_have_gradients(
-    parameters: list[nn.Parameter], function: Callable[[list[nn.Parameter]], None]
-) -> None:
-    left = {id(parameter) for parameter in parameters}
+def _call_at_last(parameters: list[nn.Parameter], function: Callable[[], None]) -> None:
+    """Call a function when all of the parameters that train have their gradients."""
+    left = {id(parameter) for parameter in parameters if parameter.requires_grad}
 
     def count(parameter: nn.Parameter) -> None:
         left.discard(id(parameter))
         if not left:
-            function(parameters)
+            function()
 
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(count)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(count)
 
 
 def _give_mask(model: nn.Module, layers: list[nn.Module], batch: MicroBatch, needs_mask: bool) -> None:
@@ -325,18 +287,3 @@ def _give_mask(model: nn.Module, layers: list[nn.Module], batch: MicroBatch, nee
     else:
         for layer in layers:
             layer.register_forward_pre_hook(take, with_kwargs=True)
-
-
-class _LiveMode(TorchDispatchMode):
-    """Add up the tensors that operations make, without the model's own."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.bytes = LiveBytes(ignored=[*model.parameters(), *model.buffers()])
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.bytes.add(tensor.untyped_storage())
-        return result

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fabric_train.distributed.memory import process_memory
 from fabric_train.distributed.precision import compute_dtype, weights_dtype
+from fabric_train.model.hf_model import ModelShape
 from fabric_train.preflight.memory_activations import Activations, MicroBatch, trace_activations
 from fabric_train.preflight.memory_layout import (
     REDUCED_BYTES,
@@ -16,11 +17,10 @@ from fabric_train.preflight.memory_layout import (
     offloaded_bytes,
     read_units,
 )
+from fabric_train.training.prepared_run import StepPlan
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
-    from fabric_train.model.hf_model import ModelShape
-    from fabric_train.training.prepared_run import StepPlan
 
 _DDP_BUCKET = 25 * 1024 * 1024
 CUDA_ALLOWANCE = 2_000_000_000
@@ -31,15 +31,12 @@ LATER_BYTES = 60_000_000
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives of one kind in a step, among ``num_ranks``.
-
-    ``sent`` is the bytes that each rank sends, ``leaving_machine`` those that leave a machine from all its ranks.
-    """
+    """All collectives of one kind in a step."""
 
     what: str
     num_ranks: int
-    sent: int
-    leaving_machine: int
+    sent: int  # bytes of each rank
+    leaving_machine: int  # bytes from all ranks of a machine
 
     def seconds(self, interconnect: float | None, network: float | None) -> float:
         """Return the least time in seconds, from bytes per second in one direction; None does not count.
@@ -94,15 +91,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Budget:
-    """The bytes that a run needs.
+    """The bytes that a run needs."""
 
-    ``phases`` are those of a step on one device, without the process itself. ``staging`` is the copy in host memory
-    that a background save of one rank writes. ``checkpoint`` is one checkpoint on the disk.
-    """
-
-    phases: tuple[Phase, ...]
-    staging: int
-    checkpoint: int
+    phases: tuple[Phase, ...]  # of a step on one device, without the process itself
+    staging: int  # the copy in host memory that a background save of one rank writes
+    checkpoint: int  # one, on the disk
 
     @property
     def most(self) -> Phase:
@@ -124,19 +117,22 @@ def make_budget(units: Units, layout: Layout, activations: Activations, saves_in
 
 
 def _whole_phases(units: Units, layout: Layout, activations: Activations, gradients: int) -> list[Phase]:
-    is_second = layout.accumulation > 1
-    at_loss = {
-        "gradients": gradients if is_second or layout.name == "ddp" else 0,
-        "communication": _buckets(layout),
-        "activations": activations.most
-        + REDUCED_BYTES * units.head,  # the head's gradient comes with the loss, in fp32
-    }
-    at_end = {
-        "gradients": gradients,
-        "communication": _buckets(layout),
-        "activations": activations.at_end + _extra_vocabulary_gradients(units, layout),
-    }
-    return [Phase("loss", at_loss), Phase("backward pass", at_end)]
+    """Return the phases of ranks that hold the whole model.
+
+    The head's gradient comes with the loss, in fp32. For a tied weight autograd keeps it until the embedding's exists,
+    and adds them. DDP copies the sum into a bucket, and has fp32 copies of buckets under bf16-true.
+    """
+    is_ddp = layout.name == "ddp"
+    buckets = 2 * _DDP_BUCKET if is_ddp and layout.held < REDUCED_BYTES else 0
+    at_loss = gradients if layout.accumulation > 1 or is_ddp else 0
+    found = (
+        ("loss", at_loss, activations.most + REDUCED_BYTES * units.head),
+        ("backward pass", gradients, activations.at_end + layout.held * units.head * (units.is_tied + is_ddp)),
+    )
+    return [
+        Phase(name, {"gradients": held, "communication": buckets, "activations": others})
+        for name, held, others in found
+    ]
 
 
 def _sharded_phases(units: Units, layout: Layout, activations: Activations, gradients: int) -> list[Phase]:
@@ -149,7 +145,9 @@ def _sharded_phases(units: Units, layout: Layout, activations: Activations, grad
     embedding = units.embedding if is_fsdp2 and not units.is_tied else 0  # a unit of its own
     root = units.rest - embedding
     layers = units.num_layers * layer
-    summed = _summed(units, layout)  # of earlier micro-batches
+    summed = 0  # unsharded gradients of earlier micro-batches: FSDP2 adds them in fp32, FSDP1 as computed
+    if layout.accumulation > 1 and not layout.reduces_each:
+        summed = (REDUCED_BYTES if is_fsdp2 else size) * units.trained
     earlier = summed or (gradients if layout.accumulation > 1 else 0)
     later = max(earlier, gradients * (layers - layer) // units.total)
     pending = REDUCED_BYTES * layer if is_fsdp2 and units.num_layers > 1 else 0
@@ -194,34 +192,9 @@ def _reducing(numel: int, layout: Layout) -> int:
     return REDUCED_BYTES * numel + (REDUCED_BYTES + layout.held) * numel // layout.num_shards
 
 
-def _extra_vocabulary_gradients(units: Units, layout: Layout) -> int:
-    """Return the bytes of further gradients of embedding and head at the end of the backward pass.
-
-    For a tied weight autograd keeps the head's gradient until the embedding's exists, and adds them. DDP copies the sum
-    into a bucket.
-    """
-    return layout.held * units.head * (units.is_tied + (layout.name == "ddp"))
-
-
-def _summed(units: Units, layout: Layout) -> int:
-    """Return the bytes of unsharded gradients of earlier micro-batches: FSDP2 adds them in fp32, FSDP1 as computed."""
-    if not layout.sums_unsharded:
-        return 0
-    return (REDUCED_BYTES if layout.name == "fsdp2" else layout.computed) * units.trained
-
-
-def _buckets(layout: Layout) -> int:
-    """Return the bytes of DDP's fp32 copies of buckets under bf16-true."""
-    return 2 * _DDP_BUCKET if layout.name == "ddp" and layout.held < REDUCED_BYTES else 0
-
-
 @dataclass(frozen=True)
 class Forecast:
-    """What a run needs.
-
-    ``process`` is the bytes of a process without a model: on the GPU, or resident on CPU. ``offloaded`` is what
-    ``--cpu_offload`` keeps in a rank's host memory.
-    """
+    """What a run needs."""
 
     units: Units
     layout: Layout
@@ -229,8 +202,8 @@ class Forecast:
     budget: Budget
     collectives: tuple[Collective, ...]
     flops_of_step: float
-    process: int
-    offloaded: int
+    process: int  # bytes of a process without a model: on the GPU, or resident on CPU
+    offloaded: int  # bytes that ``--cpu_offload`` keeps in a rank's host memory
     on_gpu: bool
 
     @property
@@ -249,34 +222,26 @@ class Forecast:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """The run to forecast.
-
-    ``device_memory`` is the bytes that a rank may use: of its GPU, or its share of host memory on CPU.
-    ``is_elsewhere``: the run is planned for other machines than this one. ``validates``: it has validation rows.
-    """
+    """The run to forecast."""
 
     arguments: "TrainArguments"
-    shape: "ModelShape"
-    plan: "StepPlan"
+    shape: ModelShape
+    plan: StepPlan
     parallelism: str
     isolates: bool
     on_gpu: bool
-    device_memory: int
-    is_elsewhere: bool
-    validates: bool = True
+    device_memory: int  # bytes that a rank may use: of its GPU, or its share of host memory on CPU
+    is_elsewhere: bool  # planned for other machines than this one
+    validates: bool = True  # has validation rows
 
     def layout(self) -> Layout:
         return make_layout(self.arguments, self.plan, self.parallelism)
 
     def forecast(self) -> Forecast:
-        """Compute the forecast without allocating the model.
-
-        Raises:
-            RuntimeError: the model cannot be traced because it reads the content of tensors.
-        """
+        """Compute the forecast without allocating the model; a RuntimeError if it reads the content of tensors."""
         units, layout, plan = read_units(self.shape, self.arguments), self.layout(), self.plan
         activations = trace_activations(self.shape, self.arguments, self._micro_batch())
-        saves_in_background = self.arguments.save.async_save and self._first_save() < plan.num_steps
+        saves_in_background = self.arguments.save.async_save and min(set.union(*self._saved_steps())) < plan.num_steps
         return Forecast(
             units=units,
             layout=layout,
@@ -291,20 +256,15 @@ class RunRequest:
 
     def num_checkpoints(self) -> int:
         """Return the number of checkpoints on the disk at the end of the run."""
-        saved, keep = self._saved_steps(), self.arguments.save.keep_checkpoints
-        number = len(saved) + bool(self._evaluated_steps() - saved)  # the best by validation loss is kept too
+        (saved, evaluated), keep = self._saved_steps(), self.arguments.save.keep_checkpoints
+        number = len(saved) + bool(evaluated - saved)  # the best by validation loss is kept too
         return number if keep is None else min(number, keep + 1)
 
-    def _saved_steps(self) -> set[int]:
-        return self._steps_every(self.arguments.save.save_step_interval)
-
-    def _evaluated_steps(self) -> set[int]:
-        """Return the steps that ``--save_best`` may save."""
+    def _saved_steps(self) -> tuple[set[int], set[int]]:
+        """Return the steps that are saved at intervals, and those that ``--save_best`` may save."""
         saves_best = self.arguments.save.save_best and self.validates
-        return self._steps_every(self.arguments.evaluation.eval_step_interval) if saves_best else set()
-
-    def _first_save(self) -> int:
-        return min(self._saved_steps() | self._evaluated_steps())
+        evaluated = self._steps_every(self.arguments.evaluation.eval_step_interval) if saves_best else set()
+        return self._steps_every(self.arguments.save.save_step_interval), evaluated
 
     def _steps_every(self, interval: int) -> set[int]:
         last = self.plan.num_steps

@@ -8,12 +8,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fabric_train.distributed.precision import compute_dtype, weights_dtype
+from fabric_train.model.hf_model import ModelShape
 from fabric_train.optim.optimizer import build_optimizer
+from fabric_train.training.prepared_run import StepPlan
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
-    from fabric_train.model.hf_model import ModelShape
-    from fabric_train.training.prepared_run import StepPlan
 
 REDUCED_BYTES = 4
 """Gradients are reduced over ranks in fp32, see ``distributed.precision``."""
@@ -21,22 +21,17 @@ REDUCED_BYTES = 4
 
 @dataclass(frozen=True)
 class Units:
-    """Numbers of parameters: of each of ``num_layers`` layers, and of the ``rest`` outside of them.
-
-    The rest includes the ``head`` and the input ``embedding``, which are the same if ``is_tied``. ``trained`` is the
-    number of parameters that train, ``head`` that of the head's. ``states`` are the bytes of their optimizer states,
-    ``saved_states`` those in a checkpoint.
-    """
+    """Numbers of parameters."""
 
     num_layers: int
-    layer: int
-    rest: int
-    head: int
+    layer: int  # of each layer
+    rest: int  # outside of the layers: head, embedding and more
+    head: int  # that train
     embedding: int
-    is_tied: bool
+    is_tied: bool  # head and embedding are the same
     trained: int
-    states: int
-    saved_states: int
+    states: int  # bytes of the optimizer's states
+    saved_states: int  # bytes of those in a checkpoint
 
     def part(self, num_parts: int) -> "Units":
         """Return the units of one rank if every parameter is split among ``num_parts`` ranks."""
@@ -51,44 +46,34 @@ class Units:
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a model. ``name`` is the parallelism.
+    """How ranks share a model.
 
     The model is split among ``world_size // num_data_ranks`` tensor-parallel ranks, then sharded among ``num_shards``
-    ranks, in ``num_copies`` groups. ``gathers_at_once``: all weights stay gathered from the forward to the backward
-    pass. Bytes per parameter: ``held`` for weights and gradients between steps, ``computed`` for those in a pass.
-    ``reduces_each``: gradients are reduced after each micro-batch, not once a step. ``offloads``: sharded weights,
-    gradients and optimizer are in host memory.
+    ranks, in ``num_copies`` groups.
     """
 
-    name: str
+    name: str  # the parallelism
     world_size: int
     num_data_ranks: int
     num_nodes: int
     num_shards: int
-    gathers_at_once: bool
-    held: int
-    computed: int
+    gathers_at_once: bool  # all weights stay gathered from the forward to the backward pass
+    held: int  # bytes of a parameter between steps, as of its gradient
+    computed: int  # bytes of a parameter in a pass
     accumulation: int
-    reduces_each: bool
-    offloads: bool
+    reduces_each: bool  # gradients are reduced after each micro-batch, not once a step
+    offloads: bool  # sharded weights, gradients and optimizer are in host memory
 
     @property
     def num_copies(self) -> int:
-        """Groups of ranks that each hold the whole model."""
         return self.num_data_ranks // self.num_shards
 
     @property
     def is_sharded(self) -> bool:
-        """Whether weights are sharded, and gathered for computing."""
         return self.num_shards > 1
 
-    @property
-    def sums_unsharded(self) -> bool:
-        """Whether each rank adds unsharded gradients over micro-batches before they are reduced."""
-        return self.is_sharded and self.accumulation > 1 and not self.reduces_each
 
-
-def bytes_of_states(shape: "ModelShape", arguments: "TrainArguments") -> tuple[int, int]:
+def bytes_of_states(shape: ModelShape, arguments: "TrainArguments") -> tuple[int, int]:
     """Return the bytes of the optimizer's states in memory and in a checkpoint, as it declares them.
 
     States that are not as large as their parameter, and the scales of 8-bit moments, are not counted.
@@ -108,7 +93,7 @@ def bytes_of_states(shape: "ModelShape", arguments: "TrainArguments") -> tuple[i
     return sum(held for held, _ in sizes), sum(saved for _, saved in sizes)
 
 
-def read_units(shape: "ModelShape", arguments: "TrainArguments") -> Units:
+def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
     """Count a model's parameters per unit, on the meta device."""
     model, layers = _build_on_meta(shape)
     largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
@@ -131,7 +116,7 @@ def read_units(shape: "ModelShape", arguments: "TrainArguments") -> Units:
     )
 
 
-def offloaded_bytes(shape: "ModelShape", layout: Layout, states: int) -> int:
+def offloaded_bytes(shape: ModelShape, layout: Layout, states: int) -> int:
     """Return the bytes of weights, gradients and optimizer that ``--cpu_offload`` keeps in a rank's host memory.
 
     ``states`` are the bytes of all ranks' optimizer states. Weights and gradients are pinned: FSDP1's by unit, FSDP2's
@@ -147,10 +132,10 @@ def offloaded_bytes(shape: "ModelShape", layout: Layout, states: int) -> int:
         numels.append(_numel(model) - sum(numels))
     num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
     shards = [-(-numel // num_parts) for numel in numels]
-    return sum(2 * _power_of_two(layout.held * numel) for numel in shards) + states // num_parts
+    return sum(2 << (layout.held * numel - 1).bit_length() for numel in shards) + states // num_parts
 
 
-def make_layout(arguments: "TrainArguments", plan: "StepPlan", parallelism: str) -> Layout:
+def make_layout(arguments: "TrainArguments", plan: StepPlan, parallelism: str) -> Layout:
     """Return the layout that the arguments of a run ask for."""
     precision, fsdp = arguments.model.precision, arguments.fsdp
     num_shards = plan.num_data_ranks if parallelism in ("fsdp", "fsdp2") else 1
@@ -174,14 +159,10 @@ def make_layout(arguments: "TrainArguments", plan: "StepPlan", parallelism: str)
     )
 
 
-def _build_on_meta(shape: "ModelShape") -> tuple[Any, list[nn.Module]]:
+def _build_on_meta(shape: ModelShape) -> tuple[Any, list[nn.Module]]:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(shape.config)
     return model, [module for module in model.modules() if type(module) in shape.layer_classes]
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 def _numel(module: nn.Module) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -16,22 +16,15 @@ from fabric_train.distributed.memory import device_memory, machine_memory
 from fabric_train.files.atomic_folder import nearest_existing
 from fabric_train.preflight.memory_forecast import Forecast, RunRequest
 from fabric_train.preflight.memory_layout import bytes_of_states
-from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.prepared_run import PreparedRun, StepPlan
 from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_mixture, describe_phases
-
-if TYPE_CHECKING:
-    from fabric_train.training.prepared_run import StepPlan
 
 _KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations", "communication")
 
 
 def print_plan(run: PreparedRun) -> None:
-    """Print memory, disk and traffic of a run, traced on fake tensors, and its mixture.
-
-    Raises:
-        InputError: the run does not fit, or the model cannot be traced.
-    """
+    """Print memory, disk and traffic of a run, traced on fake tensors, and its mixture; refuse what does not fit."""
     request, given = make_request(run), run.arguments.planning
     try:
         forecast = request.forecast()
@@ -78,7 +71,11 @@ def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
     """Return a line for what does not fit into a device, host memory or disk, and what to change."""
     faults = []
     if forecast.device_bytes > request.device_memory:
-        faults.append(_fault_of_memory(request, forecast))
+        parts = {**forecast.budget.most.parts, "the process itself": forecast.process}
+        listed = ", ".join(f"{name} {show_size(size)}" for name, size in parts.items() if size)
+        needed, there = show_size(forecast.device_bytes), show_size(request.device_memory)
+        where, change = "a device" if forecast.on_gpu else "a rank", _change_that_fits(request)
+        faults.append(f"the run needs {needed} on {where}, which has {there}: {listed}; {change}")
     if request.is_elsewhere:
         return faults
     if request.on_gpu and forecast.host_bytes > machine_memory():
@@ -88,11 +85,7 @@ def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
 
 
 def check_memory(run: PreparedRun) -> None:
-    """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk.
-
-    Raises:
-        InputError: the run would certainly end for lack of memory or disk.
-    """
+    """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk."""
     request = make_request(run)
     layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
     num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
@@ -120,34 +113,24 @@ def _faults_of_disk(request: RunRequest, number: int) -> list[str]:
     return [f"--output_dir {folder}: {checkpoints} {show_size(size * number)}, {show_size(free)} are free; {fix}"]
 
 
-def _fault_of_memory(request: RunRequest, forecast: Forecast) -> str:
-    parts = {**forecast.budget.most.parts, "the process itself": forecast.process}
-    listed = ", ".join(f"{name} {show_size(size)}" for name, size in parts.items() if size)
-    needed, there = show_size(forecast.device_bytes), show_size(request.device_memory)
-    where = "a device" if forecast.on_gpu else "a rank"
-    return f"the run needs {needed} on {where}, which has {there}: {listed}; {_change_that_fits(request)}"
-
-
 def _change_that_fits(request: RunRequest) -> str:
     """Try changes one after the other, cheapest first; then leave out those that are not needed."""
-    changes = []
+
+    def needed(changes: list[dict[str, Any]]) -> int:
+        return _apply(request, changes).forecast().device_bytes
+
+    changes: list[dict[str, Any]] = []
     for change in _changes(request):
         changes.append(change)
-        if _apply(request, changes).forecast().device_bytes <= request.device_memory:
+        if needed(changes) <= request.device_memory:
             break
     else:
         return "no change of its arguments makes it fit; take a smaller model or shorter rows"
     for change in changes[:-1]:
         others = [other for other in changes if other is not change]
-        if _apply(request, others).forecast().device_bytes <= request.device_memory:
-            changes = others
-    needed = _apply(request, changes).forecast().device_bytes
-    options = " ".join(
-        f"--{name} {str(value).lower() if value is False else value}"
-        for change in changes
-        for name, value in change.items()
-    )
-    return f"with {options} it would need {show_size(needed)}"
+        changes = others if needed(others) <= request.device_memory else changes
+    options = (f"--{name} {'false' if value is False else value}" for one in changes for name, value in one.items())
+    return f"with {' '.join(options)} it would need {show_size(needed(changes))}"
 
 
 def _apply(request: RunRequest, changes: Iterable[Mapping[str, Any]]) -> RunRequest:
@@ -192,7 +175,7 @@ def _changes(request: RunRequest) -> Iterator[dict[str, Any]]:
         yield {**sharded, "devices": number}
 
 
-def _split_again(plan: "StepPlan", micro_batch_size: int, world_size: int) -> "StepPlan":
+def _split_again(plan: StepPlan, micro_batch_size: int, world_size: int) -> StepPlan:
     """Split the same window among other ranks or into other micro-batches."""
     num_data_ranks = world_size * plan.num_data_ranks // plan.world_size
     accumulation = max(1, plan.rows_per_window // (micro_batch_size * num_data_ranks))
@@ -205,7 +188,7 @@ def _split_again(plan: "StepPlan", micro_batch_size: int, world_size: int) -> "S
     )
 
 
-def _counts(forecast: Forecast, plan: "StepPlan") -> Table:
+def _counts(forecast: Forecast, plan: StepPlan) -> Table:
     units, layout = forecast.units, forecast.layout
     table = _table("Plan")
     trained = "" if units.trained == units.total else f"; {units.trained:,} train"
@@ -221,9 +204,7 @@ def _counts(forecast: Forecast, plan: "StepPlan") -> Table:
 
 def _memory(forecast: Forecast, device_memory: int) -> Table:
     phases = forecast.budget.phases
-    table = Table("memory, GB", *(phase.name for phase in phases), title_justify="left", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _numbers("memory, GB", *(phase.name for phase in phases))
     for kind in _KINDS:
         table.add_row(kind, *(_gigabytes(phase.parts.get(kind, 0)) for phase in phases))
     staging = 0 if forecast.on_gpu else forecast.budget.staging
@@ -251,9 +232,7 @@ def _storage(forecast: Forecast, num_kept: int) -> Table:
 
 def _traffic(forecast: Forecast, interconnect: float | None, network: float | None) -> Table:
     """Return what a rank sends in a step, and the time for it if the bandwidth is given."""
-    table = Table("sent a step", "by a rank", "leaving a machine", "at least", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _numbers("sent a step", "by a rank", "leaving a machine", "at least")
     for collective in forecast.collectives:
         seconds = collective.seconds(interconnect, network)
         shown = f"{seconds:.3f} s" if seconds else "give --interconnect" if not interconnect else "give --network"
@@ -261,6 +240,13 @@ def _traffic(forecast: Forecast, interconnect: float | None, network: float | No
         table.add_row(collective.what, show_size(collective.sent), leaving, shown)
     if not forecast.collectives:
         table.add_row("nothing: one device", "", "", "")
+    return table
+
+
+def _numbers(*columns: str) -> Table:
+    table = Table(*columns, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
     return table
 
 

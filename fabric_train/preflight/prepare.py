@@ -23,19 +23,20 @@ from fabric_train.distributed.precision import check_float8
 from fabric_train.distributed.strategy import resolve_parallelism
 from fabric_train.files.atomic_folder import check_no_dead_link, check_not_inside, nearest_existing
 from fabric_train.files.regular_file import check_regular_or_absent
+from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts, read_prompts
 from fabric_train.model.attention import check_attention, choose_attention
-from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
+from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.parallelize import check_tensor_parallel
 from fabric_train.preflight.automatic import resolve_automatic
-from fabric_train.preflight.evaluation_settings import check_deciding_sources, open_sample_prompts
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
 from fabric_train.preflight.step_plan import GivenPhase, plan_phases, plan_steps, read_phases, rows_per_window
+from fabric_train.training.evaluation import METRICS, EarlyStopping, SamplePrompts, parse_early_stopping
 from fabric_train.training.metrics import are_columns, find_lost_rows
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
 
 if TYPE_CHECKING:
-    from arguments import CheckpointArguments, DataArguments, TrainArguments
+    from arguments import CheckpointArguments, DataArguments, EvaluationArguments, TrainArguments
 
 _PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
 """The packages that a run's losses depend on."""
@@ -74,8 +75,8 @@ def prepare(
         order=order,
         versions={name: version(name) for name in _PACKAGES} | own_versions(model, data),
         notes=plan.notes,
-        early_stopping=check_deciding_sources(arguments.evaluation, data),
-        sample_prompts=open_sample_prompts(arguments, data, model, checkpoint),
+        early_stopping=_check_deciding_sources(arguments.evaluation, data),
+        sample_prompts=_open_sample_prompts(arguments, data, model, checkpoint),
     )
     run = _with_notes(run, xla.NOTE if device_plan.parallelism == "xla" else None, arguments.logging.note)
     if masks_because and data.isolates:
@@ -314,6 +315,75 @@ def _data_order(
         seed=given.seed if shares is not None or given.shuffle_buffer else None,
         chat_template=data.chat_template.sha256 if data.chat_template else None,
     )
+
+
+def _check_deciding_sources(given: "EvaluationArguments", data: TrainingData) -> EarlyStopping | None:
+    """Check the sources of ``--best_by`` and ``--early_stopping``, and return the latter, None if it is not given."""
+    names = _validated_sources(data)
+    faults = [] if _can_decide(given.best_by, ["all", *names]) else [_no_such_source("best_by", given.best_by, names)]
+    stopping = None
+    if given.early_stopping is not None:
+        stopping = parse_early_stopping(given.early_stopping, names)
+        if not names or not _can_decide(stopping.source, ["all", *names]):
+            faults.append(_no_such_source("early_stopping", stopping.source, names))
+    if faults:
+        raise InputError(*faults)
+    return stopping
+
+
+def _can_decide(source: str, names: list[str]) -> bool:
+    """Return whether this is a source, a metric, or the metric of a source as METRIC/SOURCE."""
+    metric, _, of_source = source.partition("/")
+    return source in names or (metric in METRICS and (of_source or "all") in names)
+
+
+def _no_such_source(option: str, source: str, names: list[str]) -> str:
+    if not names:
+        return f"--{option} {source}: there is no validation split; tokenize with --validation_split above 0"
+    if option == "early_stopping" and source.isdecimal():
+        return f"--early_stopping {source}: a source comes before the number; give all:{source}, or {names[0]}:{source}"
+    return f"--{option} {source}: the validation split has no such source; give all, {', '.join(names)}"
+
+
+def _validated_sources(data: TrainingData) -> list[str]:
+    dataset = data.held_out if isinstance(data, Stream) else data
+    names: dict[str, None] = {}
+    for part in dataset.parts if dataset else ():
+        if part.validation is None:
+            continue
+        ledger = part.manifest.ledger.splits.get("validation") if part.manifest else None
+        names |= dict.fromkeys(ledger.sources if ledger and ledger.sources else part.source_names)
+    return list(names)
+
+
+def _open_sample_prompts(
+    arguments: "TrainArguments", data: TrainingData, model: ModelShape, checkpoint: Path | None
+) -> SamplePrompts | None:
+    """Return the prompts of ``--sample_prompts`` with the tokenizer of the data; None if the run has none."""
+    given = arguments.evaluation
+    if given.sample_prompts is None or given.only_reads:
+        return None
+    if data.validation is None:
+        raise InputError(
+            f"--sample_prompts {given.sample_prompts}: the samples are of each evaluation, and there is no validation "
+            "split; tokenize with --validation_split above 0"
+        )
+    prompts = read_prompts(Path(given.sample_prompts))
+    folders = [] if isinstance(data, Stream) else [path for path in data.attachments if path.name == "tokenizer"]
+    folders += [checkpoint / "tokenizer"] if checkpoint and (checkpoint / "tokenizer").is_dir() else []
+    name = str(folders[0] if folders else arguments.model.model_name)  # whose tokenizer has made the data
+    tokenizer = load_hf_tokenizer(name)
+    if isinstance(data, Stream) and data.chat_template:
+        tokenizer.chat_template = data.chat_template.source
+    encoder = PromptEncoder(tokenizer, name, any(prompt.is_chat for prompt in prompts))
+    limits = PromptLimits(model.vocab_size, model.max_positions)
+    input_ids = encode_prompts(encoder, prompts, limits, given.sample_tokens, "--sample_tokens")
+    texts = [
+        prompt.content if isinstance(prompt.content, str) else tokenizer.decode(ids)
+        for prompt, ids in zip(prompts, input_ids, strict=True)
+    ]
+    ends = {*data.stop_token_ids, *encoder.end_ids, tokenizer.eos_token_id} - {None}
+    return SamplePrompts(tokenizer, texts, input_ids, frozenset(ends), given.sample_tokens)
 
 
 def _with_notes(run: PreparedRun, *notes: str | None) -> PreparedRun:

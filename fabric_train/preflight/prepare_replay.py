@@ -17,13 +17,8 @@ from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.devices import count_devices, resolve_accelerator
+from fabric_train.preflight import resume_check
 from fabric_train.preflight.prepare import prepare
-from fabric_train.preflight.resume_check import (
-    choose_schedule,
-    find_changes,
-    find_changes_of_begun_phases,
-    find_version_changes,
-)
 from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
 from fabric_train.tokenization.packing.token_folder import altered_rows
 from fabric_train.training.metrics import Metrics, read_metrics
@@ -43,15 +38,8 @@ def prepare_replay(
 ) -> Replay:
     """Prepare the first to the last of ``steps``, and compare arguments, data and rows with those of the checkpoint.
 
-    Args:
-        folder: of the run.
-        steps: the first and the last one to compare.
-        given: the arguments in the run's config.yaml.
-        device: the devices of the replay.
-        temporary: an empty folder in place of the run's.
-
-    Raises:
-        InputError: the run has not logged these steps, has no checkpoint, or cannot be prepared on these devices.
+    ``given`` are the arguments in the config.yaml of the run in ``folder``, ``device`` the devices of the replay.
+    ``temporary`` is an empty folder in place of the run's.
     """
     first, last = steps
     logged = _read_logged(folder / "metrics.csv", first, last)
@@ -63,21 +51,20 @@ def prepare_replay(
     saved = checkpoints.read_trainer_json(witness)
     newest = checkpoints.read_trainer_json(checkpoints.newest_checkpoint(folder) or witness)
     (layout,) = _layouts_there(newest, saved, last, last)
-    run = prepare(_arguments(given, device, layout, start, witness, temporary), compares=False)
+    run = prepare(_arguments(given, device, layout, start, saved, temporary), compares=False)
     if run.start.state.step >= first:
         raise InputError(f"--steps {first}:{last}: the run begins at step {run.start.state.step + 1}; give later steps")
     if last > run.plan.num_steps:
         its = f"{folder / 'config.yaml'} ends at step {run.plan.num_steps} (--max_step, --number_epochs)"
         raise InputError(f"--steps {first}:{last}: {its}; put the file of this run back, or give earlier steps")
-    run = _with_schedules(run, saved_after) if saved_after else choose_schedule(run, witness)[0]
+    run = _with_schedules(run, saved_after) if saved_after else resume_check.choose_schedule(run, witness)[0]
     state = replace(run.start.state, unlogged=None)  # nothing of the step before is logged again
     run = replace(run, start=replace(run.start, state=state))
     trained = [row for row in logged if row.step > state.step]
     faults = _faults_of_arguments(given, saved, newest, run, witness, last)
     faults += saved.data_changes(run.order)
+    faults += _missing_rows(trained, newest, saved, state.step, last)
     evaluations = _evaluations(folder, state.step, last)
-    missing = _missing_steps(trained, newest, saved, state.step, last)
-    faults += [f"step {step}: its row is missing in metrics.csv" for step in missing]
     faults += [
         f"step {row.step}, val_loss: {'empty' if row.val_loss is None else row.val_loss} in metrics.csv, "
         f"{evaluations[row.step]} in the checkpoint of the step"
@@ -85,10 +72,8 @@ def prepare_replay(
         if row.step in evaluations and row.val_loss != evaluations[row.step]
     ]
     wrong, contents = _check_rows(run, trained, last) if not faults else ([], _SKIPPED)
-    resolved = flatten(run.arguments) | {
-        "gradient_accumulation_steps": run.plan.accumulation,
-        "parallelism": run.devices.parallelism,
-    }
+    computed = {"gradient_accumulation_steps": run.plan.accumulation, "parallelism": run.devices.parallelism}
+    resolved = flatten(run.arguments) | computed
     split = {name: resolved[name] for name in checkpoints.SPLIT_ARGUMENTS}
     return Replay(
         folder=folder,
@@ -100,7 +85,7 @@ def prepare_replay(
         here=RunLayout(run.devices.world_size, None, split),
         contents=contents,
         faults=[*faults, *wrong],
-        other_versions=[f"{change}" for change in find_version_changes(saved.versions, run)],
+        other_versions=[f"{change}" for change in resume_check.find_version_changes(saved.versions, run)],
     )
 
 
@@ -130,20 +115,17 @@ def _arguments(
     device: "DeviceArguments",
     there: RunLayout,
     start: Path | None,
-    witness: Path,
+    saved: checkpoints.TrainerJson,
     temporary: Path,
 ) -> "TrainArguments":
     """Return the run's arguments on these devices: with the same windows, and without outputs of its own."""
     num_devices = count_devices(device.devices, resolve_accelerator(device.accelerator)) * device.num_nodes
     fsdp = given.fsdp if num_devices == there.num_devices else _on_other_devices(given.fsdp, num_devices)
-    num_ranks = num_devices // fsdp.tensor_parallel_size
-    saved = checkpoints.read_trainer_json(witness)
-    rows = saved.data.rows_per_window
+    num_ranks, rows = num_devices // fsdp.tensor_parallel_size, saved.data.rows_per_window
     if rows % num_ranks:
         raise InputError(f"--devices: {num_ranks} devices cannot share the {rows} rows of a step equally; give another")
-    of_rank = rows // num_ranks
     sizes = range(1, given.training.micro_batch_size + 1)
-    micro_batch_size = max(size for size in sizes if of_rank % size == 0)
+    micro_batch_size = max(size for size in sizes if rows // num_ranks % size == 0)
     origin = replace(given.checkpoint, resume=False)
     if start:
         origin = replace(origin, checkpoint=str(start), branch=None, weights_only=False)
@@ -183,21 +165,16 @@ def _layouts_there(
     ``newest`` has all sessions of the run; ``saved``, of the checkpoint after the steps, is for one without arguments.
     """
     ends = [session.after_step for session in newest.sessions[1:]] + [math.inf]
-    layouts = [
-        _layout_of_session(session, saved, max(first, session.after_step + 1))
-        for session, end in zip(newest.sessions, ends, strict=True)
-        if session.after_step < min(end, last) and end >= first
-    ]
+    layouts = []
+    for session, end in zip(newest.sessions, ends, strict=True):
+        if session.after_step < min(end, last) and end >= first:
+            first_step = max(first, session.after_step + 1)
+            layout = RunLayout(session.num_devices, session.device, session.arguments, first_step)
+            if not session.arguments and [one.after_step for one in saved.sessions[-1:]] == [session.after_step]:
+                own = _layout_of_checkpoint(saved)  # an earlier version has the arguments only there
+                layout = replace(own, num_devices=session.num_devices, first_step=first_step)
+            layouts.append(layout)
     return layouts or [_layout_of_checkpoint(saved)]
-
-
-def _layout_of_session(
-    session: checkpoints.TrainingSession, saved: checkpoints.TrainerJson, first_step: int
-) -> RunLayout:
-    """Return how the steps of a session were split; an earlier version says it in the checkpoints of the session."""
-    if session.arguments or not saved.sessions or saved.sessions[-1].after_step != session.after_step:
-        return RunLayout(session.num_devices, session.device, session.arguments, first_step)
-    return replace(_layout_of_checkpoint(saved), num_devices=session.num_devices, first_step=first_step)
 
 
 def _layout_of_checkpoint(saved: checkpoints.TrainerJson) -> RunLayout:
@@ -211,20 +188,18 @@ def _layout_of_checkpoint(saved: checkpoints.TrainerJson) -> RunLayout:
     return RunLayout(num_devices, saved.content.get("device"), split)
 
 
-def _missing_steps(
+def _missing_rows(
     logged: list[Metrics], newest: checkpoints.TrainerJson, saved: checkpoints.TrainerJson, after_step: int, last: int
-) -> list[int]:
-    """Return the steps after ``after_step`` up to ``last`` that the run's interval logs, and that have no row."""
+) -> Iterator[str]:
+    """Yield a line for each step after ``after_step`` up to ``last`` that the run's interval logs and has no row."""
     there = {row.step for row in logged}
     if newest.state.unlogged:
         there.add(newest.state.step)  # a signal interrupted its evaluation, and the row comes with the next session
-
-    def is_logged(step: int) -> bool:
+    for step in range(after_step + 1, last + 1):
         session = newest.session_of(step)
         given = session.arguments if session and session.arguments else saved.arguments
-        return step % given.get("log_step_interval", 1) == 0
-
-    return [step for step in range(after_step + 1, last + 1) if step not in there and is_logged(step)]
+        if step not in there and step % given.get("log_step_interval", 1) == 0:
+            yield f"step {step}: its row is missing in metrics.csv"
 
 
 def _evaluations(folder: Path, after_step: int, last: int) -> dict[int, float]:
@@ -245,19 +220,15 @@ def _faults_of_arguments(
     witness: Path,
     last: int,
 ) -> list[str]:
-    """Return a line for each argument of config.yaml with which the steps would have had other losses.
-
-    The session of ``newest`` has written config.yaml. On other devices than those of ``saved``, it splits the same rows
-    of a step in another way.
-    """
+    """Return a line for each argument of config.yaml, which ``newest`` wrote, that makes other losses."""
     also = ["total_batch_size"]
     num_devices = {session.num_devices for saved_by in (saved, newest) for session in saved_by.sessions[-1:]}
     if given.training.total_batch_size is None and len(num_devices) < 2:
         also += ["micro_batch_size", "gradient_accumulation_steps"]
     if run.start.checkpoint is None:
         also += [field.name for field in fields(given.model)]
-    changes = find_changes(saved.arguments, flatten(given), also)
-    changes += find_changes_of_begun_phases(run, saved.phase_schedules, last)
+    changes = resume_check.find_changes(saved.arguments, flatten(given), also)
+    changes += resume_check.find_changes_of_begun_phases(run, saved.phase_schedules, last)
     in_data = () if isinstance(run.data, Stream) else ("seed",)
     return [
         f"{change.place}: {change.there} in {witness.name}/trainer.json, {change.here} in config.yaml"
@@ -267,10 +238,7 @@ def _faults_of_arguments(
 
 
 def _check_rows(run: PreparedRun, logged: list[Metrics], last: int) -> tuple[list[str], str]:
-    """Compare the rows of the steps with the logged hashes, and their content with the checksums of the datasets.
-
-    Return a line for each fault, and what can be said about the content.
-    """
+    """Compare the rows of the steps with the logged hashes and checksums; return faults, and a line on the content."""
     if isinstance(run.data, Stream):
         return [], "not checked: the sources of a stream are compared by name, size and hash"
     order, before = run.plan.window_order(run.arguments.data.seed), run.plan.data_starts_after
@@ -302,18 +270,14 @@ def _check_contents(run: PreparedRun, rows: np.ndarray) -> tuple[list[str], str]
         if index is None or index.checksums is None:
             unknown += [part.folder.name] * bool(own)
         else:
-            altered = _find_altered(part.train, own, index.checksums)
-            faults += [_describe_row(part.folder, row, index) for row in altered]
+            stored = Rows(part.train.split)  # with the borders of documents, also where a run joins them
+            for begin in range(0, len(own), _ROWS_PER_READ):
+                read = own[begin : begin + _ROWS_PER_READ]
+                altered = altered_rows(stored.read(read), index.checksums[read])
+                faults += [_describe_row(part.folder, read[place], index) for place in altered]
     if unknown:
         return faults, f"not checked: {', '.join(unknown)} has no checksums, because an older version wrote it"
     return faults, f"{len(rows):,} rows checked, {len(faults):,} altered"
-
-
-def _find_altered(split: Rows, rows: list[int], checksums: np.ndarray) -> Iterator[int]:
-    stored = Rows(split.split)  # with the borders of documents, also where a run joins them
-    for begin in range(0, len(rows), _ROWS_PER_READ):
-        part = rows[begin : begin + _ROWS_PER_READ]
-        yield from (part[number] for number in altered_rows(stored.read(part), checksums[part]))
 
 
 def _describe_row(folder: Path, row: int, index: DocumentIndex) -> str:

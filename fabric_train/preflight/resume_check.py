@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.checkpoint import DataOrder, PhaseRows, PhaseSchedule, TrainerJson, read_trainer_json
+from fabric_train.checkpoint import DataOrder, PhaseSchedule, TrainerJson, read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.data.step_sampler import VALIDATION_VERSION
@@ -44,8 +44,7 @@ _OF_THIS_START = ("resume", "checkpoint", "branch", "weights_only", "allow_chang
 def own_versions(model: ModelShape, data: TrainingData) -> dict[str, str]:
     """Return :data:`OWN_VERSIONS` for a model and its data.
 
-    ``sdpa`` with the borders of documents is version 2 of attention, and the validation rows of a single source are
-    those of version 2, see ``VALIDATION_VERSION``.
+    ``sdpa`` with the borders of documents is version 2 of attention; for a single source, see ``VALIDATION_VERSION``.
     """
     versions = OWN_VERSIONS | ({_ATTENTION: "2"} if model.config._attn_implementation == VARLEN else {})
     has_several = data.validation is not None and len(data.validation.source_names) > 1
@@ -76,8 +75,7 @@ class Change:
 def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
     """Return a run that continues with the steps that its checkpoint's run would have taken, and notes for the user.
 
-    Raises:
-        InputError: one line for each difference that would change those steps.
+    An InputError has one line for each difference that would change those steps.
     """
     arguments, plan = run.arguments, run.plan
     saved = read_trainer_json(checkpoint)
@@ -104,7 +102,7 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
             + _joined(deciding)
         )
     step = run.start.state.step
-    there, here = _in_words(saved.phase_rows, saved.phase_schedules, step), _phases_here(run, step)
+    there, here = _phases_in_words(saved, run, step)
     if there != here:
         notes.append(
             f"the phases that begin after step {step} are others than at {checkpoint.name}: {here}, not {there}"
@@ -113,11 +111,7 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
 
 
 def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
-    """Return a branch with the arguments in its lineage that the user has changed, and notes for the user.
-
-    Raises:
-        InputError: the branch ends before it begins, or the same data would be read in another order.
-    """
+    """Return a branch with the arguments in its lineage that the user has changed, and notes for the user."""
     plan, start, given = run.plan, run.start, run.given.checkpoint.branch
     if plan.num_steps <= start.state.step:
         raise InputError(
@@ -130,7 +124,7 @@ def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     saved = read_trainer_json(checkpoint)
     changes = _changes(saved.arguments, _as_saved(run.arguments, plan))
     changed = {change.name: change for change in changes if change.name not in ("output_dir", "phases")}
-    there, here = _in_words(saved.phase_rows, saved.phase_schedules), _phases_here(run)
+    there, here = _phases_in_words(saved, run)
     if there != here:
         changed["phases"] = Change("phases", there, here)
     branch = replace(branch, changed={name: [change.there, change.here] for name, change in changed.items()})
@@ -155,20 +149,20 @@ def find_changes_of_begun_phases(run: PreparedRun, there: Iterable[PhaseSchedule
                 yield Change(name, then.get(name), now.get(name), option=f"--phases from step {first_step}")
 
 
-def _phases_here(run: PreparedRun, after_step: int = 0) -> str:
-    rows = run.order.phases if isinstance(run.order, DataOrder) else ()
-    return _in_words(rows, run.phase_schedules, after_step)
-
-
-def _in_words(rows: Iterable[PhaseRows], schedules: Iterable[PhaseSchedule], after_step: int = 0) -> str:
-    own = {phase.first_step: phase.arguments for phase in schedules}
-    phases = [
-        f"from step {phase.first_step} {' + '.join(map(str, phase.rows_per_epoch))} rows an epoch"
-        + "".join(f", {name} {value}" for name, value in own.get(phase.first_step, {}).items() if value is not None)
-        for phase in rows
-        if phase.first_step > after_step
-    ]
-    return "; ".join(phases) or "none"
+def _phases_in_words(saved: TrainerJson, run: PreparedRun, after_step: int = 0) -> list[str]:
+    """Return the phases that begin after a step, there and here."""
+    here = run.order.phases if isinstance(run.order, DataOrder) else ()
+    texts = []
+    for rows, schedules in ((saved.phase_rows, saved.phase_schedules), (here, run.phase_schedules)):
+        own = {phase.first_step: phase.arguments for phase in schedules}
+        phases = [
+            f"from step {phase.first_step} {' + '.join(map(str, phase.rows_per_epoch))} rows an epoch"
+            + "".join(f", {name} {value}" for name, value in own.get(phase.first_step, {}).items() if value is not None)
+            for phase in rows
+            if phase.first_step > after_step
+        ]
+        texts.append("; ".join(phases) or "none")
+    return texts
 
 
 def _notes_on_versions(run: PreparedRun, checkpoint: Path, saved: dict[str, str]) -> list[str]:
@@ -178,8 +172,13 @@ def _notes_on_versions(run: PreparedRun, checkpoint: Path, saved: dict[str, str]
 
 def find_version_changes(saved: dict[str, str], run: PreparedRun) -> list[Change]:
     """Return the packages that a run uses in another version than the saved one."""
+    training = run.arguments.training
+    is_used = {
+        "fabric_train learning rates": training.lr_decay and training.lr_schedule != "constant",
+        _VALIDATION: run.arguments.evaluation.eval_iters is not None,
+    }
     updated = _changes(dict.fromkeys(OWN_VERSIONS, "1") | saved, run.versions)
-    return [change for change in updated if _concerns(change.name, run.arguments)]
+    return [change for change in updated if is_used.get(change.name, True)]
 
 
 def find_changes(saved: Mapping[str, Any], here: Mapping[str, Any], also: Collection[str]) -> list[Change]:
@@ -277,16 +276,6 @@ def _decides(change: Change, arguments: "TrainArguments") -> bool:
     if change.name == "eval_batch_size":
         return arguments.evaluation.eval_iters is not None
     return change.name in _DECIDE_THE_LOSSES
-
-
-def _concerns(package: str, arguments: "TrainArguments") -> bool:
-    """Whether a run uses what another version of a package, or of this program, computes in another way."""
-    training = arguments.training
-    uses = {
-        "fabric_train learning rates": training.lr_decay and training.lr_schedule != "constant",
-        _VALIDATION: arguments.evaluation.eval_iters is not None,
-    }
-    return uses.get(package, True)
 
 
 def _joined(changes: Iterable[Change]) -> str:

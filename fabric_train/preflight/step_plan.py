@@ -1,10 +1,11 @@
 """Count a run's windows and steps from its arguments, the model's configuration and the data."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from fabric_train.checkpoint import PhaseRows
 from fabric_train.cli import yaml_core
 from fabric_train.cli.argument_types import NonNegativeFloat, Shares, WrongValueError, convert
 from fabric_train.cli.errors import InputError
@@ -30,15 +31,10 @@ def plan_steps(
     data_starts_after: int,
     phases: tuple[RunPhase, ...],
 ) -> StepPlan:
-    """Count the windows and steps of a run, whose data begin after the step ``data_starts_after``.
-
-    Raises:
-        InputError: the batch size is not divisible, the data do not fit the model, or the decay of the learning rate
-            is as long as the run.
-    """
+    """Count the windows and steps of a run, whose data begin after the step ``data_starts_after``."""
     training = arguments.training
     dataset = data.held_out if isinstance(data, Stream) else data
-    parts = dataset.parts if dataset is not None else ()
+    parts = dataset.parts if dataset else ()
     checks = [check_dataset(part, model, arguments.data.isolate_documents) for part in parts]
     faults = [fault for check in checks for fault in check.faults]
     if isinstance(data, Stream):
@@ -49,23 +45,18 @@ def plan_steps(
         )
     num_data_ranks = world_size // arguments.fsdp.tensor_parallel_size
     together, accumulation = _rows_at_once(arguments, world_size)
-    if training.total_batch_size is not None and training.total_batch_size % together:
-        nearest = sorted({together * max(accumulation, 1), together * (accumulation + 1)})
-        faults.append(
-            f"--total_batch_size {training.total_batch_size} is not a multiple of {together}, "
-            f"--micro_batch_size {training.micro_batch_size} on {num_data_ranks} devices; "
-            f"nearest: {' or '.join(map(str, nearest))}"
-        )
+    if (total := training.total_batch_size) is not None and total % together:
+        nearest = " or ".join(map(str, sorted({together * max(accumulation, 1), together * (accumulation + 1)})))
+        split = f"--micro_batch_size {training.micro_batch_size} on {num_data_ranks} devices"
+        faults.append(f"--total_batch_size {total} is not a multiple of {together}, {split}; nearest: {nearest}")
     if faults:
         raise InputError(*faults)
     num_rows = windows_per_epoch = in_epochs = mixture = None
     if isinstance(data, TokenMixture):
-        sizes = tuple(source.num_rows for source in data.sources)
-        mixture = MixtureOrder((Mixture(sizes, data.rows_per_epoch, together * accumulation, arguments.data.seed),))
-        for phase in phases:
-            mixture = mixture.followed_by(max(0, phase.first_step - 1 - data_starts_after), phase.rows_per_epoch)
+        window = (together * accumulation, arguments.data.seed)
+        mixture = order_of_mixture(data, data.rows_per_epoch, *window, phases, data_starts_after)
     if not isinstance(data, Stream):
-        num_rows = sum(mixture.mixtures[0].rows_per_epoch) if mixture else len(data.train)
+        num_rows = sum(data.rows_per_epoch) if isinstance(data, TokenMixture) else len(data.train)
         windows_per_epoch = math.ceil(num_rows / (together * accumulation))
         in_epochs = None if phases else data_starts_after + windows_per_epoch * training.number_epochs
     num_steps = min(steps for steps in (training.max_step, in_epochs) if steps is not None)
@@ -86,6 +77,22 @@ def plan_steps(
         notes=(*(note for check in checks for note in check.notes), *_notes(arguments, num_steps, in_epochs, data)),
         data_starts_after=data_starts_after,
     )
+
+
+def order_of_mixture(
+    data: TokenMixture,
+    rows_per_epoch: Sequence[int],
+    rows_per_window: int,
+    seed: int,
+    phases: Iterable[RunPhase | PhaseRows],
+    starts_after: int,
+) -> MixtureOrder:
+    """Return the order of a mixture and its phases, whose data begin after the step ``starts_after``."""
+    sizes = tuple(source.num_rows for source in data.sources)
+    order = MixtureOrder((Mixture(sizes, tuple(rows_per_epoch), rows_per_window, seed),))
+    for phase in phases:
+        order = order.followed_by(max(0, phase.first_step - 1 - starts_after), phase.rows_per_epoch)
+    return order
 
 
 def rows_per_window(arguments: "TrainArguments", world_size: int) -> int:
@@ -164,11 +171,7 @@ class GivenPhase:
 
 
 def read_phases(arguments: "TrainArguments") -> list[GivenPhase]:
-    """Return what ``--phases`` has, in its order; empty without it, and if nothing is trained.
-
-    Raises:
-        InputError: the file cannot be read, or a phase is not one.
-    """
+    """Return what ``--phases`` has, in its order; empty without it, and if nothing is trained."""
     path, num_steps = arguments.data.phases, arguments.training.max_step
     if path is None or arguments.evaluation.only_reads:
         return []
@@ -190,11 +193,7 @@ def read_phases(arguments: "TrainArguments") -> list[GivenPhase]:
 
 
 def plan_phases(given: Sequence[GivenPhase], training: "TrainingArguments", data: TrainingData) -> tuple[RunPhase, ...]:
-    """Return the phases with the rows and the schedule of each; a phase without shares keeps those before it.
-
-    Raises:
-        InputError: shares or schedule of a phase cannot be.
-    """
+    """Return the phases with the rows and the schedule of each; a phase without shares keeps those before it."""
     if not given:
         return ()
     assert isinstance(data, TokenMixture)  # DataArguments.mixes
@@ -208,10 +207,7 @@ def plan_phases(given: Sequence[GivenPhase], training: "TrainingArguments", data
 
 
 def _read(path: str, training: "TrainingArguments", num_steps: int) -> list[GivenPhase]:
-    try:
-        content = yaml_core.load(yaml_core.read_text(path))
-    except yaml_core.YamlFault as fault:
-        raise InputError(f"--phases {path}: {fault}") from fault
+    content = yaml_core.load_file(path, "--phases")
     if not isinstance(content, list) or not content or not all(isinstance(item, dict) for item in content):
         raise InputError(f"--phases {path}: expected a list of phases, such as '- {{from: 0.9, shares: [1, 0.5]}}'")
     hints = get_type_hints(type(training), include_extras=True)

@@ -11,12 +11,13 @@ from fabric_train.cli.argument_types import (
     PositiveFloat,
     PositiveInt64,
     PositiveShare,
+    PushArguments,
     RowLength,
     TokenCount,
     UnitInterval,
+    not_language_codes,
 )
 from fabric_train.cli.output import redact
-from fabric_train.cli.shared_arguments import PushArguments, not_language_codes
 
 DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion"]
 _LANGUAGES = r"[a-z]{2,3}(,[a-z]{2,3})*(:(0(\.[0-9]{1,6})?|1(\.0{1,6})?))?"

@@ -15,11 +15,10 @@ import numpy as np
 import pyarrow as pa
 from rich.progress import DownloadColumn, TimeRemainingColumn
 
-from fabric_train.cli.argument_types import POSITIONAL
+from fabric_train.cli.argument_types import POSITIONAL, given_twice
 from fabric_train.cli.errors import InputError, run_program
 from fabric_train.cli.output import open_console
 from fabric_train.cli.parser import parse_arguments
-from fabric_train.cli.shared_arguments import given_twice
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.regular_file import copy_folder, read_json
 from fabric_train.tokenization.cleaning.dropped import CONTAMINATION_FILE, join_samples

@@ -6,15 +6,10 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fabric_train.cli.argument_types import POSITIONAL, NonNegativeInt, PositiveInt64
 from fabric_train.cli.errors import run_program
 from fabric_train.cli.parser import parse_arguments
-
-if TYPE_CHECKING:
-    from fabric_train.trace.documents import DocumentSteps
-    from fabric_train.trace.run_history import RunHistory
 
 
 @dataclass(frozen=True)
@@ -56,36 +51,22 @@ def main(argv: list[str] | None = None) -> None:
     """Print the documents of a step, or the steps and checkpoints that read a document, or both as JSON."""
     arguments = parse_arguments(TraceArguments, argv)
 
-    from fabric_train.trace.documents import list_documents, print_document, print_step  # slow
-    from fabric_train.trace.run_history import RunHistory
+    from fabric_train.trace import documents
+    from fabric_train.trace.run_history import RunHistory  # slow
 
     history = RunHistory(Path(arguments.run).expanduser(), arguments.train_data_dir)
-    if arguments.step is not None:
-        listed = list_documents(history, arguments.step, arguments.rank)
-        if arguments.json:
-            print(json.dumps(dataclasses.asdict(listed), indent=2, ensure_ascii=False))
-        else:
-            print_step(listed)
-        return
-    assert arguments.document is not None
-    found = _find_steps(history, arguments.document)
+    found: documents.DocumentSteps | documents.StepDocuments
+    if arguments.document is not None:
+        found = documents.find_steps(history, arguments.document)
+    else:
+        assert arguments.step is not None  # TraceArguments.faults
+        found = documents.list_documents(history, arguments.step, arguments.rank)
     if arguments.json:
         print(json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False))
+    elif isinstance(found, documents.DocumentSteps):
+        documents.print_document(found)
     else:
-        print_document(found)
-
-
-def _find_steps(history: "RunHistory", document: str) -> "DocumentSteps":
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    from fabric_train.cli.output import open_console
-    from fabric_train.trace.documents import find_steps
-
-    console = open_console(stderr=True)
-    columns = (TextColumn("searching the index"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("")
-        return find_steps(history, document, lambda done, total: progress.update(task, completed=done, total=total))
+        documents.print_step(found)
 
 
 if __name__ == "__main__":

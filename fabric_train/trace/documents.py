@@ -2,13 +2,15 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -24,7 +26,6 @@ from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
 from fabric_train.trace.run_history import RunHistory, Stretch
 
 _LISTED_FILES = 6
-ShowProgress = Callable[[int, int], None]  # records of the indexes searched, and all of them
 _WIDTH_OF_FILES = 1000  # a line of a file or pipe is not broken
 
 
@@ -58,11 +59,7 @@ class StepDocuments:
 
 
 def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocuments:
-    """Return the documents of a step, those of one rank if ``rank`` is given.
-
-    Raises:
-        InputError: the run has no such step or rank, or its token datasets are not there.
-    """
+    """Return the documents of a step, those of one rank if ``rank`` is given."""
     stretch = history.stretch_of(step)
     data = history.data_of(stretch)
     ranks, checkpoint = history.ranks_of(step)
@@ -133,32 +130,28 @@ class DocumentRead:
 
 @dataclass(frozen=True)
 class DocumentSteps:
-    """The steps that have read a document, up to ``num_done``, and those that will if the run goes on to its end.
-
-    ``checkpoints`` are those that have read it, and ``last_without`` is the newest that has not; None if there is none.
-    """
+    """The steps that read a document."""
 
     found: list[IndexedDocument]
     num_done: int
-    read: list[DocumentRead]
-    to_come: list[DocumentRead]
-    checkpoints: list[str]
-    last_without: str | None
+    read: list[DocumentRead]  # up to ``num_done``
+    to_come: list[DocumentRead]  # if the run goes on to its end
+    checkpoints: list[str]  # that have read it
+    last_without: str | None  # the newest that has not
     notes: list[str]
 
 
-def find_steps(history: RunHistory, document: str, show: ShowProgress) -> DocumentSteps:
-    """Return the steps and checkpoints that read the document ``FILE:LINE``.
-
-    Raises:
-        InputError: the token datasets have no such document or no document index, or are not there.
-    """
+def find_steps(history: RunHistory, document: str) -> DocumentSteps:
+    """Return the steps and checkpoints that read the document ``FILE:LINE``."""
     file, _, line = document.rpartition(":")
     opened = {stretch: history.data_of(stretch) for stretch in history.stretches}
     datasets = {part.folder: part for data in opened.values() for part in data.datasets.parts}
     splits = [split for dataset in datasets.values() for split in _open_splits(dataset)]
     chosen = _choose_files(splits, file)
-    found = list(_search(splits, chosen, int(line), show))
+    console = open_console(stderr=True)
+    columns = (TextColumn("searching the index"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        found = list(_search(splits, chosen, int(line), progress))
     if not found:
         raise InputError(_why_missing(document, splits, chosen))
     reads = [read for stretch in opened for read in _reads(history, stretch, found)]
@@ -219,16 +212,11 @@ def _listed(names: list[str]) -> str:
 
 
 def _search(
-    splits: list[_IndexedSplit], chosen: dict[Path, tuple[str, list[int]]], line: int, show: ShowProgress
+    splits: list[_IndexedSplit], chosen: dict[Path, tuple[str, list[int]]], line: int, progress: Progress
 ) -> Iterator[IndexedDocument]:
     splits = [split for split in splits if split.dataset.folder in chosen]
-    total, done = sum(document_index.num_records(split.index) for split in splits), 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        show(done, total)
-
+    task = progress.add_task("", total=sum(document_index.num_records(split.index) for split in splits))
+    advance = partial(progress.advance, task)
     for split in splits:
         _, files = chosen[split.dataset.folder]
         numbers = document_index.find_documents(split.index, files, line, advance)

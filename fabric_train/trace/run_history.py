@@ -20,11 +20,12 @@ from fabric_train.checkpoint import (
 from fabric_train.checkpoint.trainer_json import PositiveCount, find_unreadable
 from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
-from fabric_train.data.mixture import Mixture, MixtureOrder
+from fabric_train.data.mixture import Mixture
 from fabric_train.data.step_sampler import WindowOrder, rank_at
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import JoinedRows, TokenMixture, open_mixture
 from fabric_train.files.regular_file import read_json
+from fabric_train.preflight.step_plan import order_of_mixture
 from fabric_train.tokenization.manifest import read_manifest
 
 
@@ -52,7 +53,6 @@ class Ranks:
 
     @property
     def number(self) -> int:
-        """The number of ranks."""
         return self.num_data_ranks * self.group_size
 
     def at(self, position: int) -> range:
@@ -63,17 +63,13 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The steps ``first`` to ``last`` of a run, or of a run that it branched off.
-
-    ``last`` is infinite if the end of the run is not known. The rows are those of the data order of ``described_by``,
-    a checkpoint, after the step ``starts_after``; None if the run is gone and its order was another one.
-    """
+    """Steps of a run, or of a run that it branched off."""
 
     run: Path
     first: int
-    last: float
-    starts_after: int
-    described_by: Path | None
+    last: float  # infinite if the end of the run is not known
+    starts_after: int  # the step at which the data order begins
+    described_by: Path | None  # a checkpoint with the data order; None if the run is gone and it was another one
 
     def checkpoints(self) -> dict[int, Path]:
         """Return the checkpoints of these steps, damaged ones too."""
@@ -110,13 +106,9 @@ class RunData:
 
 
 class RunHistory:
-    """The steps of a run, from the first step of the first run that it branched off.
+    """The steps of the run or checkpoint ``given``, from the first step of the first run that it branched off.
 
-    ``given`` is the run or checkpoint, as other programs take it. ``data_dirs`` are the run's token datasets, if they
-    are no longer where it read them.
-
-    Raises:
-        InputError: there is no such checkpoint, or it is damaged.
+    ``data_dirs`` are the run's token datasets, if they are no longer where it read them.
     """
 
     def __init__(self, given: Path, data_dirs: Sequence[str] | None = None) -> None:
@@ -144,10 +136,9 @@ class RunHistory:
         return next(stretch for stretch in reversed(self.stretches) if step >= stretch.first)
 
     def ranks_of(self, step: int) -> tuple[Ranks, Path]:
-        """Return the ranks that took a step, and the checkpoint that says so.
+        """Return the ranks that took a step, and the checkpoint that says so: the newest one with its sessions.
 
-        The newest checkpoint lists the sessions of the run. A checkpoint may have been saved again by a later session
-        than that which took its step. Earlier versions did not list sessions, or not how they split a step.
+        Earlier versions did not list sessions, or not how they split a step; then it is the first that has the step.
         """
         checkpoint = self.stretch_of(step).checkpoint_of(step)
         session = read_trainer_json(self.checkpoint).session_of(step)
@@ -159,11 +150,7 @@ class RunHistory:
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 - a program has one history
     def data_of(self, stretch: Stretch) -> RunData:
-        """Open the token datasets of a stretch, and check that its steps read them.
-
-        Raises:
-            InputError: they are not there or not those that were read, or the run read a stream.
-        """
+        """Open the token datasets of a stretch, and check that its steps read them."""
         checkpoint = stretch.described_by
         if checkpoint is None:
             raise InputError(
@@ -254,10 +241,7 @@ def _open(checkpoint: Path, order: DataOrder, data_dirs: Sequence[str] | None) -
 
 
 def _all_of(sources: Sequence[str], there: Sequence[str], folders: Sequence[str]) -> Shares:
-    """Return shares that list the sources of a mixture as its run did, for its token datasets, now in ``folders``.
-
-    ``sources`` are the ``mixture_sources`` of trainer.json; empty if they are whole token datasets.
-    """
+    """Return shares of all ``mixture_sources`` of trainer.json; without any, of the whole token datasets."""
     option = "mixture_sources of trainer.json"
     if not sources:
         return Shares(option, None)
@@ -282,10 +266,8 @@ def _window_order(
         raise InputError(f"the order of the run has version {order.version}, which this version does not compute")
     mixture = None
     if isinstance(datasets, TokenMixture) and order.rows_per_epoch is not None:
-        sizes = tuple(source.num_rows for source in datasets.sources)
-        mixture = MixtureOrder((Mixture(sizes, tuple(order.rows_per_epoch), order.rows_per_window, order.seed),))
-        for phase in order.phases:
-            mixture = mixture.followed_by(max(0, phase.first_step - 1 - starts_after), phase.rows_per_epoch)
+        window = (order.rows_per_window, order.seed)
+        mixture = order_of_mixture(datasets, order.rows_per_epoch, *window, order.phases, starts_after)
     return WindowOrder(
         order.num_rows, order.rows_per_window, ranks.micro_batch_size, ranks.num_data_ranks, 0, order.seed, mixture
     )

@@ -184,7 +184,7 @@ def test_steps_of_a_document_are_those_that_list_it(tracing: Tracing, capsys: py
         kept = dict.fromkeys([step for step in checkpoints(tracing.folder / "trunk") if step <= 4], "trunk")
         kept |= dict.fromkeys(checkpoints(tracing.folder / run)[0 if run != "trunk" else len(kept) :], run)
         for file, line in tracing.texts:
-            found = find_steps(history, f"{file}:{line}", lambda done, total: None)
+            found = find_steps(history, f"{file}:{line}")
             steps = listed.get((run, file, line), set())
             assert {one.step for one in found.read} == steps
             assert not found.to_come
@@ -207,8 +207,8 @@ def test_steps_after_the_newest_checkpoint_are_those_to_come(tracing: Tracing) -
     whole, early = RunHistory(Path("trunk")), RunHistory(Path("early"))
     assert [list_documents(early, step, None).is_taken for step in (2, 3)] == [True, False]
     for file, line in tracing.texts:
-        steps = {one.step for one in find_steps(whole, f"{file}:{line}", lambda done, total: None).read}
-        found = find_steps(early, f"{file}:{line}", lambda done, total: None)
+        steps = {one.step for one in find_steps(whole, f"{file}:{line}").read}
+        found = find_steps(early, f"{file}:{line}")
         assert {one.step for one in found.read} == {step for step in steps if step <= 2}
         assert {one.step for one in found.to_come} == {step for step in steps if step > 2}
 
