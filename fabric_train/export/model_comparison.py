@@ -28,7 +28,14 @@ from fabric_train.export.hub_format import INDEX_NAME, blocks, former_names, pub
 from fabric_train.export.verification import Method, OutputReport, TensorReport, VerificationReport, find_faults
 from fabric_train.files.regular_file import read_json
 from fabric_train.model import hf_model
-from fabric_train.model.load_weights import MetaModel, build_model, build_on_meta, open_in_parts, open_tensors, read_buffers
+from fabric_train.model.load_weights import (
+    MetaModel,
+    build_model,
+    build_on_meta,
+    open_in_parts,
+    open_tensors,
+    read_buffers,
+)
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights, open_weights
 
 _VOCABULARY_BLOCK = 8192  # rows of the output layer

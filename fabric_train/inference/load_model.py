@@ -14,8 +14,7 @@ from torch import nn
 from fabric_train.checkpoint import find_whole_checkpoint, is_short_name
 from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
-from fabric_train.files.regular_file import check_no_pipes
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.regular_file import check_no_pipes, read_json
 from fabric_train.model import hf_model
 from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained, read_weights
 from fabric_train.model.weight_files import open_weights

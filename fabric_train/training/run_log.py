@@ -30,7 +30,8 @@ printed in colour as well."""
 progress = logging.getLogger("fabric_train.progress")
 """What this process is doing while it starts, such as "loading weights 3/8". An empty message ends that."""
 
-_SILENT_SECONDS = 8.0
+SILENT_SECONDS = 8.0
+"""After so long without a line, the log says what this process is doing."""
 _MAX_EARLY_LINES = 1000
 _UNLIMITED_WIDTH = 10_000
 
@@ -139,9 +140,9 @@ class _WhileSilent(logging.Handler):
         super().close()
 
     def _repeat(self) -> None:
-        while not self._is_closed.wait(1.0):
+        while not self._is_closed.wait(min(1.0, SILENT_SECONDS)):
             doing, now = self._doing, time.monotonic()
-            if doing and now - self._lines.printed_at >= _SILENT_SECONDS:
+            if doing and now - self._lines.printed_at >= SILENT_SECONDS:
                 log.info("%s (%.0f s)", doing.getMessage(), now - self._started)
 
 

@@ -35,6 +35,8 @@ _SHOWN_CHARACTERS = 4000
 _PR_SET_PDEATHSIG = 1
 _OF_LAUNCHERS = ("LT_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "MASTER_")
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+OF_CONSOLES = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
+"""Environment variables that overrule what a program finds out about its terminal."""
 # imported by the program when it needs them: each rank would import them in each run
 _IMPORTED_LATER = (
     "fabric_train.distributed.watchdog",
@@ -176,6 +178,7 @@ class ForkedRuns:
         env: Mapping[str, str] | None = None,
         program: str = "fabric_train.__main__",
         draws: bool | None = None,
+        terminal: str | None = None,
     ) -> ForkedRun:
         """Start the ranks of a run and return at once.
 
@@ -188,11 +191,15 @@ class ForkedRuns:
             env: further environment variables.
             program: name of a module with a ``main``.
             draws: whether the run draws ``loss_curves.png``; by default as the server was told.
+            terminal: device that is the standard input and output of all ranks, instead of files.
         """
         self._num_runs += 1
         folder = self._folder / f"run-{self._num_runs:03d}"
         folder.mkdir()
         launcher = _launcher_variables(num_ranks, free_port())
+        ours = _environment()
+        if terminal:
+            ours = {name: value for name, value in ours.items() if name not in OF_CONSOLES}
         request = {
             "program": program,
             "argv": [str(word) for word in argv],
@@ -200,7 +207,8 @@ class ForkedRuns:
             "before": before,
             "output": str(folder),
             "draws": self._draws if draws is None else draws,
-            "environments": [_environment() | variables | dict(env or {}) for variables in launcher],
+            "terminal": terminal,
+            "environments": [ours | variables | dict(env or {}) for variables in launcher],
         }
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(request).encode() + b"\n")
@@ -312,9 +320,12 @@ def serve() -> None:
 
 def _fork(rank: int, request: dict[str, Any], answers: int) -> int:
     server = os.getpid()
-    flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
-    streams = [os.open("/dev/null", os.O_RDONLY)]
-    streams += [os.open(f"{request['output']}/{rank}.{name}", flags, 0o644) for name in ("stdout", "stderr")]
+    if request["terminal"]:  # without O_NOCTTY it would be the server's, whose end would then end the server
+        streams = [os.open(request["terminal"], os.O_RDWR | os.O_NOCTTY) for _ in range(3)]
+    else:
+        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+        streams = [os.open("/dev/null", os.O_RDONLY)]
+        streams += [os.open(f"{request['output']}/{rank}.{name}", flags, 0o644) for name in ("stdout", "stderr")]
     pid = os.fork()
     if pid:
         for stream in streams:
@@ -345,26 +356,17 @@ def _run(rank: int, request: dict[str, Any]) -> NoReturn:
     import torch
 
     from fabric_train.cli.errors import run_program
+    from fabric_train.training.loggers import LOGGERS
 
     torch.set_num_threads(1)
 
     def main() -> None:
         if not request["draws"]:
-            _leave_out_pictures()
+            del LOGGERS["loss_curves.png"]
         exec(request["before"], {"rank": rank})
         importlib.import_module(request["program"]).main()
 
     run_program(main)
-
-
-def _leave_out_pictures() -> None:
-    from fabric_train.training.trackers import LossCurves
-
-    def draw_nothing(self: LossCurves) -> None:
-        pass
-
-    assert callable(LossCurves._draw)
-    LossCurves._draw = draw_nothing  # type: ignore[method-assign]
 
 
 def _write_at_once(file: Path, text: str) -> None:

@@ -8,12 +8,14 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_OF_CONSOLES = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
+from tests.support.forked_runs import OF_CONSOLES, ForkedRun
+
+_KIND = "xterm-256color"
 _SEQUENCE = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])")
 
 
@@ -25,35 +27,73 @@ def run_in_terminal(
     Raises:
         TimeoutError: it did not end in time; it was killed.
     """
-    terminal, program = pty.openpty()
-    fcntl.ioctl(program, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    inherited = {name: value for name, value in os.environ.items() if name not in _OF_CONSOLES}
+    terminal, program = _open_terminal(columns)
+    inherited = {name: value for name, value in os.environ.items() if name not in OF_CONSOLES}
     process = subprocess.Popen(
         command,
         stdin=program,
         stdout=program,
         stderr=program,
         cwd=folder,
-        env=inherited | {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1"} | dict(env or {}),
+        env=inherited | {"TERM": _KIND, "OMP_NUM_THREADS": "1"} | dict(env or {}),
         start_new_session=True,
     )
     os.close(program)
+    written = _read(terminal, lambda: process.poll() is not None, timeout)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+        raise TimeoutError(written)
+    return process.returncode, written
+
+
+def run_forked_in_terminal(
+    start: Callable[..., ForkedRun], columns: int = 80, timeout: float = 120, kind: str = _KIND
+) -> tuple[int, str]:
+    """Return the exit code of a run of one rank, and all that it wrote to its terminal.
+
+    Args:
+        start: starts the run with the given ``terminal`` and ``env``.
+        columns: the width of the terminal.
+        timeout: seconds in which the run has to end.
+        kind: the terminal's name in ``TERM``.
+
+    Raises:
+        TimeoutError: it did not end in time; it was killed.
+    """
+    terminal, program = _open_terminal(columns)
+    run = start(terminal=os.ttyname(program), env={"TERM": kind, "PYTHONWARNINGS": "ignore"})
+    os.close(program)
+    written = _read(terminal, run.has_ended, timeout)
+    if not run.has_ended():
+        run.kill()
+        run.wait()
+        raise TimeoutError(written)
+    (code,) = run.wait()
+    return code, written
+
+
+def _open_terminal(columns: int) -> tuple[int, int]:
+    """Return both ends of a new terminal: one to read what its screen gets, one for the program."""
+    terminal, program = pty.openpty()
+    fcntl.ioctl(program, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     os.set_blocking(terminal, False)
+    return terminal, program
+
+
+def _read(terminal: int, has_ended: Callable[[], bool], timeout: float) -> str:
+    """Return what a program has written when it has ended or the time is over, and close the terminal."""
     written, deadline = b"", time.monotonic() + timeout
-    while True:
-        has_ended = process.poll() is not None
+    is_over = False
+    while not is_over:
+        is_over = has_ended() or time.monotonic() > deadline
         with suppress(BlockingIOError, OSError):  # EIO: nobody has the other end open any more
             while part := os.read(terminal, 1 << 16):
                 written += part
-        if has_ended:
-            break
-        if time.monotonic() > deadline:
-            process.kill()
-            process.wait()
-            raise TimeoutError(written.decode(errors="replace"))
-        time.sleep(0.02)
+        if not is_over:
+            time.sleep(0.02)
     os.close(terminal)
-    return process.returncode, written.decode()
+    return written.decode(errors="replace")
 
 
 @dataclass

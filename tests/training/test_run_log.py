@@ -6,9 +6,9 @@ import logging
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,8 @@ from fabric_train.training.loggers import ProgressLine
 from fabric_train.training.metrics import Metrics
 from fabric_train.training.run_log import log, note, progress, show, start_log, warn, write_log
 from tests.support.forked_runs import ForkedRuns
-from tests.support.programs import ROOT, run_python
-from tests.support.short_runs import SETTINGS, argv, at_point
-from tests.support.terminal import Screen, run_in_terminal
+from tests.support.short_runs import argv, at_point
+from tests.support.terminal import Screen, run_forked_in_terminal
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 HEAD = rf"{TIME}[+-]\d{{4}} {re.escape(socket.gethostname())} rank (\d): "
@@ -63,19 +62,15 @@ note("an escape code, \\x1b[31m")
 table = Table(title="Done", title_justify="left", show_header=False, box=None)
 table.add_row("next", "python convert_to_hf.py --checkpoint " + "deep/" * 40)
 show(table)
+raise SystemExit
 """
 
 
-def test_redirected_lines_carry_the_time_are_whole_and_without_codes(tmp_path: Path) -> None:
-    (tmp_path / "prints.py").write_text(PRINTS)
-    os.environ["FORCE_COLOR"], os.environ["COLUMNS"] = "1", "40"
-    try:
-        done = run_python(tmp_path, 60, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); import prints")
-    finally:
-        del os.environ["FORCE_COLOR"], os.environ["COLUMNS"]
-    assert done.returncode == 0, done.stderr
-    saved, noted, title, row = done.stdout.splitlines()
-    assert "\x1b" not in done.stdout
+def test_redirected_lines_carry_the_time_are_whole_and_without_codes(forked_runs: ForkedRuns) -> None:
+    done = forked_runs.start([], 1, before=PRINTS, env={"FORCE_COLOR": "1", "COLUMNS": "40"})
+    done.finish()
+    saved, noted, title, row = done.stdout().splitlines()
+    assert "\x1b" not in done.stdout()
     assert re.fullmatch(f"{TIME} " + re.escape(f"saved /data/[/bold]{'long ' * 30}:smile:"), saved)
     assert re.fullmatch(rf"{TIME} note: an escape code, \\x1b\[31m", noted)
     assert re.fullmatch(f"{TIME} Done", title)
@@ -111,16 +106,16 @@ def test_the_time_left_follows_from_the_steps_since_the_start(
 
 
 def test_a_silent_start_says_what_it_is_doing(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fabric_train.training.run_log._SILENT_SECONDS", 0.1)
+    monkeypatch.setattr("fabric_train.training.run_log.SILENT_SECONDS", 0.02)
     progress.info("loading weights %d/%d", 3, 8)
     deadline = time.monotonic() + 30
     while not printed_by(console) and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.01)
     assert re.fullmatch(r"loading weights 3/8 \(\d+ s\)", printed_by(console)[0])
     progress.info("")
     time.sleep(0.1)
     number = len(printed_by(console))
-    time.sleep(2.5)
+    time.sleep(0.3)
     assert len(printed_by(console)) == number
     start_log(console)  # ends the thread
 
@@ -201,7 +196,7 @@ def test_a_run_and_its_resume_are_in_one_log(
     forked_runs: ForkedRuns, tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path
 ) -> None:
     run = tmp_path / "run"
-    first = forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, max_step=4))
+    first = forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, max_step=2))
     first.finish()
     text = (run / "run.log").read_text()
     printed = [line for line in first.stdout().splitlines() if not re.search(r"step \d+/\d+ ", line)]
@@ -209,13 +204,13 @@ def test_a_run_and_its_resume_are_in_one_log(
         re.sub(f"^{TIME} ", "", line) for line in printed
     ]
     assert set(re.findall(f"^{HEAD}", text, re.MULTILINE)) == {"0"}
-    for wanted in ("Fabric Train", "note: --max_step 4 ends", f"saved {run}/checkpoints/step-00000004", "Done"):
+    for wanted in ("Fabric Train", "note: --max_step 2 ends", f"saved {run}/checkpoints/step-00000002", "Done"):
         assert re.search(f"^{HEAD}{re.escape(wanted)}", text, re.MULTILINE), wanted
-    assert re.search(r"^steps +4, the last one in epoch 0 \(counted from 0, as in metrics.csv\)$", text, re.MULTILINE)
-    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, max_step=6, resume="true")).finish()
+    assert re.search(r"^steps +2, the last one in epoch 0 \(counted from 0, as in metrics.csv\)$", text, re.MULTILINE)
+    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, max_step=3, resume="true")).finish()
     both = (run / "run.log").read_text()
     assert both.startswith(text)
-    assert f"saved {run}/checkpoints/step-00000006" in both
+    assert f"saved {run}/checkpoints/step-00000003" in both
 
 
 def test_the_traceback_of_any_rank_is_in_the_log(
@@ -234,7 +229,7 @@ def test_the_traceback_of_any_rank_is_in_the_log(
     assert traceback[1] == "1"
 
 
-SILENT = "import fabric_train.training.run_log as run_log; run_log._SILENT_SECONDS = 0.2\n"
+SILENT = "import fabric_train.training.run_log as run_log; run_log.SILENT_SECONDS = 0.2\n"
 SLOW_WEIGHTS = """
 import time
 import fabric_train.model.load_weights as load_weights
@@ -250,8 +245,8 @@ load_weights.read_local_part = read_local_part
 def test_a_slow_start_names_weights_and_the_first_step(
     forked_runs: ForkedRuns, tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path
 ) -> None:
-    slow = SILENT + SLOW_WEIGHTS + at_point("time.sleep(2.5)", 1, "COMPUTING", 1)
-    run = forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run"), before=slow)
+    slow = SILENT + SLOW_WEIGHTS + at_point("time.sleep(0.7)", 1, "COMPUTING", 1)
+    run = forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", max_step=2), before=slow)
     run.finish()
     assert re.search(rf"^{TIME} loading weights \d+/\d+ \(\d+ s\)$", run.stdout(), re.MULTILINE)
     assert re.search(rf"^{TIME} step 1, forward and backward pass 1 \(\d+ s\)$", run.stdout(), re.MULTILINE)
@@ -280,10 +275,8 @@ while True:  # until the other thread ends the process
 
 
 @pytest.mark.parametrize("columns", [80, 40, 200])
-def test_nothing_follows_an_error_on_a_terminal_and_the_bar_fits(tmp_path: Path, columns: int) -> None:
-    code, written = run_in_terminal(
-        [sys.executable, "-c", FAILS], tmp_path, columns, env={"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    )
+def test_nothing_follows_an_error_on_a_terminal_and_the_bar_fits(forked_runs: ForkedRuns, columns: int) -> None:
+    code, written = run_forked_in_terminal(partial(forked_runs.start, [], 1, before=FAILS), columns)
     assert code == 1
     screen = Screen(columns)
     screen.write(written)
@@ -303,26 +296,24 @@ def test_nothing_follows_an_error_on_a_terminal_and_the_bar_fits(tmp_path: Path,
     assert ("mfu 50.0%" in bars[-1]) == (columns == 200)
 
 
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines(tmp_path: Path) -> None:
-    environment = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "TERM": "dumb"}
-    _, written = run_in_terminal([sys.executable, "-c", FAILS], tmp_path, env=environment)
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(forked_runs: ForkedRuns) -> None:
+    _, written = run_forked_in_terminal(partial(forked_runs.start, [], 1, before=FAILS), kind="dumb")
     assert "\x1b" not in written.replace("\x1b[?25h", "")
     assert "step 40000/100000 loss 2.5000 lr 1.00e-04 " in written
 
 
 @pytest.mark.slow
 def test_a_whole_run_on_a_terminal_leaves_a_clean_screen(
-    tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path
+    forked_runs: ForkedRuns, tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path
 ) -> None:
-    command = [sys.executable, "-m", "fabric_train", *argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run")]
-    code, written = run_in_terminal(command, tmp_path, timeout=300, env={"PYTHONPATH": str(ROOT)})
+    line = argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", max_step=3)
+    code, written = run_forked_in_terminal(partial(forked_runs.start, line, 1))
     assert code == 0, written
     screen = Screen(80)
     screen.write(written)
-    steps = SETTINGS["max_step"]
     lines = [line.rstrip() for line in screen.lines]
     (bar,) = (line for line in lines if " eta " in line)
-    assert re.match(rf"train \[#{{10}}\] {steps}/{steps} eta 0:00 loss ", bar)
+    assert re.match(r"train \[#{10}\] 3/3 eta 0:00 loss ", bar)
     assert lines.index(bar) < lines.index("Done")
     assert screen.shows_cursor
     assert not re.search(TIME, "\n".join(screen.lines))
