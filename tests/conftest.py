@@ -26,7 +26,7 @@ from sample_data import real_data
 from tests.support import forked_runs as forks
 from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import RunProgram, run_python
-from tests.support.tiny_model import write_tiny_model
+from tests.support.tiny_model import write_llama3_like_tokenizer, write_sentencepiece_tokenizer, write_tiny_model
 from tests.support.token_datasets import tokenize
 
 # A shell starts what it puts into the background with SIGINT ignored, and nohup does so with SIGHUP. Programs inherit
@@ -140,6 +140,14 @@ def llama3_dir(tmp_path_factory: pytest.TempPathFactory, llama3_tokenizer: "Corp
 
 
 @pytest.fixture(scope="session")
+def small_llama3_dir(tmp_path_factory: pytest.TempPathFactory, chatml_dir: Path) -> Path:
+    """A tokenizer that loads quickly, with Llama-3's special tokens and split pattern and without a chat template."""
+    folder = tmp_path_factory.mktemp("small-llama-3")
+    write_llama3_like_tokenizer(folder, chatml_dir)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def spm_tokenizer_model() -> Path:
     """A SentencePiece tokenizer.model of Llama-2's kind."""
     return _fetch(real_data.spm_tokenizer_model)
@@ -158,6 +166,15 @@ def spm_dir(tmp_path_factory: pytest.TempPathFactory, spm_tokenizer: "CorpusToke
     """The SentencePiece model's tokenizer as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("sentencepiece")
     spm_tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_spm_dir(tmp_path_factory: pytest.TempPathFactory, shakespeare_jsonl: Path) -> Path:
+    """A tokenizer of Llama-2's kind that loads quickly, as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("small-sentencepiece")
+    with shakespeare_jsonl.open(encoding="utf-8") as lines:
+        write_sentencepiece_tokenizer(folder, json.loads(next(lines))["text"][:60_000])
     return folder
 
 

@@ -121,7 +121,7 @@ def encode_sources(corpus: OpenedCorpus, folder: Path, check: ParityCheck, input
     check.start(file, special_text_is_plain)
     check.prepare(list(sample_texts(corpus)))
     encoder, name = open_encoder(file, special_text_is_plain)
-    _kept_alive.append(encoder)
+    _kept_alive[:] = [encoder]  # without the encoder of an earlier call, which may have tens of megabytes
     try:
         return _encode_with(encoder, name, corpus, folder, check, input_slice)
     except _DifferentIdsError as error:

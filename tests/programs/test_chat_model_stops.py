@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 QUESTION = {"role": "user", "content": "Which colour is the sky?"}
 ANSWER = {"role": "assistant", "content": "The sky is blue."}
-BASE_EOS, END_OF_TURN = 128_001, 128_009  # <|end_of_text|> and <|eot_id|>
+BASE_EOS, END_OF_TURN = 1, 9  # <|end_of_text|> and <|eot_id|>
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class ChatModel:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory, llama3_dir: Path) -> Path:
-    """A tiny base model with Llama-3's tokenizer, which has no chat template, and a published generation config."""
+def base(tmp_path_factory: pytest.TempPathFactory, small_llama3_dir: Path) -> Path:
+    """A tiny base model with Llama-3's special tokens, without a chat template, and a published generation config."""
     folder = tmp_path_factory.mktemp("base")
     config = LlamaConfig(
-        vocab_size=128_256,
+        vocab_size=2000,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=1,
@@ -47,16 +47,16 @@ def base(tmp_path_factory: pytest.TempPathFactory, llama3_dir: Path) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=128,
         tie_word_embeddings=True,
-        bos_token_id=128_000,
+        bos_token_id=0,
         eos_token_id=BASE_EOS,
         dtype="float32",
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     # as Llama-2's: flags of sampling without do_sample, which transformers does not save after a change
-    published = {"bos_token_id": 128_000, "eos_token_id": BASE_EOS, "temperature": 0.6, "top_p": 0.9}
+    published = {"bos_token_id": 0, "eos_token_id": BASE_EOS, "temperature": 0.6, "top_p": 0.9}
     (folder / "generation_config.json").write_text(json.dumps(published))
-    for file in llama3_dir.iterdir():
+    for file in small_llama3_dir.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     return folder
 

@@ -80,9 +80,9 @@ def test_only_answers_are_supervised_in_every_row_format(tmp_path: Path, tokeniz
     assert split.tokens_padding / (split.rows * 128) < 0.1
 
 
-def test_rows_of_llama3_chats_load_as_batches_with_labels_and_borders(tmp_path: Path, llama3_dir: Path) -> None:
+def test_rows_of_llama3_chats_load_as_batches_with_labels_and_borders(tmp_path: Path, small_llama3_dir: Path) -> None:
     source = write(tmp_path / "a.jsonl", [FORMATS["messages"](q, a) for q, a in zip(QUESTIONS, ANSWERS, strict=True)])
-    run(tmp_path / "out", llama3_dir, source, packing="best_fit")
+    run(tmp_path / "out", small_llama3_dir, source, packing="best_fit")
     batch = open_dataset(str(tmp_path / "out")).train.__getitems__([0, 1])
     assert batch.documents is not None
     assert 0 < (batch.labels != -100).sum() < batch.labels.numel() / 2
@@ -241,12 +241,12 @@ def test_the_chosen_template_is_used_and_becomes_the_tokenizers_own(tmp_path: Pa
     assert manifest.tokenizer.chat_template_sha256 == sha256(OTHER_TEMPLATE.encode()).hexdigest()
 
 
-def test_a_chosen_template_is_never_replaced_by_llama3s(tmp_path: Path, llama3_dir: Path) -> None:
+def test_a_chosen_template_is_never_replaced_by_llama3s(tmp_path: Path, small_llama3_dir: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{{ messages[0].content }}")  # cannot mark an assistant's turn
     source = write(tmp_path / "a.jsonl", [FORMATS["messages"]("Hi", "Ho")])
     with pytest.raises(InputError, match="cannot mark the assistant's tokens"):
-        run(tmp_path / "out", llama3_dir, source, chat_template=file)
+        run(tmp_path / "out", small_llama3_dir, source, chat_template=file)
     assert not (tmp_path / "out").exists()
 
 

@@ -1,5 +1,6 @@
 """Write a seeded random Llama of two small layers with a byte-level BPE tokenizer; it trains in milliseconds."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -51,3 +52,51 @@ def write_tokenizer(folder: Path, texts: Iterable[str]) -> int:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, model_max_length=256)
     fast.save_pretrained(folder)
     return len(fast)
+
+
+def write_llama3_like_tokenizer(folder: Path, small: Path) -> None:
+    """Write the byte-level tokenizer in ``small`` with Llama-3's special tokens, split pattern and added BOS.
+
+    The first of its ids are those of Llama-3's special tokens in their order.
+    """
+    from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    from fabric_train.tokenization.tokenizers.tokenizer_model import BOS, EOS, SPECIAL_TOKENS, SPLIT_PATTERN
+
+    content = json.loads((small / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary, names = content["model"]["vocab"], {}
+    for token in content["added_tokens"]:
+        names[token["content"]] = token["content"] = SPECIAL_TOKENS[token["id"]]
+    content["model"]["vocab"] = {names.get(token, token): index for token, index in vocabulary.items()}
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token="<|finetune_right_pad_id|>"
+    )
+    fast.save_pretrained(folder)
+
+
+def write_sentencepiece_tokenizer(folder: Path, text: str) -> None:
+    """Train a SentencePiece model with Llama-2's settings on the text, and write its tokenizer."""
+    import sentencepiece
+
+    from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
+
+    with (folder / "tokenizer.model").open("wb") as model:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(text.splitlines()),
+            model_writer=model,
+            vocab_size=VOCABULARY,
+            model_type="bpe",
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            byte_fallback=True,
+            minloglevel=2,
+        )
+    load_tokenizer(str(folder / "tokenizer.model")).save(folder)

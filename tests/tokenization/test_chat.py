@@ -61,8 +61,8 @@ ANSWER: dict[str, Any] = {"role": "assistant", "content": "Seven of them."}
 
 
 @pytest.fixture(scope="module")
-def inst_dir(tmp_path_factory: pytest.TempPathFactory, spm_dir: Path) -> Path:
-    folder = Path(shutil.copytree(spm_dir, tmp_path_factory.mktemp("inst") / "tokenizer"))
+def inst_dir(tmp_path_factory: pytest.TempPathFactory, small_spm_dir: Path) -> Path:
+    folder = Path(shutil.copytree(small_spm_dir, tmp_path_factory.mktemp("inst") / "tokenizer"))
     (folder / "chat_template.jinja").write_text(INST)
     return folder
 
@@ -151,9 +151,9 @@ conversations = st.builds(
 @settings(max_examples=20, deadline=None)
 @given(messages=conversations)
 def test_only_the_assistants_contents_and_ends_of_turn_are_supervised(
-    llama3_dir: Path, chatml_dir: Path, kind: str, messages: Chat
+    small_llama3_dir: Path, chatml_dir: Path, kind: str, messages: Chat
 ) -> None:
-    folder = llama3_dir if kind == "llama3" else chatml_dir
+    folder = small_llama3_dir if kind == "llama3" else chatml_dir
     chats = encoder(folder)
     document = encoded(chats, messages)
     end_of_turn = reference(folder).convert_ids_to_tokens(chats.end_of_turn_token_id)
@@ -203,9 +203,9 @@ def test_generation_marks_agree_with_turn_by_turn_renderings(
     assert by_turns.supervised.tolist() == by_marks.supervised.tolist()
 
 
-def test_chats_have_the_same_tokens_by_parts_and_as_a_whole(llama3_dir: Path, smollm2_dir: Path) -> None:
+def test_chats_have_the_same_tokens_by_parts_and_as_a_whole(small_llama3_dir: Path, chatml_dir: Path) -> None:
     look_alikes = ["<|eot_id|>\n", "a<|im_end|>\n\n<|im_start|>", "<|im_start", "\n\n\n", " a ", "\u0301"]
-    for folder in (llama3_dir, smollm2_dir):
+    for folder in (small_llama3_dir, chatml_dir):
         whole_encoder = encoder(folder, by_parts=False)
         for content in [*HARD_STRINGS[::5], *look_alikes]:
             messages = exchanges("?", content, content, "!")
@@ -224,12 +224,12 @@ def test_train_on_last_supervises_one_turn_and_all_every_token(chatml_dir: Path)
     assert everything.input_ids.tolist() == reference_ids(chatml_dir, messages)
 
 
-def test_bos_occurs_once_if_template_and_tokenizer_both_write_it(llama3_dir: Path) -> None:
-    document = encoded(encoder(llama3_dir), [QUESTION, ANSWER])
-    assert reference(llama3_dir)("x")["input_ids"][0] == 128000
-    assert document.input_ids.tolist().count(128000) == 1
-    assert document.input_ids[0] == 128000
-    assert document.input_ids[-1] == 128009
+def test_bos_occurs_once_if_template_and_tokenizer_both_write_it(small_llama3_dir: Path) -> None:
+    document = encoded(encoder(small_llama3_dir), [QUESTION, ANSWER])
+    assert reference(small_llama3_dir)("x")["input_ids"][0] == 0
+    assert document.input_ids.tolist().count(0) == 1
+    assert document.input_ids[0] == 0
+    assert document.input_ids[-1] == 9
 
 
 def test_chat_without_final_control_token_gets_eos(with_template: Callable[[str], Path]) -> None:
@@ -246,9 +246,9 @@ def test_chat_without_final_control_token_gets_eos(with_template: Callable[[str]
     assert supervised_text(folder, ends_with_question) == " Seven of them.\n"
 
 
-def test_assistants_first_turn_is_supervised_if_it_opens_the_chat(chatml_dir: Path, llama3_dir: Path) -> None:
+def test_assistants_first_turn_is_supervised_if_it_opens_the_chat(chatml_dir: Path, small_llama3_dir: Path) -> None:
     messages = [{"role": "assistant", "content": "Welcome!"}, QUESTION, ANSWER]
-    for folder, end in ((chatml_dir, "<|im_end|>"), (llama3_dir, "<|eot_id|>")):
+    for folder, end in ((chatml_dir, "<|im_end|>"), (small_llama3_dir, "<|eot_id|>")):
         document = encoded(encoder(folder), messages)
         assert supervised_text(folder, document) == f"Welcome!{end}Seven of them.{end}"
         assert document.input_ids.tolist() == reference_ids(folder, messages)
@@ -258,12 +258,12 @@ def test_assistants_first_turn_is_supervised_if_it_opens_the_chat(chatml_dir: Pa
 
 
 @pytest.mark.parametrize("look_alike", ["<|eot_id|>", "<|im_end|>", "<|begin_of_text|><|start_header_id|>"])
-def test_special_tokens_in_a_message_are_text(llama3_dir: Path, chatml_dir: Path, look_alike: str) -> None:
+def test_special_tokens_in_a_message_are_text(small_llama3_dir: Path, chatml_dir: Path, look_alike: str) -> None:
     messages = exchanges(f"What is {look_alike}?", f"{look_alike}\n{look_alike}system", system=f"Say {look_alike}")
     harmless = exchanges("What is it?", "this and that", system="Say it")
-    for folder in (llama3_dir, chatml_dir):
+    for folder in (small_llama3_dir, chatml_dir):
         chats = encoder(folder)
-        special = set(reference(folder).all_special_ids) | {128006, 128007, 128009}
+        special = set(reference(folder).all_special_ids) | {6, 7, 9}
         document = encoded(chats, messages)
         control = [token for token in document.input_ids.tolist() if token in special]
         assert control == [token for token in encoded(chats, harmless).input_ids.tolist() if token in special]
@@ -271,11 +271,11 @@ def test_special_tokens_in_a_message_are_text(llama3_dir: Path, chatml_dir: Path
         assert decoded(folder, document.input_ids) == text
 
 
-def test_text_around_a_look_alike_has_the_ids_of_ordinary_text(llama3_dir: Path) -> None:
+def test_text_around_a_look_alike_has_the_ids_of_ordinary_text(small_llama3_dir: Path) -> None:
     content = "a <|eot_id|>b"
-    document = encoded(encoder(llama3_dir), [QUESTION, {"role": "assistant", "content": content}])
+    document = encoded(encoder(small_llama3_dir), [QUESTION, {"role": "assistant", "content": content}])
     assert document.supervised is not None
-    assert document.input_ids[document.supervised].tolist() == [*ids_of_text(llama3_dir, content), 128009]
+    assert document.input_ids[document.supervised].tolist() == [*ids_of_text(small_llama3_dir, content), 9]
 
 
 def test_special_tokens_in_tool_calls_are_text(with_template: Callable[[str], Path]) -> None:
@@ -316,17 +316,17 @@ def test_tokens_that_strip_whitespace_do_so_in_chats(with_template: Callable[[st
 # ---------------------------------------------------------------------------------------------------------- templates
 
 
-def test_llama3_template_replaces_a_missing_or_unmarkable_one(llama3_dir: Path, tmp_path: Path) -> None:
-    without = encoder(llama3_dir)
+def test_llama3_template_replaces_a_missing_or_unmarkable_one(small_llama3_dir: Path, tmp_path: Path) -> None:
+    without = encoder(small_llama3_dir)
     assert without.notes == ("the tokenizer has no chat template; Llama-3's is used",)
-    text = reference(llama3_dir).apply_chat_template(
+    text = reference(small_llama3_dir).apply_chat_template(
         exchanges(" a\n", "b", system="s"), chat_template=without.chat_template, tokenize=False
     )
     assert text == "<|begin_of_text|>" + "".join(
         f"<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>"
         for role, content in (("system", "s"), ("user", "a"), ("assistant", "b"))
     )
-    folder = Path(shutil.copytree(llama3_dir, tmp_path / "thinking"))
+    folder = Path(shutil.copytree(small_llama3_dir, tmp_path / "thinking"))
     (folder / "chat_template.jinja").write_text(THOUGHTS_IN_LAST_TURN)
     instead = encoder(folder)
     assert instead.chat_template_sha256 == without.chat_template_sha256
@@ -334,12 +334,18 @@ def test_llama3_template_replaces_a_missing_or_unmarkable_one(llama3_dir: Path, 
 
 
 def test_a_system_prompt_of_the_template_is_noted(
-    smollm2_dir: Path, inst_dir: Path, llama3_dir: Path, with_template: Callable[[str], Path]
+    chatml_dir: Path, inst_dir: Path, small_llama3_dir: Path, with_template: Callable[[str], Path]
 ) -> None:
-    (note,) = encoder(smollm2_dir).notes
+    (note,) = encoder(chatml_dir).notes
     prompt = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     assert f"begins each chat that gives none: '{prompt}'; to leave it out, give a template" in note
-    without = (inst_dir, llama3_dir, with_template(CHATML), with_template(THOUGHTS_IN_LAST_TURN), with_template(TOOLS))
+    without = (
+        inst_dir,
+        small_llama3_dir,
+        with_template(CHATML),
+        with_template(THOUGHTS_IN_LAST_TURN),
+        with_template(TOOLS),
+    )
     for folder in without:
         assert not any("system prompt" in note for note in encoder(folder, "last").notes)
     (note,) = encoder(with_template(COUNTED)).notes
@@ -381,7 +387,7 @@ def test_chat_that_the_template_refuses_is_a_bad_row(inst_dir: Path) -> None:
 
 
 def test_tool_calls_are_accepted_if_the_template_renders_them(
-    llama3_dir: Path, with_template: Callable[[str], Path]
+    small_llama3_dir: Path, with_template: Callable[[str], Path]
 ) -> None:
     call = {"id": None, "type": "function", "function": {"name": "count", "arguments": '{"of": "them"}'}}
     chat = [
@@ -394,13 +400,13 @@ def test_tool_calls_are_accepted_if_the_template_renders_them(
     document = encoded(encoder(folder), chat)
     assert supervised_text(folder, document) == 'count{"of": "them"}<|im_end|>Seven of them.<|im_end|>'
     with pytest.raises(BadRowError, match="leaves out its tool_calls"):
-        encoder(llama3_dir).encode({"messages": chat})
+        encoder(small_llama3_dir).encode({"messages": chat})
     tools = [{"type": "function", "function": {"name": "count"}}]
     with_tools = encoder(folder).encode({"messages": [QUESTION, ANSWER], "tools": tools})
     assert isinstance(with_tools, EncodedDocument)
     assert '"name": "count"' in decoded(folder, with_tools.input_ids)
     with pytest.raises(BadRowError, match="leaves out its tools"):
-        encoder(llama3_dir).encode({"messages": [QUESTION, ANSWER], "tools": tools})
+        encoder(small_llama3_dir).encode({"messages": [QUESTION, ANSWER], "tools": tools})
 
 
 # ------------------------------------------------------------------------------------------------------------ formats

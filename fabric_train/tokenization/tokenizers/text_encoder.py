@@ -16,7 +16,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -252,9 +252,11 @@ def _separators(known: TokenizerJson, added: list[AddedToken]) -> dict[int, byte
     }
 
 
-def _numbers() -> list[int]:
-    known = [code for code in range(128, sys.maxunicode + 1) if unicodedata.category(chr(code))[0] == "N"]
-    return [*known, *_NEWER_NUMBERS]
+@cache
+def _numbers() -> tuple[int, ...]:
+    # every number has a numeric value, and asking for it takes less time than asking for the category
+    numeric = filter(str.isnumeric, map(chr, range(128, sys.maxunicode + 1)))
+    return (*(ord(letter) for letter in numeric if unicodedata.category(letter)[0] == "N"), *_NEWER_NUMBERS)
 
 
 def _byte_letters() -> list[str]:
