@@ -1,7 +1,7 @@
 """Choose the rows of each optimizer step and split them into the micro-batches of each rank.
 
-A *window* are the rows that one optimizer step consumes over all ranks; the last one of an epoch may be shorter. A
-*micro-batch* are the rows of one forward pass on one rank; all ranks have equally many in a window. The order of the
+A *window* is the rows that one optimizer step consumes over all ranks; the last one of an epoch may be shorter. A
+*micro-batch* is the rows of one forward pass on one rank; all ranks have equally many in a window. The order of the
 rows is a function of (seed, epoch), and the window is a function of the step. Neither depends on the number of ranks.
 One token dataset without shares has version 1 of the order, a permutation of all rows for each epoch; a mixture has
 version 2 (see ``mixture``). Example: a window of 5 rows, micro-batches of 1 row, 2 ranks::

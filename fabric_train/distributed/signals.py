@@ -170,11 +170,18 @@ class StepPhase(IntEnum):
     ENDING = 9
 
 
-_TEXTS = (
-    *("loading", "waiting for data", "forward and backward pass {}", "optimizer step", "synchronizing after the step"),
-    *("completing a checkpoint", "validation batch {}", "token {} of the samples", "saving", "ending"),
-)
-"""By phase."""
+_TEXTS = {
+    StepPhase.LOADING: "loading",
+    StepPhase.DATA: "waiting for data",
+    StepPhase.COMPUTING: "forward and backward pass {}",
+    StepPhase.OPTIMIZER: "optimizer step",
+    StepPhase.SYNC: "synchronizing after the step",
+    StepPhase.COMPLETING: "completing a checkpoint",
+    StepPhase.VALIDATION: "validation batch {}",
+    StepPhase.SAMPLING: "token {} of the samples",
+    StepPhase.SAVING: "saving",
+    StepPhase.ENDING: "ending",
+}
 _SLOW_AT_FIRST = (StepPhase.VALIDATION, StepPhase.SAMPLING)
 _SLOW_PHASES = (StepPhase.LOADING, StepPhase.COMPLETING, StepPhase.SAVING, StepPhase.ENDING)
 
@@ -193,7 +200,7 @@ class Position:
     is_slow: bool = field(default=True, compare=False)
 
     def __str__(self) -> str:
-        text = _TEXTS[self.phase].format(self.index)
+        text = _TEXTS[StepPhase(self.phase)].format(self.index)
         return f"step {self.step}, {text}" if self.step else text
 
 
