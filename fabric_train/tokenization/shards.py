@@ -177,8 +177,9 @@ def files_to_hash(
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a finished shard holds."""
+    """A finished shard and what it holds."""
 
+    shard: Shard
     documents: np.ndarray  # ENCODED [kept]
     parts: np.ndarray  # PART [parts of the shard]
     skipped: np.ndarray  # SKIPPED [rows skipped]; `reasons` of the skipped rows, as in the ledger
@@ -206,6 +207,7 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
     masks = folder / f"{shard.key}.masks"
     with np.load(file, allow_pickle=False) as stored:
         return ShardRecord(
+            shard=shard,
             **{name: stored[name] for name in ("documents", "parts", "skipped", "edits", "hashes", "turn_ends")},
             reasons=tuple(stored["reasons"].tolist()),
             kinds=tuple(stored["kinds"].tolist()),
