@@ -81,7 +81,7 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
     tokenizer = _tokenizer_record(corpus, encoded)
     near = None
     if arguments.near_duplicates is not None:
-        files = [record.spooled.tokens.with_suffix(".signatures") for record in encoded.records]
+        files = [record.tokens.with_suffix(".signatures") for record in encoded.records]
         near = find_near_duplicates(files, arguments.near_duplicates, folder / "bands")
     collections = _collect(corpus, encoded, near)
     encoded.records.clear()  # gigabytes of a large corpus, of which the collections have what is needed

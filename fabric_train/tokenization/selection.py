@@ -15,7 +15,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.cleaning.dropped import DroppedText, Place, TaskHit
 from fabric_train.tokenization.manifest import DUPLICATE, NEAR_DUPLICATE, TOO_LONG
-from fabric_train.tokenization.packing.arrow_folder import SpooledDocuments
+from fabric_train.tokenization.packing.arrow_folder import SpooledDocuments, SpooledFile
 from fabric_train.tokenization.packing.document_index import DOCUMENT
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.shards import HASH_BYTES, PlaceInShard, ShardRecord, part_name
@@ -86,7 +86,7 @@ def collect(
             skipped[int(source)][reason] += int(count)
     parts = _parts(records, sources)
     return Collection(
-        documents=SpooledDocuments(lengths, tuple(record.spooled for record in records)),
+        documents=SpooledDocuments(lengths, tuple(SpooledFile(record.tokens, record.masks) for record in records)),
         kept=kept,
         characters=documents["characters"].copy(),
         sources=own_sources,
