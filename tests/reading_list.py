@@ -69,13 +69,13 @@ WAYS = {
         "One document, from its file to the token dataset and the batch that reads it",
         ("tokenization/build.py", "data/token_dataset.py"),
         ("tokenize", "train"),
-        29,
+        22,
     ),
     "checkpoint": Way(
         "One checkpoint, from the save to the weights and the state of a resumed run",
         ("checkpoint/", "model/load_weights.py"),
         ("train", "resume"),
-        15,
+        14,
     ),
 }
 
