@@ -77,7 +77,7 @@ WAYS = {
         "One checkpoint, from the save to the weights and the state of a resumed run",
         ("checkpoint/", "model/load_weights.py"),
         ("train", "resume"),
-        15,
+        14,
     ),
 }
 

@@ -81,7 +81,7 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
     tokenizer = _tokenizer_record(corpus, encoded)
     near = None
     if arguments.near_duplicates is not None:
-        files = [record.spooled.tokens.with_suffix(".signatures") for record in encoded.records]
+        files = [record.tokens.with_suffix(".signatures") for record in encoded.records]
         near = find_near_duplicates(files, arguments.near_duplicates, folder / "bands")
     collections = _collect(corpus, encoded, near)
     encoded.records.clear()  # gigabytes of a large corpus, of which the collections have what is needed
@@ -121,12 +121,11 @@ def _collect(corpus: OpenedCorpus, encoded: EncodedSources, near: NearDuplicates
     seen = np.empty((0, HASH_BYTES), dtype=np.uint8) if arguments.deduplicate else None
     collections: list[Collection] = []
     for is_train in (True, False) if arguments.validation_dataset else (True,):
-        chosen = [i for i, shard in enumerate(encoded.shards) if (shard.source < num_train) == is_train]
-        shards, records = [encoded.shards[i] for i in chosen], [encoded.records[i] for i in chosen]
+        records = [one for one in encoded.records if (one.shard.source < num_train) == is_train]
         first = sum(len(collection.characters) for collection in collections)
         repeats = None if near is None else near.repeats(first, sum(len(one.documents) for one in records))
         limits = caps if is_train else (None, None)
-        collections.append(collect(shards, records, sources, *limits, seen, repeats))
+        collections.append(collect(records, sources, *limits, seen, repeats))
         seen = None if seen is None else collections[-1].hashes
     return collections
 
@@ -136,17 +135,18 @@ def _check_not_empty(sources: Sequence[Source], encoded: EncodedSources, num_tra
     num_documents: Counter[int] = Counter()
     bad_rows: dict[int, str] = {}
     left_out: dict[int, Counter[str]] = defaultdict(Counter)
-    for shard, record in zip(encoded.shards, encoded.records, strict=True):
-        num_documents[shard.source] += len(record.documents)
+    for record in encoded.records:
+        source = record.shard.source
+        num_documents[source] += len(record.documents)
         for index, reason in enumerate(record.reasons):
-            left_out[shard.source][reason] += int((record.skipped["reason"] == index).sum())
+            left_out[source][reason] += int((record.skipped["reason"] == index).sum())
         if record.first_bad_row:
-            bad_rows.setdefault(shard.source, record.first_bad_row)
-    last_read = max((shard.source for shard in encoded.shards if shard.source < num_train), default=num_train)
+            bad_rows.setdefault(source, record.first_bad_row)
+    last_read = max((one.shard.source for one in encoded.records if one.shard.source < num_train), default=num_train)
     faults = [
-        f"{source.name}: {_nothing_left(left_out[number])}"
+        f"{one.name}: {_nothing_left(left_out[number])}"
         + (f"; the first bad row: {bad_rows[number]}" if number in bad_rows else "")
-        for number, source in enumerate(sources)
+        for number, one in enumerate(sources)
         if not num_documents[number] and (number <= last_read or number >= num_train)
     ]
     if faults:

@@ -51,13 +51,12 @@ _kept_alive: list[TextEncoder] = []  # freeing an encoder takes longer than writ
 
 @dataclass(frozen=True)
 class EncodedSources:
-    """The finished shards in the order of the sources, with one record each.
+    """The records of the finished shards, in the order of the sources.
 
     ``digests`` has the SHA-256 of the files of each source, uint8 [files, 32], zeros for those in other slices.
     ``encoder`` is ``gigatoken``, or ``tokenizers: WHY``. ``num_proc`` processes have encoded.
     """
 
-    shards: list[Shard]
     records: list[ShardRecord]
     digests: list[np.ndarray]
     encoder: str
@@ -173,18 +172,17 @@ def _encode_with(
         difference = check.result() if is_compared else None
     if difference:
         raise _DifferentIdsError(difference)
-    used = [shard for shard in shards if shard.index in records]
-    encoded = EncodedSources(used, [records[shard.index] for shard in used], digests, name, num_proc)
+    encoded = EncodedSources([records[index] for index in sorted(records)], digests, name, num_proc)
     _check_files(corpus, encoded)
     return encoded
 
 
 def _check_files(corpus: OpenedCorpus, encoded: EncodedSources) -> None:
     """Add the hashes of files that were read at once to ``encoded``, and check that no file has changed."""
-    for shard, record in zip(encoded.shards, encoded.records, strict=True):
+    for record in encoded.records:
         hashed = np.ascontiguousarray(record.parts["sha256"]).view(np.uint8).reshape(-1, SHA256_BYTES)
         are_hashed = hashed.any(axis=1)
-        encoded.digests[shard.source][shard.origins[are_hashed]] = hashed[are_hashed]
+        encoded.digests[record.shard.source][record.shard.origins[are_hashed]] = hashed[are_hashed]
     for source, of_files in zip(corpus.sources, encoded.digests, strict=True):
         for number in np.flatnonzero(of_files.any(axis=1)).tolist():
             check_unchanged(source.files[number], of_files[number].tobytes())

@@ -278,9 +278,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` into ``folder``; the ledger of ``manifest`` must balance."""
     imbalances = manifest.imbalances()
     assert not imbalances, imbalances
-    content = {"format": FORMAT, **{one.name: getattr(manifest, one.name) for one in fields(manifest)}}
-    totals = {one.name: getattr(manifest.ledger, one.name) for one in fields(manifest.ledger) if one.name != "splits"}
-    content["ledger"] = {**manifest.ledger.splits, **totals}
+    content, totals = {"format": FORMAT, **vars(manifest)}, dict(vars(manifest.ledger))
+    content["ledger"] = {**totals.pop("splits"), **totals}
     if not manifest.parts:
         del content["parts"]
     options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
@@ -304,9 +303,9 @@ def load_manifest(folder: Path) -> Manifest | None:
     if (found := content.get("format")) != FORMAT:
         raise InputError(f"{file} has format {found!r}, this version reads {FORMAT}; tokenize again")
     try:
-        of_totals = [one.name for one in fields(Ledger) if one.name != "splits"]
-        totals = {name: content["ledger"].pop(name) for name in of_totals if name in content["ledger"]}
-        content["ledger"] = {"splits": content["ledger"], **totals}
+        ledger, of_totals = content["ledger"], {one.name for one in fields(Ledger)} - {"splits"}
+        totals = {name: ledger.pop(name) for name in of_totals & ledger.keys()}
+        content["ledger"] = {"splits": ledger, **totals}
         manifest = parse_json(json.dumps(content), Manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{file}: damaged ({type(error).__name__}: {error}); tokenize again") from None

@@ -15,10 +15,10 @@ from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.cleaning.dropped import DroppedText, Place, TaskHit
 from fabric_train.tokenization.manifest import DUPLICATE, NEAR_DUPLICATE, TOO_LONG
-from fabric_train.tokenization.packing.arrow_folder import SpooledDocuments
+from fabric_train.tokenization.packing.arrow_folder import SpooledDocuments, SpooledFile
 from fabric_train.tokenization.packing.document_index import DOCUMENT
 from fabric_train.tokenization.reading.sources import Source
-from fabric_train.tokenization.shards import HASH_BYTES, PlaceInShard, Shard, ShardRecord, part_name
+from fabric_train.tokenization.shards import HASH_BYTES, PlaceInShard, ShardRecord, part_name
 
 _Found = TypeVar("_Found", DroppedText, TaskHit)
 
@@ -52,7 +52,6 @@ class Split:
 
 
 def collect(
-    shards: Sequence[Shard],
     records: Sequence[ShardRecord],
     sources: Sequence[Source],
     max_documents: int | None,
@@ -74,21 +73,20 @@ def collect(
     is_kept = np.ones(len(documents), dtype=bool) if seen is None else _is_first(hashes, seen)
     is_near = is_kept & (False if is_near_duplicate is None else is_near_duplicate)
     kept = np.flatnonzero(is_kept & ~is_near)
-    own_sources = np.repeat(np.array([shard.source for shard in shards], dtype=np.uint32), counts)
+    own_sources = np.repeat(np.array([record.shard.source for record in records], dtype=np.uint32), counts)
     last = _last_within_caps(lengths[kept], max_documents, max_tokens)
     num_read = int(first_rows[-1]) if last == len(kept) else int(rows[kept[last - 1]])
     kept = kept[:last]
-    skipped, edits, num_cut = _count(shards, records, first_rows, num_read)
+    skipped, edits, num_cut = _count(records, first_rows, num_read)
     num_cut += int(documents["num_tokens_cut"][kept].sum(dtype=np.int64))
     duplicates = np.flatnonzero(~is_kept & (rows <= num_read))
     near_duplicates = np.flatnonzero(is_near & (rows <= num_read))
     for reason, repeats in ((DUPLICATE, duplicates), (NEAR_DUPLICATE, near_duplicates)):
         for source, count in zip(*np.unique(own_sources[repeats], return_counts=True), strict=True):
             skipped[int(source)][reason] += int(count)
-    parts = _parts(shards, records, sources)
-    files = tuple(record.spooled for record in records)
+    parts = _parts(records, sources)
     return Collection(
-        documents=SpooledDocuments(lengths, files),
+        documents=SpooledDocuments(lengths, tuple(SpooledFile(record.tokens, record.masks) for record in records)),
         kept=kept,
         characters=documents["characters"].copy(),
         sources=own_sources,
@@ -106,29 +104,28 @@ def collect(
 
 
 def _count(
-    shards: Sequence[Shard], records: Sequence[ShardRecord], first_rows: np.ndarray, num_read: int
+    records: Sequence[ShardRecord], first_rows: np.ndarray, num_read: int
 ) -> tuple[dict[int, Counter[str]], Counter[str], int]:
     """Return rows skipped by source and reason, edits by kind, and tokens cut, of the first ``num_read`` rows."""
     skipped, edits, num_cut = defaultdict[int, Counter[str]](Counter), Counter[str](), 0
-    for shard, record, first in zip(shards, records, first_rows, strict=False):
+    for record, first in zip(records, first_rows, strict=False):
         within = record.skipped[record.skipped["number"] + first <= num_read]
         num_cut += int(within["num_tokens_cut"].sum(dtype=np.int64))
         for reason, count in zip(*np.unique(within["reason"], return_counts=True), strict=True):
-            skipped[shard.source][record.reasons[reason]] += int(count)
+            skipped[record.shard.source][record.reasons[reason]] += int(count)
         changes = record.edits[record.edits["number"] + first <= num_read]
         sums = np.bincount(changes["kind"], changes["count"], len(record.kinds)).astype(int)
         edits.update({kind: count for kind, count in zip(record.kinds, sums.tolist(), strict=True) if count})
     return skipped, edits, num_cut
 
 
-def _parts(
-    shards: Sequence[Shard], records: Sequence[ShardRecord], sources: Sequence[Source]
-) -> tuple[np.ndarray, np.ndarray]:
+def _parts(records: Sequence[ShardRecord], sources: Sequence[Source]) -> tuple[np.ndarray, np.ndarray]:
     """Return the file of each part of the shards, and the rows of the file before it, int64 [parts] each."""
     first_files = np.cumsum([0, *(source.num_origins for source in sources)]).tolist()
     files, rows_before = list[int](), list[int]()
     num_rows: Counter[int] = Counter()
-    for shard, record in zip(shards, records, strict=True):
+    for record in records:
+        shard = record.shard
         counts = zip(shard.origins.tolist(), record.parts["rows"].tolist(), strict=True)
         for index, (origin, counted) in enumerate(counts):
             file = first_files[shard.source] + origin

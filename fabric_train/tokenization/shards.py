@@ -32,7 +32,6 @@ from fabric_train.tokenization.cleaning.dropped import (
     TaskHit,
 )
 from fabric_train.tokenization.documents import BadRowError, LeftOut
-from fabric_train.tokenization.packing.arrow_folder import SpooledFile
 from fabric_train.tokenization.reading.listing import SHA256_BYTES, FilePart
 from fabric_train.tokenization.reading.sources import Source
 
@@ -177,8 +176,9 @@ def files_to_hash(
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a finished shard holds."""
+    """A finished shard and what it holds."""
 
+    shard: Shard
     documents: np.ndarray  # ENCODED [kept]
     parts: np.ndarray  # PART [parts of the shard]
     skipped: np.ndarray  # SKIPPED [rows skipped]; `reasons` of the skipped rows, as in the ledger
@@ -189,7 +189,8 @@ class ShardRecord:
     hits: Sequence[tuple[PlaceInShard, TaskHit]]  # what documents share with evaluation tasks
     hashes: np.ndarray  # uint8 [kept, 16], of each document's content; [0, 16] without --deduplicate
     num_read: int  # rows read
-    spooled: SpooledFile  # its tokens and, if there are any, its masks
+    tokens: Path  # the file of its tokens; and of its masks, if there are any
+    masks: Path | None
     first_bad_row: str  # what is wrong with the first bad row; empty if there is none
     turn_ends: np.ndarray  # int32 [any number], the control tokens with which supervised turns of its chats end
 
@@ -206,6 +207,7 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
     masks = folder / f"{shard.key}.masks"
     with np.load(file, allow_pickle=False) as stored:
         return ShardRecord(
+            shard=shard,
             **{name: stored[name] for name in ("documents", "parts", "skipped", "edits", "hashes", "turn_ends")},
             reasons=tuple(stored["reasons"].tolist()),
             kinds=tuple(stored["kinds"].tolist()),
@@ -215,7 +217,8 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
             ],
             hits=[((number, part, row), TaskHit(*hit)) for number, part, row, *hit in json.loads(str(stored["hits"]))],
             num_read=int(stored["num_read"]),
-            spooled=SpooledFile(folder / f"{shard.key}.tokens", masks if masks.exists() else None),
+            tokens=folder / f"{shard.key}.tokens",
+            masks=masks if masks.exists() else None,
             first_bad_row=str(stored["first_bad_row"]),
         )
 

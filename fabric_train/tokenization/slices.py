@@ -80,13 +80,13 @@ def encode_slice(arguments: TokenizeArguments, check: ParityCheck, sizes: ShardS
         encoded = encode_sources(corpus, unfinished, check, part_of(arguments))
         seconds = time.monotonic() - started
         files = list(_hashed_files(corpus.sources, encoded.digests))
-        write_slice(folder, unfinished, encoded.shards, arguments, encoded.encoder, corpus.settings, files)
+        shards = [record.shard for record in encoded.records]
+        write_slice(folder, unfinished, shards, arguments, encoded.encoder, corpus.settings, files)
     num_documents = sum(len(record.documents) for record in encoded.records)
     num_tokens = sum(record.num_tokens for record in encoded.records)
     speed = f"{num_tokens / seconds:,.0f} tokens/s, {seconds:.1f} s with {encoded.num_proc} processes"
     return [
-        f"slice      {arguments.shard}: {len(encoded.shards):,} shards, {num_documents:,} documents, "
-        f"{num_tokens:,} tokens",
+        f"slice      {arguments.shard}: {len(shards):,} shards, {num_documents:,} documents, {num_tokens:,} tokens",
         f"speed      {speed}",
         *(f"note       {note}" for note in notes_of(corpus, encoded)),
     ]
@@ -128,7 +128,6 @@ def _join(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSources:
     slice_folder.check_unchanged(slices, corpus, shards, lost)
     hashed = {file.state: file.hashed for one in slices for file in one.record.files if file.hashed is not None}
     return EncodedSources(
-        shards=[shard for shard in shards if shard.index in records],
         records=[records[index] for index in sorted(records)],
         digests=[
             np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, SHA256_BYTES)

@@ -302,13 +302,13 @@ def test_a_merge_takes_less_than_200_bytes_of_memory_a_document(made: Path, tmp_
     source = FileSource("a", tmp_path, ListedFiles([list_file(tmp_path / "file")]))
     (part,) = source.parts(1)
     key = min((made / "1").glob("*.npz")).stem
-    shards = [Shard(0, 0, (part,), 1, key, np.zeros(1, int), np.zeros(1, bool))] * num_shards
-    small, random = read_record(made / "1", shards[0]), np.random.default_rng(0)
+    shard = Shard(0, 0, (part,), 1, key, np.zeros(1, int), np.zeros(1, bool))
+    small, random = read_record(made / "1", shard), np.random.default_rng(0)
     assert small is not None
     tracemalloc.start()
-    records = [enlarged(small, of_each, random) for _ in shards]
+    records = [enlarged(small, of_each, random) for _ in range(num_shards)]
     no_hashes = np.empty((0, HASH_BYTES), np.uint8)
-    collection = collect(shards, records, [source], None, None, no_hashes, None)
+    collection = collect(records, [source], None, None, no_hashes, None)
     records.clear()
     plan = plan_rows(collection.documents.lengths, collection.kept, packing, 2048, 0)
     write_index(tmp_path, plan, collection.places[plan.order], np.zeros(plan.num_rows, CHECKSUM))

@@ -126,15 +126,12 @@ def find_gopher_fault(measured: MeasuredText) -> Fault | None:
 
 def _fault_of_words(measured: MeasuredText) -> Fault | None:
     counts, num_words = measured.counts, len(measured.words)
-    if num_words < GOPHER_LIMITS["few_words"]:
-        return Fault("few_words", f"{num_words} words")
-    if num_words > GOPHER_LIMITS["many_words"]:
-        return Fault("many_words", f"{num_words} words")
+    if not GOPHER_LIMITS["few_words"] <= num_words <= GOPHER_LIMITS["many_words"]:
+        return Fault("few_words" if num_words < GOPHER_LIMITS["many_words"] else "many_words", f"{num_words} words")
     mean = sum(map(len, measured.words)) / num_words
-    if mean < GOPHER_LIMITS["short_words"]:
-        return Fault("short_words", f"{mean:.1f} characters a word")
-    if mean > GOPHER_LIMITS["long_words"]:
-        return Fault("long_words", f"{mean:.1f} characters a word")
+    if not GOPHER_LIMITS["short_words"] <= mean <= GOPHER_LIMITS["long_words"]:
+        rule = "short_words" if mean < GOPHER_LIMITS["long_words"] else "long_words"
+        return Fault(rule, f"{mean:.1f} characters a word")
     without = sum(count for word, count in counts.items() if not word.isalpha() and not any(map(str.isalpha, word)))
     share = 1 - without / num_words
     if share < GOPHER_LIMITS["few_alphabetic_words"]:
