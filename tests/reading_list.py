@@ -64,7 +64,7 @@ class Way:
 
 
 WAYS = {
-    "step": Way("One step, from the loop to the optimizer's update", ("training/loop.py",), ("train",), 17, True),
+    "step": Way("One step, from the loop to the optimizer's update", ("training/loop.py",), ("train",), 14, True),
     "document": Way(
         "One document, from its file to the token dataset and the batch that reads it",
         ("tokenization/build.py", "data/token_dataset.py"),
@@ -75,7 +75,7 @@ WAYS = {
         "One checkpoint, from the save to the weights and the state of a resumed run",
         ("checkpoint/", "model/load_weights.py"),
         ("train", "resume"),
-        15,
+        12,
     ),
 }
 
