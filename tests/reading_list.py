@@ -66,7 +66,7 @@ class Way:
 
 
 WAYS = {
-    "step": Way("One step, from the loop to the optimizer's update", ("training/loop.py",), ("train",), 17, True),
+    "step": Way("One step, from the loop to the optimizer's update", ("training/loop.py",), ("train",), 14, True),
     "document": Way(
         "One document, from its file to the token dataset",
         ("tokenization/encoding.py:encode_sources", "tokenization/build.py:write_token_dataset"),

@@ -107,7 +107,8 @@ def _evaluate(fabric: Fabric, run: PreparedRun, validation: Validation, heartbea
     assert evaluation is not None  # a signal ends the process here, since nothing is to be saved
     if fabric.is_global_zero:
         whole, sources = evaluation.whole, evaluation.sources
-        content = {"model": run.model.source, "step": _step(run), **_figures(whole)}
+        step = checkpoints.read_trainer_json(run.start.checkpoint).state.step if run.start.checkpoint else 0
+        content = {"model": run.model.source, "step": step, **_figures(whole)}
         _write_json(path, content | {"sources": {name: _figures(loss) for name, loss in sources.items()}})
         if len(sources) > 1:
             show(summary.describe_evaluation(evaluation))
@@ -140,10 +141,6 @@ def _self_check(fabric: Fabric, model: Any, optimizer: Any, objective: Objective
         show(summary.describe_self_check(check))
         log.info("written %s", path)
     return 0 if check.holds else FAILURE
-
-
-def _step(run: PreparedRun) -> int:
-    return checkpoints.read_trainer_json(run.start.checkpoint).state.step if run.start.checkpoint else 0
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
