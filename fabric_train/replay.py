@@ -68,7 +68,9 @@ def main(argv: list[str] | None = None) -> None:
     set_memory_advice("use more --devices")
     start_log()
     arguments = parse(ReplayArguments, argv)
-    folder = _run_folder(Path(arguments.run))
+    folder = Path(arguments.run)
+    if re.fullmatch(r"best|latest|step-[0-9]{1,18}", folder.name):  # a checkpoint means its run
+        folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
     given = _read_config(folder)
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")  # as in training
     progress.info("importing torch and transformers")
@@ -122,13 +124,6 @@ def _report(certificate: "Certificate") -> None:
         log.info("written %s", certificate.write())
     if not certificate.holds:
         raise SystemExit(FAILURE)
-
-
-def _run_folder(given: Path) -> Path:
-    """Return the run folder that a checkpoint or a name such as ``RUN/best`` is in, or else what is given."""
-    if not re.fullmatch(r"best|latest|step-[0-9]{1,18}", given.name):
-        return given
-    return given.parent.parent if given.parent.name == "checkpoints" else given.parent
 
 
 def _read_config(run: Path) -> TrainArguments:

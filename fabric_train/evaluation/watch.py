@@ -52,7 +52,7 @@ class WatchedModel:
         return ModelScores(self.name, self.step, self.identity, [])
 
     @property
-    def file_name(self) -> str:
+    def file_name(self) -> str:  # of its scores
         if self.step is not None:
             return f"{self.name}.json"
         plain = re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-")[-60:]
