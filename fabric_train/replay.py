@@ -56,7 +56,6 @@ class ReplayArguments:
         return range_of_steps(self.steps)
 
     def faults(self) -> list[str]:
-        """Return invalid steps and devices."""
         steps = [f"--steps: expected a first and a last step such as 120:125, got {self.steps!r}"]
         devices = [] if self.devices is None else DeviceArguments(devices=self.devices).faults()
         return [*([] if self.first_and_last else steps), *devices]
@@ -127,7 +126,6 @@ def _report(certificate: "Certificate") -> None:
 
 
 def _read_config(run: Path) -> TrainArguments:
-    """Return the arguments in a run's config.yaml."""
     config = run / "config.yaml"
     if not config.is_file():
         reason = "no run folder, it has no config.yaml" if run.is_dir() else missing_folder(run)

@@ -134,7 +134,6 @@ def pip_download(target: Target, folder: Path, words: list[str], show: Callable[
 
 
 def installed_bytes(folder: Path) -> int:
-    """Return the bytes that the wheels in a folder take once they are installed."""
     return sum(member.file_size for wheel in folder.glob("*.whl") for member in zipfile.ZipFile(wheel).infolist())
 
 

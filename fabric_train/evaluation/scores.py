@@ -58,11 +58,9 @@ class ModelScores:
     scores: list[TaskScore]
 
     def of(self, settings: TaskSettings) -> TaskScore | None:
-        """Return the scores of a task with these settings, None if it has not been evaluated."""
         return next((score for score in self.scores if score.settings == settings), None)
 
     def missing(self, settings: Sequence[TaskSettings]) -> list[TaskSettings]:
-        """Return those that have not been evaluated, each once."""
         return [one for one in dict.fromkeys(settings) if self.of(one) is None]
 
 
@@ -86,7 +84,6 @@ def add_score(path: Path, scores: ModelScores, score: TaskScore) -> ModelScores:
 
 
 def finite(value: float) -> float | None:
-    """Return the number, None if it is infinite or no number."""
     return value if math.isfinite(value) else None
 
 
@@ -112,7 +109,6 @@ class ScoreTable:
     cells: Mapping[tuple[str, Column], MetricScore]
 
     def cell(self, model: ModelScores, column: Column) -> MetricScore | None:
-        """Return a mean score, None if it is not complete."""
         return self.cells.get((model.name, column))
 
 
@@ -175,7 +171,6 @@ def to_csv(table: ScoreTable, tasks: Sequence[LanguageTask]) -> str:
 
 
 def to_markdown(table: ScoreTable) -> str:
-    """Return the table of means as markdown."""
     head = ["model", *(column.title for column in table.columns)]
     lines = [head, ["---", *("---:" for _ in table.columns)]]
     lines += [[model.name, *_cells(table, model)] for model in table.models]
@@ -183,7 +178,6 @@ def to_markdown(table: ScoreTable) -> str:
 
 
 def to_rich(table: ScoreTable) -> "Table":
-    """Return the table of means for the terminal."""
     from rich.table import Table
     from rich.text import Text
 

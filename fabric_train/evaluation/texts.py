@@ -319,7 +319,6 @@ def device_kind() -> str:
 
 
 def full_digest(text: str) -> str:
-    """Return the SHA-256 of a text."""
     return _digest(text.encode())
 
 

@@ -83,7 +83,6 @@ class WatchedTexts:
         return cls(frozenset(identities), ("--texts", *arguments.texts, "--output_dir", str(output), *options))
 
     def has_all(self, evaluated: Evaluated, model: WatchedModel, name: str) -> bool:
-        """Return whether a model with these weights has been evaluated on each text, under a name."""
         lines = [line for lines in evaluated.get(name, {}).values() for line in lines]
         return self.identities <= {line.text for line in lines if line.weights == model.weights}
 
@@ -124,7 +123,6 @@ class Watch:
         return False
 
     def write_table(self) -> ScoreTable:
-        """Write the table of tasks as CSV and markdown, and the picture; return the table."""
         table = scores.build_table(self.tasks, [])
         if not self.tasks:
             return table

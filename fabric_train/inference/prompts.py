@@ -150,7 +150,6 @@ class PromptLimits:
 
 
 def limits_of(model: Any) -> PromptLimits:
-    """Return the limits of a loaded model."""
     vocab_size: int = model.get_input_embeddings().weight.shape[0]
     return PromptLimits(vocab_size, getattr(model.config.get_text_config(), "max_position_embeddings", None))
 
@@ -226,7 +225,6 @@ class OutputFile:
         self.num_done += len(texts)
 
     def _check_lines(self) -> tuple[int, int]:
-        """Return the bytes of the complete lines, and their number."""
         with open_regular(self.path, _FIX) as file:
             content = file.read()
         size = content.rfind(b"\n") + 1

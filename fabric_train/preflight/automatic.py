@@ -71,7 +71,6 @@ def _choose_checkpointing(run: PreparedRun) -> PreparedRun:
 
 
 def _choose_compile(run: PreparedRun) -> PreparedRun:
-    """Compile if that saves more time than it takes."""
     fsdp = run.arguments.fsdp
     if run.arguments.model.float8:
         return _with(run, "--compile auto: true, since float8 needs it", compile=True)

@@ -292,7 +292,6 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
 def _data_order(
     data: TrainingData, rows_per_window: int, given: "DataArguments", phases: tuple[RunPhase, ...]
 ) -> checkpoints.DataOrder | checkpoints.StreamOrder:
-    """Return what fixes the rows of every step."""
     if isinstance(data, TokenDataset):
         return checkpoints.DataOrder(data.fingerprint, len(data.train), rows_per_window, given.seed)
     if isinstance(data, TokenMixture):

@@ -260,7 +260,6 @@ def _why_missing(document: str, splits: list[_IndexedSplit], chosen: dict[Path, 
 
 
 def print_step(listed: StepDocuments) -> None:
-    """Print the documents of a step."""
     console = _console()
     taken = "" if listed.is_taken else ", which no checkpoint has yet"
     ranks = f"{listed.num_ranks} rank" + ("s" if listed.num_ranks > 1 else "")
@@ -281,7 +280,6 @@ def _place(one: DocumentInStep) -> str:
 
 
 def print_document(found: DocumentSteps) -> None:
-    """Print where a document is, the steps that read it, and the checkpoints with and without it."""
     console = _console()
     for one in found.found:
         _line(console, _describe(one))
@@ -333,7 +331,6 @@ def _table(columns: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
 
 
 def _short(path: str) -> str:
-    """Return a path relative to the current folder if it is in it."""
     relative = os.path.relpath(path)
     return path if relative.startswith(os.pardir) else relative
 

@@ -73,7 +73,6 @@ class Stretch:
     described_by: Path | None  # a checkpoint with the data order; None if the run is gone and it was another one
 
     def checkpoints(self) -> dict[int, Path]:
-        """Return the checkpoints of these steps, damaged ones too."""
         return {step: path for step, path in saved_checkpoints(self.run).items() if self.first <= step <= self.last}
 
     def checkpoint_of(self, step: int) -> Path:
@@ -124,7 +123,6 @@ class RunHistory:
         self.num_planned = max(self.num_done, 0 if math.isinf(end) else int(end))
 
     def notes(self) -> list[str]:
-        """Return lines on what this history does not include."""
         folders = dict.fromkeys(stretch.run for stretch in self.stretches)
         given = [_read_saved(path).arguments for folder in folders for path in _readable(folder).values()]
         taken = dict.fromkeys(one.checkpoint for one in given if one.weights_only)
@@ -172,7 +170,6 @@ class RunHistory:
 
 
 def _stretches(checkpoint: Path) -> list[Stretch]:
-    """Return the stretches of a checkpoint's run, the first one first."""
     saved = read_trainer_json(checkpoint)
     lineage, last = saved.lineage, saved.num_steps
     first = lineage[-1].step + 1 if lineage else 1
