@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console
-from fabric_train.data.row_documents import RowDocument, documents_in
+from fabric_train.data.row_documents import documents_in
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.tokenization.inspect.row_view import visible
 from fabric_train.tokenization.manifest import Manifest
@@ -69,6 +69,13 @@ def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocu
     places = [(ranks.at(position), *data.place(row)) for position, row in enumerate(rows)]
     wanted = [place for place in places if rank is None or rank in place[0]]
     vocabularies = {part.folder: load_vocabulary(part.folder / "tokenizer") for part in data.datasets.parts}
+    documents = []
+    for own, dataset, row in wanted:
+        for one in documents_in(dataset, row, vocabularies[dataset.folder]):
+            origin, folder = one.origin, str(dataset.folder)
+            source, file, line = (origin.source, origin.file, origin.row) if origin else (None, None, None)
+            place = (list(own), folder, row, source, file, line)
+            documents.append(DocumentInStep(*place, one.start, one.num_tokens, one.text))
     return StepDocuments(
         step=step,
         epoch=data.order.epoch_of(step - stretch.starts_after),
@@ -77,19 +84,8 @@ def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocu
         checkpoint=str(checkpoint),
         num_ranks=ranks.number,
         num_rows=len(rows),
-        documents=[
-            _placed(list(own), dataset, row, document)
-            for own, dataset, row in wanted
-            for document in documents_in(dataset, row, vocabularies[dataset.folder])
-        ],
+        documents=documents,
     )
-
-
-def _placed(ranks: list[int], dataset: TokenDataset, row: int, document: RowDocument) -> DocumentInStep:
-    origin = document.origin
-    source, file, line = (origin.source, origin.file, origin.row) if origin else (None, None, None)
-    place = (ranks, str(dataset.folder), row, source, file, line)
-    return DocumentInStep(*place, document.start, document.num_tokens, document.text)
 
 
 @dataclass(frozen=True)
