@@ -117,14 +117,17 @@ def build_table(tasks: Sequence[LanguageTask], models: Iterable[ModelScores]) ->
     rows = sorted(models, key=lambda model: -1 if model.step is None else model.step)
     columns, cells = list[Column](), {}
     for language in dict.fromkeys(task.language for task in tasks):
+        own = [task for task in tasks if task.language == language]
         for model in rows:
-            found = _metrics_of(model, [task for task in tasks if task.language == language])
-            if found is None:
+            found = [(task, score) for task in own if (score := model.of(task.settings))]
+            if len(found) < len(own):
                 continue
             parts_of: dict[Column, list[MetricScore]] = {}  # what is averaged together
-            for metric, score in found:
+            for task, score in found:
+                key = main_metric(score, task.metric)
+                metric, shown = key.partition(",")[0], score.metrics[key]
                 quantity = "accuracy" if metric in _ACCURACIES else metric
-                parts_of.setdefault(Column(language, quantity, score.higher_is_better), []).append(score)
+                parts_of.setdefault(Column(language, quantity, shown.higher_is_better), []).append(shown)
             for column, parts in parts_of.items():
                 if column not in columns:
                     columns.append(column)
@@ -187,18 +190,6 @@ def to_rich(table: ScoreTable) -> "Table":
     for model in table.models:
         shown.add_row(Text(model.name), *_cells(table, model))
     return shown
-
-
-def _metrics_of(model: ModelScores, tasks: Iterable[LanguageTask]) -> list[tuple[str, MetricScore]] | None:
-    """Return the main metric of each task; None if one has not been evaluated."""
-    found = []
-    for task in tasks:
-        score = model.of(task.settings)
-        if score is None:
-            return None
-        key = main_metric(score, task.metric)
-        found.append((key.partition(",")[0], score.metrics[key]))
-    return found
 
 
 def _cells(table: ScoreTable, model: ModelScores) -> Iterator[str]:

@@ -7,7 +7,7 @@ import importlib.util
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,7 +111,10 @@ class Watch:
     def evaluate_next(self) -> bool:
         """Evaluate the first pending model that no other process evaluates; return False if there is none."""
         pending = self.pending()
-        self._note_removed(pending)
+        for name, folder in self._expected.items():
+            if not folder.exists():
+                _say(f"{name}: the run removed it before it was evaluated; --keep_checkpoints keeps more")
+        self._expected = {model.name: Path(model.source) for model in pending if model.step is not None}
         for model in pending:
             with ExitStack() as lock:
                 try:
@@ -123,9 +126,8 @@ class Watch:
         return False
 
     def write_table(self) -> ScoreTable:
-        table = scores.build_table(self.tasks, [])
         if not self.tasks:
-            return table
+            return scores.build_table([], [])
         with wait_for_lock(self.output / "scores.lock"):
             table = scores.build_table(self.tasks, self._all_scores())
             write_atomically(self.output / "scores.csv", scores.to_csv(table, self.tasks))
@@ -171,12 +173,6 @@ class Watch:
             reason = f"signal {-code}; memory may have run out" if code < 0 else f"exit code {code}, see above"
             _say(f"{model.name}: not evaluated ({reason}); the next start tries again")
             self.failed[model.identity] = model.name
-
-    def _note_removed(self, pending: Sequence[WatchedModel]) -> None:
-        for name, folder in self._expected.items():
-            if not folder.exists():
-                _say(f"{name}: the run removed it before it was evaluated; --keep_checkpoints keeps more")
-        self._expected = {model.name: Path(model.source) for model in pending if model.step is not None}
 
     def _known(self) -> Iterator[WatchedModel]:
         yield from self.models
