@@ -85,12 +85,6 @@ def compare_models(arguments: EvaluateArguments) -> None:
     check_all_evaluated(damaged)
 
 
-def print_evaluated(folder: Path, seed: int) -> None:
-    """Print the table of all that has been evaluated in a folder."""
-    evaluated = loss_table.read_evaluated(folder)
-    loss_table.print_table(loss_table.compare_evaluated(evaluated, seed), loss_table.have_same_tokens(evaluated))
-
-
 def check_output(folder: Path) -> None:
     """Raise an InputError unless ``--output_dir`` is a new folder, or has an evaluation, which is added to."""
     check_no_dead_link(folder)

@@ -149,7 +149,13 @@ def find_steps(history: RunHistory, document: str) -> DocumentSteps:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         found = list(_search(splits, chosen, int(line), progress))
     if not found:
-        raise InputError(_why_missing(document, splits, chosen))
+        manifests = {split.dataset.folder: split.manifest for split in splits if split.dataset.folder in chosen}
+        skipped = dict.fromkeys(reason for one in manifests.values() for reason in one.ledger.documents_skipped)
+        reasons = f"it was left out ({', '.join(skipped)}), " if skipped else "it "
+        raise InputError(
+            f"--document {document}: no such document in {', '.join(map(str, manifests))}, so no step read it: "
+            f"{reasons}is blank, or is beyond the end of the file or a limit such as --max_documents"
+        )
     reads = [read for stretch in opened for read in _reads(history, stretch, found)]
     saved = {step: path for stretch in opened for step, path in stretch.checkpoints().items()}
     read = [one for one in reads if one.step <= history.num_done]
@@ -243,16 +249,6 @@ def _reads(history: RunHistory, stretch: Stretch, found: list[IndexedDocument]) 
         if step >= stretch.first:
             part, row = data.place(read.row)
             yield DocumentRead(step, read.epoch, str(stretch.run), str(part.folder), row, tokens[read.row])
-
-
-def _why_missing(document: str, splits: list[_IndexedSplit], chosen: dict[Path, tuple[str, list[int]]]) -> str:
-    manifests = {split.dataset.folder: split.manifest for split in splits if split.dataset.folder in chosen}
-    skipped = [reason for one in manifests.values() for reason in one.ledger.documents_skipped]
-    reasons = f"it was left out ({', '.join(dict.fromkeys(skipped))}), " if skipped else "it "
-    return (
-        f"--document {document}: no such document in {', '.join(map(str, manifests))}, so no step read it: {reasons}"
-        "is blank, or is beyond the end of the file or a limit such as --max_documents"
-    )
 
 
 def print_step(listed: StepDocuments) -> None:
