@@ -55,7 +55,9 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     progress.info("checking data and model")
     writes = global_rank() == 0 and not arguments.evaluation.only_reads
-    lock = _lock(Path(arguments.save.output_dir))
+    folder = Path(arguments.save.output_dir)  # one run at a time writes into it
+    taken = f"--output_dir {folder}: another run is writing into it"
+    lock = folder / ".lock", taken, "wait for it, stop it, or give another --output_dir"
     if writes and not arguments.planning.checks:  # what is checked may begin when the other run has ended
         check_not_held(*lock)
     run = prepare(arguments)
@@ -100,12 +102,6 @@ def _launch(run: "PreparedRun", console: "Console") -> int:
         stop_signals.ignore()
         destroy_process_group(fabric)
     return code
-
-
-def _lock(folder: Path) -> tuple[Path, str, str]:
-    """Return the arguments of the lock that lets one run at a time write into a folder."""
-    taken = f"--output_dir {folder}: another run is writing into it"
-    return folder / ".lock", taken, "wait for it, stop it, or give another --output_dir"
 
 
 def _report_nothing_left(run: "PreparedRun") -> None:

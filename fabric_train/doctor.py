@@ -11,6 +11,7 @@ import json
 import os
 import re
 import resource
+import runpy
 import shutil
 import socket
 import sys
@@ -20,9 +21,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 import psutil
 from rich import box
@@ -123,7 +123,7 @@ def check_node(output_dir: str | None) -> Iterator[tuple[str, Finding]]:
     num_gpus, cuda = _count_gpus(), None
     with suppress(OSError):
         cuda = ctypes.CDLL("libcuda.so.1")
-    infiniband = _names_in("/sys/class/infiniband")
+    infiniband = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     yield "driver", _check_driver(cuda, num_gpus)
     yield "GPUs", _check_visible_gpus(cuda, num_gpus)
     yield "/dev/shm", _check_shared_memory(num_gpus)
@@ -151,18 +151,20 @@ def check_node(output_dir: str | None) -> Iterator[tuple[str, Finding]]:
 
 
 def _check_driver(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
-    torch = _torch_version()
-    if torch is None:
+    found_torch = find_spec("torch")
+    if found_torch is None or found_torch.origin is None:
         return "fault", "torch is not installed in this Python", "pip install -r requirements.txt"
-    built = f"torch {torch.__version__} is built "
-    wanted = torch.cuda and f"for CUDA {torch.cuda}"
+    # its version alone: importing torch takes seconds
+    torch = runpy.run_path(str(Path(found_torch.origin).with_name("version.py")))
+    built_for, built = torch["cuda"], f"torch {torch['__version__']} is built "
+    wanted = built_for and f"for CUDA {built_for}"
     if not num_gpus:
         return "ok", f"no NVIDIA GPU here, runs use the CPU; {built}{wanted or 'without CUDA'}"
     if wanted is None:
         kind = f"without CUDA, and {_many(num_gpus, 'GPU')} would not be used"
-        return "fault", built + kind, f"pip install torch=={torch.__version__.split('+')[0]} from PyPI"
-    major = int(torch.cuda.split(".")[0])
-    newer = f"driver {_MIN_DRIVER.get(major, 'of CUDA ' + torch.cuda)} or newer"
+        return "fault", built + kind, f"pip install torch=={torch['__version__'].split('+')[0]} from PyPI"
+    major = int(built_for.split(".")[0])
+    newer = f"driver {_MIN_DRIVER.get(major, 'of CUDA ' + built_for)} or newer"
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -209,29 +211,14 @@ def _check_visible_gpus(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
     return "ok", f"{visible}; {setting}" if setting else visible
 
 
-def _torch_version() -> ModuleType | None:
-    """Return the module torch.version of this Python without importing torch, which takes seconds; None without it."""
-    torch = find_spec("torch")
-    if torch is None or torch.origin is None:
-        return None
-    spec = spec_from_file_location("torch_version", Path(torch.origin).with_name("version.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _count_gpus() -> int:
     """Return the number of this machine's NVIDIA GPUs, with or without a driver, visible or not."""
     on_bus = 0
     for device in Path("/sys/bus/pci/devices").glob("*"):
-        try:
-            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
-        except OSError:  # a device may go away
-            continue
-        on_bus += vendor == "0x10de" and kind.startswith("0x03")  # NVIDIA, display controller
-    return on_bus or len(_names_in("/proc/driver/nvidia/gpus"))
+        with suppress(OSError):  # a device may go away
+            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text()
+            on_bus += vendor == "0x10de" and kind.startswith("0x03")  # NVIDIA, display controller
+    return on_bus or len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def _check_shared_memory(num_gpus: int) -> Finding:
@@ -399,13 +386,6 @@ def _check_folder(folder: Path, wanted: float, level: str) -> Finding:
         fix = f"free some space there: less than {show_size(wanted)} is often too little"
         return "warning", found, fix
     return "ok", found
-
-
-def _names_in(folder: str) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
 
 
 def _many(count: int, thing: str) -> str:

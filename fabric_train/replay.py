@@ -56,7 +56,6 @@ class ReplayArguments:
         return range_of_steps(self.steps)
 
     def faults(self) -> list[str]:
-        """Return invalid steps and devices."""
         steps = [f"--steps: expected a first and a last step such as 120:125, got {self.steps!r}"]
         devices = [] if self.devices is None else DeviceArguments(devices=self.devices).faults()
         return [*([] if self.first_and_last else steps), *devices]
@@ -68,7 +67,9 @@ def main(argv: list[str] | None = None) -> None:
     set_memory_advice("use more --devices")
     start_log()
     arguments = parse(ReplayArguments, argv)
-    folder = _run_folder(Path(arguments.run))
+    folder = Path(arguments.run)
+    if re.fullmatch(r"best|latest|step-[0-9]{1,18}", folder.name):  # a checkpoint means its run
+        folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
     given = _read_config(folder)
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")  # as in training
     progress.info("importing torch and transformers")
@@ -124,15 +125,7 @@ def _report(certificate: "Certificate") -> None:
         raise SystemExit(FAILURE)
 
 
-def _run_folder(given: Path) -> Path:
-    """Return the run folder that a checkpoint or a name such as ``RUN/best`` is in, or else what is given."""
-    if not re.fullmatch(r"best|latest|step-[0-9]{1,18}", given.name):
-        return given
-    return given.parent.parent if given.parent.name == "checkpoints" else given.parent
-
-
 def _read_config(run: Path) -> TrainArguments:
-    """Return the arguments in a run's config.yaml."""
     config = run / "config.yaml"
     if not config.is_file():
         reason = "no run folder, it has no config.yaml" if run.is_dir() else missing_folder(run)

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,11 +29,11 @@ from fabric_train.model.hf_model import quiet_transformers, read_shape
 from fabric_train.model.weight_files import check_weight_files, safetensors_files
 from fabric_train.preflight.dataset_check import check_dataset
 from fabric_train.tokenization.reading.listing import sha256
+from fabric_train.tokenization.workers import ThrottledLog
 
 _ROOT = Path(__file__).resolve().parents[2]
 _INSTALLER = "install.sh"
 _CHECKSUMS = "SHA256SUMS"
-_QUIET_SECONDS = 10.0
 _OF_A_RUN = ("trainer.json", "checksums.json", "manifest.json", "stream.json")
 _SOURCE = (
     "pyproject.toml", "requirements.txt", "LICENSE", "README.md", ".dockerignore", "arguments.py",
@@ -256,18 +255,10 @@ def _progress(doing: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def _spinner() -> Iterator[Callable[[str], None]]:
-    """Show the package that pip has come to; every ten seconds if this is no terminal."""
-    console = open_console(stderr=True)
-    if console.is_terminal:
-        with console.status("pip") as status:
-            yield lambda name: status.update(f"pip: {name}")
+    """Show the package that pip has come to; every few seconds if this is no terminal."""
+    console, log = open_console(stderr=True), ThrottledLog()
+    if not console.is_terminal:
+        yield lambda name: log(f"      {name}")
         return
-    shown = time.monotonic()
-
-    def show(name: str) -> None:
-        nonlocal shown
-        if time.monotonic() - shown > _QUIET_SECONDS:
-            shown = time.monotonic()
-            print_errors(f"      {name}")
-
-    yield show
+    with console.status("pip") as status:
+        yield lambda name: status.update(f"pip: {name}")

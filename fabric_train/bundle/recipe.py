@@ -81,7 +81,6 @@ class Recipe:
 
 
 def read_recipe(path: str | None) -> Recipe:
-    """Return the arguments in a YAML file, unchecked."""
     if path is None:
         return Recipe(None, {})
     loaded = yaml_core.load_file(path, "--recipe") or {}

@@ -80,12 +80,14 @@ def download_wheels(
     called with the name of each package when pip comes to it.
     """
     folder.mkdir()
-    torch = _torch_version(target, constraints)
+    torch = re.search(r"^torch==([0-9.]+)\s*$", constraints.read_text(encoding="utf-8"), re.MULTILINE)
+    if torch is None:
+        raise InputError(f"{constraints}: it pins no version of torch for {target}; get the file of this project again")
     if target.cuda == _CUDA_ON_PYPI:
-        exactly, indexes = f"torch==={torch}", []  # === takes no torch+cpu, which a machine's own index may have
+        exactly, indexes = f"torch==={torch[1]}", []  # === takes no torch+cpu, which a machine's own index may have
     else:
         build = "cpu" if target.cuda == "none" else f"cu{target.cuda.replace('.', '')}"
-        exactly, indexes = f"torch==={torch}+{build}", ["--extra-index-url", f"{_PYTORCH_INDEX}/{build}"]
+        exactly, indexes = f"torch==={torch[1]}+{build}", ["--extra-index-url", f"{_PYTORCH_INDEX}/{build}"]
     # alone: other packages must not come from that index
     pip_download(target, folder, ["--no-deps", *indexes, exactly], show)
     requirements = [exactly, *_INSTALLERS, *requirements_with(extras)]
@@ -134,20 +136,12 @@ def pip_download(target: Target, folder: Path, words: list[str], show: Callable[
 
 
 def installed_bytes(folder: Path) -> int:
-    """Return the bytes that the wheels in a folder take once they are installed."""
     return sum(member.file_size for wheel in folder.glob("*.whl") for member in zipfile.ZipFile(wheel).infolist())
 
 
 def estimated_bytes(target: Target) -> int:
     """Return about how many bytes the wheels will be, before they are known."""
     return 600_000_000 if target.cuda == "none" else 3_500_000_000
-
-
-def _torch_version(target: Target, constraints: Path) -> str:
-    for line in constraints.read_text(encoding="utf-8").splitlines():
-        if found := re.fullmatch(r"torch==([0-9.]+)", line.strip()):
-            return found[1]
-    raise InputError(f"{constraints}: it pins no version of torch for {target}; get the file of this project again")
 
 
 def requirements_with(extras: Collection[str]) -> list[str]:

@@ -63,7 +63,6 @@ def advice_for_value(argument: str, kind: Any, value: Any) -> str | None:
 
 @functools.cache
 def read_table() -> dict[str, Any]:
-    """Return the names and values of other programs."""
     return yaml_core.load(yaml_core.read_text(str(Path(__file__).with_name("foreign_names.yaml"))))
 
 
@@ -262,7 +261,6 @@ def _from_file(config: GivenValue, faults: list[str]) -> dict[str, GivenValue]:
 
 
 def _shown(item: GivenValue, kind: Any) -> str:
-    """Return a wrong value as the user wrote it, with a hint if its cause is known."""
     if item.where.startswith("--"):
         if item.value is True or item.value == "":
             return "nothing"

@@ -116,12 +116,9 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    """Write text with line ends in double quotes: PyYAML changes some of Unicode's in other styles."""
-    return dumper.represent_scalar(f"{_TAG}str", text, style=None if text.isprintable() else '"')
-
-
-_Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(  # PyYAML changes some of Unicode's line ends in other styles than double quotes
+    str, lambda dumper, text: dumper.represent_scalar(f"{_TAG}str", text, style=None if text.isprintable() else '"')
+)
 for _name, _pattern in _CORE_SCHEMA.items():
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_TAG + _name, _pattern, None)
@@ -134,7 +131,15 @@ def _value(node: yaml.Node | None) -> Any:
     if isinstance(node, yaml.SequenceNode) and kind == "seq":
         return [_value(item) for item in node.value]
     if isinstance(node, yaml.MappingNode) and kind == "map":
-        return _mapping(node)
+        values: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            key = _value(key_node)
+            if isinstance(key, list | dict):
+                raise _fault_at(key_node.start_mark, "a list or a mapping cannot be the name of a value")
+            if key in values:
+                raise _fault_at(key_node.start_mark, f"{key} is given twice")
+            values[key] = _value(value_node)
+        return values
     pattern = _CORE_SCHEMA.get(kind)
     if isinstance(node, yaml.ScalarNode) and (kind == "str" or (pattern and pattern.match(node.value))):
         try:
@@ -142,18 +147,6 @@ def _value(node: yaml.Node | None) -> Any:
         except ValueError as error:
             raise _fault_at(node.start_mark, str(error)) from error
     raise _fault_at(node.start_mark, f"the tag {node.tag!r} is not supported; leave it out")
-
-
-def _mapping(node: yaml.MappingNode) -> dict[Any, Any]:
-    values: dict[Any, Any] = {}
-    for key_node, value_node in node.value:
-        key = _value(key_node)
-        if isinstance(key, list | dict):
-            raise _fault_at(key_node.start_mark, "a list or a mapping cannot be the name of a value")
-        if key in values:
-            raise _fault_at(key_node.start_mark, f"{key} is given twice")
-        values[key] = _value(value_node)
-    return values
 
 
 def _fault_at(mark: yaml.Mark, problem: str) -> YamlFault:

@@ -85,12 +85,6 @@ def compare_models(arguments: EvaluateArguments) -> None:
     check_all_evaluated(damaged)
 
 
-def print_evaluated(folder: Path, seed: int) -> None:
-    """Print the table of all that has been evaluated in a folder."""
-    evaluated = loss_table.read_evaluated(folder)
-    loss_table.print_table(loss_table.compare_evaluated(evaluated, seed), loss_table.have_same_tokens(evaluated))
-
-
 def check_output(folder: Path) -> None:
     """Raise an InputError unless ``--output_dir`` is a new folder, or has an evaluation, which is added to."""
     check_no_dead_link(folder)
@@ -120,21 +114,16 @@ def _encode_for(
                     own.append(packed[text])
                 else:
                     own.append(WindowedText(text, model.tokenizer, arguments.max_length, arguments.overlap))
-        faults += filter(None, (_fault_of(model, text) for text in by_tokenizer[model.tokenizer_id]))
+        for one in by_tokenizer[model.tokenizer_id]:
+            given, limit = f"--models {model.name}", model.max_positions
+            if one.highest_id >= model.vocab_size:
+                faults.append(f"{given}: its vocabulary ends at {model.vocab_size - 1}, but {one.name} has larger ids")
+            elif limit is not None and one.input_tokens > limit:
+                kind, fix = "windows", f"give --max_length {limit} or less"
+                if isinstance(one, PackedText):
+                    kind, fix = "rows", "leave that text out"
+                has = f"{kind} of {one.name} have {one.input_tokens:,} tokens"
+                faults.append(f"{given} has {limit:,} positions, but {has}; {fix}")
     if faults:
         raise InputError(*faults)
     return {model.name: by_tokenizer[model.tokenizer_id] for model in models}
-
-
-def _fault_of(model: ComparedModel, text: EncodedText) -> str | None:
-    if text.highest_id >= model.vocab_size:
-        return f"--models {model.name}: its vocabulary ends at {model.vocab_size - 1}, but {text.name} has larger ids"
-    if model.max_positions is not None and text.input_tokens > model.max_positions:
-        kind, fix = "windows", f"give --max_length {model.max_positions} or less"
-        if isinstance(text, PackedText):
-            kind, fix = "rows", "leave that text out"
-        return (
-            f"--models {model.name} has {model.max_positions:,} positions, but {kind} of {text.name} have "
-            f"{text.input_tokens:,} tokens; {fix}"
-        )
-    return None

@@ -51,7 +51,6 @@ class ComparedModel:
 
     @property
     def weights(self) -> str:
-        """What tells its weights from others, in few characters."""
         return full_digest(self.identity)[:NUM_DIGITS]
 
 

@@ -57,11 +57,9 @@ class ModelScores:
     scores: list[TaskScore]
 
     def of(self, settings: TaskSettings) -> TaskScore | None:
-        """Return the scores of a task with these settings, None if it has not been evaluated."""
         return next((score for score in self.scores if score.settings == settings), None)
 
     def missing(self, settings: Sequence[TaskSettings]) -> list[TaskSettings]:
-        """Return those that have not been evaluated, each once."""
         return [one for one in dict.fromkeys(settings) if self.of(one) is None]
 
 
@@ -85,7 +83,6 @@ def add_score(path: Path, scores: ModelScores, score: TaskScore) -> ModelScores:
 
 
 def finite(value: float) -> float | None:
-    """Return the number, None if it is infinite or no number."""
     return value if math.isfinite(value) else None
 
 
@@ -111,7 +108,6 @@ class ScoreTable:
     cells: Mapping[tuple[str, Column], MetricScore]
 
     def cell(self, model: ModelScores, column: Column) -> MetricScore | None:
-        """Return a mean score, None if it is not complete."""
         return self.cells.get((model.name, column))
 
 
@@ -120,14 +116,17 @@ def build_table(tasks: Sequence[LanguageTask], models: Iterable[ModelScores]) ->
     rows = sorted(models, key=lambda model: -1 if model.step is None else model.step)
     columns, cells = list[Column](), {}
     for language in dict.fromkeys(task.language for task in tasks):
+        own = [task for task in tasks if task.language == language]
         for model in rows:
-            found = _metrics_of(model, [task for task in tasks if task.language == language])
-            if found is None:
+            found = [(task, score) for task in own if (score := model.of(task.settings))]
+            if len(found) < len(own):
                 continue
             parts_of: dict[Column, list[MetricScore]] = {}  # what is averaged together
-            for metric, score in found:
+            for task, score in found:
+                key = main_metric(score, task.metric)
+                metric, shown = key.partition(",")[0], score.metrics[key]
                 quantity = "accuracy" if metric in _ACCURACIES else metric
-                parts_of.setdefault(Column(language, quantity, score.higher_is_better), []).append(score)
+                parts_of.setdefault(Column(language, quantity, shown.higher_is_better), []).append(shown)
             for column, parts in parts_of.items():
                 if column not in columns:
                     columns.append(column)
@@ -174,7 +173,6 @@ def to_csv(table: ScoreTable, tasks: Sequence[LanguageTask]) -> str:
 
 
 def to_markdown(table: ScoreTable) -> str:
-    """Return the table of means as markdown."""
     head = ["model", *(column.title for column in table.columns)]
     lines = [head, ["---", *("---:" for _ in table.columns)]]
     lines += [[model.name, *_cells(table, model)] for model in table.models]
@@ -182,7 +180,6 @@ def to_markdown(table: ScoreTable) -> str:
 
 
 def to_rich(table: ScoreTable) -> "Table":
-    """Return the table of means for the terminal."""
     from rich.table import Table
     from rich.text import Text
 
@@ -192,18 +189,6 @@ def to_rich(table: ScoreTable) -> "Table":
     for model in table.models:
         shown.add_row(Text(model.name), *_cells(table, model))
     return shown
-
-
-def _metrics_of(model: ModelScores, tasks: Iterable[LanguageTask]) -> list[tuple[str, MetricScore]] | None:
-    """Return the main metric of each task; None if one has not been evaluated."""
-    found = []
-    for task in tasks:
-        score = model.of(task.settings)
-        if score is None:
-            return None
-        key = main_metric(score, task.metric)
-        found.append((key.partition(",")[0], score.metrics[key]))
-    return found
 
 
 def _cells(table: ScoreTable, model: ModelScores) -> Iterator[str]:

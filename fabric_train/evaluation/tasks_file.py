@@ -127,8 +127,7 @@ class _TaskFileLoader(yaml.SafeLoader):
 
 
 def _file_of_function(loader: Any, node: Any) -> str:
-    module, _, _ = loader.construct_scalar(node).rpartition(".")
-    return module.replace(".", "/") + ".py"
+    return loader.construct_scalar(node).rpartition(".")[0].replace(".", "/") + ".py"
 
 
 _TaskFileLoader.add_constructor("!function", _file_of_function)

@@ -3,12 +3,11 @@
 Open :class:`EncodedText` first: a text in the tokens of one tokenizer, in parts and forward passes.
 """
 
-import abc
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -125,7 +124,7 @@ class ScoredPart:
     content: str
 
 
-class EncodedText(abc.ABC):
+class EncodedText(Protocol):
     """The documents of a text as the tokens of one tokenizer: D documents, N predicted tokens."""
 
     name: str  # for messages
@@ -138,15 +137,12 @@ class EncodedText(abc.ABC):
     input_tokens: int  # tokens of the longest sequence that a model reads
     highest_id: int  # of all ids
 
-    @abc.abstractmethod
     def place(self, document: int) -> str:
         """Return where a document is: its file and line."""
 
-    @abc.abstractmethod
     def parts(self) -> Iterator[ScoredPart]:
         """Yield consecutive parts of about ``_PART_TOKENS`` predicted tokens."""
 
-    @abc.abstractmethod
     def batches(self, part: ScoredPart, batch_tokens: int) -> Iterator[PredictedBatch]:
         """Yield forward passes of at most ``batch_tokens`` tokens, or of one sequence, that predict a part's tokens."""
 
@@ -319,7 +315,6 @@ def device_kind() -> str:
 
 
 def full_digest(text: str) -> str:
-    """Return the SHA-256 of a text."""
     return _digest(text.encode())
 
 

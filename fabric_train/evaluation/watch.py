@@ -7,7 +7,7 @@ import importlib.util
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +15,10 @@ from pathlib import Path
 from fabric_train.checkpoint import read_trainer_json, saved_checkpoints
 from fabric_train.cli.errors import InputError, RunError, missing_folder
 from fabric_train.cli.output import open_console
-from fabric_train.evaluation import scores
+from fabric_train.evaluation import loss_table, scores
 from fabric_train.evaluation.arguments import EvaluateArguments
-from fabric_train.evaluation.compare_models import check_output, print_evaluated
+from fabric_train.evaluation.compare_models import check_output
 from fabric_train.evaluation.lm_eval_worker import RequestedTask, WorkerRequest, evaluate_in_worker
-from fabric_train.evaluation.loss_table import DOCUMENTS, Evaluated, check_same_documents, read_evaluated
 from fabric_train.evaluation.models import FOLDER, check_all_evaluated, find_models, identity_of_files
 from fabric_train.evaluation.scores import ModelScores, ScoreTable
 from fabric_train.evaluation.tasks_file import LanguageTask, TaskSettings, read_tasks
@@ -52,7 +51,7 @@ class WatchedModel:
         return ModelScores(self.name, self.step, self.identity, [])
 
     @property
-    def file_name(self) -> str:
+    def file_name(self) -> str:  # of its scores
         if self.step is not None:
             return f"{self.name}.json"
         plain = re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-")[-60:]
@@ -77,13 +76,12 @@ class WatchedTexts:
         for text, own in zip(texts, identities, strict=True):
             if isinstance(text, DocumentTexts):  # of rows, the worker knows the documents
                 documents.setdefault(text.name, []).extend([own] * len(text.texts))
-        check_same_documents(read_evaluated(output), {}, documents, output)
+        loss_table.check_same_documents(loss_table.read_evaluated(output), {}, documents, output)
         names = ("text_column", "max_length", "overlap", "batch_tokens", "seed")
         options = (word for name in names for word in (f"--{name}", str(getattr(arguments, name))))
         return cls(frozenset(identities), ("--texts", *arguments.texts, "--output_dir", str(output), *options))
 
-    def has_all(self, evaluated: Evaluated, model: WatchedModel, name: str) -> bool:
-        """Return whether a model with these weights has been evaluated on each text, under a name."""
+    def has_all(self, evaluated: loss_table.Evaluated, model: WatchedModel, name: str) -> bool:
         lines = [line for lines in evaluated.get(name, {}).values() for line in lines]
         return self.identities <= {line.text for line in lines if line.weights == model.weights}
 
@@ -106,13 +104,16 @@ class Watch:
     def pending(self) -> list[WatchedModel]:
         """Return what is to be evaluated: first the other models, then the checkpoints by step."""
         models = [model for model in self._known() if model.identity not in self.failed]
-        evaluated = read_evaluated(self.output) if self.texts else {}
+        evaluated = loss_table.read_evaluated(self.output) if self.texts else {}
         return [model for model in models if self._lacks_texts(model, evaluated) or self._missing(model)]
 
     def evaluate_next(self) -> bool:
         """Evaluate the first pending model that no other process evaluates; return False if there is none."""
         pending = self.pending()
-        self._note_removed(pending)
+        for name, folder in self._expected.items():
+            if not folder.exists():
+                _say(f"{name}: the run removed it before it was evaluated; --keep_checkpoints keeps more")
+        self._expected = {model.name: Path(model.source) for model in pending if model.step is not None}
         for model in pending:
             with ExitStack() as lock:
                 try:
@@ -124,10 +125,8 @@ class Watch:
         return False
 
     def write_table(self) -> ScoreTable:
-        """Write the table of tasks as CSV and markdown, and the picture; return the table."""
-        table = scores.build_table(self.tasks, [])
         if not self.tasks:
-            return table
+            return scores.build_table([], [])
         with wait_for_lock(self.output / "scores.lock"):
             table = scores.build_table(self.tasks, self._all_scores())
             write_atomically(self.output / "scores.csv", scores.to_csv(table, self.tasks))
@@ -138,8 +137,10 @@ class Watch:
 
     def print_tables(self, seed: int) -> None:
         """Print the losses on texts and the scores on tasks; ``seed`` is that of the bootstrap."""
-        if self.texts and (self.output / DOCUMENTS).exists():
-            print_evaluated(self.output, seed)
+        if self.texts and (self.output / loss_table.DOCUMENTS).exists():
+            evaluated = loss_table.read_evaluated(self.output)
+            results = loss_table.compare_evaluated(evaluated, seed)
+            loss_table.print_table(results, loss_table.have_same_tokens(evaluated))
         if self.tasks:
             open_console().print(scores.to_rich(scores.build_table(self.tasks, self._all_scores())))
 
@@ -147,7 +148,7 @@ class Watch:
         settings = [task.settings for task in self.tasks]
         return scores.read_scores(self._file(model), model.unscored).missing(settings) if settings else []
 
-    def _lacks_texts(self, model: WatchedModel, evaluated: Evaluated) -> bool:
+    def _lacks_texts(self, model: WatchedModel, evaluated: loss_table.Evaluated) -> bool:
         return self.texts is not None and not self.texts.has_all(evaluated, model, self._name_on_texts(model))
 
     def _name_on_texts(self, model: WatchedModel) -> str:
@@ -156,7 +157,7 @@ class Watch:
 
     def _evaluate(self, model: WatchedModel) -> None:
         code = 0
-        if self.texts is not None and self._lacks_texts(model, read_evaluated(self.output)):
+        if self.texts is not None and self._lacks_texts(model, loss_table.read_evaluated(self.output)):
             _say(f"{model.name}: evaluating on texts")
             code = self.evaluate(WorkerRequest(words=["--models", self._name_on_texts(model), *self.texts.words]))
         if not code and (missing := self._missing(model)):  # another process may have added to the scores
@@ -173,12 +174,6 @@ class Watch:
             reason = f"signal {-code}; memory may have run out" if code < 0 else f"exit code {code}, see above"
             _say(f"{model.name}: not evaluated ({reason}); the next start tries again")
             self.failed[model.identity] = model.name
-
-    def _note_removed(self, pending: Sequence[WatchedModel]) -> None:
-        for name, folder in self._expected.items():
-            if not folder.exists():
-                _say(f"{name}: the run removed it before it was evaluated; --keep_checkpoints keeps more")
-        self._expected = {model.name: Path(model.source) for model in pending if model.step is not None}
 
     def _known(self) -> Iterator[WatchedModel]:
         yield from self.models
@@ -248,7 +243,7 @@ def watch_run(arguments: EvaluateArguments) -> None:
     if tasks:
         _say(f"written: {output}/scores.csv, scores.md and scores.png")
     if texts:
-        _say(f"written: {output}/evaluation.json, evaluation.png and {DOCUMENTS}")
+        _say(f"written: {output}/evaluation.json, evaluation.png and {loss_table.DOCUMENTS}")
     if watch.failed:
         raise RunError(f"not evaluated, see above: {', '.join(watch.failed.values())}")
     check_all_evaluated(damaged)

@@ -56,7 +56,6 @@ class AveragedTensors:
         return len(self._last)
 
     def shape(self, name: str) -> torch.Size:
-        """Return the shape of the full tensor without reading it."""
         return self._last.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -134,7 +133,6 @@ class ExportSource:
     parts: tuple[AveragePart, ...] = ()
 
     def open_tensors(self) -> StoredTensors:
-        """Open the tensors to export; each is read on request."""
         return AveragedTensors(self.parts) if self.parts else open_weights(self.checkpoint)
 
     def open_reference(self) -> StoredTensors:

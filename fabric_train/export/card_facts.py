@@ -92,7 +92,6 @@ class ModelRecord:
 
 
 def read_record(checkpoint: Path, parts: Sequence[AveragePart] = ()) -> ModelRecord:
-    """Return what a complete checkpoint says about its model."""
     saved, manifest = checkpoints.read_trainer_json(checkpoint), read_manifest(checkpoint)
     certificate = read_certificate(checkpoints.run_of(checkpoint), saved.state.step)
     return ModelRecord(checkpoint, saved, manifest, saved.base_model, certificate, PublicNames(manifest), tuple(parts))
@@ -211,7 +210,6 @@ def stream_rows(record: ModelRecord) -> list[Row]:
 
 
 def stream_files(record: ModelRecord) -> list[str]:
-    """Return name, size and hash of each file of a stream."""
     identities = [line.rsplit(", ", 2) for line in (record.saved.stream.sources if record.saved.stream else ())]
     return [f"{last_part(one[0])}, {one[1]}, {one[2]}" for one in identities if one[-1].startswith("sha256")]
 
@@ -288,7 +286,6 @@ class Cleaning:
 
 
 def read_cleaning(manifest: Manifest) -> Cleaning:
-    """Return what a manifest says about the cleaning of the texts."""
     by_dataset = [(last_part(part.name), part.cleaning) for part in manifest.parts] or [("", manifest.cleaning)]
     of_each = [{name: json.dumps(part[name]) for name in part if name != _TASKS} for _, part in by_dataset]
     of_several = any(one != of_each[0] for one in of_each)
@@ -350,12 +347,11 @@ def compute_rows(record: ModelRecord) -> list[Row]:
 
 def _totals(sessions: Sequence[checkpoints.TrainingSession]) -> tuple[str, str]:
     """Return the hours of the clock, and those of all devices together."""
-    of_clock, of_devices = sum(one.seconds for one in sessions) / 3600, sum(one.device_hours for one in sessions)
-    return _hours(of_clock), _hours(of_devices)
-
-
-def _hours(hours: float) -> str:
-    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}" if hours >= 0.01 else "under 0.01"
+    of_clock, of_devices = (
+        f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}" if hours >= 0.01 else "under 0.01"
+        for hours in (sum(one.seconds for one in sessions) / 3600, sum(one.device_hours for one in sessions))
+    )
+    return of_clock, of_devices
 
 
 def _hardware(session: checkpoints.TrainingSession) -> str:

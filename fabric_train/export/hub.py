@@ -55,7 +55,6 @@ class PushRequest:
 
     @classmethod
     def of(cls, arguments: PushArguments, repo_type: RepoType) -> "PushRequest":
-        """Return what a command line with --push_to_hub asks for."""
         assert arguments.push_to_hub is not None
         return cls(arguments.push_to_hub, repo_type, arguments.private, arguments.revision, arguments.create_pr)
 

@@ -64,11 +64,9 @@ class PublishedTensors:
         return len(self._in_memory)
 
     def shape(self, name: str) -> torch.Size:
-        """Return the shape."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which the tensor is read."""
         return self._tensors.dtype(self._in_memory[name])
 
     def read(self, name: str) -> torch.Tensor:

@@ -166,7 +166,6 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
         card_facts=card_facts,
         title=Path(facts.name).name,
         steps=f"{state.step:,} optimizer step{'s' * (state.step != 1)}",
-        origin_link=record.origin and _origin_link(record.origin),
         model_type=config.model_type,
         trained_on=_trained_on(record),
         legal_files=Markdown(", ".join(link(file.name, file.name) for file in legal_files(folder) if record.origin)),
@@ -189,13 +188,6 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
         most_files=max((len(source.files) for source in sources), default=0),
         **_results(record),
     )
-
-
-def _origin_link(origin: ModelOrigin) -> Markdown:
-    name = code(origin.name)
-    if origin.repository:
-        name = link(origin.repository, f"https://huggingface.co/{origin.repository}")
-    return Markdown(f"{name} (revision {code(origin.revision)})") if origin.revision else name
 
 
 def _trained_on(record: ModelRecord) -> list[Markdown]:

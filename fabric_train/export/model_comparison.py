@@ -75,7 +75,6 @@ _NOT_RUN = _Outputs("tensors only", [], None, [])
 
 
 def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
-    """Compare the export in ``folder`` with ``source`` in ``dtype``."""
     hf_model.quiet_transformers()
     try:
         hf_model.check_readable(str(folder))

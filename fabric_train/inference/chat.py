@@ -25,7 +25,6 @@ class Conversation:
         self._history: list[Message] = []
 
     def reset(self) -> None:
-        """Forget all turns."""
         self._history = []
 
     def answer(self, text: str) -> GeneratedText:

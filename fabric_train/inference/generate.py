@@ -37,7 +37,8 @@ class TextPrinter(BaseStreamer):
         text = continuation(self._tokenizer, self._prompt_ids, self._new_ids)
         end = find_stop(text, self._stop)
         if end is None:  # the rest may change with the next token
-            end = len(text.rstrip(_INCOMPLETE)) - _begun_stop(text, self._stop)
+            begun = (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
+            end = len(text.rstrip(_INCOMPLETE)) - max(begun, default=0)
         if end > self._num_printed:
             print(text[self._num_printed : end], end="", flush=True)
             self._num_printed = end
@@ -58,12 +59,6 @@ def continuation(tokenizer: Any, prompt_ids: list[int], new_ids: list[int]) -> s
 def find_stop(text: str, stop: Sequence[str]) -> int | None:
     """Return where the first stop string of a text begins; None without one."""
     return min((place for place in (text.find(one) for one in stop) if place >= 0), default=None)
-
-
-def _begun_stop(text: str, stop: Sequence[str]) -> int:
-    """Return the number of characters at the end of a text with which a stop string begins."""
-    begun = (size for one in stop for size in range(1, len(one)) if text.endswith(one[:size]))
-    return max(begun, default=0)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ class Prompt:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it needs a chat template."""
         return isinstance(self.content, Chat)
 
 
@@ -72,7 +71,11 @@ def read_prompts(file: Path, *, chat: bool = False, system: str | None = None) -
             continue
         if content:
             place = f"{file}, line {number}"
-            prompts.append(Prompt(_in_chat(content, system) if chat else content, place, number))
+            if chat and isinstance(content, str):
+                content = chat_turn(content, system)
+            elif chat and isinstance(content, Chat) and system is not None and content.messages[0]["role"] != "system":
+                content = Chat([{"role": "system", "content": system}, *content.messages], tools=content.tools)
+            prompts.append(Prompt(content, place, number))
     if not prompts and not faults:
         faults.append(f"{file}: there is no prompt in it; {_ADVICE}")
     if faults:
@@ -95,14 +98,6 @@ def _read_line(line: str, is_json: bool) -> str | Chat:
     if not chat.messages or chat.messages[-1]["role"] in ("assistant", "system"):
         raise ValueError('"messages" must end with a turn of the user or of a tool, which the model answers')
     return chat
-
-
-def _in_chat(content: str | Chat, system: str | None) -> str | Chat:
-    if isinstance(content, str):
-        return chat_turn(content, system)
-    if system is None or content.messages[0]["role"] == "system":
-        return content
-    return Chat([{"role": "system", "content": system}, *content.messages], tools=content.tools)
 
 
 class PromptEncoder:
@@ -151,25 +146,8 @@ class PromptLimits:
     vocab_size: int
     max_positions: int | None
 
-    def find_fault(self, ids: Sequence[int], place: str, num_tokens: int, option: str = "--num_tokens") -> str | None:
-        """Return why a prompt cannot be continued by ``num_tokens``, the value of ``option``; None if it can."""
-        if not ids:
-            return f"{place} has no tokens: give some text"
-        if max(ids) >= self.vocab_size:
-            return (
-                f"{place} has token id {max(ids)}, but the model's vocabulary ends at {self.vocab_size - 1}: "
-                "use the model's own tokenizer"
-            )
-        if self.max_positions is not None and len(ids) + num_tokens > self.max_positions:
-            return (
-                f"{place} has {len(ids)} tokens, which with {option} {num_tokens} exceed the model's "
-                f"{self.max_positions} positions: shorten it, or give a smaller {option}"
-            )
-        return None
-
 
 def limits_of(model: Any) -> PromptLimits:
-    """Return the limits of a loaded model."""
     vocab_size: int = model.get_input_embeddings().weight.shape[0]
     return PromptLimits(vocab_size, getattr(model.config.get_text_config(), "max_position_embeddings", None))
 
@@ -182,9 +160,21 @@ def encode_prompts(
     option: str = "--num_tokens",
 ) -> list[list[int]]:
     """Return the ids of prompts; an InputError has each that cannot be continued by ``num_tokens`` of ``option``."""
-    encoded = [encoder.encode(prompt) for prompt in prompts]
-    pairs = zip(prompts, encoded, strict=True)
-    if faults := [*filter(None, (limits.find_fault(ids, one.place, num_tokens, option) for one, ids in pairs))]:
+    encoded, faults = [encoder.encode(prompt) for prompt in prompts], []
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        if not ids:
+            faults.append(f"{prompt.place} has no tokens: give some text")
+        elif max(ids) >= limits.vocab_size:
+            faults.append(
+                f"{prompt.place} has token id {max(ids)}, but the model's vocabulary ends at {limits.vocab_size - 1}: "
+                "use the model's own tokenizer"
+            )
+        elif limits.max_positions is not None and len(ids) + num_tokens > limits.max_positions:
+            faults.append(
+                f"{prompt.place} has {len(ids)} tokens, which with {option} {num_tokens} exceed the model's "
+                f"{limits.max_positions} positions: shorten it, or give a smaller {option}"
+            )
+    if faults:
         raise InputError(*faults)
     return encoded
 
@@ -233,7 +223,6 @@ class OutputFile:
         self.num_done += len(texts)
 
     def _check_lines(self) -> tuple[int, int]:
-        """Return the bytes of the complete lines, and their number."""
         with open_regular(self.path, _FIX) as file:
             content = file.read()
         size = content.rfind(b"\n") + 1

@@ -136,7 +136,6 @@ def offloaded_bytes(shape: ModelShape, layout: Layout, states: int) -> int:
 
 
 def make_layout(arguments: "TrainArguments", plan: StepPlan, parallelism: str) -> Layout:
-    """Return the layout that the arguments of a run ask for."""
     precision, fsdp = arguments.model.precision, arguments.fsdp
     num_shards = plan.num_data_ranks if parallelism in ("fsdp", "fsdp2") else 1
     if parallelism == "fsdp" and fsdp.sharding_strategy == "NO_SHARD":

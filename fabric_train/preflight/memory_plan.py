@@ -1,10 +1,14 @@
-"""``--plan``: print what a run will take; and, before every run, check that it does not obviously run out of memory."""
+"""Whether a run fits: ``--plan`` prints what it takes, ``auto`` chooses what fits, a start checks the obvious."""
 
+import importlib.util
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -12,8 +16,12 @@ from rich.text import Text
 from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.cli.errors import InputError, first_line
+from fabric_train.distributed.decoder_layers import missing_compiler
 from fabric_train.distributed.memory import device_memory, machine_memory
+from fabric_train.distributed.precision import compute_dtype
+from fabric_train.distributed.strategy import why_not_compiled
 from fabric_train.files.atomic_folder import nearest_existing
+from fabric_train.model.flops import peak_flops
 from fabric_train.preflight.memory_forecast import Forecast, RunRequest
 from fabric_train.preflight.memory_layout import bytes_of_states
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
@@ -21,6 +29,23 @@ from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_mixture, describe_phases
 
 _KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations", "communication")
+
+_USABLE_SHARE = 0.9
+"""Of a device's memory. The rest is for what the plan does not know, such as gaps between the allocator's blocks."""
+_CHOICES: list[dict[str, Any]] = [
+    {"activation_checkpointing": "none"},
+    *({"activation_checkpointing": "selective", "activation_memory_budget": tenths / 10} for tenths in range(9, 0, -1)),
+    {"activation_checkpointing": "full"},
+]
+"""What ``--activation_checkpointing auto`` chooses from; each takes less memory than the one before."""
+
+# On an H200 (docs/performance.md, "Measured on a GPU"), the first compiled step took 7 s more and each later one a
+# fifth less; without compiling, MFU was 46 %. Evaluation and rows of several documents are compiled again, and not
+# every host is that fast.
+_SECONDS_TO_COMPILE = 30.0
+_SHARE_SAVED = 0.15
+_UTILIZATION = 0.45
+_PEAK_OF_A100 = 312e12  # FLOP/s, taken for a GPU whose peak is not known
 
 
 def print_plan(run: PreparedRun) -> None:
@@ -50,7 +75,6 @@ def print_plan(run: PreparedRun) -> None:
 
 
 def make_request(run: PreparedRun) -> RunRequest:
-    """Return what the forecast of a run needs to know."""
     arguments, on_gpu = run.arguments, run.devices.accelerator == "cuda"
     given = parse_size(arguments.planning.device_memory or "")
     share_of_machine = machine_memory() // (run.plan.world_size // arguments.device.num_nodes)
@@ -259,3 +283,72 @@ def _table(title: str) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     return table
+
+
+def resolve_automatic(run: PreparedRun) -> PreparedRun:
+    """Return the run with ``auto`` replaced in its arguments, and a note on each choice.
+
+    Nothing is recomputed or compiled without a GPU, or for evaluation alone, and there is no note.
+    """
+    fsdp, evaluation = run.arguments.fsdp, run.arguments.evaluation
+    is_trivial = run.devices.accelerator != "cuda" or evaluation.eval_only
+    if fsdp.activation_checkpointing == "auto":
+        run = _with(run, activation_checkpointing="none") if is_trivial else _choose_checkpointing(run)
+    if fsdp.compile == "auto":
+        run = _with(run, compile=False) if is_trivial or evaluation.self_check else _choose_compile(run)
+    return run
+
+
+def _choose_checkpointing(run: PreparedRun) -> PreparedRun:
+    """Take the least recomputation with which the plan fits into the memory of a device."""
+    usable = round(_USABLE_SHARE * make_request(run).device_memory)
+
+    @cache
+    def needed(choice: int) -> int:
+        return make_request(_with(run, **_CHOICES[choice])).forecast().device_bytes
+
+    try:
+        choice = 0
+        if needed(0) > usable:  # the last one is taken if nothing fits
+            choice = 1 + bisect_left(range(1, len(_CHOICES) - 1), True, key=lambda each: needed(each) <= usable)
+        reason = f"which needs {show_size(needed(choice))} of the {show_size(usable)} that a run may take of a device"
+        more = f"; none would need {show_size(needed(0))}" if choice else ""
+    except RuntimeError:
+        reason = "the memory of the model's activations cannot be computed"
+        return _with(run, f"--activation_checkpointing auto: none, since {reason}", activation_checkpointing="none")
+    options = _CHOICES[choice]
+    chosen = " --activation_memory_budget ".join(map(str, options.values()))
+    return _with(run, f"--activation_checkpointing auto: {chosen}, {reason}{more}", **options)
+
+
+def _choose_compile(run: PreparedRun) -> PreparedRun:
+    fsdp = run.arguments.fsdp
+    if run.arguments.model.float8:
+        return _with(run, "--compile auto: true, since float8 needs it", compile=True)
+    if obstacle := why_not_compiled(fsdp, run.devices.parallelism):
+        return _with(run, f"--compile auto: false, since fsdp cannot with {obstacle}, but fsdp2 can", compile=False)
+    missing = missing_compiler() or (None if importlib.util.find_spec("triton") else "package triton")
+    if missing and not run.arguments.planning.plans_for_others:
+        return _with(run, f"--compile auto: false, since there is no {missing}", compile=False)
+    seconds = _seconds_of_training(run)
+    pays = _SHARE_SAVED * seconds > _SECONDS_TO_COMPILE
+    reason = f"the run takes about {_show_time(seconds)} and compiling about {_show_time(_SECONDS_TO_COMPILE)}"
+    return _with(run, f"--compile auto: {str(pays).lower()}, since {reason}", compile=pays)
+
+
+def _seconds_of_training(run: PreparedRun) -> float:
+    """Estimate how long the run's steps take without compiling, also those before a resume: nothing changes by it."""
+    plan, precision = run.plan, run.arguments.model.precision
+    name = "" if run.arguments.planning.plans_for_others else torch.cuda.get_device_name()
+    peak = peak_flops(name, compute_dtype(precision)) or _PEAK_OF_A100
+    flops_of_step = run.model.flops.of([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size
+    return plan.num_steps * flops_of_step / (peak * _UTILIZATION)
+
+
+def _show_time(seconds: float) -> str:
+    return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:,.1f} minutes"
+
+
+def _with(run: PreparedRun, note: str | None = None, **options: Any) -> PreparedRun:
+    arguments = replace(run.arguments, fsdp=replace(run.arguments.fsdp, **options))
+    return replace(run, arguments=arguments, notes=(*run.notes, *([note] if note else [])))

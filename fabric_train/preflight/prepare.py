@@ -1,5 +1,6 @@
 """Check a run before any process group exists: its arguments against the files and devices that are there."""
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,9 +29,9 @@ from fabric_train.model.attention import check_attention, choose_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.parallelize import check_tensor_parallel
-from fabric_train.preflight.automatic import resolve_automatic
+from fabric_train.preflight.memory_plan import resolve_automatic
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
-from fabric_train.preflight.step_plan import GivenPhase, plan_phases, plan_steps, read_phases, rows_per_window
+from fabric_train.preflight.step_plan import GivenPhase, plan_phases, plan_steps, read_phases, rows_at_once
 from fabric_train.training.evaluation import METRICS, EarlyStopping, SamplePrompts, parse_early_stopping
 from fabric_train.training.metrics import are_columns, find_lost_rows
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
@@ -59,7 +60,8 @@ def prepare(
     model = _read_model(arguments, checkpoint, data)
     masks_because = choose_attention(model, arguments) if device_plan.accelerator == "cuda" else None
     phases = plan_phases(phases_given, arguments.training, data)
-    order = _data_order(data, rows_per_window(arguments, device_plan.world_size), arguments.data, phases)
+    window = math.prod(rows_at_once(arguments, device_plan.world_size))  # it may have no rows before it is checked
+    order = _data_order(data, window, arguments.data, phases)
     start = _starting_point(None if only_reads else checkpoint, order, start_from)
     starts_after = checkpoints.data_starts_after(start.lineage)
     plan = plan_steps(arguments, model, data, device_plan.world_size, starts_after, phases)
@@ -292,7 +294,6 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
 def _data_order(
     data: TrainingData, rows_per_window: int, given: "DataArguments", phases: tuple[RunPhase, ...]
 ) -> checkpoints.DataOrder | checkpoints.StreamOrder:
-    """Return what fixes the rows of every step."""
     if isinstance(data, TokenDataset):
         return checkpoints.DataOrder(data.fingerprint, len(data.train), rows_per_window, given.seed)
     if isinstance(data, TokenMixture):

@@ -150,7 +150,6 @@ def find_changes_of_begun_phases(run: PreparedRun, there: Iterable[PhaseSchedule
 
 
 def _phases_in_words(saved: TrainerJson, run: PreparedRun, after_step: int = 0) -> list[str]:
-    """Return the phases that begin after a step, there and here."""
     here = run.order.phases if isinstance(run.order, DataOrder) else ()
     texts = []
     for rows, schedules in ((saved.phase_rows, saved.phase_schedules), (here, run.phase_schedules)):

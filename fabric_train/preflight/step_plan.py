@@ -44,7 +44,7 @@ def plan_steps(
             f"--eval_only true: {data.name} has no validation split; tokenize with --validation_split above 0"
         )
     num_data_ranks = world_size // arguments.fsdp.tensor_parallel_size
-    together, accumulation = _rows_at_once(arguments, world_size)
+    together, accumulation = rows_at_once(arguments, world_size)
     if (total := training.total_batch_size) is not None and total % together:
         nearest = " or ".join(map(str, sorted({together * max(accumulation, 1), together * (accumulation + 1)})))
         split = f"--micro_batch_size {training.micro_batch_size} on {num_data_ranks} devices"
@@ -95,13 +95,7 @@ def order_of_mixture(
     return order
 
 
-def rows_per_window(arguments: "TrainArguments", world_size: int) -> int:
-    """Return the rows of one step over all ranks, which may be none before ``plan_steps`` has checked it."""
-    together, accumulation = _rows_at_once(arguments, world_size)
-    return together * accumulation
-
-
-def _rows_at_once(arguments: "TrainArguments", world_size: int) -> tuple[int, int]:
+def rows_at_once(arguments: "TrainArguments", world_size: int) -> tuple[int, int]:
     """Return the rows of one micro-batch over all ranks, and the number of micro-batches on a rank in a step."""
     training = arguments.training
     together = training.micro_batch_size * (world_size // arguments.fsdp.tensor_parallel_size)

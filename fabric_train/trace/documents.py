@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console
-from fabric_train.data.row_documents import RowDocument, documents_in
+from fabric_train.data.row_documents import documents_in
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.tokenization.inspect.row_view import visible
 from fabric_train.tokenization.manifest import Manifest
@@ -69,6 +69,13 @@ def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocu
     places = [(ranks.at(position), *data.place(row)) for position, row in enumerate(rows)]
     wanted = [place for place in places if rank is None or rank in place[0]]
     vocabularies = {part.folder: load_vocabulary(part.folder / "tokenizer") for part in data.datasets.parts}
+    documents = []
+    for own, dataset, row in wanted:
+        for one in documents_in(dataset, row, vocabularies[dataset.folder]):
+            origin, folder = one.origin, str(dataset.folder)
+            source, file, line = (origin.source, origin.file, origin.row) if origin else (None, None, None)
+            place = (list(own), folder, row, source, file, line)
+            documents.append(DocumentInStep(*place, one.start, one.num_tokens, one.text))
     return StepDocuments(
         step=step,
         epoch=data.order.epoch_of(step - stretch.starts_after),
@@ -77,19 +84,8 @@ def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocu
         checkpoint=str(checkpoint),
         num_ranks=ranks.number,
         num_rows=len(rows),
-        documents=[
-            _placed(list(own), dataset, row, document)
-            for own, dataset, row in wanted
-            for document in documents_in(dataset, row, vocabularies[dataset.folder])
-        ],
+        documents=documents,
     )
-
-
-def _placed(ranks: list[int], dataset: TokenDataset, row: int, document: RowDocument) -> DocumentInStep:
-    origin = document.origin
-    source, file, line = (origin.source, origin.file, origin.row) if origin else (None, None, None)
-    place = (ranks, str(dataset.folder), row, source, file, line)
-    return DocumentInStep(*place, document.start, document.num_tokens, document.text)
 
 
 @dataclass(frozen=True)
@@ -153,7 +149,13 @@ def find_steps(history: RunHistory, document: str) -> DocumentSteps:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         found = list(_search(splits, chosen, int(line), progress))
     if not found:
-        raise InputError(_why_missing(document, splits, chosen))
+        manifests = {split.dataset.folder: split.manifest for split in splits if split.dataset.folder in chosen}
+        skipped = dict.fromkeys(reason for one in manifests.values() for reason in one.ledger.documents_skipped)
+        reasons = f"it was left out ({', '.join(skipped)}), " if skipped else "it "
+        raise InputError(
+            f"--document {document}: no such document in {', '.join(map(str, manifests))}, so no step read it: "
+            f"{reasons}is blank, or is beyond the end of the file or a limit such as --max_documents"
+        )
     reads = [read for stretch in opened for read in _reads(history, stretch, found)]
     saved = {step: path for stretch in opened for step, path in stretch.checkpoints().items()}
     read = [one for one in reads if one.step <= history.num_done]
@@ -249,18 +251,7 @@ def _reads(history: RunHistory, stretch: Stretch, found: list[IndexedDocument]) 
             yield DocumentRead(step, read.epoch, str(stretch.run), str(part.folder), row, tokens[read.row])
 
 
-def _why_missing(document: str, splits: list[_IndexedSplit], chosen: dict[Path, tuple[str, list[int]]]) -> str:
-    manifests = {split.dataset.folder: split.manifest for split in splits if split.dataset.folder in chosen}
-    skipped = [reason for one in manifests.values() for reason in one.ledger.documents_skipped]
-    reasons = f"it was left out ({', '.join(dict.fromkeys(skipped))}), " if skipped else "it "
-    return (
-        f"--document {document}: no such document in {', '.join(map(str, manifests))}, so no step read it: {reasons}"
-        "is blank, or is beyond the end of the file or a limit such as --max_documents"
-    )
-
-
 def print_step(listed: StepDocuments) -> None:
-    """Print the documents of a step."""
     console = _console()
     taken = "" if listed.is_taken else ", which no checkpoint has yet"
     ranks = f"{listed.num_ranks} rank" + ("s" if listed.num_ranks > 1 else "")
@@ -281,7 +272,6 @@ def _place(one: DocumentInStep) -> str:
 
 
 def print_document(found: DocumentSteps) -> None:
-    """Print where a document is, the steps that read it, and the checkpoints with and without it."""
     console = _console()
     for one in found.found:
         _line(console, _describe(one))
@@ -333,7 +323,6 @@ def _table(columns: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
 
 
 def _short(path: str) -> str:
-    """Return a path relative to the current folder if it is in it."""
     relative = os.path.relpath(path)
     return path if relative.startswith(os.pardir) else relative
 

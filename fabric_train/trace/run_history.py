@@ -72,7 +72,6 @@ class Stretch:
     described_by: Path | None  # a checkpoint with the data order; None if the run is gone and it was another one
 
     def checkpoints(self) -> dict[int, Path]:
-        """Return the checkpoints of these steps, damaged ones too."""
         return {step: path for step, path in saved_checkpoints(self.run).items() if self.first <= step <= self.last}
 
     def checkpoint_of(self, step: int) -> Path:
@@ -123,7 +122,6 @@ class RunHistory:
         self.num_planned = max(self.num_done, 0 if math.isinf(end) else int(end))
 
     def notes(self) -> list[str]:
-        """Return lines on what this history does not include."""
         folders = dict.fromkeys(stretch.run for stretch in self.stretches)
         given = [_read_saved(path).arguments for folder in folders for path in _readable(folder).values()]
         taken = dict.fromkeys(one.checkpoint for one in given if one.weights_only)
@@ -171,7 +169,6 @@ class RunHistory:
 
 
 def _stretches(checkpoint: Path) -> list[Stretch]:
-    """Return the stretches of a checkpoint's run, the first one first."""
     saved = read_trainer_json(checkpoint)
     lineage, last = saved.lineage, saved.num_steps
     first = lineage[-1].step + 1 if lineage else 1
@@ -192,10 +189,6 @@ def _readable(run: Path) -> dict[int, Path]:
     return {step: path for step, path in saved_checkpoints(run).items() if find_unreadable(path) is None}
 
 
-def _read_saved(checkpoint: Path) -> _Saved:
-    return read_json(checkpoint / "trainer.json", _Saved, "use another checkpoint")
-
-
 def _token_order(checkpoint: Path) -> DataOrder:
     order = read_trainer_json(checkpoint).data
     if isinstance(order, StreamOrder):
@@ -204,6 +197,10 @@ def _token_order(checkpoint: Path) -> DataOrder:
             "from a step; tokenize the texts with tokenize_dataset.py for runs that can be traced"
         )
     return order
+
+
+def _read_saved(checkpoint: Path) -> _Saved:
+    return read_json(checkpoint / "trainer.json", _Saved, "use another checkpoint")
 
 
 def _ranks(checkpoint: Path, order: DataOrder) -> Ranks:
@@ -230,33 +227,21 @@ def _open(checkpoint: Path, order: DataOrder, data_dirs: Sequence[str] | None) -
     if order.version == 1:
         datasets = open_dataset(folders[0])
     else:
-        shares = _all_of(saved.mixture_sources, there, folders)
+        option = "mixture_sources of trainer.json"
+        named = [split_name(name, there, option) for name in saved.mixture_sources]  # none: whole token datasets
+        given_shares = [{folders[part] if own is None else f"{folders[part]}:{own}": 1.0} for part, own in named]
+        shares = Shares(option, given_shares or None)
         datasets = open_mixture(folders, shares, isolate_documents=True, manifest_folder=checkpoint)
     if datasets.fingerprint != order.fingerprint:
+        manifest = read_manifest(checkpoint)
+        known = {part.manifest_sha256 for part in manifest.parts} if manifest else set()
+        others = [part for part in datasets.parts if part.fingerprint not in known] or datasets.parts
+        shown = ", ".join(str(part.folder) for part in others)
         raise InputError(
-            f"{', '.join(_changed(checkpoint, datasets.parts))}: not what the run of {checkpoint} read, manifest.json "
+            f"{shown}: not what the run of {checkpoint} read, manifest.json "
             "differs; give its token datasets, in the same order, with --train_data_dir"
         )
     return datasets
-
-
-def _all_of(sources: Sequence[str], there: Sequence[str], folders: Sequence[str]) -> Shares:
-    """Return shares of all ``mixture_sources`` of trainer.json; without any, of the whole token datasets."""
-    option = "mixture_sources of trainer.json"
-    if not sources:
-        return Shares(option, None)
-    places = [split_name(name, there, option) for name in sources]
-    return Shares(
-        option, [{folders[number] if own is None else f"{folders[number]}:{own}": 1.0} for number, own in places]
-    )
-
-
-def _changed(checkpoint: Path, parts: Sequence[TokenDataset]) -> list[str]:
-    """Return the token datasets that the manifest in a checkpoint does not name; all if it cannot be said."""
-    manifest = read_manifest(checkpoint)
-    known = {part.manifest_sha256 for part in manifest.parts} if manifest else set()
-    changed = [str(part.folder) for part in parts if part.fingerprint not in known]
-    return changed if known and changed else [str(part.folder) for part in parts]
 
 
 def _window_order(
