@@ -1,6 +1,5 @@
 """A damaged checkpoint is named and not used: the one before it is."""
 
-import csv
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from fabric_train.checkpoint import newest_checkpoint
 from fabric_train.checkpoint.files import find_damage, find_wrong_content
 from tests.checkpoint.test_checkpoint_saves import SETTINGS, checkpoints, named
 from tests.support.forked_runs import ForkedRuns
+from tests.support.kills import differences, metrics
 
 pytestmark = pytest.mark.slow
 
@@ -90,23 +90,31 @@ def damaged(tmp_path: Path, run: Path) -> Path:
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_damaged_checkpoint_is_named_and_the_one_before_is_used(
-    damaged: Path, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path, damage: Callable[[Path], None]
+    damaged: Path,
+    forked_runs: ForkedRuns,
+    tiny_model_dir: Path,
+    tiny_tokens_dir: Path,
+    run: Path,
+    damage: Callable[[Path], None],
 ) -> None:
-    newest = damaged / "checkpoints" / "step-00000004"
+    newest, num_ranks = damaged / "checkpoints" / "step-00000004", 2 if damage is lose_a_shard else 1
     damage(newest)
-    again = forked_runs.start(argv(tiny_tokens_dir, tiny_model_dir, damaged, resume="true"), 2)
+    last = 4 if num_ranks == 2 else 5
+    options = {"max_step": last, "state_dict_type": "sharded", "resume": "true"}
+    again = forked_runs.start(argv(tiny_tokens_dir, tiny_model_dir, damaged, **options), num_ranks)
     again.finish()
     lines = [line for line in again.stdout(0).splitlines() if "is damaged" in line]
     assert len(lines) == 1
     assert f"note: {newest} is damaged: " in lines[0]
     assert DAMAGES[damage] in lines[0]
     assert lines[0].endswith("; step-00000002 is used")
-    assert again.stdout(1) == ""
-    assert checkpoints(damaged) == named(2, 4, 6)
+    assert checkpoints(damaged) == named(2, *range(4, last + 1))
     assert find_damage(newest) is None  # it was written again
     assert find_wrong_content(newest) is None
-    with (damaged / "metrics.csv").open(newline="") as file:
-        assert [int(row["step"]) for row in csv.DictReader(file)] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in metrics(damaged)] == [str(step) for step in range(1, last + 1)]
+    if num_ranks == 2:
+        assert again.stdout(1) == ""
+        assert differences(damaged, run) == []  # also shards are read bit for bit
 
 
 @pytest.mark.parametrize("damage", [cut, flip_a_weight], ids=lambda damage: damage.__name__)
@@ -156,7 +164,7 @@ def test_damaged_checkpoint_does_not_count_when_old_ones_are_removed(
     damaged: Path, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path
 ) -> None:
     cut(damaged / "checkpoints" / "step-00000004")
-    options = {"resume": "true", "keep_checkpoints": 1, "save_step_interval": 3, "eval_step_interval": 3}
-    forked_runs.start(argv(tiny_tokens_dir, tiny_model_dir, damaged, **options), 2).finish()
+    options = {"resume": "true", "keep_checkpoints": 1, "max_step": 6, "save_step_interval": 3, "eval_step_interval": 3}
+    forked_runs.start(argv(tiny_tokens_dir, tiny_model_dir, damaged, **options), 1).finish()
     assert newest_checkpoint(damaged) == damaged / "checkpoints" / "step-00000006"
     assert checkpoints(damaged) == named(4, 6)  # the damaged one is left as it was found

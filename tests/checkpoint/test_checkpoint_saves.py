@@ -22,11 +22,10 @@ from tests.support.two_nodes import on_nodes
 
 pytestmark = pytest.mark.slow
 
-LAST = 6
 SETTINGS = {
     "total_batch_size": 12,
     "micro_batch_size": 6,
-    "max_step": LAST,
+    "max_step": 6,
     "lr": 1e-3,
     "precision": "32-true",
     "eval_step_interval": 2,  # an evaluation leaves some weights gathered, and a save comes right after it
@@ -39,6 +38,7 @@ SETTINGS = {
 }
 SLOW_DISK = "import os, time; pwrite = os.pwrite; os.pwrite = lambda *write: (time.sleep(0.05), pwrite(*write))[1]"
 """Makes a save take as long as several steps: it has dozens of writes."""
+ONE_STEP = {"max_step": 1, "eval_step_interval": 1}
 IN_TWO_MACHINES = {"sharding_strategy": "HYBRID_SHARD", "num_nodes": 2, "devices": 2}
 Start = Callable[..., ForkedRun]
 
@@ -83,100 +83,100 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 
 @pytest.fixture(scope="module")
 def of_one_device(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Path:
-    """A run on one device, which has nothing to join, and waits while it saves."""
+    """A checkpoint of one device, which has nothing to join, and waits while it saves."""
     run = tmp_path_factory.mktemp("one") / "run"
-    start(run, async_save="false", max_step=2).finish()
-    return run
+    start(run, async_save="false", **ONE_STEP).finish()
+    return run / "checkpoints" / "step-00000001"
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "num_ranks", "options"),
+    ("parallelism", "num_ranks", "kinds", "options"),
     [
-        ("fsdp", 2, {}),
-        ("fsdp", 3, {"micro_batch_size": 4}),  # splits within rows
-        ("fsdp", 2, {"sharding_strategy": "SHARD_GRAD_OP"}),
-        ("fsdp", 2, {"sharding_strategy": "NO_SHARD"}),
-        ("fsdp2", 3, {"micro_batch_size": 4}),
-        ("fsdp2", 2, {"sharding_strategy": "SHARD_GRAD_OP"}),
-        ("fsdp2", 4, {**IN_TWO_MACHINES, "micro_batch_size": 3}),
-        ("fsdp2", 4, {"tensor_parallel_size": 2}),
-        ("fsdp2", 4, {**IN_TWO_MACHINES, "tensor_parallel_size": 2}),
-        ("ddp", 2, {}),
+        ("fsdp", 3, ("full", "sharded"), {"micro_batch_size": 4}),  # splits within rows
+        ("fsdp", 2, ("full",), {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ("fsdp", 2, ("sharded",), {"sharding_strategy": "NO_SHARD"}),
+        ("fsdp2", 3, ("full", "sharded"), {"micro_batch_size": 4}),
+        ("fsdp2", 2, ("full",), {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ("fsdp2", 4, ("sharded",), {**IN_TWO_MACHINES, "micro_batch_size": 3}),
+        ("fsdp2", 4, ("full",), {"tensor_parallel_size": 2}),
+        ("fsdp2", 4, ("sharded",), {**IN_TWO_MACHINES, "tensor_parallel_size": 2}),
+        ("ddp", 2, ("sharded",), {}),
     ],
 )
 def test_shards_of_all_ranks_are_what_one_device_saves(
-    tmp_path: Path, of_one_device: Path, start: Start, parallelism: str, num_ranks: int, options: dict[str, object]
+    tmp_path: Path,
+    of_one_device: Path,
+    start: Start,
+    parallelism: str,
+    num_ranks: int,
+    kinds: tuple[str, ...],
+    options: dict[str, object],
 ) -> None:
-    kinds = ("full", "sharded")
     before = on_nodes(2) if "num_nodes" in options else ""
     runs = [
-        start(tmp_path / kind, num_ranks, before, parallelism=parallelism, state_dict_type=kind, max_step=2, **options)
+        start(tmp_path / kind, num_ranks, before, parallelism=parallelism, state_dict_type=kind, **ONE_STEP, **options)
         for kind in kinds
     ]
     for run in runs:
         run.finish()
-    full, sharded = (tmp_path / kind / "checkpoints" / "step-00000002" for kind in kinds)
-    assert_same(read(full), read(sharded))
-    expected = read(of_one_device / "checkpoints" / "step-00000002")
-    assert read(full).keys() == expected.keys()
-    for name, tensor in read(full).items():
+    saved = {kind: tmp_path / kind / "checkpoints" / "step-00000001" for kind in kinds}
+    first, *others = (read(checkpoint) for checkpoint in saved.values())
+    for other in others:
+        assert_same(first, other)
+    expected = read(of_one_device)
+    assert first.keys() == expected.keys()
+    for name, tensor in first.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=5e-5)
-    for checkpoint in (full, sharded):
+    for kind, checkpoint in saved.items():
         assert find_damage(checkpoint) is None
         assert find_wrong_content(checkpoint) is None
-    assert len(list((sharded / "model").iterdir())) == num_ranks
-    weights = open_weights(full)
-    as_hugging_face = AutoModelForCausalLM.from_pretrained(full).state_dict()
-    assert all(torch.equal(as_hugging_face[name], weights.read(name)) for name in weights)
-    by_torch = {name: torch.zeros_like(weights.read(name)) for name in weights}
-    dcp.load(by_torch, storage_reader=HuggingFaceStorageReader(str(sharded / "model")), no_dist=True)
-    assert_same(by_torch, {name: weights.read(name) for name in weights})
+        stored = open_weights(checkpoint)
+        weights = {name: stored.read(name) for name in stored}
+        if kind == "full":
+            as_hugging_face = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+            assert all(torch.equal(as_hugging_face[name], tensor) for name, tensor in weights.items())
+        else:
+            assert len(list((checkpoint / "model").iterdir())) == num_ranks
+            by_torch = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+            dcp.load(by_torch, storage_reader=HuggingFaceStorageReader(str(checkpoint / "model")), no_dist=True)
+            assert_same(by_torch, weights)
 
 
 def test_tensors_of_several_types_lie_in_one_file(tmp_path: Path, start: Start) -> None:
     runs = {
-        kind: start(tmp_path / kind, 2, precision="bf16-true", state_dict_type=kind, max_step=2)
+        kind: start(tmp_path / kind, 2, precision="bf16-true", state_dict_type=kind, **ONE_STEP)
         for kind in ("full", "sharded")
     }
     for run in runs.values():
         run.finish()
-    full, sharded = (read(tmp_path / kind / "checkpoints" / "step-00000002") for kind in runs)
+    full, sharded = (read(tmp_path / kind / "checkpoints" / "step-00000001") for kind in runs)
     assert_same(full, sharded)
     assert {tensor.dtype for tensor in full.values()} == {torch.bfloat16, torch.float32}  # counts of steps in fp32
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_background_save_holds_the_state_at_its_step(tmp_path: Path, start: Start, kind: str) -> None:
-    waiting = start(tmp_path / "waiting", 2, async_save="false", state_dict_type=kind)
-    running = start(tmp_path / "running", 2, SLOW_DISK, state_dict_type=kind)
+@pytest.mark.parametrize(("kind", "slow_ranks"), [("full", (1,)), ("sharded", (0, 1))])
+def test_background_save_holds_the_state_at_its_step(
+    tmp_path: Path, start: Start, kind: str, slow_ranks: tuple[int, ...]
+) -> None:
+    """And a checkpoint gets its name when the slowest rank has written, however long rank 0 is done with its part."""
+    waiting = start(tmp_path / "waiting", 2, async_save="false", state_dict_type=kind, max_step=4)
+    running = start(tmp_path / "running", 2, f"if rank in {slow_ranks}: {SLOW_DISK}", state_dict_type=kind, max_step=4)
     table, first = tmp_path / "running" / "metrics.csv", tmp_path / "running" / "checkpoints" / "step-00000002"
     assert running.wait_until(lambda: table.exists() and len(table.read_text().splitlines()) > 3)
     assert not first.exists()  # step 3 is done, and the state at step 2 is still being written
     for run in (waiting, running):
         run.finish()
-    assert checkpoints(tmp_path / "running") == named(2, 4, 6)
-    for name in named(2, 4, 6):
+    assert checkpoints(tmp_path / "running") == named(2, 4)
+    for name in named(2, 4):
         ours, theirs = (tmp_path / run / "checkpoints" / name for run in ("running", "waiting"))
         assert_same(read(ours), read(theirs))
         assert find_damage(ours) is None
         assert find_wrong_content(ours) is None
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_checkpoint_gets_its_name_when_the_slowest_rank_has_written(tmp_path: Path, start: Start, kind: str) -> None:
-    run, table = tmp_path / "run", tmp_path / "run" / "metrics.csv"
-    running = start(run, 2, f"if rank == 1: {SLOW_DISK}", state_dict_type=kind, max_step=4, save_step_interval=2)
-    assert running.wait_until(lambda: table.exists() and len(table.read_text().splitlines()) > 3)
-    assert not (run / "checkpoints" / "step-00000002").exists()  # rank 0 is long done with its part
-    running.finish()
-    assert checkpoints(run) == named(2, 4)
-    for name in named(2, 4):
-        assert find_wrong_content(run / "checkpoints" / name) is None
-
-
 def test_files_have_the_modes_of_the_umask(tmp_path: Path, start: Start) -> None:
-    start(tmp_path / "run", 2, "import os; os.umask(0o027)", max_step=2, state_dict_type="sharded").finish()
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    start(tmp_path / "run", 2, "import os; os.umask(0o027)", state_dict_type="sharded", **ONE_STEP).finish()
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
     modes: dict[bool, set[str]] = {path.is_dir(): set() for path in (checkpoint, checkpoint / "trainer.json")}
     for path in (checkpoint, *checkpoint.rglob("*")):
         modes[path.is_dir()].add(oct(stat.S_IMODE(path.stat().st_mode)))
@@ -204,53 +204,60 @@ LYING_DISK = "from fabric_train.checkpoint import manager; manager.free_bytes = 
 """Says that there is room, as a disk with a quota does: then the writes themselves fail."""
 
 
-@pytest.mark.parametrize("before", ["", LYING_DISK], ids=["before a write", "in a write"])
-@pytest.mark.parametrize("async_save", ["true", "false"])
+SAVES_EACH_STEP = {"save_step_interval": 1, "eval_step_interval": 10, "max_step": 3}
+
+
+@pytest.mark.parametrize(
+    ("async_save", "before"),
+    [("true", ""), ("true", LYING_DISK), ("false", LYING_DISK)],
+    ids=["before a write", "in a write", "in a write that the loop waits for"],
+)
 def test_full_disk_ends_the_run_and_keeps_older_checkpoints(
     tmp_path: Path, small_disk: Path, start: Start, async_save: str, before: str
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "checkpoints").symlink_to(small_disk)
-    ended = start(run, 2, before, async_save=async_save)
+    ended = start(run, 2, before, async_save=async_save, **SAVES_EACH_STEP)
     assert ended.wait() == [1, 1]
     (line,) = ended.stderr(0).splitlines()
-    assert "step-00000006 could not be saved: " in line
+    assert "step-00000003 could not be saved: " in line
     assert ("No space left on device" if before else "too full") in line
     assert "it needs 0.00166 GB, " in line
     assert "GB are free there" in line
-    assert checkpoints(run) == named(2, 4)
-    assert find_wrong_content(run / "checkpoints" / "step-00000004") is None
-    shutil.rmtree(run / "checkpoints" / "step-00000002")
-    start(run, 2, resume="true").finish()
-    assert checkpoints(run) == named(4, 6)
+    assert checkpoints(run) == named(1, 2)
+    assert find_wrong_content(run / "checkpoints" / "step-00000002") is None
+    if not before:
+        shutil.rmtree(run / "checkpoints" / "step-00000001")
+        start(run, 2, resume="true", **SAVES_EACH_STEP).finish()
+        assert checkpoints(run) == named(2, 3)
 
 
 @pytest.mark.parametrize("async_save", ["true", "false"])
 def test_failed_save_of_one_rank_ends_all_ranks_with_its_error(tmp_path: Path, start: Start, async_save: str) -> None:
     too_small = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))"
     run = tmp_path / "run"
-    ended = start(run, 2, f"if rank == 1: {too_small}", async_save=async_save)
+    ended = start(run, 2, f"if rank == 1: {too_small}", async_save=async_save, **ONE_STEP)
     assert ended.wait() == [1, 1]
     (line,) = ended.stderr(0).splitlines()
-    assert "step-00000002 could not be saved: File too large: " in line
+    assert "step-00000001 could not be saved: File too large: " in line
     assert checkpoints(run) == []
 
 
 def test_killed_save_leaves_nothing_and_keeps_the_checkpoint_before(tmp_path: Path, start: Start) -> None:
-    run = tmp_path / "run"
-    start(run, 2, max_step=2, keep_checkpoints=1).finish()
-    killed = start(run, 2, SLOW_DISK, max_step=4, keep_checkpoints=1, resume="true")
+    run, given = tmp_path / "run", {**ONE_STEP, "max_step": 2}
+    start(run, 2, keep_checkpoints=1, **ONE_STEP).finish()
+    killed = start(run, 2, SLOW_DISK, keep_checkpoints=1, resume="true", **given)
     assert killed.wait_until(lambda: len(checkpoints(run)) > 1)
     killed.kill()
     assert killed.wait() == [-9, -9]
-    kept, unfinished = named(2)[0], [name for name in checkpoints(run) if name.startswith(".")]
+    kept, unfinished = named(1)[0], [name for name in checkpoints(run) if name.startswith(".")]
     assert len(unfinished) == 1
     assert newest_checkpoint(run) == run / "checkpoints" / kept
     assert find_wrong_content(run / "checkpoints" / kept) is None
-    start(run, 2, max_step=4, keep_checkpoints=1, resume="true").finish()
+    start(run, 2, keep_checkpoints=1, resume="true", **given).finish()
     losses = {
-        name: json.loads((run / "checkpoints" / name / "trainer.json").read_text())["val_loss"] for name in named(4)
+        name: json.loads((run / "checkpoints" / name / "trainer.json").read_text())["val_loss"] for name in named(2)
     }
-    assert losses[named(4)[0]] is not None
-    assert checkpoints(run) == named(4)  # the newest, and the best too
+    assert losses[named(2)[0]] is not None
+    assert checkpoints(run) == named(2)  # the newest, and the best too

@@ -30,6 +30,7 @@ from fabric_train.tokenization.reading.hf_datasets import DatasetName, StreamSou
 from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder, GigatokenEncoder
 from tests.programs.test_training import SETTINGS, timeless
 from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.kills import differences
 from tests.support.token_datasets import tokenize
 
 
@@ -471,6 +472,7 @@ def test_killed_run_resumes_with_the_uninterrupted_metrics(run: Run, uninterrupt
     assert not (run.folder / "killed" / "checkpoints" / "step-00000008").exists()
     resumed = run("killed", resume="true", num_workers=0)
     assert timeless(resumed) == timeless(uninterrupted)
+    assert differences(resumed, uninterrupted) == []
     assert len(timeless(resumed)) == 8
     with (resumed / "metrics.csv").open(encoding="utf-8") as file:
         logged = list(csv.DictReader(file))

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,28 +41,30 @@ def only_line(run: ForkedRun) -> str:
 def test_a_rank_that_dies_is_named_at_once(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, rank: int
 ) -> None:
-    dies = at_point("os.kill(os.getpid(), signal.SIGKILL)", 4, "COMPUTING", 1, (rank,))
-    given = arguments(tmp_path / "run", async_save="false", rank_timeout=100_000)  # no timeout notices it
+    dies = at_point("os.kill(os.getpid(), signal.SIGKILL)", 2, "COMPUTING", 1, (rank,))
+    given = arguments(
+        tmp_path / "run", async_save="false", save_step_interval=1, rank_timeout=100_000
+    )  # no timeout notices it
     run = forked_runs.start(given, before=dies)
     codes = run.wait()
     assert (codes[rank], codes[1 - rank]) == (-signal.SIGKILL, 1)
     line = only_line(run)
-    assert re.match(rf"error: rank {rank} \({HOST}, process {run.pids[rank]}\) died while the run was at step 4,", line)
+    assert re.match(rf"error: rank {rank} \({HOST}, process {run.pids[rank]}\) died while the run was at step 2,", line)
     assert line.endswith(GO_ON)
-    assert checkpoints(tmp_path / "run") == [3]
+    assert checkpoints(tmp_path / "run") == [1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named_in_time_and_ended(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, rank: int
 ) -> None:
-    stops = at_point("os.kill(os.getpid(), signal.SIGSTOP)", 4, "COMPUTING", 1, (rank,))
-    run = forked_runs.start(arguments(tmp_path / "run", rank_timeout=3), before=stops)
+    stops = at_point("os.kill(os.getpid(), signal.SIGSTOP)", 2, "COMPUTING", 1, (rank,))
+    run = forked_runs.start(arguments(tmp_path / "run", rank_timeout=2), before=stops)
     codes = run.wait()
     assert (codes[rank], codes[1 - rank]) == (-signal.SIGKILL, 1)
     who = (
-        f"error: rank {rank} ({HOST}, process {run.pids[rank]}) sent no heartbeat for 3 s (stopped or unreachable) "
-        "while the run was at step 4, "
+        f"error: rank {rank} ({HOST}, process {run.pids[rank]}) sent no heartbeat for 2 s (stopped or unreachable) "
+        "while the run was at step 2, "
     )
     assert only_line(run).startswith(who)
 
@@ -69,17 +72,17 @@ def test_a_stopped_rank_is_named_in_time_and_ended(
 @pytest.mark.parametrize(
     ("rank", "phase", "where"),
     [
-        (1, "DATA", "step 4, waiting for data"),
-        (0, "COMPUTING", "step 4, forward and backward pass 1"),
-        (1, "VALIDATION", "step 5, validation batch 1"),
+        (1, "DATA", "step 2, waiting for data"),
+        (0, "COMPUTING", "step 2, forward and backward pass 1"),
+        (1, "VALIDATION", "step 2, validation batch 1"),
     ],
 )
 def test_a_hanging_main_thread_is_named_in_time(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, rank: int, phase: str, where: str
 ) -> None:
     index = 0 if phase == "DATA" else 1
-    hangs = at_point("time.sleep(600)", 5 if phase == "VALIDATION" else 4, phase, index, (rank,))
-    run = forked_runs.start(arguments(tmp_path / "run", rank_timeout=3), before=hangs)
+    hangs = at_point("time.sleep(600)", 2, phase, index, (rank,))
+    run = forked_runs.start(arguments(tmp_path / "run", rank_timeout=2, eval_step_interval=2), before=hangs)
     assert run.wait()[1 - rank] == 1
     who = rf"error: rank {rank} \({HOST}, process {run.pids[rank]}\) hung at {where} for \d+ s, in .*, enter; {GO_ON}"
     assert re.fullmatch(who, only_line(run))
@@ -88,7 +91,7 @@ def test_a_hanging_main_thread_is_named_in_time(
 def test_rank_0_prints_the_error_of_another_rank_in_one_line(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
-    full = at_point("raise OSError(28, 'No space left on device', 'a file')", 4, "COMPUTING", 1, (1,))
+    full = at_point("raise OSError(28, 'No space left on device', 'a file')", 2, "COMPUTING", 1, (1,))
     run = forked_runs.start(arguments(tmp_path / "run"), before=full)
     assert run.wait() == [1, 1]
     assert run.stderr(1) == ""
@@ -123,9 +126,10 @@ def test_an_end_that_follows_a_heartbeat_arrives() -> None:
 
 def test_long_saves_and_first_steps_are_no_hang(forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments) -> None:
     """A long save, and a first step that compiles: the watchdog would end any other wait after 1.5 s."""
-    lasts = at_point("time.sleep(3)", 6, "SAVING", 0, (1,)) + at_point("time.sleep(3)", 1, "COMPUTING", 1, (0,))
-    forked_runs.start(arguments(tmp_path / "run", rank_timeout=1.5), before=lasts).finish()
-    assert len(metrics(tmp_path / "run")) == 8
+    lasts = at_point("time.sleep(3)", 2, "SAVING", 0, (1,)) + at_point("time.sleep(3)", 1, "COMPUTING", 1, (0,))
+    given = arguments(tmp_path / "run", rank_timeout=1.5, save_step_interval=2, max_step=3)
+    forked_runs.start(given, before=lasts).finish()
+    assert len(metrics(tmp_path / "run")) == 3
 
 
 def test_a_rank_that_writes_its_profile_does_not_hang(
@@ -135,9 +139,9 @@ def test_a_rank_that_writes_its_profile_does_not_hang(
     slowly = """
 import time, torch.profiler
 write = torch.profiler.profile.export_chrome_trace
-torch.profiler.profile.export_chrome_trace = lambda *each: (time.sleep(4), write(*each))
+torch.profiler.profile.export_chrome_trace = lambda *each: (time.sleep(3), write(*each))
 """
-    given = arguments(tmp_path / "run", rank_timeout=1.5, profile="3:3", max_step=4)
+    given = arguments(tmp_path / "run", rank_timeout=1.5, profile="1:1", max_step=2)
     forked_runs.start(given, before=slowly).finish()
     assert len(list((tmp_path / "run" / "profile").iterdir())) == 1
 
@@ -214,6 +218,7 @@ def test_a_restart_before_the_first_save_starts_again(
 ) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     dies = at_point("os.kill(os.getpid(), signal.SIGKILL)", 3, "COMPUTING")
+    arguments = partial(arguments, max_step=3)
     assert forked_runs.start(arguments(run), 1, before=dies).wait() == [-signal.SIGKILL]
     assert metrics(run)
     assert not checkpoints(run)
@@ -236,11 +241,11 @@ def test_a_second_run_into_a_folder_is_refused_until_the_first_ends(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
     folder = tmp_path / "run"
-    first = forked_runs.start(arguments(folder), before=at_point("time.sleep(600)", 1, "SAVING"), cwd=tmp_path)
+    first = forked_runs.start(arguments(folder), 1, before=at_point("time.sleep(600)", 1, "SAVING"), cwd=tmp_path)
     waits = at_point("open('there', 'w'); time.sleep(600)", 2, "COMPUTING", 0, (0,))
     first.kill()
     first.wait()
-    first = forked_runs.start(arguments(folder, resume="true"), before=waits, cwd=tmp_path)
+    first = forked_runs.start(arguments(folder, resume="true"), 1, before=waits, cwd=tmp_path)
     assert first.wait_until((tmp_path / "there").exists)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     for num_devices in (1, 2):
@@ -255,6 +260,6 @@ def test_a_second_run_into_a_folder_is_refused_until_the_first_ends(
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     first.kill()
     first.wait()
-    forked_runs.start(arguments(folder, resume="true")).finish()
-    assert len(metrics(folder)) == 8
+    forked_runs.start(arguments(folder, resume="true", max_step=2), 1).finish()
+    assert len(metrics(folder)) == 2
     assert not (folder / ".lock").exists()

@@ -20,14 +20,14 @@ from tests.support.short_runs import argv, at_point, checkpoints, metrics
 pytestmark = pytest.mark.slow
 
 STOPPED = 75
-LAST_STEP = 8
+LAST_STEP = 6
 HEARD = "any(self.stop_border._is_frozen or time.sleep(0.01) for _ in range(3000))"  # the watchdogs know of the signal
 Arguments = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
 def arguments(tiny_model_dir: Path, tiny_tokens_dir: Path) -> Arguments:
-    return lambda run, **options: argv(tiny_model_dir, tiny_tokens_dir, run, **options)
+    return lambda run, **options: argv(tiny_model_dir, tiny_tokens_dir, run, **{"max_step": LAST_STEP, **options})
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ def _session(pid: int) -> int:
     ("number", "ranks", "step", "phase", "index", "saved"),
     [
         (signal.SIGTERM, (1,), 4, "OPTIMIZER", 0, 4),
-        (signal.SIGINT, (0,), 7, "DATA", 0, 6),
-        (signal.SIGUSR1, (0, 1), 6, "SAVING", 0, 6),
+        (signal.SIGINT, (0,), 5, "DATA", 0, 4),
+        (signal.SIGUSR1, (0, 1), 3, "SAVING", 0, 3),
         (signal.SIGTERM, (1,), 5, "VALIDATION", 1, 5),
         (signal.SIGUSR1, (0,), LAST_STEP, "OPTIMIZER", 0, LAST_STEP),
     ],
@@ -98,11 +98,12 @@ def test_a_signal_saves_the_step_and_the_run_resumes_exactly(
 
 
 def test_after_the_last_step_a_signal_changes_nothing(
-    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, whole: Path
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
-    stops = at_point("os.kill(os.getpid(), signal.SIGTERM)", LAST_STEP, "SAVING")
-    forked_runs.start(arguments(tmp_path / "run"), before=stops).finish()
-    assert metrics(tmp_path / "run") == metrics(whole)
+    stops = at_point("os.kill(os.getpid(), signal.SIGTERM)", 2, "SAVING")
+    forked_runs.start(arguments(tmp_path / "run", max_step=2), before=stops).finish()
+    assert len(metrics(tmp_path / "run")) == 2
+    assert checkpoints(tmp_path / "run") == [2]
 
 
 def test_before_training_a_signal_ends_all_ranks_without_a_save(
@@ -114,7 +115,7 @@ import fabric_train.training.build_run as building
 accept = socket.socket.accept
 def accept_slowly(self):
     accepted = accept(self)
-    time.sleep(1)  # rank 1 is stopped before rank 0 has read its introduction
+    time.sleep(0.5)  # rank 1 is stopped before rank 0 has read its introduction
     return accepted
 socket.socket.accept = accept_slowly
 def load_and_be_stopped(run):
@@ -140,7 +141,7 @@ from fabric_train.checkpoint.files import RankWriter
 write = RankWriter.run
 def write_and_be_stopped(self):
     write(self)
-    if rank == 1 and "step-00000006" in str(self._folder):
+    if rank == 1 and "step-00000005" in str(self._folder):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(2.2)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -150,7 +151,7 @@ RankWriter.run = write_and_be_stopped
     stopped = forked_runs.start(arguments(run), before=in_the_save)
     assert stopped.wait(60) == [128 + signal.SIGTERM] * 2, stopped.report()
     assert said(stopped) == ["SIGTERM again: ended at once, without saving; continue with --resume true"]
-    assert checkpoints(run) == [3, 5]  # step 5 was evaluated, and is the best so far
+    assert checkpoints(run) == [3]  # step 5 was evaluated, and would have been the best so far
     forked_runs.start(arguments(run, resume="true")).finish()
     assert metrics(run) == metrics(whole)
     assert not [entry.name for entry in (run / "checkpoints").iterdir() if entry.name.startswith(".")]
@@ -160,15 +161,15 @@ def test_data_workers_leave_signals_to_their_rank(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
     """torchrun signals a rank's process group, Slurm and a terminal every process there is."""
-    stops = at_point(f"os.killpg(os.getpid(), signal.SIGTERM); {HEARD}", 4, "OPTIMIZER")
-    stopped = forked_runs.start(arguments(tmp_path / "run", num_workers=2), before=stops)
+    stops = at_point(f"os.killpg(os.getpid(), signal.SIGTERM); {HEARD}", 2, "OPTIMIZER")
+    stopped = forked_runs.start(arguments(tmp_path / "run", num_workers=1), before=stops)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     assert len(said(stopped)) == 1
-    assert checkpoints(tmp_path / "run")[-1] == 4
+    assert checkpoints(tmp_path / "run") == [2]
     assert not members(stopped)
     killed = forked_runs.start(
-        arguments(tmp_path / "killed", num_workers=2),
-        before=at_point("os.kill(os.getpid(), signal.SIGKILL)", 4, "OPTIMIZER"),
+        arguments(tmp_path / "killed", num_workers=1),
+        before=at_point("os.kill(os.getpid(), signal.SIGKILL)", 2, "OPTIMIZER"),
     )
     assert -signal.SIGKILL in killed.wait()  # the other may be ended by its watch first
     deadline = time.monotonic() + 30
@@ -183,37 +184,36 @@ def test_a_stopped_stream_resumes(
     options = {
         "streaming_dataset": tiny_tokens_dir.parent / "slice.jsonl",
         "max_length": 64,
-        "max_step": 6,
-        "num_workers": 1,
+        "max_step": 4,
     }
-    stops = at_point(f"os.kill(os.getpid(), signal.SIGUSR1); {HEARD}", 4, "COMPUTING", 0, (1,))
-    stopped = forked_runs.start(arguments(tmp_path / "run", **options), before=stops)
+    stops = at_point(f"os.kill(os.getpid(), signal.SIGUSR1); {HEARD}", 3, "COMPUTING", 0, (1,))
+    stopped = forked_runs.start(arguments(tmp_path / "run", num_workers=1, **options), before=stops)
     at_once = forked_runs.start(arguments(tmp_path / "whole", **options))
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     at_once.finish()
-    assert checkpoints(tmp_path / "run")[-1] == 3
+    assert checkpoints(tmp_path / "run") == [2]
     forked_runs.start(arguments(tmp_path / "run", resume="true", **options)).finish()
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
 def test_ranks_save_when_their_launcher_ends(forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments) -> None:
-    """SIGUSR1 ends ``fabric run`` itself; here its ranks learn at step 4 that their parent is another process."""
-    gone = at_point(f"stop_signals._launcher = 999999; {HEARD}", 4, "DATA", 0, (1,))
+    """SIGUSR1 ends ``fabric run`` itself; here its ranks learn at step 2 that their parent is another process."""
+    gone = at_point(f"stop_signals._launcher = 999999; {HEARD}", 2, "DATA", 0, (1,))
     gone = f"from fabric_train.distributed.signals import stop_signals\n{gone}"
     run = tmp_path / "run"
     stopped = forked_runs.start(arguments(run), before=gone)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     (line,) = said(stopped)
-    assert line.startswith("stopped by SIGHUP (or its launcher's end) after step 3 ")
-    assert checkpoints(run)[-1] == 3
+    assert line.startswith("stopped by SIGHUP (or its launcher's end) after step 1 ")
+    assert checkpoints(run) == [1]
 
 
 @pytest.mark.parametrize("parallelism", ["fsdp", "fsdp2", "ddp"])
 def test_a_long_window_is_left_at_the_next_micro_batch(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, parallelism: str
 ) -> None:
-    """The signal comes in the fourth of 16 micro-batches, to one rank; the step before is saved."""
-    long = {"total_batch_size": 64, "max_step": 3, "number_epochs": 99, "parallelism": parallelism}
+    """The signal comes in the fourth of 8 micro-batches, to one rank; the step before is saved."""
+    long = {"total_batch_size": 32, "max_step": 2, "number_epochs": 99, "parallelism": parallelism}
     stops = at_point(f"rank and os.kill(os.getpid(), signal.SIGINT); {HEARD}", 2, "COMPUTING", 3)
     late = at_point("print('LATE', flush=True)", 2, "COMPUTING", 6)
     run = tmp_path / "run"
@@ -222,7 +222,7 @@ def test_a_long_window_is_left_at_the_next_micro_batch(
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     at_once.finish()
     assert "LATE" not in stopped.stdout(0) + stopped.stdout(1)
-    how = f"stopped by SIGINT after step 1 of 3, saved in {run / 'checkpoints' / 'step-00000001'}"
+    how = f"stopped by SIGINT after step 1 of 2, saved in {run / 'checkpoints' / 'step-00000001'}"
     assert said(stopped) == [f"{how}; continue with --resume true"]
     assert stopped.stderr().startswith("SIGINT: stopping and saving; once more ends without saving\n")
     forked_runs.start(arguments(run, resume="true", **long)).finish()
@@ -244,8 +244,8 @@ def test_a_rank_killed_while_the_run_stops_is_not_out_of_memory(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
     """As by a launcher whose grace period is over before the save is."""
-    stops = at_point(f"os.kill(os.getpid(), signal.SIGTERM); {HEARD}", 5, "COMPUTING")
-    kills = at_point("time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)", 5, "SAVING", 0, (1,))
+    stops = at_point(f"os.kill(os.getpid(), signal.SIGTERM); {HEARD}", 2, "COMPUTING")
+    kills = at_point("time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)", 2, "SAVING", 0, (1,))
     stopped = forked_runs.start(arguments(tmp_path / "run"), before=stops + kills)
     assert stopped.wait() == [1, -signal.SIGKILL], stopped.report()
     (line,) = [line for line in said(stopped) if line.startswith("error: ")]
@@ -276,8 +276,8 @@ def test_a_run_on_one_machine_cannot_be_reached_from_another(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
     """Rank 0 serves the store, for runs that python -m, srun or mpiexec has started."""
-    run = forked_runs.start(arguments(tmp_path / "run"), before=at_point("time.sleep(600)", 3, "COMPUTING"))
-    assert run.wait_until(lambda: len(metrics(tmp_path / "run")) == 2)
+    run = forked_runs.start(arguments(tmp_path / "run"), before=at_point("time.sleep(600)", 2, "COMPUTING"))
+    assert run.wait_until(lambda: len(metrics(tmp_path / "run")) == 1)
     assert listening(members(run)) == {"127.0.0.1"}
     run.kill()
 

@@ -17,8 +17,8 @@ from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
 pytestmark = pytest.mark.slow
 
-ROWS_PER_EPOCH = 27  # the last window of an epoch is short, whatever the number of rows in a window
-NUM_ROWS = 64  # that a run trains on, two epochs
+ROWS_PER_EPOCH = 19  # the last window of an epoch is short, whatever the number of rows in a window
+NUM_ROWS = 40  # that a run trains on, two epochs
 TOLERANCE = 1e-5  # relative, in fp32
 
 
@@ -51,36 +51,25 @@ class Split:
 
 
 SPLITS = [
-    Split("single", 1, 1, 8),
     Split("single", 1, 2, 4),
     Split("single", 1, 8, 1),
     Split("fsdp", 1, 2, 4),
-    Split("fsdp", 2, 1, 4),
     Split("fsdp", 2, 2, 2),
-    Split("fsdp", 4, 1, 2),
-    Split("fsdp", 4, 2, 1),
     Split("fsdp2", 1, 1, 8),
-    Split("fsdp2", 2, 1, 4),
-    Split("fsdp2", 2, 2, 2),
     Split("fsdp2", 4, 2, 1),
     Split("fsdp", 2, 1, 4, gradient_reduction="micro_batch"),
     Split("fsdp2", 2, 1, 4, gradient_reduction="micro_batch"),
-    Split("ddp", 2, 1, 4),
-    Split("ddp", 2, 2, 2),
     Split("ddp", 4, 1, 2),
     # other windows, for the accumulations and micro-batches that do not make 8 rows
     Split("single", 1, 1, 5),
     Split("fsdp", 2, 1, 3),
     Split("ddp", 2, 1, 7),
-    Split("fsdp2", 2, 2, 6),
+    Split("fsdp2", 2, 1, 6),
     Split("fsdp", 2, 8, 1),
-    Split("fsdp2", 4, 8, 1),
     Split("fsdp", 4, 1, 2, num_nodes=2, sharding="HYBRID_SHARD"),
     Split("fsdp", 4, 1, 2, num_nodes=2, sharding="_HYBRID_SHARD_ZERO2"),
     Split("fsdp2", 4, 1, 2, num_nodes=2, sharding="HYBRID_SHARD"),
-    Split("fsdp2", 2, 2, 4, tensor_parallel_size=2),
     Split("fsdp2", 4, 2, 2, tensor_parallel_size=2),
-    Split("fsdp2", 4, 2, 2, tensor_parallel_size=2, num_nodes=2, sharding="_HYBRID_SHARD_ZERO2"),
 ]
 
 
