@@ -123,15 +123,15 @@ def llama3_tokenizer_model() -> Path:
     return _fetch(real_data.llama3_tokenizer_model)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def llama3_tokenizer(llama3_tokenizer_model: Path) -> "CorpusTokenizer":
-    """Llama-3's tokenizer, built from its bare ranks."""
+    """Llama-3's tokenizer, built from its bare ranks; a fork takes longer while a process has it in memory."""
     from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 
     return load_tokenizer(str(llama3_tokenizer_model))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def llama3_dir(tmp_path_factory: pytest.TempPathFactory, llama3_tokenizer: "CorpusTokenizer") -> Path:
     """Llama-3's tokenizer as a Hugging Face folder, without a chat template."""
     folder = tmp_path_factory.mktemp("llama-3")
@@ -153,7 +153,7 @@ def spm_tokenizer_model() -> Path:
     return _fetch(real_data.spm_tokenizer_model)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def spm_tokenizer(spm_tokenizer_model: Path) -> "CorpusTokenizer":
     """The tokenizer of the SentencePiece model."""
     from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
@@ -161,7 +161,7 @@ def spm_tokenizer(spm_tokenizer_model: Path) -> "CorpusTokenizer":
     return load_tokenizer(str(spm_tokenizer_model))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def spm_dir(tmp_path_factory: pytest.TempPathFactory, spm_tokenizer: "CorpusTokenizer") -> Path:
     """The SentencePiece model's tokenizer as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("sentencepiece")

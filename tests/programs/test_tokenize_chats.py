@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 import tokenize_dataset
 from fabric_train.cli.errors import InputError
 from fabric_train.data.token_dataset import open_dataset
+from fabric_train.tokenization.chats import chat_template
 from fabric_train.tokenization.inspect.report import make_report
 from fabric_train.tokenization.merge import merge
-from tests.support.programs import RunProgram
 from tests.support.token_datasets import manifest_of, write_jsonl
 
 QUESTIONS = [f"What is {number} plus {number}?" for number in range(30)]
@@ -199,8 +199,8 @@ def test_a_chat_whose_cut_loses_nothing_supervised_is_not_severed(tmp_path: Path
 def test_more_than_five_percent_cut_off_is_complained_of(
     tmp_path: Path, tokenizer_dir: Path, capsys: pytest.CaptureFixture[str], too_long: str
 ) -> None:
-    long = tuple(f"turn {number} is a sentence" for number in range(40))
-    few, many = (write(tmp_path / f"{n}.jsonl", chats_of(*[("Hi", "Ho")] * n, long)) for n in (1200, 20))
+    long = tuple(f"turn {number} is a sentence" for number in range(14))
+    few, many = (write(tmp_path / f"{n}.jsonl", chats_of(*[("Hi", "Ho")] * n, long)) for n in (400, 9))
     for source, complains in ((few, False), (many, True)):
         folder = tmp_path / source.stem
         capsys.readouterr()
@@ -250,19 +250,19 @@ def test_a_chosen_template_is_never_replaced_by_llama3s(tmp_path: Path, small_ll
     assert not (tmp_path / "out").exists()
 
 
-def test_a_template_that_never_ends_is_one_line_and_exit_code_2(
-    tmp_path: Path, tokenizer_dir: Path, run_program: RunProgram
+def test_a_template_that_never_ends_is_one_fault(
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.2)
     folder = Path(shutil.copytree(tokenizer_dir, tmp_path / "tokenizer"))
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     (folder / "chat_template.jinja").write_text(loop)
     source = write(tmp_path / "a.jsonl", [FORMATS["messages"]("Hi", "Ho")])
-    argv = ["--dataset", source, "--tokenizer_name", folder, "--output_dir", tmp_path / "out", "--num_proc", 1]
-    finished = run_program("tokenize_dataset.py", *argv)
-    assert finished.returncode == 2
-    (fault,) = [line for line in finished.stderr.splitlines() if line.startswith("error")]
-    assert "Traceback" not in finished.stderr
-    assert fault.startswith("error: the tokenizer has an unusable chat template (the chat template is not done after")
+    with pytest.raises(InputError) as raised:
+        run(tmp_path / "out", folder, source)
+    (fault,) = raised.value.faults
+    assert fault.startswith("the tokenizer has an unusable chat template (the chat template is not done after 0.2 s")
+    assert "\n" not in fault
     assert not (tmp_path / "out").exists()
 
 

@@ -104,12 +104,10 @@ def test_a_document_is_never_split_between_train_and_validation(
 def test_the_output_is_the_same_for_any_number_of_processes(
     tmp_path: Path, tiny_model_dir: Path, real_jsonl: Path
 ) -> None:
-    results = [tokenize(tmp_path / "1", tiny_model_dir, real_jsonl, num_proc=1, max_length=64)]
-    sixty = ShardSizes(smallest=5_000)
-    for n in (2, 3):
-        results.append(tokenize(tmp_path / f"{n}", tiny_model_dir, real_jsonl, num_proc=n, max_length=64, sizes=sixty))
-    assert results[0] == results[1] == results[2]
-    assert manifest_of(tmp_path / "1") == manifest_of(tmp_path / "2") == manifest_of(tmp_path / "3")
+    one = tokenize(tmp_path / "1", tiny_model_dir, real_jsonl, num_proc=1, max_length=64)
+    fifteen = ShardSizes(smallest=20_000)
+    assert tokenize(tmp_path / "3", tiny_model_dir, real_jsonl, num_proc=3, max_length=64, sizes=fifteen) == one
+    assert manifest_of(tmp_path / "1") == manifest_of(tmp_path / "3")
 
 
 @pytest.mark.parametrize("method", ["encode_batch", "encode_documents"])

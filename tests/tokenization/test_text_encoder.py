@@ -37,8 +37,8 @@ def find_difference(encoder: TextEncoder, tokenizer_file: Path, plain: bool, *te
 
 
 @pytest.fixture(scope="module")
-def spm_file(spm_dir: Path) -> Path:
-    return spm_dir / "tokenizer.json"
+def spm_file(small_spm_dir: Path) -> Path:
+    return small_spm_dir / "tokenizer.json"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def edited(file: Path, target: Path, **parts: object) -> Path:
 LOWERCASE = {"type": "Lowercase"}
 
 
-@pytest.mark.parametrize("name", ["llama3_dir", "smollm2_dir", "spm_dir"])
+@pytest.mark.parametrize("name", ["small_llama3_dir", "chatml_dir", "small_spm_dir"])
 @pytest.mark.parametrize("plain", [False, True])
 def test_hard_strings_get_the_tokenizers_ids_from_gigatoken(
     request: pytest.FixtureRequest, works: list[str], name: str, plain: bool
@@ -67,16 +67,16 @@ def test_hard_strings_get_the_tokenizers_ids_from_gigatoken(
     assert find_difference(encoder, file, plain, works[0][:20_000]) is None
 
 
-def test_unsupported_tokenizer_uses_tokenizers_and_gives_the_reason(smollm2_dir: Path, tmp_path: Path) -> None:
-    lowercase = edited(smollm2_dir / "tokenizer.json", tmp_path / "tokenizer.json", normalizer=LOWERCASE)
+def test_unsupported_tokenizer_uses_tokenizers_and_gives_the_reason(chatml_dir: Path, tmp_path: Path) -> None:
+    lowercase = edited(chatml_dir / "tokenizer.json", tmp_path / "tokenizer.json", normalizer=LOWERCASE)
     encoder, name = open_encoder(lowercase, False)
     assert name == "tokenizers: Unsupported normalizer type: Lowercase"
     assert find_difference(encoder, lowercase, False) is None
 
 
-def test_first_difference_is_shown_with_the_text_around_it(smollm2_dir: Path, tmp_path: Path) -> None:
-    encoder, _ = open_encoder(smollm2_dir / "tokenizer.json", False)
-    lowercase = edited(smollm2_dir / "tokenizer.json", tmp_path / "tokenizer.json", normalizer=LOWERCASE)
+def test_first_difference_is_shown_with_the_text_around_it(chatml_dir: Path, tmp_path: Path) -> None:
+    encoder, _ = open_encoder(chatml_dir / "tokenizer.json", False)
+    lowercase = edited(chatml_dir / "tokenizer.json", tmp_path / "tokenizer.json", normalizer=LOWERCASE)
     found = find_difference(encoder, lowercase, False, *HARD_STRINGS[::10], "I knew him, Horatio")
     assert found is not None
     assert "ids differ" in found
@@ -101,8 +101,8 @@ class Shifting:
         return self._encoder.encode_documents(texts, borders)
 
 
-def test_one_wrong_id_in_a_sample_of_the_corpus_is_found(smollm2_dir: Path) -> None:
-    file = smollm2_dir / "tokenizer.json"
+def test_one_wrong_id_in_a_sample_of_the_corpus_is_found(chatml_dir: Path) -> None:
+    file = chatml_dir / "tokenizer.json"
     text = "Alas, poor Yorick! I knew him, Horatio"
     assert find_difference(Shifting(file), file, False, text[:8]) is None
     found = find_difference(Shifting(file), file, False, text)
@@ -139,12 +139,12 @@ TEXTS = st.lists(st.sampled_from([*PIECES, *RARE]) | st.text(max_size=3), max_si
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
 @settings(max_examples=150, deadline=None)
 def test_documents_have_the_tokenizers_ids_alone_and_joined(
-    smollm2_dir: Path, llama3_dir: Path, spm_file: Path, texts: list[str]
+    chatml_dir: Path, small_llama3_dir: Path, spm_file: Path, texts: list[str]
 ) -> None:
     for file, plain, bos, eos in (
-        (smollm2_dir / "tokenizer.json", False, 0, 0),
-        (smollm2_dir / "tokenizer.json", True, 1, 2),
-        (llama3_dir / "tokenizer.json", False, 128_000, 128_001),
+        (chatml_dir / "tokenizer.json", False, 0, 0),
+        (chatml_dir / "tokenizer.json", True, 1, 2),
+        (small_llama3_dir / "tokenizer.json", False, 0, 1),
         (spm_file, True, 1, 2),
     ):
         encoder, reference = loaded(file, plain)
@@ -163,12 +163,12 @@ def loaded(file: Path, plain: bool) -> tuple[TextEncoder, Reference]:
     return encoder, Reference(file, plain)
 
 
-def test_the_text_of_bos_and_eos_in_a_document_does_not_end_it(llama3_dir: Path) -> None:
-    encoder, _ = loaded(llama3_dir / "tokenizer.json", False)
-    texts = [b"<|begin_of_text|>one", b"two<|end_of_text|><|end_of_text|>", b"a<|end_of_text|><|begin_of_text|>b", b"c"]
-    ids, lengths = encoder.encode_documents(texts, Borders(128_000, 128_001))
+def test_the_text_of_bos_and_eos_in_a_document_does_not_end_it(small_llama3_dir: Path) -> None:
+    encoder, _ = loaded(small_llama3_dir / "tokenizer.json", False)
+    texts = [b"<|begin_of_text|>one", b"in<|end_of_text|><|end_of_text|>", b"a<|end_of_text|><|begin_of_text|>b", b"c"]
+    ids, lengths = encoder.encode_documents(texts, Borders(0, 1))
     assert lengths.tolist() == [3, 3, 6, 3]
-    assert ids[[0, 2, 3, 5, 6, 11, 12, 14]].tolist() == [128_000, 128_001] * 4
+    assert ids[[0, 2, 3, 5, 6, 11, 12, 14]].tolist() == [0, 1] * 4
 
 
 def byte_tokenizer(target: Path, eos: str, *added: dict[str, object], **parts: object) -> Path:
@@ -263,14 +263,14 @@ def test_documents_are_joined_only_if_their_starts_stay_starts(spm_file: Path, t
     assert find_different_document(texts, reference.encode(texts), documents, Borders(1, 2)) is None
 
 
-def test_a_grown_cache_is_emptied_and_ids_stay_the_same(llama3_dir: Path) -> None:
-    file = llama3_dir / "tokenizer.json"
+def test_a_grown_cache_is_emptied_and_ids_stay_the_same(small_llama3_dir: Path) -> None:
+    file = small_llama3_dir / "tokenizer.json"
     draw = random.Random(0)
     texts = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=20_000)).encode() for _ in range(3)]
-    expected = GigatokenEncoder(file, False).encode_documents(texts, Borders(128_000, 128_001))[0]
+    expected = GigatokenEncoder(file, False).encode_documents(texts, Borders(0, 1))[0]
     encoder = GigatokenEncoder(file, False, most_growth=-1 << 40, text_between_looks=1)
     before = encoder._backend
-    assert np.array_equal(encoder.encode_documents(texts, Borders(128_000, 128_001))[0], expected)
+    assert np.array_equal(encoder.encode_documents(texts, Borders(0, 1))[0], expected)
     assert encoder._backend is not before
 
 

@@ -1,11 +1,14 @@
 """Tokenizers of each kind give the ids of the library they come from, also after saving and loading."""
 
 import base64
+import ctypes
+import gc
 import json
 import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,18 @@ import tiktoken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.tokenizers.text_encoder import load_fast
+from fabric_train.tokenization.tokenizers.parity_check import Reference, find_difference
+from fabric_train.tokenization.tokenizers.text_encoder import load_fast, open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer, read_plain_folder
 from fabric_train.tokenization.tokenizers.tokenizer_model import HARD_STRINGS, SPECIAL_TOKENS, SPLIT_PATTERN, read_ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_large_tokenizers() -> Iterator[None]:
+    """Give back the memory of the fixtures below: each later fork of this process would copy the tables of it."""
+    yield
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +175,18 @@ def test_llama3_ranks_have_tiktokens_ids(
     texts = [*real_texts, *made_up_texts, *HARD_STRINGS, *special]
     expected = [library.encode(text, allowed_special="all") for text in texts]
     assert ids_in_documents(llama3_tokenizer, llama3_dir, texts) == expected
+
+
+@pytest.mark.parametrize("kind", ["llama3", "smollm2", "spm"])
+def test_gigatoken_gives_the_ids_of_published_tokenizers(
+    request: pytest.FixtureRequest, kind: str, real_texts: list[str]
+) -> None:
+    file, plain = request.getfixturevalue(f"{kind}_dir") / "tokenizer.json", kind == "spm"
+    encoder, used = open_encoder(file, plain)
+    assert used == "gigatoken"
+    reference = Reference(file, plain)
+    texts = [*reference.hard_strings(), *real_texts[:4]]
+    assert find_difference(texts, reference.encode(texts), encoder.encode_batch(texts)) is None
 
 
 def test_llama3_ranks_get_llama3s_special_tokens(llama3_tokenizer: CorpusTokenizer, llama3_loaded: Any) -> None:
