@@ -205,9 +205,10 @@ def tiny_tokens_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Pa
 def forked_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedRuns]:
     """Starts runs of real ranks in about a second each; the first start takes as long as the imports.
 
-    A run draws its losses only if its test asks for that: ``start(draws=True)``.
+    A run draws its losses only if its test asks for that: ``start(draws=True)``. Where it compiles layers, torch writes
+    C++ without vectors: its compiler takes a quarter of the time.
     """
-    runs = ForkedRuns(tmp_path_factory.mktemp("forked-runs"), draws=False)
+    runs = ForkedRuns(tmp_path_factory.mktemp("forked-runs"), {"TORCHINDUCTOR_VEC_ISA_OK": "0"}, draws=False)
     yield runs
     runs.close()
 
