@@ -19,7 +19,7 @@ from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, pad_rows
 from fabric_train.files.regular_file import check_links
 from fabric_train.tokenization.manifest import Manifest, read_manifest
 from fabric_train.tokenization.packing import token_folder
-from fabric_train.tokenization.packing.document_index import DocumentIndex, SourceTable, open_index
+from fabric_train.tokenization.packing.document_index import DocumentIndex, SourceTable, altered_rows, open_index
 
 VALIDATION_NAMES = ("validation", "valid")
 _ROWS_AT_ONCE = 1 << 16
@@ -174,7 +174,7 @@ class Rows(IndexedRows):
         starts = _lists(table, "document_starts") if self.has_borders else None
         if self.index is not None and self.index.checksums is not None:
             rows = zip(ids, labels or nothing, starts or nothing, strict=True)
-            altered = token_folder.altered_rows(rows, self.index.checksums[list(indices)])
+            altered = altered_rows(rows, self.index.checksums[list(indices)])
             if len(altered):
                 raise RunError(self._describe_altered(indices[altered[0]]))
         return list(zip(ids, labels or ids, (self.isolates and starts) or nothing, strict=True))

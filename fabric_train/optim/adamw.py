@@ -220,12 +220,12 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
 
     def restore_states(self, parameter: nn.Parameter, states: Mapping[str, torch.Tensor]) -> None:
         """Set a parameter's moments, each sharded like the parameter, and its number of steps."""
-        self.state[parameter] = self._new_state(parameter)
-        for name, stored in self.state[parameter].items():
-            if isinstance(stored, Blockwise8Bit):
-                stored.write(0, flat_local(states[name]).float())
-            else:
-                stored.copy_(states[name])
+        super().restore_states(parameter, states)
+        if id(parameter) in self.in_8bit:
+            for name, stored in self._new_state(parameter).items():
+                if isinstance(stored, Blockwise8Bit):
+                    stored.write(0, flat_local(states[name]).float())
+                    self.state[parameter][name] = stored
         self._counts[parameter] = int(states["step"])
 
     def _keys(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:

@@ -19,8 +19,7 @@ from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.devices import count_devices, resolve_accelerator
 from fabric_train.preflight import resume_check
 from fabric_train.preflight.prepare import prepare
-from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
-from fabric_train.tokenization.packing.token_folder import altered_rows
+from fabric_train.tokenization.packing.document_index import DocumentIndex, altered_rows, open_index
 from fabric_train.training.metrics import Metrics, read_metrics
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.replay_certificate import Replay, RunLayout

@@ -31,9 +31,9 @@ from fabric_train.tokenization.packing.document_index import (
     count_sources,
     join_indexes,
     open_index,
+    row_checksums,
     write_index,
 )
-from fabric_train.tokenization.packing.token_folder import row_checksums
 from fabric_train.tokenization.reading.sources import split_names
 from fabric_train.tokenization.shards import ShardSizes
 from tests.support.token_datasets import alter_token, manifest_of, tokenize, write_jsonl

@@ -21,8 +21,9 @@ from fabric_train.tokenization.packing.arrow_folder import (
     write_dataset_dict,
     write_split,
 )
+from fabric_train.tokenization.packing.document_index import row_checksum
 from fabric_train.tokenization.packing.rows import Packing, RowPlan, best_fit_decreasing, plan_rows
-from fabric_train.tokenization.packing.token_folder import open_splits, row_checksum
+from fabric_train.tokenization.packing.token_folder import open_splits
 
 PACKINGS: tuple[Packing, ...] = ("concat", "best_fit", "none")
 PAD = 999_999

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fabric_train.tokenization.manifest import SourceLedger
-from fabric_train.tokenization.packing.document_index import DocumentIndex, chunks
-from fabric_train.tokenization.packing.token_folder import RowBatch, altered_rows
+from fabric_train.tokenization.packing.document_index import DocumentIndex, altered_rows, chunks
+from fabric_train.tokenization.packing.token_folder import RowBatch
 
 IGNORED_LABEL = -100  # as in fabric_train.data.batch, which imports torch
 _TOLERATED_UNKNOWN = 0.001

@@ -14,9 +14,8 @@ import numpy as np
 from xxhash import xxh3_64
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.packing.document_index import CHECKSUM
+from fabric_train.tokenization.packing.document_index import CHECKSUM, row_checksums
 from fabric_train.tokenization.packing.rows import RowPlan, joined_ranges
-from fabric_train.tokenization.packing.token_folder import row_checksums
 from fabric_train.tokenization.workers import ThrottledLog, WorkerPool
 
 if TYPE_CHECKING:

@@ -1,20 +1,17 @@
-"""Read the splits of a token dataset as batches of flat arrays, without importing ``datasets``; hash rows."""
+"""Read the splits of a token dataset as batches of flat arrays, without importing ``datasets``."""
 
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from xxhash import xxh3_64
 
 from fabric_train.cli.errors import InputError, first_line, missing_folder, raise_reached_limit
 from fabric_train.files.regular_file import check_file_name, read_json
-from fabric_train.tokenization.packing.document_index import CHECKSUM
 
 _TOKENS_PER_BATCH = 1 << 20  # bounds memory, however large the record batches in the files are
 
@@ -51,42 +48,6 @@ def map_table(file: str | Path) -> tuple[pa.Table, mmap.mmap]:
         mapped = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
     mapped.madvise(mmap.MADV_RANDOM)
     return pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(mapped))).read_all(), mapped
-
-
-def row_checksum(input_ids: np.ndarray, labels: np.ndarray | None, document_starts: np.ndarray | None) -> int:
-    """Return the XXH3-64 hash of a row's tokens, its labels and the positions at which its documents begin.
-
-    Labels count only if some differ from ``input_ids``. So a split whose tokens are all supervised has the same
-    checksums with and without the column, which a merge may add. ``input_ids`` and ``labels`` are int32 [T],
-    ``document_starts`` int32 [any number]; None for a column that the split does not have.
-    """
-    digest = xxh3_64(np.ascontiguousarray(input_ids).data)
-    if labels is not None and not np.array_equal(input_ids, labels):
-        digest.update(np.ascontiguousarray(labels).data)
-    if document_starts is not None:
-        digest.update(np.ascontiguousarray(document_starts).data)
-    return digest.intdigest()
-
-
-def altered_rows(
-    rows: Iterable[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]], checksums: np.ndarray
-) -> np.ndarray:
-    """Return the indices of the rows, as :func:`row_checksum` takes them, that do not have these CHECKSUM [rows]."""
-    return np.flatnonzero(np.array([row_checksum(*row) for row in rows], dtype=CHECKSUM) != checksums)
-
-
-def row_checksums(
-    input_ids: np.ndarray, labels: np.ndarray | None, document_starts: np.ndarray, offsets: np.ndarray
-) -> np.ndarray:
-    """Return the checksums of R rows of T tokens, joined, CHECKSUM [R]; arguments as for :func:`row_checksum`.
-
-    ``offsets`` are integers [R + 1]; row r has ``document_starts[offsets[r] : offsets[r + 1]]``.
-    """
-    num_rows = len(offsets) - 1
-    rows = input_ids.reshape(num_rows, -1)
-    of_labels = [None] * num_rows if labels is None else labels.reshape(num_rows, -1)
-    starts = (document_starts[begin:end] for begin, end in pairwise(offsets))
-    return np.array([row_checksum(*row) for row in zip(rows, of_labels, starts, strict=True)], dtype=CHECKSUM)
 
 
 @dataclass(frozen=True)
