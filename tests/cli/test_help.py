@@ -133,32 +133,33 @@ def test_help_without_a_match_says_so() -> None:
 
 BASH = """
 eval "$(activate-global-python-argcomplete --dest=-)"
-COMP_LINE="$1" COMP_POINT=${#1} COMP_WORDS=($1) && [[ "$1" == *" " ]] && COMP_WORDS+=("")
-COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-_python_argcomplete_global "${COMP_WORDS[0]}" "${COMP_WORDS[COMP_CWORD]}"
-printf "%s\n" "${COMPREPLY[@]}"
+for line; do
+  COMP_LINE="$line" COMP_POINT=${#line} COMP_WORDS=($line) && [[ "$line" == *" " ]] && COMP_WORDS+=("")
+  COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMPREPLY=()
+  _python_argcomplete_global "${COMP_WORDS[0]}" "${COMP_WORDS[COMP_CWORD]}"
+  echo "$line: ${COMPREPLY[*]}"
+done
 """
+COMPLETIONS = {
+    "python tokenize_dataset.py --max_": {"--max_length", "--max_documents", "--max_tokens"},
+    "python tokenize_dataset.py --dataset a b --packing ": {"concat", "best_fit", "none"},
+    "python -m fabric_train --sharding_strategy H": {"HYBRID_SHARD"},
+    "python -m fabric_train --resume ": {"true", "false"},
+    "python -m fabric_train.tokenization.merge --dataset": {"--dataset_dirs"},
+    "fabric run --devices 2 fabric_train --log_": {"--log_step_interval", "--log_model"},
+    "fabric-train con": {"convert"},
+    "fabric-train convert --checkp": {"--checkpoint"},
+}
 
 
-@pytest.mark.parametrize(
-    "line, expected",
-    [
-        ("python tokenize_dataset.py --max_", {"--max_length", "--max_documents", "--max_tokens"}),
-        ("python tokenize_dataset.py --dataset a b --packing ", {"concat", "best_fit", "none"}),
-        ("python -m fabric_train --sharding_strategy H", {"HYBRID_SHARD"}),
-        ("python -m fabric_train --resume ", {"true", "false"}),
-        ("python -m fabric_train.tokenization.merge --dataset", {"--dataset_dirs"}),
-        ("fabric run --devices 2 fabric_train --log_", {"--log_step_interval", "--log_model"}),
-        ("fabric-train con", {"convert"}),
-        ("fabric-train convert --checkp", {"--checkpoint"}),
-    ],
-)
-def test_bash_completes_names_and_values(line: str, expected: set[str]) -> None:
+def test_bash_completes_names_and_values() -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
-    command = ["bash", "-c", BASH, "bash", line]
+    command = ["bash", "-c", BASH, "bash", *COMPLETIONS]
     finished = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=100, check=True)
-    assert expected <= {word.strip() for word in finished.stdout.splitlines()}
+    shown = dict(line.rsplit(": ", 1) for line in finished.stdout.splitlines())
+    for line, expected in COMPLETIONS.items():
+        assert expected <= set(shown[line].split()), line
 
 
 @pytest.mark.parametrize("words", PROGRAMS)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import datasets
@@ -14,10 +14,11 @@ from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lin
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.reading.hf_datasets import DatasetName, parse_dataset_name
 from fabric_train.tokenization.reading.sources import open_sources
-from tests.support.programs import RunProgram
+from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.stand_in_hub import Repository, StandInHub
 from tests.support.token_datasets import documents_in, manifest_of, tokenize
 
+Start = Callable[..., ForkedRun]
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
 README = """---
 configs:
@@ -55,11 +56,21 @@ def hub() -> Iterator[str]:
         yield server.address
 
 
-@pytest.fixture
-def online(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the programs use the hub."""
-    for name, value in {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}.items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture(scope="module")
+def online(hub: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Return ``start(program, *words)``, a finished program that uses the hub, which its libraries read at import."""
+    folder = tmp_path_factory.mktemp("online")
+    env = {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder / "home")}
+    imports = ("datasets", "fabric_train.preflight.prepare", "fabric_train.training.run")
+    runs = ForkedRuns(folder / "runs", env, draws=False, imports=imports)
+
+    def start(program: str, *words: object) -> ForkedRun:
+        started = runs.start(words, 1, program=program, env=env)
+        started.wait()
+        return started
+
+    yield start
+    runs.close()
 
 
 @pytest.fixture
@@ -91,10 +102,9 @@ def test_names_of_datasets_have_four_parts(value: str, parts: tuple[str | None, 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("online")
 @pytest.mark.parametrize("stream", ["false", "true"])
 def test_a_part_of_a_hub_dataset_is_read_at_its_commit_and_cleaned(
-    run_program: RunProgram, tmp_path: Path, tiny_model_dir: Path, stream: str
+    online: Start, tmp_path: Path, tiny_model_dir: Path, stream: str
 ) -> None:
     removed = texts("new en 1")[3]
     ((_, hashed),) = hash_lines([removed])
@@ -104,8 +114,8 @@ def test_a_part_of_a_hub_dataset_is_read_at_its_commit_and_cleaned(
     options += ["--boilerplate", tmp_path / "lines"]
     names = ["owner/texts:en", "owner/texts:en:test@v1", "owner/texts:es"]
     out = tmp_path / "out"
-    done = run_program("tokenize_dataset.py", "--dataset", *names, *options, "--stream", stream, "--output_dir", out)
-    assert done.returncode == 0, done.stderr
+    done = online("tokenize_dataset", "--dataset", *names, *options, "--stream", stream, "--output_dir", out)
+    assert done.codes() == [0], done.report()
     found = documents_in(datasets.load_from_disk(out)["train"]["input_ids"][:], out)
     expected = [text for what in ("new en 0", "new en 1", "old en test", "new es") for text in texts(what)]
     expected.remove(removed)
@@ -120,9 +130,8 @@ def test_a_part_of_a_hub_dataset_is_read_at_its_commit_and_cleaned(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("online")
 def test_parts_that_the_hub_does_not_have_are_refused_with_those_there_are(
-    run_program: RunProgram, tmp_path: Path, tiny_model_dir: Path
+    online: Start, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     nothing = "no such file or folder here, and the hub"
     faults = {
@@ -133,22 +142,19 @@ def test_parts_that_the_hub_does_not_have_are_refused_with_those_there_are(
         "owner/nothing:en": f"{nothing} has nothing of this name that this login may read",
     }
     argv = ["--tokenizer_name", tiny_model_dir, "--output_dir", tmp_path / "out", "--dataset", *faults]
-    done = run_program("tokenize_dataset.py", *argv)
-    assert done.returncode == 2
-    printed = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    done = online("tokenize_dataset", *argv)
+    assert done.codes() == [2]
+    printed = [line for line in done.stderr().splitlines() if line.startswith("error: ")]
     assert printed == [f"error: --dataset {name}: {fault}" for name, fault in faults.items()]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("online")
-def test_a_part_of_a_hub_dataset_is_streamed_into_training(
-    run_program: RunProgram, tmp_path: Path, tiny_model_dir: Path
-) -> None:
+def test_a_part_of_a_hub_dataset_is_streamed_into_training(online: Start, tmp_path: Path, tiny_model_dir: Path) -> None:
     options = ["--model_name", tiny_model_dir, "--max_length", 16, "--total_batch_size", 1, "--accelerator", "cpu"]
     run = tmp_path / "run"
     argv = ["--streaming_dataset", "owner/texts:en@v1", *options, "--max_step", 2, "--output_dir", run]
-    done = run_program("-m", "fabric_train", *argv)
-    assert done.returncode == 0, done.stderr
+    done = online("fabric_train.__main__", *argv)
+    assert done.codes() == [0], done.report()
     (state,) = run.glob("checkpoints/step-00000002/trainer.json")
     assert f"owner/texts, subset en, train, commit {OLD}" in state.read_text()
 
