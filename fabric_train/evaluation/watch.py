@@ -215,7 +215,17 @@ class Watch:
         return self.output / model.file_name
 
 
-def watch_run(arguments: "EvaluateArguments") -> None:
+def evaluate_in_worker(request: WorkerRequest) -> int:
+    """Do what a request asks for in a process of its own, and return its exit code; Ctrl-C ends that process too."""
+    worker = start_worker(request)
+    try:
+        return worker.wait()
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def watch_run(arguments: "EvaluateArguments", evaluate: Evaluate = evaluate_in_worker) -> None:
     """Evaluate the checkpoints of ``--watch`` and the models of ``--models`` until nothing is left to evaluate.
 
     With ``--wait true``, further checkpoints are waited for until the run has ended.
@@ -237,7 +247,7 @@ def watch_run(arguments: "EvaluateArguments") -> None:
     models = [WatchedModel(model.name, model.source, None, full_digest(model.identity)) for model in found]
     output = Path(arguments.output_dir or run / "evaluation")
     texts = WatchedTexts.open(arguments, output) if arguments.texts is not None else None
-    watch = Watch(run, output, tasks, models, arguments.batch_size, evaluate_in_worker, texts)
+    watch = Watch(run, output, tasks, models, arguments.batch_size, evaluate, texts)
     if tasks and (watch.pending() or (arguments.wait and not run_has_ended(run))):
         _check_tasks(tasks)
     if texts:
@@ -266,16 +276,6 @@ def watch_run(arguments: "EvaluateArguments") -> None:
     if watch.failed:
         raise RunError(f"not evaluated, see above: {', '.join(watch.failed.values())}")
     check_all_evaluated(damaged)
-
-
-def evaluate_in_worker(request: WorkerRequest) -> int:
-    """Do what a request asks for in a process of its own, and return its exit code; Ctrl-C ends that process too."""
-    worker = start_worker(request)
-    try:
-        return worker.wait()
-    finally:
-        worker.kill()
-        worker.wait()
 
 
 def run_has_ended(run: Path) -> bool:
