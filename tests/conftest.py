@@ -67,9 +67,12 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_progress_of_an_earlier_test() -> Iterator[None]:
-    """End the progress of a run in this process: its thread would print into the output of later tests."""
+    """End the threads that a run in this process has started: they would print into the output of later tests."""
     yield
-    logging.getLogger("fabric_train.progress").info("")
+    progress = logging.getLogger("fabric_train.progress")
+    for handler in list(progress.handlers):
+        progress.removeHandler(handler)
+        handler.close()
 
 
 def _fetch(fetch: Callable[[], Path]) -> Path:

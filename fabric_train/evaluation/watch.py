@@ -195,7 +195,7 @@ class Watch:
         return self.output / model.file_name
 
 
-def watch_run(arguments: EvaluateArguments) -> None:
+def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_worker) -> None:
     """Evaluate the checkpoints of ``--watch`` and the models of ``--models`` until nothing is left to evaluate.
 
     With ``--wait true``, wait for further checkpoints until the run has ended. An InputError comes before anything is
@@ -214,7 +214,7 @@ def watch_run(arguments: EvaluateArguments) -> None:
     models = [WatchedModel(model.name, model.source, None, full_digest(model.identity)) for model in found]
     output = Path(arguments.output_dir or run / "evaluation")
     texts = WatchedTexts.open(arguments, output) if arguments.texts is not None else None
-    watch = Watch(run, output, tasks, models, arguments.batch_size, evaluate_in_worker, texts)
+    watch = Watch(run, output, tasks, models, arguments.batch_size, evaluate, texts)
     if tasks and (watch.pending() or (arguments.wait and not run_has_ended(run))):
         _say("loading the tasks")  # the worker prints what is wrong with them
         if code := evaluate_in_worker(

@@ -49,7 +49,7 @@ SETTINGS = {
     "eval_at_start": "false",
     "loggers": "csv",
 }
-# the graphs are traced and cut into forward and backward as ever, but no C++ is generated, which takes a minute
+# traces graphs and cuts them into forward and backward as ever, but writes no C++, whose compiler takes a minute
 NO_CODE = "aot_eager_decomp_partition"
 IN_RANKS = f"""
 import functools, torch

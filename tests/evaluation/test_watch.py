@@ -17,7 +17,8 @@ import pytest
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.evaluation.arguments import EvaluateArguments
-from fabric_train.evaluation.lm_eval_worker import WorkerRequest
+from fabric_train.evaluation.compare_models import compare_models
+from fabric_train.evaluation.lm_eval_worker import WorkerRequest, evaluate_in_worker
 from fabric_train.evaluation.scores import (
     MetricScore,
     TaskScore,
@@ -28,7 +29,7 @@ from fabric_train.evaluation.scores import (
     read_score_file,
 )
 from fabric_train.evaluation.tasks_file import LanguageTask, TaskSettings, read_tasks
-from fabric_train.evaluation.watch import Watch, WatchedModel, run_has_ended, watch_run
+from fabric_train.evaluation.watch import Evaluate, Watch, WatchedModel, run_has_ended, watch_run
 from fabric_train.files.atomic_folder import hold_lock
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.forked_runs import ForkedRuns
@@ -334,16 +335,20 @@ def test_checkpoints_are_evaluated_on_texts_once_and_added_to_the_others(
     texts = write_jsonl(tmp_path / "es.jsonl", [f"Número {number}, una línea de prueba." for number in range(12)])
     words = ["--watch", run, "--texts", f"es={texts}", "--wait", "false", "--max_length", 64]
 
-    def watch_once() -> str:
-        watch_run(parse_arguments(EvaluateArguments, list(map(str, words))))
+    def watch_once(evaluate: Evaluate) -> str:
+        watch_run(parse_arguments(EvaluateArguments, list(map(str, words))), evaluate)
         return capsys.readouterr().err
 
+    def in_this_process(request: WorkerRequest) -> int:  # as a worker does it, without the seconds of its start
+        compare_models(parse_arguments(EvaluateArguments, request.words))
+        return 0
+
     write_full(run / "checkpoints" / "step-00000010", tiny_model_dir, weights, step=10)
-    assert "step-00000010: evaluating on texts" in watch_once()
+    assert "step-00000010: evaluating on texts" in watch_once(evaluate_in_worker)
     write_full(run / "checkpoints" / "step-00000020", tiny_model_dir, weights, step=20)
     shutil.rmtree(run / "checkpoints" / "step-00000010")
-    assert watch_once().count("evaluating on texts") == 1
-    assert "evaluating on texts" not in watch_once()
+    assert watch_once(in_this_process).count("evaluating on texts") == 1
+    assert "evaluating on texts" not in watch_once(in_this_process)
     found = json.loads((run / "evaluation" / "evaluation.json").read_text(encoding="utf-8"))
     first, last = (str(run / name) for name in ("step-00000010", "step-00000020"))
     assert list(found) == [first, last]
@@ -351,7 +356,7 @@ def test_checkpoints_are_evaluated_on_texts_once_and_added_to_the_others(
     assert found[last]["es"]["loss"] == found[first]["es"]["loss"]
     write_jsonl(texts, ["Another text."])
     with pytest.raises(InputError, match="on other documents of that name"):
-        watch_once()
+        watch_once(in_this_process)
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm_eval is installed here")

@@ -180,7 +180,6 @@ def test_an_export_with_one_wrong_value_never_gets_its_name(
         write_export(source, folder, *settings)
         _flip_a_value(folder)
 
-    monkeypatch.setattr(verification, "subprocess", subprocess)  # a fresh process
     monkeypatch.setattr(convert, "write_export", write_wrong_export)
     with pytest.raises(VerificationError, match=r"model\.norm\.weight"):
         convert.convert(first(run), tmp_path / "out", torch.float32, "5GB", FACTS)
