@@ -146,7 +146,11 @@ class CheckpointManager:
             self._pending.writer.wait_until_copied()
 
     def advance(self, sync: "StepSync") -> None:
-        """Continue the pending save after the ranks have exchanged the state of their tasks in ``sync``."""
+        """Continue the pending save after the ranks have exchanged the state of their tasks in ``sync``.
+
+        Raises:
+            SaveError: The save failed on a rank; raised on all ranks.
+        """
         if self._pending is None or (sync.is_saving and not sync.save_failed):
             return
         if sync.save_failed:
@@ -155,7 +159,11 @@ class CheckpointManager:
         self._begin_next_stage()
 
     def finish(self) -> None:
-        """Wait until the pending save is complete."""
+        """Wait until the pending save is complete.
+
+        Raises:
+            SaveError: The save failed on a rank; raised on all ranks.
+        """
         while self._pending is not None:
             self._wait_for_tasks()
             self._begin_next_stage()

@@ -96,7 +96,10 @@ class Loop:
         """Train from the start of the run to its last step, or until a signal stops it at the next micro-batch.
 
         The unfinished window is dropped: the model is still that of the step before, which is saved, and a resumed run
-        repeats the window. A RunError if the loss or the gradient is not finite, with ``--on_nonfinite stop``.
+        repeats the window.
+
+        Raises:
+            RunError: The loss or the gradient is not finite, with ``--on_nonfinite stop``.
         """
         heartbeat, stopwatch = self.stepper.heartbeat, Stopwatch(self.peak_flops)
         state, cursors = self.run.start.state, None

@@ -58,7 +58,11 @@ class Stepper:
     num_sources: int
 
     def take_step(self, window: Window) -> TakenStep:
-        """Compute the gradient of a window, clip and check it, and take the step unless the check finds a fault."""
+        """Compute the gradient of a window, clip and check it, and take the step unless the check finds a fault.
+
+        Raises:
+            RunStopped: The ranks have agreed to stop before one of the micro-batches.
+        """
         fabric, given = self.fabric, self.arguments
         seed_step(given.data.seed, window.step, data_ranks(fabric).rank, fabric.device)
         rate = self.schedules.rate(window.step)
