@@ -57,7 +57,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class WindowLoss:
-    """The losses of a window on all ranks: ``summed``, fp64, and ``counts`` [data ranks, micro-batches]."""
+    """The losses of a window: ``summed``, fp64, and ``counts``, int64, both [data ranks, micro-batches of one rank]."""
 
     summed: torch.Tensor
     counts: torch.Tensor
