@@ -13,6 +13,7 @@ import sys
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -159,9 +160,10 @@ def _separators(known: TokenizerJson, added: list[AddedToken]) -> dict[int, byte
     }
 
 
-def _numbers() -> list[int]:
+@cache  # to look at every character takes a quarter of a second
+def _numbers() -> tuple[int, ...]:
     known = [code for code in range(128, sys.maxunicode + 1) if unicodedata.category(chr(code))[0] == "N"]
-    return [*known, *_NEWER_NUMBERS]
+    return (*known, *_NEWER_NUMBERS)
 
 
 def _byte_letters() -> list[str]:
