@@ -104,7 +104,13 @@ def test_every_group_has_the_timeout_of_the_run(
     num_groups: int,
 ) -> None:
     before = at_point(PRINT_TIMEOUTS, 1, "OPTIMIZER", ranks=(0,)) + (on_nodes(2) if "num_nodes" in options else "")
-    given = {"devices": 4 // int(str(options.get("num_nodes", 1))), "max_step": 1, "rank_timeout": 77, **options}
+    given = {
+        "devices": 4 // int(str(options.get("num_nodes", 1))),
+        "max_step": 1,
+        "eval_iters": 1,
+        "rank_timeout": 77,
+        **options,
+    }
     run = forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **given), 4, before=before)
     run.finish()
     assert f"timeouts {num_groups} {{{77.0 * SLOW_PHASE_FACTOR}}}" in run.stdout()

@@ -33,6 +33,7 @@ class Branching:
 
     def start(self, name: str, num_ranks: int = 1, before: str = "", **options: Any) -> ForkedRun:
         given = {"number_epochs": 9, "lr_schedule": "constant", "warmup_steps": 2, "parallelism": "single", **options}
+        given["micro_batch_size"] = 8 // num_ranks
         tokens = self.folder / given.pop("data", "tokens")
         return self.runs.start(argv(self.model, tokens, self.folder / name, **given), num_ranks, before=before)
 

@@ -57,6 +57,7 @@ class Stopping:
     def start(self, name: str, before: str = "", **options: Any) -> ForkedRun:
         given: dict[str, Any] = {"max_step": MAX_STEP, "lr": 0.02, "lr_schedule": "constant", "number_epochs": 9}
         given |= {
+            "micro_batch_size": 8,
             "eval_step_interval": 1,
             "eval_iters": None,
             "eval_at_start": None,

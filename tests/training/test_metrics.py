@@ -3,7 +3,6 @@
 import csv
 import errno
 import logging
-import os
 import shlex
 import signal
 import subprocess
@@ -39,6 +38,7 @@ from fabric_train.training.metrics import (
     read_metrics,
 )
 from fabric_train.training.trackers import TensorBoardLogger, WandbLogger, complete_wandb
+from tests.support.forked_runs import ForkedRuns
 from tests.support.wandb_files import read_history
 
 COLUMNS = [
@@ -376,9 +376,8 @@ def test_metrics_are_read_back_as_they_were_logged(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "nothing.csv", 3) == []
 
 
-def test_what_was_flushed_outlives_a_sigkill(tmp_path: Path) -> None:
-    process = subprocess.run([sys.executable, "-c", LOG_AND_DIE, tmp_path], timeout=120, check=False)
-    assert process.returncode == -signal.SIGKILL
+def test_what_was_flushed_outlives_a_sigkill(tmp_path: Path, forked_runs: ForkedRuns) -> None:
+    assert forked_runs.start([tmp_path], 1, before=LOG_AND_DIE).wait() == [-signal.SIGKILL]
     assert len(rows_of(tmp_path / "metrics.csv")) == 3
     assert [event.step for event in scalars(tmp_path / "tensorboard").Scalars("train_loss")] == [1, 2, 3]
 
@@ -414,7 +413,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 # ------------------------------------------------------------------------------------------------- Weights & Biases
 
 LOG_TO_WANDB = """
-import sys
+import os, sys
+for name in list(os.environ):
+    if name == "NETRC" or name.startswith("WANDB_") and name not in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        del os.environ[name]
 from pathlib import Path
 from typing import NoReturn
 from fabric_train.training.metrics import Metrics
@@ -429,6 +431,7 @@ print("mode", loggers[-1].logger.mode)
 for logger in loggers:
     logger.log_model(checkpoint)
     logger.close()
+raise SystemExit
 """
 
 
@@ -447,31 +450,20 @@ def test_the_places_of_loggers_are_commands(tmp_path: Path, monkeypatch: pytest.
     assert describe_loggers(["wandb"], run, "ours").splitlines()[1] == "Weights & Biases, project ours"
 
 
-def test_wandb_without_account_logs_offline_and_never_asks(tmp_path: Path) -> None:
+def test_wandb_without_account_logs_offline_and_never_asks(tmp_path: Path, forked_runs: ForkedRuns) -> None:
     run, home, checkpoint = tmp_path / "run", tmp_path / "home", tmp_path / "step-00000002"
     for folder in (run, home, checkpoint / "tokenizer", checkpoint / "optimizer"):
         folder.mkdir(parents=True)
     (checkpoint / "model.safetensors").write_bytes(b"weights of the model")
     (checkpoint / "tokenizer" / "tokenizer.json").write_text("{}")
     (checkpoint / "optimizer" / "optimizer.safetensors").write_bytes(b"moments of the optimizer")
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("WANDB_") and name != "NETRC"
-    }
-    environment |= {"HOME": str(home), "WANDB_CACHE_DIR": str(home / "cache"), "WANDB_DATA_DIR": str(home / "data")}
+    environment = {"HOME": str(home), "WANDB_CACHE_DIR": str(home / "cache"), "WANDB_DATA_DIR": str(home / "data")}
     for last_step in (0, 1):  # the second time resumes, from the checkpoint of step 1
-        finished = subprocess.run(
-            [sys.executable, "-c", LOG_TO_WANDB, run, checkpoint, str(last_step)],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert finished.returncode == 0, finished.stderr
-        assert finished.stdout.splitlines() == ["mode offline"]
-        assert "wandb" not in finished.stderr
+        words = [run, checkpoint, last_step]
+        finished = forked_runs.start(words, 1, before=LOG_TO_WANDB, env=environment, cwd=tmp_path)
+        finished.finish()
+        assert finished.stdout().splitlines() == ["mode offline"]
+        assert "wandb" not in finished.stderr()
     identity = (run / "wandb_run_id").read_text()
     (newest,) = (run / "wandb").glob("offline-run-*")
     assert [(row["_step"], row["train_loss"]) for row in read_history(newest)] == [(1, 0.5), (2, 1.0), (3, 1.5)]

@@ -24,7 +24,7 @@ from tests.support.token_datasets import TEXTS, manifest_of, tokenize, write_jso
 
 pytestmark = pytest.mark.slow
 NAMES = ("va", "es", "en")
-OPTIONS: dict[str, Any] = {"lr_schedule": "constant", "eval_step_interval": 100, "total_batch_size": 8}
+OPTIONS: dict[str, Any] = {"lr_schedule": "constant", "eval_step_interval": 100, "eval_iters": 1, "micro_batch_size": 4}
 
 
 class Mixing:

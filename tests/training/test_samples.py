@@ -19,7 +19,14 @@ from tests.support.short_runs import TERMINATE, argv, at_point, metrics
 
 PROMPTS = ["To be", "If music be the food of love, play on; give me excess of it"]
 NUM_TOKENS = 6
-OPTIONS = {"max_step": 4, "eval_step_interval": 2, "eval_iters": 2, "save_step_interval": 4, "log_step_interval": 1}
+OPTIONS = {
+    "micro_batch_size": 4,
+    "max_step": 4,
+    "eval_step_interval": 2,
+    "eval_iters": 2,
+    "save_step_interval": 4,
+    "log_step_interval": 1,
+}
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
