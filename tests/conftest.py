@@ -1,5 +1,6 @@
 """Fixtures of all tests: real data, a tiny model, and ways to run the programs; the order of the files."""
 
+import ctypes
 import json
 import logging
 import multiprocessing
@@ -7,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +65,14 @@ def pytest_sessionfinish() -> None:
     """Kill data workers that a failed test has left: they ignore SIGTERM, and Python would wait for them at exit."""
     for worker in multiprocessing.active_children():
         worker.kill()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_memory_of_an_earlier_file() -> Iterator[None]:
+    """Give freed memory back to the system: each fork of this process copies the tables of all that it has."""
+    yield
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(autouse=True)

@@ -67,17 +67,22 @@ def supervised_texts(split: datasets.Dataset, tokenizer: PreTrainedTokenizerFast
     return texts
 
 
-@pytest.mark.parametrize("data_format", FORMATS)
-def test_only_answers_are_supervised_in_every_row_format(tmp_path: Path, tokenizer_dir: Path, data_format: str) -> None:
-    source = write(tmp_path / "a.jsonl", [FORMATS[data_format](q, a) for q, a in zip(QUESTIONS, ANSWERS, strict=True)])
-    rows = run(tmp_path / "out", tokenizer_dir, source, packing="best_fit", validation_split=0)["train"]
+def test_only_answers_are_supervised_in_every_row_format(tmp_path: Path, tokenizer_dir: Path) -> None:
+    said = {name: [answer.replace("It", name) for answer in ANSWERS] for name in FORMATS}
+    sources = [
+        write(tmp_path / f"{name}.jsonl", [make(q, a) for q, a in zip(QUESTIONS, said[name], strict=True)])
+        for name, make in FORMATS.items()
+    ]
+    rows = run(tmp_path / "out", tokenizer_dir, *sources, validation_split=0)["train"]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out" / "tokenizer")
-    assert sorted(supervised_texts(rows, tokenizer)) == sorted(f"{answer}<|im_end|>" for answer in ANSWERS)
+    expected = [f"{answer}<|im_end|>" for answers in said.values() for answer in answers]
+    assert sorted(supervised_texts(rows, tokenizer)) == sorted(expected)
     manifest = manifest_of(tmp_path / "out")
+    assert manifest.settings.packing == "best_fit"  # the default for chats alone
     assert manifest.tokenizer.end_of_turn_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     split = manifest.ledger.splits["train"]
     assert split.tokens_supervised == sum(label != -100 for labels in rows["labels"][:] for label in labels)
-    assert split.tokens_padding / (split.rows * 128) < 0.1
+    assert split.tokens_padding / (split.rows * 128) < 0.15  # the last row of each of four sources has more
 
 
 def test_rows_of_llama3_chats_load_as_batches_with_labels_and_borders(tmp_path: Path, small_llama3_dir: Path) -> None:
@@ -150,7 +155,7 @@ def problems_in_chats(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "kinds, packing",
-    [("text", "concat"), ("chats", "best_fit"), ("text and chats", "best_fit"), ("alpaca", "best_fit")],
+    [("text", "concat"), ("text and chats", "best_fit"), ("alpaca", "best_fit")],
 )
 def test_packing_that_cuts_no_chat_is_the_default(
     tmp_path: Path, tokenizer_dir: Path, kinds: str, packing: str
@@ -201,7 +206,7 @@ def test_more_than_five_percent_cut_off_is_complained_of(
 ) -> None:
     long = tuple(f"turn {number} is a sentence" for number in range(14))
     few, many = (write(tmp_path / f"{n}.jsonl", chats_of(*[("Hi", "Ho")] * n, long)) for n in (400, 9))
-    for source, complains in ((few, False), (many, True)):
+    for source, complains in ((few, False), (many, True)) if too_long == "cut_end" else ((many, True),):
         folder = tmp_path / source.stem
         capsys.readouterr()
         run(folder, tokenizer_dir, source, max_length=64, too_long=too_long, validation_split=0)

@@ -1,10 +1,11 @@
 """Chats become the tokens of the tokenizer's template, and only the assistant's tokens are supervised."""
 
+import gc
 import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,16 @@ TOOLS = (
 Chat = list[dict[str, Any]]
 QUESTION: dict[str, Any] = {"role": "user", "content": "How many?"}
 ANSWER: dict[str, Any] = {"role": "assistant", "content": "Seven of them."}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_encoders() -> Iterator[None]:
+    """Free all encoders, of which each has megabytes that later files would keep in memory."""
+    yield
+    encoder.cache_clear()
+    reference.cache_clear()
+    gc.unfreeze()  # tokenizing has frozen what there was
+    gc.collect()
 
 
 @pytest.fixture(scope="module")

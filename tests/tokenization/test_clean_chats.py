@@ -169,7 +169,7 @@ def test_chats_beside_texts_are_left_out_for_what_is_wrong_with_each(
 def test_shards_of_mixed_sources_merge_to_one_run_byte_for_byte(
     tmp_path: Path, chatml_dir: Path, sources: list[Path]
 ) -> None:
-    sizes = ShardSizes(smallest=3_000)
+    sizes = ShardSizes(smallest=6_000)
     flags = [str(part) for name, value in OPTIONS.items() for part in (f"--{name}", value)]
     flags += ["--dataset", *map(str, sources), "--tokenizer_name", str(chatml_dir)]
     tokenize_dataset.main([*flags, "--num_proc", "2", "--output_dir", str(tmp_path / "one")], sizes)

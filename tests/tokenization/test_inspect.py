@@ -360,7 +360,7 @@ def test_dataset_cannot_send_commands_to_the_terminal(hard_dir: Path, capsys: py
     assert "⟨U+001B⟩[31m" in output.replace("\n", "")
 
 
-@pytest.mark.parametrize("kind", ["smollm2", "spm"])
+@pytest.mark.parametrize("kind", ["chatml", "small_spm"])
 def test_texts_of_the_tokens_join_to_the_text(kind: str, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue(f"{kind}_dir")
     vocabulary = load_vocabulary(folder)

@@ -1,7 +1,6 @@
 """Tokenizers of each kind give the ids of the library they come from, also after saving and loading."""
 
 import base64
-import ctypes
 import gc
 import json
 import random
@@ -26,10 +25,10 @@ from fabric_train.tokenization.tokenizers.tokenizer_model import HARD_STRINGS, S
 
 @pytest.fixture(scope="module", autouse=True)
 def _free_large_tokenizers() -> Iterator[None]:
-    """Give back the memory of the fixtures below: each later fork of this process would copy the tables of it."""
+    """Free what the fixtures below have loaded, which later files would keep in memory."""
     yield
+    gc.unfreeze()  # tokenizing has frozen what there was
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(scope="module")

@@ -81,11 +81,11 @@ def first(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, source
 
 
 @pytest.fixture(scope="module")
-def second(tmp_path_factory: pytest.TempPathFactory, spm_dir: Path, sources: dict[str, str]) -> Path:
+def second(tmp_path_factory: pytest.TempPathFactory, small_spm_dir: Path, sources: dict[str, str]) -> Path:
     """With another tokenizer, packing and row length than the first."""
     folder = tmp_path_factory.mktemp("second") / "tokens"
     options = {"packing": "none", "max_length": 50, "overlap": 7, "validation_split": 0}
-    tokenize(folder, spm_dir, sources["shared"], sources["moon"], **options)
+    tokenize(folder, small_spm_dir, sources["shared"], sources["moon"], **options)
     return folder
 
 
