@@ -103,8 +103,10 @@ def _peaks(run: ForkedRun, metrics: Path) -> list[int]:
             peaks[index] = max(peaks[index], _high_water(pid))
         return _num_rows(metrics) >= STEPS
 
-    run.wait_until(is_done)
-    run.finish()
+    if not run.wait_until(is_done):
+        raise ChildProcessError(run.report())
+    run.kill()  # its last save would take longer than its steps
+    run.wait()
     return peaks
 
 
