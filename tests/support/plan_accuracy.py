@@ -14,7 +14,7 @@ import numpy as np
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 
 LAYERS, WIDTH, VOCABULARY, LENGTH = 8, 512, 8192, 256
-STEPS = 4
+STEPS = 3
 TOLERANCE = 0.15
 RETURN_FREED = """
 import ctypes, fabric_train.training.run as program
