@@ -1,10 +1,11 @@
 """List the files on the way of one step, one document and one checkpoint: ``python -m tests.reading_list``.
 
 The calls are followed while they happen. A small text is tokenized, a small Llama trains on it for one step and saves a
-checkpoint, and a second run resumes from that, all on one CPU device, with small batches, no validation and otherwise the
-programs' defaults. A trace notes each statement of ``fabric_train/`` that runs. So it also follows what a reader of the source cannot see: a
-hook of PyTorch, a head that was replaced, a worker process, a thread. It does not follow what a plain run leaves out,
-such as cleaning, chats, mixtures, XLA, the kernels of a GPU, several ranks, and the report of an error.
+checkpoint, and a second run resumes from that, all on one CPU device, with small batches, no validation and otherwise
+the programs' defaults. A trace notes each statement of ``fabric_train/`` that runs. So it also follows what a reader of
+the source cannot see: a hook of PyTorch, a head that was replaced, a worker process, a thread. It does not follow what
+a plain run leaves out, such as cleaning, chats, mixtures, XLA, the kernels of a GPU, several ranks, and the report of
+an error.
 
 A way begins in some files and has all that they call, directly or through others, except functions that a subpackage
 above has handed down, such as the one that prints a line after a save. A file is on the list if at least
