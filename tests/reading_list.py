@@ -1,10 +1,11 @@
 """List the files on the way of one step, one document and one checkpoint: ``python -m tests.reading_list``.
 
 The calls are followed while they happen. A small text is tokenized, a small Llama trains on it for one step and saves a
-checkpoint, and a second run resumes from that, all on one CPU device, with the programs' defaults and no validation. A
-trace notes each statement of ``fabric_train/`` that runs. So it also follows what a reader of the source cannot see: a
-hook of PyTorch, a head that was replaced, a worker process, a thread. It does not follow what a plain run leaves out,
-such as cleaning, chats, mixtures, XLA, the kernels of a GPU, several ranks, and the report of an error.
+checkpoint, and a second run resumes from that, all on one CPU device, with small batches, no validation and otherwise
+the programs' defaults. A trace notes each statement of ``fabric_train/`` that runs. So it also follows what a reader of
+the source cannot see: a hook of PyTorch, a head that was replaced, a worker process, a thread. It does not follow what
+a plain run leaves out, such as cleaning, chats, mixtures, XLA, the kernels of a GPU, several ranks, and the report of
+an error.
 
 A way begins in some functions and has all that they call, directly or through others, except functions that a
 subpackage above has handed down, such as the one that prints a line after a save. What happens once in a run, before
@@ -183,6 +184,7 @@ def trace_programs(folder: Path) -> list[tuple[str, str, int]]:
     tokenize += ["--max_length", 32, "--validation_split", 0, "--num_proc", 1]
     training = ["--train_data_dir", tokens, "--model_name", folder / "model", "--output_dir", run, "--devices", 1]
     training += ["--accelerator", "cpu", "--num_workers", 0, "--loggers", "csv", "--lr_schedule", "constant"]
+    training += ["--total_batch_size", 4]
     with trace.of("tokenize"):
         tokenize_dataset.main([str(part) for part in tokenize])
     with trace.of("train"):
@@ -232,7 +234,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the lists into docs/architecture.md")
     parser.add_argument("--all", action="store_true", help="print all files, with the statements that run in each")
     given = parser.parse_args()
-    with contextlib.redirect_stdout(sys.stderr):  # what the traced programs print
+    # what the traced programs print; a forked run of this program has streams of our own, which would be on the list
+    with contextlib.redirect_stdout(sys.__stderr__), contextlib.redirect_stderr(sys.__stderr__):
         ways = read_ways()
     if given.write:
         text = DOCUMENT.read_text(encoding="utf-8")

@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import reading_list
+from tests.support.forked_runs import ForkedRuns
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
@@ -140,14 +139,14 @@ def test_the_page_of_the_rehearsal_counts_its_own_cases() -> None:
 
 
 @pytest.mark.slow
-def test_the_reading_list_is_that_of_the_code_and_each_way_is_short() -> None:
-    run = subprocess.run([sys.executable, "-m", "tests.reading_list"], cwd=ROOT, text=True, capture_output=True)
-    assert run.returncode == 0, run.stderr
+def test_the_reading_list_is_that_of_the_code_and_each_way_is_short(forked_runs: ForkedRuns) -> None:
+    run = forked_runs.start([], 1, program="tests.reading_list", draws=True)
+    run.finish()
     written = reading_list.written_list(reading_list.DOCUMENT.read_text(encoding="utf-8"))
     listed, found = (
-        sorted(re.sub(r"^\d+\.", "", text.strip(), flags=re.M).split("\n")) for text in (written, run.stdout)
+        sorted(re.sub(r"^\d+\.", "", text.strip(), flags=re.M).split("\n")) for text in (written, run.stdout())
     )
     assert listed == found, "run python -m tests.reading_list --write"
-    number_of_files = [int(number) for number in re.findall(r"\*\*: (\d+) files", run.stdout)]
+    number_of_files = [int(number) for number in re.findall(r"\*\*: (\d+) files", run.stdout())]
     limits = [way.limit for way in reading_list.WAYS.values()]
     assert all(number <= limit for number, limit in zip(number_of_files, limits, strict=True)), number_of_files

@@ -7,8 +7,8 @@ import copy
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -160,27 +160,58 @@ def trace_activations(shape: ModelShape, arguments: "TrainArguments", batch: Mic
     )
 
 
+@dataclass(frozen=True)
+class _Traced:
+    """All that a trace depends on; ``described`` is the content of ``config``, which cannot be compared itself."""
+
+    described: str
+    config: PretrainedConfig = field(compare=False)
+    layer_classes: frozenset[type[nn.Module]]
+    attention: str
+    masks: bool
+    loss_in_head: bool
+    budget: float
+    batch: MicroBatch
+
+
 def _trace(shape: ModelShape, num_layers: int, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
+    # flash, flex and variable-length attention keep the same tensors as sdpa's fused kernel, without its mask
+    attention = "eager" if arguments.model.attention == "eager" else "sdpa"
+    config = _cut(shape.config, num_layers)
+    return _trace_once(
+        _Traced(
+            described=f"{type(config)} {config.to_json_string(use_diff=False)}",
+            config=config,
+            layer_classes=shape.layer_classes,
+            attention=attention,
+            masks=batch.has_borders and shape.config._attn_implementation == attention,
+            loss_in_head=arguments.model.precision != "16-mixed",  # as model.parallelize.setup_model does
+            budget=kept_share(arguments.fsdp),
+            batch=batch,
+        )
+    )
+
+
+@cache  # a choice of ``auto`` and the plan of it take the same trace, which takes seconds
+def _trace_once(given: _Traced) -> Activations:
+    batch, budget = given.batch, given.budget
     with ExitStack() as kernels, FakeTensorMode():
         if batch.on_gpu:
             kernels.enter_context(traced_as("cuda"))
             kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention_on_gpu))
-        # flash, flex and variable-length attention keep the same tensors as sdpa's fused kernel, without its mask
-        attention = "eager" if arguments.model.attention == "eager" else "sdpa"
-        config = _cut(shape.config, num_layers)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=attention)
+        config = copy.deepcopy(given.config)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=given.attention)
         model.train()
-        layers = [module for module in model.modules() if type(module) in shape.layer_classes]
+        layers = [module for module in model.modules() if type(module) in given.layer_classes]
         live = _LiveBytes(model)
-        if arguments.model.precision != "16-mixed":  # as model.parallelize.setup_model does
+        if given.loss_in_head:
             compute_loss_in_head(model)
-        budget = kept_share(arguments.fsdp)
         if budget < 1:
             checkpoint_layers(layers, budget)
         ids = torch.zeros(batch.num_rows, batch.length, dtype=torch.int64)
         positions = torch.arange(batch.num_rows * (batch.length - 1))
         targets = Targets(positions, torch.zeros_like(positions))
-        _give_mask(model, layers, batch, batch.has_borders and shape.config._attn_implementation == attention)
+        _give_mask(model, layers, batch, given.masks)
 
         def forward() -> torch.Tensor:
             with torch.autocast("cpu", batch.autocast, enabled=batch.autocast is not None):

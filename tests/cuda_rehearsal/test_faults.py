@@ -28,10 +28,9 @@ def run_and_resume(line: list[str], run: Path, devices: int) -> tuple[PretendedR
     "options",
     [
         {"parallelism": "fsdp", "state_dict_type": "sharded"},  # shards end within rows
-        {"parallelism": "fsdp2"},
         {"parallelism": "fsdp2", "tensor_parallel_size": 2},
     ],
-    ids=["fsdp", "fsdp2", "tensor parallel"],
+    ids=["fsdp", "tensor parallel"],
 )
 def test_offloaded_state_is_saved_and_restored(
     tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path, options: dict[str, object]

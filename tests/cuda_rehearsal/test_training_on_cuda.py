@@ -8,6 +8,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.checkpoint_examples import TOKENIZER_FILES
+from tests.support.exports import VERIFY_IN_PROCESS
 from tests.support.pretended_cuda.rehearsal import (
     LATE,
     STEP_WAITS,
@@ -97,8 +98,10 @@ def test_background_saves_with_late_copies_equal_synchronous_ones(rehearsal: Reh
 
 
 def test_offloaded_run_resumes_on_devices_as_if_never_stopped(rehearsal: Rehearsal) -> None:
-    rehearsal.run("offloaded", OFFLOADED)
-    rehearsal.run("resumed", {**OFFLOADED, "checkpoint": rehearsal.checkpoint("offloaded", 2)})
+    first = rehearsal.run("offloaded", OFFLOADED)
+    resumed = rehearsal.run("resumed", {**OFFLOADED, "checkpoint": rehearsal.checkpoint("offloaded", 2)})
+    assert not foreign_contexts(first)  # a background save touches no other device
+    assert not foreign_contexts(resumed)
     whole = losses(rehearsal.folder / "offloaded")
     assert losses(rehearsal.folder / "resumed") == whole[-len(losses(rehearsal.folder / "resumed")) :]
     expected = tensor_files(rehearsal.checkpoint("offloaded", 4))
@@ -131,7 +134,8 @@ def test_evaluation_export_and_generation_run_on_a_device(rehearsal: Rehearsal) 
     trained, export = rehearsal.checkpoint("trained", 2), rehearsal.folder / "export"
     evaluated = rehearsal.run("evaluated", {"eval_only": "true", "checkpoint": trained, "precision": "bf16-true"})
     assert "validation loss" in evaluated.stdout
-    converted = run_pretended(["convert_to_hf", "--checkpoint", trained, "--output_dir", export], 1)
+    words = ["convert_to_hf", "--checkpoint", trained, "--output_dir", export]
+    converted = run_pretended(words, 1, before=VERIFY_IN_PROCESS)
     assert converted.returncode == 0, converted.stderr
     generated = run_pretended(["generate", "--model_name", export, "--prompt", "To be", "--num_tokens", 8], 1)
     assert generated.returncode == 0, generated.stderr

@@ -1,5 +1,6 @@
 """An optimizer from outside trains, is killed, and resumes bit for bit on another number of ranks."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,10 +52,7 @@ def saved(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("parallelism", "num_ranks"), [("fsdp", 1), ("fsdp2", 2)])
-def test_killed_run_resumes_bit_for_bit_on_other_ranks(
-    forked_runs: ForkedRuns, tmp_path: Path, parallelism: str, num_ranks: int
-) -> None:
+def test_killed_run_resumes_bit_for_bit_on_other_ranks(forked_runs: ForkedRuns, tmp_path: Path) -> None:
     """A window is two rows: their gradients have the same sum on two ranks as one after the other.
 
     Gradients are not clipped, because the last digits of their norm depend on the ranks.
@@ -76,12 +74,16 @@ def test_killed_run_resumes_bit_for_bit_on_other_ranks(
     forked_runs.start(line("whole", "fsdp", 2), 2, before=PLUG_IN).finish()
     killed = forked_runs.start(line("killed", "fsdp", 2), 2, before=KILLED)
     assert killed.wait() == [-9, -9]
-    forked_runs.start(line("killed", parallelism, num_ranks, resume="true"), num_ranks, before=PLUG_IN).finish()
-    whole, resumed = saved(tmp_path / "whole", 6), saved(tmp_path / "killed", 6)
-    states = {name.rpartition(".")[2] for name in resumed} - {"weight"}
-    assert states == {"velocity", "count"}
-    assert {int(state) for name, state in resumed.items() if name.endswith(".count")} == {6}
-    assert [name for name in whole if not torch.equal(resumed[name], whole[name])] == []
+    whole = saved(tmp_path / "whole", 6)
+    for parallelism, num_ranks in (("fsdp", 1), ("fsdp2", 2)):
+        run = f"resumed by {parallelism}"
+        shutil.copytree(tmp_path / "killed", tmp_path / run)
+        forked_runs.start(line(run, parallelism, num_ranks, resume="true"), num_ranks, before=PLUG_IN).finish()
+        resumed = saved(tmp_path / run, 6)
+        states = {name.rpartition(".")[2] for name in resumed} - {"weight"}
+        assert states == {"velocity", "count"}
+        assert {int(state) for name, state in resumed.items() if name.endswith(".count")} == {6}
+        assert [name for name in whole if not torch.equal(resumed[name], whole[name])] == [], run
 
 
 def test_the_plan_counts_the_states_that_it_declares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
