@@ -29,7 +29,6 @@ from tests.support import forked_runs as forks
 from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import RunProgram, run_python
 from tests.support.tiny_model import write_llama3_like_tokenizer, write_sentencepiece_tokenizer, write_tiny_model
-from tests.support.token_datasets import tokenize
 
 # A shell starts what it puts into the background with SIGINT ignored, and nohup does so with SIGHUP. Programs inherit
 # that, but not a function: pytest goes on to ignore these signals, and the programs that it starts receive them
@@ -203,6 +202,8 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, shakespeare_jsonl: 
 @pytest.fixture(scope="session")
 def tiny_tokens_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, shakespeare_jsonl: Path) -> Path:
     """A token dataset of a slice of Shakespeare (60 documents of 1,500 characters) in rows of 64 tokens."""
+    from tests.support.token_datasets import tokenize  # slow: torch and transformers, which not every process needs
+
     folder = tmp_path_factory.mktemp("tokens")
     documents = folder / "slice.jsonl"
     with shakespeare_jsonl.open(encoding="utf-8") as lines:

@@ -129,6 +129,7 @@ def test_closing_ends_what_still_runs(tmp_path: Path) -> None:
 
 def test_run_that_does_not_end_is_killed_and_its_output_shown(forked_runs: ForkedRuns) -> None:
     run = forked_runs.start([], 1, before="import time; print('hanging', flush=True); time.sleep(600)")
+    assert run.wait_until(lambda: "hanging" in run.stdout())
     with pytest.raises(TimeoutError, match="hanging"):
-        run.wait(timeout=1)
+        run.wait(timeout=0.1)
     assert run.codes() == [-9]
