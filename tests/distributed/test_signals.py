@@ -286,10 +286,11 @@ def test_a_run_on_one_machine_cannot_be_reached_from_another(
     ("name", "number", "to_all"),
     [
         ("fabric run", signal.SIGINT, True),  # Ctrl-C in a terminal
-        pytest.param("fabric run", signal.SIGTERM, False, marks=pytest.mark.launchers),  # docker stop
-        pytest.param("python -m", signal.SIGINT, True, marks=pytest.mark.launchers),
+        ("fabric run", signal.SIGTERM, False),  # docker stop
+        ("python -m", signal.SIGINT, True),
     ],
 )
+@pytest.mark.launchers
 def test_a_signal_to_the_launcher_saves_a_checkpoint(
     tmp_path: Path, arguments: Arguments, free_port: Callable[[], int], name: str, number: int, to_all: bool
 ) -> None:

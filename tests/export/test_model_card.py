@@ -475,14 +475,14 @@ def test_names_from_the_data_are_no_html_and_no_markdown(
     assert 'href="b"' not in html
 
 
-def test_a_wheel_has_the_templates_of_the_cards() -> None:
+def test_a_wheel_has_the_templates_and_all_other_files() -> None:
     package = Path(model_card.__file__).parents[1]
     text = (package.parent / "pyproject.toml").read_text(encoding="utf-8")
-    (listed,) = re.findall(r"^fabric_train = (\[.*\])$", text, re.MULTILINE)
+    (listed,) = re.findall(r"^fabric_train = (\[[^]]*\])$", text, re.MULTILINE)
     packed = {file for pattern in json.loads(listed) for file in package.glob(pattern)}
-    templates = {*(package / "export" / "templates").iterdir()}
-    assert templates
-    assert templates <= packed
+    files = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert package / "export" / "templates" / "model_card.md.j2" in files
+    assert files == packed
 
 
 # ------------------------------------------------------------------------------------------- where a model comes from
