@@ -8,7 +8,7 @@ import pytest
 from tests.support.pretended_cuda.run import PretendedRun, run_pretended
 from tests.support.short_runs import argv, metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cuda_rehearsal]
 SETTINGS = {"accelerator": "cuda", "max_step": 4, "eval_step_interval": 4, "save_step_interval": 2}
 
 

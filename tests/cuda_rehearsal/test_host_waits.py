@@ -9,7 +9,7 @@ from tests.support.pretended_cuda.run import run_pretended
 from tests.support.short_runs import argv
 from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cuda_rehearsal]
 STEPS = (2, 5)
 
 

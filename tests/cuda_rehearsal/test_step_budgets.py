@@ -25,7 +25,10 @@ def fake_step(case: Case, *options: str) -> FakeRun:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("parallelism", "checkpointing"), [("fsdp", "full"), ("fsdp2", "none")])
+@pytest.mark.parametrize(
+    ("parallelism", "checkpointing"),
+    [("fsdp", "full"), pytest.param("fsdp2", "none", marks=pytest.mark.cuda_rehearsal)],
+)
 def test_step_takes_no_more_than_its_budget(parallelism: str, checkpointing: str) -> None:
     case = Case("llama-3-8b", 1, parallelism, checkpointing)
     found = fake_step(case, "--num_layers", str(LAYERS))

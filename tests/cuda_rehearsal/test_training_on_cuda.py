@@ -85,6 +85,7 @@ def test_host_waits_in_a_step_at_the_named_lines_only(rehearsal: Rehearsal) -> N
     assert waits_in_steps(read) == {*STEP_WAITS, "item in clip_and_read"}
 
 
+@pytest.mark.cuda_rehearsal
 def test_background_saves_with_late_copies_equal_synchronous_ones(rehearsal: Rehearsal) -> None:
     rehearsal.run("synchronous", {**SAVES, "async_save": "false"})
     late = rehearsal.run("background", SAVES, copy_delay=LATE)
@@ -108,6 +109,7 @@ def test_offloaded_run_resumes_on_devices_as_if_never_stopped(rehearsal: Rehears
     assert tensor_files(rehearsal.checkpoint("resumed", 4)) == expected
 
 
+@pytest.mark.cuda_rehearsal
 def test_offloaded_tensor_parallel_run_trains_and_saves_as_on_devices(rehearsal: Rehearsal) -> None:
     options = {"parallelism": "fsdp2", "tensor_parallel_size": 2, "max_step": 2}
     rehearsal.run("tensor-parallel", options)
