@@ -81,6 +81,7 @@ class Recipe:
 
 
 def read_recipe(path: str | None) -> Recipe:
+    """Return the arguments in a YAML file, unchecked; raise an InputError if it cannot be read, or has none."""
     if path is None:
         return Recipe(None, {})
     loaded = yaml_core.load_file(path, "--recipe") or {}

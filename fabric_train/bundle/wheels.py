@@ -49,6 +49,7 @@ class Target:
 
     @property
     def machine(self) -> str:  # as ``uname -m`` has it
+        """The processor, as ``uname -m`` has it."""
         return {"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
 
     @property
@@ -136,6 +137,7 @@ def pip_download(target: Target, folder: Path, words: list[str], show: Callable[
 
 
 def installed_bytes(folder: Path) -> int:
+    """Return the bytes that the wheels in a folder take once they are installed."""
     return sum(member.file_size for wheel in folder.glob("*.whl") for member in zipfile.ZipFile(wheel).infolist())
 
 

@@ -85,10 +85,12 @@ class CheckpointManager:
 
     @property
     def is_writing(self) -> bool:
+        """Whether this rank's task in the pending save is running."""
         return self._task is not None and self._task.is_running
 
     @property
     def has_failed(self) -> bool:
+        """Whether this rank's task in the pending save has failed."""
         return self._task is not None and self._task.error is not None
 
     def is_best(self, state: TrainerState) -> bool:

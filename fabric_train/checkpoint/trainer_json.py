@@ -36,6 +36,7 @@ class TokenLoss:
 
     @property
     def loss(self) -> float:
+        """Nats per token; NaN without tokens."""
         return self.nats / self.num_tokens if self.num_tokens else math.nan
 
     @property
@@ -368,6 +369,7 @@ class Description:
     stages: tuple[TrainingStage, ...] = ()
 
     def after(self, seconds: float) -> "Description":
+        """Return the description after ``seconds`` of the present session."""
         now = tuple(replace(session, seconds=seconds) for session in self.sessions[-1:])
         return replace(self, sessions=(*self.sessions[:-1], *now))
 
@@ -415,6 +417,7 @@ class TrainerJson:
 
     @property
     def stream(self) -> StreamOrder | None:
+        """The order of the stream that the run read, None if it read token datasets."""
         return self.data if isinstance(self.data, StreamOrder) else None
 
     @property

@@ -106,6 +106,7 @@ def convert(kind: Any, value: Any) -> Any:
 
 
 def describe(kind: Any) -> str:
+    """Return in words what a value of this type looks like."""
     if get_origin(kind) is Literal:
         return ("one of " if len(get_args(kind)) > 1 else "") + ", ".join(get_args(kind))
     if get_origin(kind) in (Union, UnionType):
@@ -198,6 +199,7 @@ def groups_of(arguments: type) -> dict[str, type]:
 
 
 def types_of(arguments: type) -> dict[str, Any]:
+    """Return the types of all arguments by name, number ranges included."""
     return {
         name: kind
         for group in groups_of(arguments).values()
@@ -212,6 +214,7 @@ def positional_of(arguments: type) -> str | None:
 
 
 def is_required(field: dataclasses.Field) -> bool:
+    """Whether an argument has no default."""
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 

@@ -84,6 +84,7 @@ def report_to_torchrun(lines: Sequence[str], environment: Mapping[str, str] = os
 
 
 def end_children() -> None:
+    """End the ranks that this process has started and that still run."""
     for child in _children:
         child.terminate()
     deadline = time.monotonic() + _GRACE_SECONDS

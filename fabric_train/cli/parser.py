@@ -63,6 +63,7 @@ def advice_for_value(argument: str, kind: Any, value: Any) -> str | None:
 
 @functools.cache
 def read_table() -> dict[str, Any]:
+    """Return the names and values of other programs."""
     return yaml_core.load(yaml_core.read_text(str(Path(__file__).with_name("foreign_names.yaml"))))
 
 

@@ -301,6 +301,7 @@ class MixtureOrder:
         return self.mixtures[0].num_rows
 
     def rows_of(self, step: int) -> np.ndarray:
+        """Return the rows of a step as int64 [rows of the step]."""
         phase = self._phase_of(step)
         mixture = self.mixtures[phase]
         return mixture.rows_in(*divmod(step - 1 - self.starts_after[phase], mixture.windows_per_epoch))

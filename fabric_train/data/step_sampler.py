@@ -53,6 +53,7 @@ class Window:
 
     @property
     def num_rows(self) -> int:
+        """The number of rows over all ranks."""
         return len(self.rows)
 
     def rows_of(self, batch: int, world_size: int, rank: int) -> list[int]:
@@ -62,6 +63,8 @@ class Window:
 
 
 class WindowSource(Protocol):
+    """A source of windows for the training loop."""
+
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
         """Yield the windows of the steps ``after_step + 1`` to ``last_step``."""
 
@@ -111,6 +114,7 @@ class WindowOrder:
         return self.epoch_order(epoch)[start : start + self.rows_per_window]
 
     def epoch_of(self, step: int) -> int:
+        """Return the epoch of a step, counted from 0."""
         return self.mixture.epoch_of(step) if self.mixture else (step - 1) // self._windows_per_epoch
 
     def epoch_order(self, epoch: int) -> np.ndarray:

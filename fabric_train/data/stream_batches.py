@@ -213,6 +213,7 @@ class LaneOrder:
 
     @property
     def num_batches(self) -> int:
+        """Micro-batches of a window on each rank."""
         return self.rows_per_window // (self.micro_batch_size * self.world_size)
 
     def lanes(self, batch: int) -> range:
@@ -290,6 +291,7 @@ class StreamBatch:
     cursors: np.ndarray
 
     def pin_memory(self) -> "StreamBatch":
+        """Return the batch in page-locked memory (the DataLoader calls this)."""
         return StreamBatch(self.batch.pin_memory(), self.cursors)
 
 

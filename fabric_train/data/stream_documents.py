@@ -219,6 +219,7 @@ class StreamedDocuments:
 
     @cached_property
     def source_names(self) -> tuple[str, ...]:
+        """The names of the sources; places of one name are one source."""
         return tuple(dict.fromkeys(place.name for place in self.places))
 
     def read(self, epoch: int) -> Iterator[Document]:

@@ -92,6 +92,7 @@ class Stream:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end documents, and turns of chats."""
         end_of_turn = self.chat_template.end_of_turn_token_id if self.chat_template else None
         return (self.tokenizer.eos_token_id, *([end_of_turn] if end_of_turn is not None else []))
 

@@ -126,6 +126,7 @@ class Rows(IndexedRows):
         return max(self.lengths())
 
     def shortest(self) -> int:
+        """Return the number of tokens in the shortest row."""
         return min(self.lengths())
 
     def lengths(self) -> set[int]:
@@ -240,6 +241,7 @@ class TokenDataset:
 
     @property
     def isolates(self) -> bool:
+        """Whether training keeps the documents of a row apart."""
         return self.train.isolates
 
     @property
@@ -252,6 +254,7 @@ class TokenDataset:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end documents, and turns of chats; none for an older folder without a manifest."""
         return self.manifest.tokenizer.stop_token_ids if self.manifest else ()
 
     @property

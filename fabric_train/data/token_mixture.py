@@ -248,6 +248,7 @@ class TokenMixture:
 
     @property
     def isolates(self) -> bool:
+        """Whether training keeps the documents of a row apart."""
         return self.train.isolates
 
     @property
@@ -273,14 +274,17 @@ class TokenMixture:
 
     @functools.cached_property
     def fingerprint(self) -> str:
+        """The SHA-256 of the fingerprints of the token datasets, in their order."""
         return hashlib.sha256("\n".join(part.fingerprint for part in self.parts).encode()).hexdigest()
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end documents, and turns of chats."""
         return self.manifest.tokenizer.stop_token_ids
 
     @property
     def attachments(self) -> tuple[Path, ...]:
+        """The files and folders that each checkpoint copies, so that it can be exported and used on its own."""
         return self.manifest_folder / FILE_NAME, self.parts[0].folder / "tokenizer"
 
     def write_manifest(self) -> None:

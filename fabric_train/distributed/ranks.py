@@ -65,6 +65,7 @@ def gather_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor
 
 
 def sum_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the data ranks' tensors, on this rank's device."""
     return gather_over_data_ranks(fabric, tensor).sum(dim=0)
 
 
@@ -133,6 +134,7 @@ class FlatShard:
 
     @property
     def size(self) -> int:
+        """Number of elements of the flat vector on each rank, padding included."""
         return self.local.numel()
 
     def range(self, rank: int) -> tuple[int, int]:
@@ -142,6 +144,7 @@ class FlatShard:
         return begin, end
 
     def owner(self, element: int) -> int:
+        """Return the rank of the group that holds an element of the flattened parameter."""
         return (self.start + element) // self.size
 
 

@@ -53,6 +53,7 @@ class StopSignals:
             signal.signal(number, _do_nothing)
 
     def defer(self) -> None:
+        """Only record the first signal from now on."""
         self.is_deferred = True
 
     def ignore(self) -> None:
@@ -91,6 +92,7 @@ def describe_signal(number: int) -> str:
 
 
 def describe_stop_outside_training(cause: str) -> str:
+    """Return the line for a run that ``cause`` stopped when it had nothing to save."""
     return f"stopped by {cause} outside of training, with nothing to save; continue with --resume true"
 
 
@@ -226,6 +228,7 @@ class Heartbeat:
         self.position, self._since = Position(step, phase, index, is_slow), now
 
     def take_time(self) -> None:
+        """Record that this rank may keep the others waiting for long at its position."""
         self.position = replace(self.position, is_slow=True)
 
     def __str__(self) -> str:

@@ -50,6 +50,7 @@ class Difference:
 
     @property
     def excludes_0(self) -> bool:
+        """Whether the interval has only differences of one sign."""
         return self.interval[0] > 0 or self.interval[1] < 0
 
 

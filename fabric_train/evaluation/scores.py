@@ -57,9 +57,11 @@ class ModelScores:
     scores: list[TaskScore]
 
     def of(self, settings: TaskSettings) -> TaskScore | None:
+        """Return the scores of a task with these settings, None if it has not been evaluated."""
         return next((score for score in self.scores if score.settings == settings), None)
 
     def missing(self, settings: Sequence[TaskSettings]) -> list[TaskSettings]:
+        """Return the tasks that have not been evaluated, each once."""
         return [one for one in dict.fromkeys(settings) if self.of(one) is None]
 
 
@@ -72,6 +74,7 @@ def read_scores(path: Path, unscored: ModelScores) -> ModelScores:
 
 
 def read_score_file(path: Path) -> ModelScores:
+    """Return the content of a file of scores; raise an InputError if it is damaged."""
     return read_json(path, ModelScores, "remove it to evaluate the model again")
 
 
@@ -83,6 +86,7 @@ def add_score(path: Path, scores: ModelScores, score: TaskScore) -> ModelScores:
 
 
 def finite(value: float) -> float | None:
+    """Return the number, None if it is infinite or NaN."""
     return value if math.isfinite(value) else None
 
 
@@ -108,6 +112,7 @@ class ScoreTable:
     cells: Mapping[tuple[str, Column], MetricScore]
 
     def cell(self, model: ModelScores, column: Column) -> MetricScore | None:
+        """Return a mean score, None if it is not complete."""
         return self.cells.get((model.name, column))
 
 
@@ -173,6 +178,7 @@ def to_csv(table: ScoreTable, tasks: Sequence[LanguageTask]) -> str:
 
 
 def to_markdown(table: ScoreTable) -> str:
+    """Return the table of means as markdown."""
     head = ["model", *(column.title for column in table.columns)]
     lines = [head, ["---", *("---:" for _ in table.columns)]]
     lines += [[model.name, *_cells(table, model)] for model in table.models]
@@ -180,6 +186,7 @@ def to_markdown(table: ScoreTable) -> str:
 
 
 def to_rich(table: ScoreTable) -> "Table":
+    """Return the table of means for the terminal."""
     from rich.table import Table
     from rich.text import Text
 

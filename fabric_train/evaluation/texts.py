@@ -315,6 +315,7 @@ def device_kind() -> str:
 
 
 def full_digest(text: str) -> str:
+    """Return the SHA-256 of a text."""
     return _digest(text.encode())
 
 

@@ -82,6 +82,7 @@ class WatchedTexts:
         return cls(frozenset(identities), ("--texts", *arguments.texts, "--output_dir", str(output), *options))
 
     def has_all(self, evaluated: loss_table.Evaluated, model: WatchedModel, name: str) -> bool:
+        """Return whether a model with these weights has been evaluated on each text, under a name."""
         lines = [line for lines in evaluated.get(name, {}).values() for line in lines]
         return self.identities <= {line.text for line in lines if line.weights == model.weights}
 

@@ -56,6 +56,7 @@ class AveragedTensors:
         return len(self._last)
 
     def shape(self, name: str) -> torch.Size:
+        """Return the shape of the full tensor without reading it."""
         return self._last.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:

@@ -92,6 +92,7 @@ class ModelRecord:
 
 
 def read_record(checkpoint: Path, parts: Sequence[AveragePart] = ()) -> ModelRecord:
+    """Return what a complete checkpoint says about its model."""
     saved, manifest = checkpoints.read_trainer_json(checkpoint), read_manifest(checkpoint)
     certificate = read_certificate(checkpoints.run_of(checkpoint), saved.state.step)
     return ModelRecord(checkpoint, saved, manifest, saved.base_model, certificate, PublicNames(manifest), tuple(parts))
@@ -210,6 +211,7 @@ def stream_rows(record: ModelRecord) -> list[Row]:
 
 
 def stream_files(record: ModelRecord) -> list[str]:
+    """Return name, size and hash of each file of a stream."""
     identities = [line.rsplit(", ", 2) for line in (record.saved.stream.sources if record.saved.stream else ())]
     return [f"{last_part(one[0])}, {one[1]}, {one[2]}" for one in identities if one[-1].startswith("sha256")]
 
@@ -286,6 +288,7 @@ class Cleaning:
 
 
 def read_cleaning(manifest: Manifest) -> Cleaning:
+    """Return what a manifest says about the cleaning of the texts."""
     by_dataset = [(last_part(part.name), part.cleaning) for part in manifest.parts] or [("", manifest.cleaning)]
     of_each = [{name: json.dumps(part[name]) for name in part if name != _TASKS} for _, part in by_dataset]
     of_several = any(one != of_each[0] for one in of_each)

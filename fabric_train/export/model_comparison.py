@@ -75,6 +75,7 @@ _NOT_RUN = _Outputs("tensors only", [], None, [])
 
 
 def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
+    """Compare an export with what it was made from; a damaged file is a fault of the report, not an error."""
     hf_model.quiet_transformers()
     try:
         hf_model.check_readable(str(folder))

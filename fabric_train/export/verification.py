@@ -91,6 +91,7 @@ def is_verified_export(folder: Path, source: ExportSource, dtype: torch.dtype) -
 
 
 def find_faults(report: VerificationReport, dtype: torch.dtype) -> list[str]:
+    """Return what does not match, in words."""
     faults = []
     for names, what in (
         (report.tensors.missing, "tensors missing"),

@@ -103,6 +103,7 @@ class AdamW(DeclaredStates, torch.optim.AdamW):
     """torch's AdamW, whose moments have the dtype of the weights."""
 
     def declare_states(self, parameter: nn.Parameter) -> tuple[State, ...]:
+        """Return both moments and the number of steps."""
         return _declared(parameter.dtype)
 
     def restore_states(self, parameter: nn.Parameter, states: Mapping[str, torch.Tensor]) -> None:

@@ -65,6 +65,7 @@ class Schedule:
     last_step: int | None = None
 
     def rate(self, step: int) -> float:
+        """Return the learning rate of the run's optimizer step ``step``."""
         return learning_rate(min(step - self.starts_after, self.num_steps), self.num_steps, self.arguments)
 
     def takes(self, step: int) -> bool:
@@ -105,5 +106,6 @@ def decay_form(arguments: "TrainingArguments") -> str:
 
 
 def set_learning_rate(optimizer: Any, rate: float) -> None:
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -103,6 +103,7 @@ class Budget:
 
 
 def make_budget(units: Units, layout: Layout, activations: Activations, saves_in_background: bool) -> Budget:
+    """Return the bytes that a run needs."""
     saved = layout.held * units.total + units.saved_states
     units = units.part(layout.world_size // layout.num_data_ranks)
     whole, trained, states = (
@@ -254,6 +255,7 @@ class RunRequest:
         )
 
     def num_checkpoints(self) -> int:
+        """Return the number of checkpoints on the disk at the end of the run."""
         (saved, evaluated), keep = self._saved_steps(), self.arguments.save.keep_checkpoints
         number = len(saved) + bool(evaluated - saved)  # the best by validation loss is kept too
         return number if keep is None else min(number, keep + 1)

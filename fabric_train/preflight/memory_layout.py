@@ -66,10 +66,12 @@ class Layout:
 
     @property
     def num_copies(self) -> int:
+        """Groups of ranks that each hold the whole model."""
         return self.num_data_ranks // self.num_shards
 
     @property
     def is_sharded(self) -> bool:
+        """Whether weights are sharded, and gathered for computing."""
         return self.num_shards > 1
 
 
@@ -136,6 +138,7 @@ def offloaded_bytes(shape: ModelShape, layout: Layout, states: int) -> int:
 
 
 def make_layout(arguments: "TrainArguments", plan: StepPlan, parallelism: str) -> Layout:
+    """Return the layout that the arguments of a run ask for."""
     precision, fsdp = arguments.model.precision, arguments.fsdp
     num_shards = plan.num_data_ranks if parallelism in ("fsdp", "fsdp2") else 1
     if parallelism == "fsdp" and fsdp.sharding_strategy == "NO_SHARD":

@@ -75,6 +75,7 @@ def print_plan(run: PreparedRun) -> None:
 
 
 def make_request(run: PreparedRun) -> RunRequest:
+    """Return what the forecast of a run needs to know."""
     arguments, on_gpu = run.arguments, run.devices.accelerator == "cuda"
     given = parse_size(arguments.planning.device_memory or "")
     share_of_machine = machine_memory() // (run.plan.world_size // arguments.device.num_nodes)

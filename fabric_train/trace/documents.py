@@ -252,6 +252,7 @@ def _reads(history: RunHistory, stretch: Stretch, found: list[IndexedDocument]) 
 
 
 def print_step(listed: StepDocuments) -> None:
+    """Print the documents of a step."""
     console = _console()
     taken = "" if listed.is_taken else ", which no checkpoint has yet"
     ranks = f"{listed.num_ranks} rank" + ("s" if listed.num_ranks > 1 else "")
@@ -272,6 +273,7 @@ def _place(one: DocumentInStep) -> str:
 
 
 def print_document(found: DocumentSteps) -> None:
+    """Print where a document is, the steps that read it, and the checkpoints with and without it."""
     console = _console()
     for one in found.found:
         _line(console, _describe(one))

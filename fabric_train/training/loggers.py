@@ -159,6 +159,7 @@ class SampleFile(Logger):
             write_atomically(path, kept)
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
+        """Append samples, and wait until they are on the disk."""
         with open_to_write(self._path, "a", newline="") as file:
             file.writelines(map(_line, samples))
             file.flush()
@@ -293,6 +294,7 @@ class Outputs:
             logger.log(metrics)
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
+        """Log the samples of a step to all, before its metrics."""
         for logger in self._loggers:
             logger.log_samples(samples)
 

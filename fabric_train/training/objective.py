@@ -74,6 +74,7 @@ class CrossEntropy:
     metric_names = ()
 
     def count(self, batch: Batch) -> torch.Tensor:
+        """Return the number of supervised tokens."""
         return count_supervised(batch.labels)
 
     def loss(self, model: Any, batch: Batch, scale: torch.Tensor | None = None) -> BatchLoss:
@@ -102,6 +103,7 @@ def use_objective(make: MakeObjective) -> None:
 
 
 def objective_of(arguments: "TrainArguments") -> Objective:
+    """Return the objective of a run."""
     return _make(arguments)
 
 

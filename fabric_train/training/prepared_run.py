@@ -121,10 +121,12 @@ class PreparedRun:
 
     @property
     def ends_early(self) -> bool:
+        """Whether early stopping has ended the run where it would start."""
         return self.early_stopping is not None and self.early_stopping.ends(self.start.state)
 
     @property
     def schedule_steps(self) -> int:
+        """Number of steps of the learning-rate schedule; after them the rate stays."""
         return self.start.schedule_steps or self.plan.num_steps
 
     @property
@@ -134,6 +136,7 @@ class PreparedRun:
 
     @property
     def phase_schedules(self) -> tuple[PhaseSchedule, ...]:
+        """The schedules of phases as trainer.json has them."""
         own = [(phase, phase.schedule) for phase in self.plan.phases if phase.schedule]
         return tuple(
             PhaseSchedule(phase.first_step, phase.last_step, schedule.num_steps, schedule.decided_by)

@@ -90,6 +90,7 @@ class Replay:
 
     @property
     def compared(self) -> list[str]:
+        """The columns of metrics.csv that are compared: those that the logged steps have."""
         found = {name for row in self.logged for name in (*_exact(row), *_figures(row))}
         return [*(("val_loss",) if self.evaluations else ()), *sorted(found)]
 
@@ -126,6 +127,7 @@ class Certificate:
 
     @property
     def faults(self) -> list[str]:
+        """A line for each difference, the first one first."""
         return [*self.replay.faults, *(fault for step in self.steps for fault in step.faults)]
 
     @property
@@ -134,6 +136,7 @@ class Certificate:
 
     @property
     def rule(self) -> str:
+        """How near the figures have to be, and why."""
         replay = self.replay
         reasons = dict.fromkeys(one for layout in replay.there for one in replay.here.differences(layout))
         if not reasons:

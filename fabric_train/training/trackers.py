@@ -272,6 +272,7 @@ class WandbLogger(Logger):
         self._last_step = metrics.step
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
+        """Log the samples of a step, whose metrics follow, as a table."""
         if samples:
             rows = [[sample.prompt, sample.text] for sample in samples]
             table = self._wandb.Table(columns=["prompt", "text"], data=rows)
