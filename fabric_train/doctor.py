@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import psutil
 from rich import box
@@ -74,17 +75,20 @@ class DoctorArguments:
     """Print the results as JSON."""
 
 
+Level = Literal["ok", "warning", "fault"]
+
+
 @dataclass(frozen=True)
 class NodeCheck:
     """A finding: a "fault" stops a run or leaves its GPUs unused, a "warning" slows it down or stops some, or "ok"."""
 
     name: str
-    level: str
+    level: Level
     found: str
     fix: str = ""
 
 
-Finding = tuple[str, str] | tuple[str, str, str]
+Finding = tuple[Level, str] | tuple[Level, str, str]
 """What a :class:`NodeCheck` has after its name."""
 
 
@@ -135,7 +139,7 @@ def check_node(output_dir: str | None) -> Iterator[tuple[str, Finding]]:
     yield "InfiniBand", _check_infiniband(infiniband)
     home = Path(os.path.expanduser("~"))  # Path.home fails for a user without a home
     caches = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
-    folders: dict[str, tuple[str | Path | None, float, str]] = {
+    folders: dict[str, tuple[str | Path | None, float, Level]] = {
         "working folder": (Path.cwd(), _FREE_FOR_CACHES, "warning"),
         "HF_HOME": (os.environ.get("HF_HOME") or f"{caches}/huggingface", _FREE_FOR_MODELS, "warning"),
         "TRITON_CACHE_DIR": (os.environ.get("TRITON_CACHE_DIR") or home / ".triton/cache", _FREE_FOR_CACHES, "warning"),
@@ -362,7 +366,7 @@ def _matches(wanted: str, interfaces: list[str], is_prefix: bool) -> bool:
     return any(one != excluded for one in named)
 
 
-def _check_folder(folder: Path, wanted: float, level: str) -> Finding:
+def _check_folder(folder: Path, wanted: float, level: Level) -> Finding:
     """Write a file into a folder, or into the nearest one above it that exists, and look at the free disk there.
 
     Runs usually need ``wanted`` bytes. ``level`` is that of a folder that cannot be written to.

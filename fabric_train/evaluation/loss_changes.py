@@ -7,8 +7,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from fabric_train.cli.templates import open_templates
 from fabric_train.evaluation.texts import EncodedText
 from fabric_train.tokenization.inspect.page import html_page, marked
 from fabric_train.tokenization.inspect.row_view import visible
@@ -123,13 +123,7 @@ def _extremes(
 def changes_page(changes: LossChanges, tokenizer: Any) -> str:
     """Return the page, with every text of the documents escaped; ``tokenizer`` is that of both models."""
     folder = Path(__file__).with_name("templates")
-    templates = Environment(
-        loader=FileSystemLoader(folder),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    templates = open_templates(folder)
     templates.filters |= {"visible": visible, "marked": marked}
     with TemporaryDirectory() as saved:
         tokenizer.save_pretrained(saved)

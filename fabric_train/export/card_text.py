@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from fabric_train.cli.output import redact
+from fabric_train.cli.templates import open_templates
 from fabric_train.tokenization.manifest import Manifest
 
 SHOWN_DIGITS = 12
@@ -107,14 +106,7 @@ def public_value(value: Any) -> str:
     return value if _HUB_NAME.fullmatch(value) and not Path(value).exists() else last_part(value)
 
 
-_TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).with_name("templates")),
-    autoescape=True,
-    finalize=escaped,
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
+_TEMPLATES = open_templates(Path(__file__).with_name("templates"), finalize=escaped)
 _TEMPLATES.filters |= {"cell": _cell, "code": code, "listed": listed, "number": number, "public": public_value}
 _TEMPLATES.filters["rounded"] = _rounded
 _TEMPLATES.globals |= {"table": table, "link": link}

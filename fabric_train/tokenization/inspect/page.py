@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from fabric_train.cli.templates import open_templates
 from fabric_train.tokenization.inspect import report as reports
 from fabric_train.tokenization.inspect.comparison import Comparison
 from fabric_train.tokenization.inspect.comparison_tables import NAMES, sections
@@ -83,14 +83,7 @@ def _title(token: Token) -> str:
     return f"{position}, id {' '.join(map(str, token.ids))}{name}: {visible(token.text)!r}\n{label}"
 
 
-_TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).with_name("templates")),
-    autoescape=True,
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
+_TEMPLATES = open_templates(Path(__file__).with_name("templates"), keep_trailing_newline=True)
 _TEMPLATES.filters |= {"visible": visible, "marked": marked, "title": _title}
 _TEMPLATES.filters["number"] = "{:,}".format
 _PARTS: Any = _TEMPLATES.get_template("parts.html.j2").module
