@@ -11,10 +11,5 @@ def open_templates(folder: Path, **options: Any) -> Environment:
 
     ``options`` are further ones of jinja2's ``Environment``.
     """
-    strict: dict[str, Any] = {
-        "autoescape": True,
-        "undefined": StrictUndefined,
-        "trim_blocks": True,
-        "lstrip_blocks": True,
-    }
-    return Environment(loader=FileSystemLoader(folder), **strict, **options)
+    options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True, **options}
+    return Environment(loader=FileSystemLoader(folder), **options)
