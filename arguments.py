@@ -7,7 +7,7 @@ the ``--config`` file at once. Names and defaults are those of the system that t
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from fabric_train.cli.argument_types import (
@@ -258,6 +258,55 @@ class ModelArguments:
 
     def _has(self, name: str) -> bool:
         return getattr(self, name) is not None
+
+
+@dataclass(frozen=True)
+class AdapterArguments:
+    """Adapter"""
+
+    adapter: Literal["lora", "dora"] | None = None
+    """Train an adapter beside the frozen weights of the model, instead of all weights: lora, or dora, which also trains
+    the norms of the weights' rows. The other arguments of this group need it; --lora_rank alone means lora.
+    """
+    lora_rank: PositiveInt | None = None
+    """Inner dimension of the adapter's matrices; default: 16."""
+    lora_alpha: PositiveFloat | None = None
+    """The adapter's change of a layer is scaled by alpha / rank; default: twice the rank."""
+    lora_dropout: UnitInterval = 0.0
+    """Share of a layer's inputs that the adapter does not see in a step."""
+    lora_targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Linear layers with an adapter, by name (q_proj v_proj), or by a regular expression of the whole name; all-linear
+    are all except the head.
+    """
+    lora_rslora: bool = False
+    """Scale by alpha / √rank, with which higher ranks learn as fast as lower ones."""
+    train_also: list[str] | None = None
+    """Modules of the model that train as a whole beside the adapter, such as embed_tokens lm_head."""
+    init_adapter: str | None = None
+    """Folder of an adapter, of a run or of peft, with whose weights the new adapter begins."""
+
+    @property
+    def kind(self) -> str | None:
+        """Kind of the adapter; None to train all weights."""
+        return self.adapter or ("lora" if self.lora_rank is not None else None)
+
+    @property
+    def rank(self) -> int:
+        return self.lora_rank or 16
+
+    @property
+    def alpha(self) -> float:
+        return self.lora_alpha or 2.0 * self.rank
+
+    def faults(self) -> list[str]:
+        """Return values that are of an adapter where there is none, and values that no adapter has."""
+        faults = ["--lora_dropout must be below 1"] if self.lora_dropout == 1 else []
+        faults += ["--lora_targets names nothing: give layers, or leave it out"] if not self.lora_targets else []
+        if self.kind is None and self.init_adapter is None:
+            defaults = asdict(AdapterArguments())
+            given = [name for name, value in asdict(self).items() if value != defaults[name]]
+            faults += [f"--{name} needs --adapter lora or dora: without it all weights train" for name in given]
+        return faults
 
 
 @dataclass(frozen=True)
@@ -619,6 +668,7 @@ class TrainArguments:
     device: DeviceArguments
     data: DataArguments
     model: ModelArguments
+    adapter: AdapterArguments
     fsdp: FSDPArguments
     checkpoint: CheckpointArguments
     training: TrainingArguments

@@ -10,10 +10,13 @@ step-00000500/
   LICENSE  NOTICE  USE_POLICY.md        of the base model, as far as it has them
   stream.json                           the position of every lane of a stream
   model.safetensors  optimizer/         full: one file each, written by all ranks together
+  adapter_model.safetensors             instead of the weights, if an adapter trains: in peft's format, with
+  adapter_config.json                   its configuration; trainer.json names the base model
   model/  optimizer/                    sharded: one safetensors file per rank, with the offsets of its blocks
 """
 
 # ruff: noqa: F401 - what the other subpackages import from here
+from fabric_train.checkpoint.adapter_folder import choose_adapter, find_base, is_adapter, open_adapted, read_base_name
 from fabric_train.checkpoint.discovery import (
     Damages,
     best_checkpoint,

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from lightning import Fabric
 
+from fabric_train.checkpoint.adapter_folder import CONFIG as ADAPTER_CONFIG
+from fabric_train.checkpoint.adapter_folder import peft_config
 from fabric_train.checkpoint.discovery import lowest_loss, prune, remove_leftovers, replace_checkpoint
 from fabric_train.checkpoint.files import BackgroundTask, RankWriter, Staging, join_parts
 from fabric_train.checkpoint.tensors import local_optimizer_state, local_weights, rank_writes
@@ -123,7 +125,8 @@ class CheckpointManager:
         target = self.path(state)
         temporary = temporary_for(target, self._process)
         tensors = (local_weights(self._model), local_optimizer_state(self._model, self._optimizer.optimizer))
-        kind, parts = self._description.state_dict_type, zip(("model", "optimizer"), tensors, strict=True)
+        model, kind = ("adapter" if self._description.adapter_base else "model"), self._description.state_dict_type
+        parts = zip((model, "optimizer"), tensors, strict=True)
         writes = [write for part, of_part in parts for write in rank_writes(part, of_part, self._fabric, kind)]
         if self._fabric.device.type == "xla":  # whose tensors only one thread may use
             writes = [replace(write, data=write.data.cpu()) for write in writes]
@@ -241,6 +244,9 @@ class CheckpointManager:
         scaler = self._fabric.strategy.precision.state_dict()
         content = {"format": FORMAT, **to_content(state), **description, **kind, "grad_scaler": scaler}
         texts = {"trainer.json": json.dumps(content, indent=2) + "\n"}
+        if self._description.adapter_base:
+            of_peft = peft_config(self._model, self._description.adapter_base)
+            texts[ADAPTER_CONFIG] = json.dumps(of_peft, indent=2) + "\n"
         if isinstance(cursors, Path):
             if (cursors / "stream.json").is_file():
                 texts["stream.json"] = (cursors / "stream.json").read_text(encoding="utf-8")

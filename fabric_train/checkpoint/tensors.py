@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fabric_train.checkpoint.adapter_folder import PREFIX
+from fabric_train.checkpoint.adapter_folder import WEIGHTS as ADAPTER_WEIGHTS
 from fabric_train.checkpoint.trainer_json import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.ranks import (
@@ -29,12 +31,17 @@ from fabric_train.distributed.ranks import (
     named_parameters,
     original_name,
 )
+from fabric_train.model.adapter import adapted_layers
 from fabric_train.model.load_weights import read_local_part
 from fabric_train.model.trained_parts import trained_parameters
 from fabric_train.model.weight_files import DTYPES, SHARDING_INFO, CheckpointTensors
 from fabric_train.optim.states import DeclaredStates, State
 
-_FULL = {"model": "model.safetensors", "optimizer": "optimizer/optimizer.safetensors"}
+_FULL = {
+    "model": "model.safetensors",
+    "adapter": ADAPTER_WEIGHTS,
+    "optimizer": "optimizer/optimizer.safetensors",
+}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # of the start of the data, as in the safetensors library
 
@@ -64,8 +71,13 @@ class LocalTensor:
 
 
 def local_weights(model: Any) -> list[LocalTensor]:
-    """Return the parameters and persistent buffers of a set-up model. A tied weight appears once."""
+    """Return the parameters and persistent buffers of a set-up model. A tied weight appears once.
+
+    Of a model with an adapter, return what trains, under peft's names.
+    """
     cuts = flat_shards(model)
+    if next(adapted_layers(model), None):
+        return [_local(PREFIX + name, parameter, cuts) for name, parameter in trained_parameters(model)]
     weights = [_local(original_name(name), parameter, cuts) for name, parameter in named_parameters(model)]
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -237,14 +249,17 @@ class Write:
 
 
 def rank_writes(part: str, tensors: list[LocalTensor], fabric: Fabric, state_dict_type: str) -> list[Write]:
-    """Return this rank's writes of ``part``, "model" or "optimizer"; ``state_dict_type`` is "full" or "sharded"."""
-    if state_dict_type == "sharded":
+    """Return this rank's writes of ``part``, "model", "adapter" or "optimizer".
+
+    ``state_dict_type`` is "full" or "sharded"; an adapter is in one file.
+    """
+    if state_dict_type == "sharded" and part != "adapter":
         return sharded_writes(part, align_to_rows(tensors, fabric.device), fabric.global_rank)
     return full_writes(part, tensors, fabric.global_rank)
 
 
 def full_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Write]:
-    """Return this rank's writes into the file of ``part``, "model" or "optimizer". Rank 0 also writes the header."""
+    """Return this rank's writes into the file of ``part``, see ``rank_writes``. Rank 0 also writes the header."""
     file = _FULL[part]
     entries = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     header, offsets = safetensors_header(entries, {"format": "pt"})

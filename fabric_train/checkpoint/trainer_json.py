@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, create_model
 from fabric_train.cli.errors import InputError
 from fabric_train.data.stream_batches import LaneCursor
 from fabric_train.files.regular_file import read_json
-from fabric_train.model.origin import ModelOrigin, find_stages_file
+from fabric_train.model.origin import AdapterBase, ModelOrigin, find_stages_file
 
 FORMAT = 2
 _ADVICE = "use another checkpoint"
@@ -349,7 +349,7 @@ class Description:
     names the sources of a mixture as ``--shares`` does, in the order of their rows; ``mixture_tokens`` are the tokens
     of each by the source of documents. ``sessions`` are those from the first step to the present one, also of the run
     that a branch comes from. ``stages`` are the runs before this one, in their order: each began with the weights of
-    the one before.
+    the one before. ``adapter_base`` is None if all weights train.
     """
 
     state_dict_type: str
@@ -367,6 +367,7 @@ class Description:
     mixture_tokens: tuple[dict[str, Count], ...] = ()
     sessions: tuple[TrainingSession, ...] = ()
     stages: tuple[TrainingStage, ...] = ()
+    adapter_base: AdapterBase | None = None
 
     def after(self, seconds: float) -> "Description":
         """Return the description after ``seconds`` of the present session."""
@@ -397,6 +398,7 @@ class TrainerJson:
     phase_schedules: tuple[PhaseSchedule, ...]
     sessions: tuple[TrainingSession, ...]
     stages: tuple[TrainingStage, ...]
+    adapter_base: AdapterBase | None
     best_by: str
     interim: bool
     scheduled: bool
@@ -442,6 +444,7 @@ class _SavedArguments(BaseModel):
 _ADDED_LATER = {
     *("base_model", "rows_of_sources", "evaluation", "first_evaluation", "progress", "schedule_steps", "lineage"),
     *("phase_schedules", "device", "mixture_sources", "mixture_tokens", "sessions", "stages"),
+    "adapter_base",
 }
 """Fields that checkpoints of earlier versions lack: then they have the default of their class, or are None."""
 _FIELDS: dict[str, Any] = {
@@ -452,7 +455,10 @@ _FIELDS: dict[str, Any] = {
 }
 _FIELDS |= {"arguments": (_SavedArguments, ...), "interim": (bool, False), "scheduled": (bool, True)}
 _Parsed: Any = create_model("Parsed", **_FIELDS)
-_COPIED = ("data", "base_model", "lineage", "phase_schedules", "sessions", "stages", "interim", "scheduled")
+_COPIED = (
+    *("data", "base_model", "lineage", "phase_schedules", "sessions", "stages", "adapter_base"),
+    *("interim", "scheduled"),
+)
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,27 @@ def original_name(name: str) -> str:
 
 
 @torch.no_grad()
+def average_replicated(model: Any) -> None:
+    """Average, over all ranks, the gradients of parameters of which every rank has a copy beside a sharded model.
+
+    A strategy that shards the model ignores them (``model.replicated``, set by ``setup_model``). All ranks call this
+    once a step, after the backward passes. The gradients travel as one fp32 vector.
+    """
+    replicated = getattr(model, "replicated", ())
+    if not replicated or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for parameter in replicated:
+        if parameter.grad is None:  # no token of this rank came to its layer
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in replicated]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
+
+
+@torch.no_grad()
 def clip_grad_norm(fabric: Fabric, model: Any, optimizer: Any, max_norm: float) -> torch.Tensor:
     """Scale the gradient in place to a 2-norm of at most ``max_norm`` over all parameters; 0 leaves it unchanged.
 
@@ -199,33 +220,34 @@ def clip_grad_norm(fabric: Fabric, model: Any, optimizer: Any, max_norm: float) 
     up. It returns the norm before clipping, fp64 [], the same on all ranks.
     """
     fabric.strategy.precision.unscale_gradients(getattr(optimizer, "optimizer", optimizer))  # undo fp16's loss scaling
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = _squared_norm(fabric, model, gradients).sqrt()
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norm = _squared_norm(fabric, model, parameters).sqrt()
     if max_norm:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()  # as torch.nn.utils.clip_grad_norm_
-        _scale([local_part(gradient) for gradient in gradients], factor)
+        _scale([local_part(parameter.grad) for parameter in parameters], factor)
     return norm
 
 
-def _squared_norm(fabric: Fabric, model: Any, gradients: list[torch.Tensor]) -> torch.Tensor:
+def _squared_norm(fabric: Fabric, model: Any, parameters: list[nn.Parameter]) -> torch.Tensor:
     """Return the sum of squares over all ranks, fp64 []; a gradient that several ranks hold counts once."""
-    by_sharding: dict[Hashable, list[torch.Tensor]] = {}
-    groups: dict[Hashable, list[dist.ProcessGroup | None]] = {}
     root = getattr(model, "_forward_module", model)
     is_flat = isinstance(root, FullyShardedDataParallel) and root.sharding_strategy is not ShardingStrategy.NO_SHARD
     flat_groups = [root.process_group] if is_flat else []  # among which FSDP1 shards the parameters
-    for gradient in gradients:
+    # all ranks take part in the sum over FSDP1's shards, also one whose part has only padding or frozen weights
+    by_sharding: dict[Hashable, list[torch.Tensor]] = {None: []}
+    groups: dict[Hashable, list[dist.ProcessGroup | None]] = {None: flat_groups}
+    replicated = {id(parameter) for parameter in getattr(model, "replicated", ())}
+    for parameter in parameters:
+        gradient, sharding = parameter.grad, None
         if isinstance(gradient, DTensor):
             mesh, placements = gradient.device_mesh, gradient.placements
-            sharding: Hashable = (mesh, placements)
+            sharding = (mesh, placements)
             groups[sharding] = [
                 mesh.get_group(i) for i, placement in enumerate(placements) if not placement.is_replicate()
             ]
-        else:
-            sharding, groups[None] = None, flat_groups
+        elif id(parameter) in replicated:
+            sharding, groups["replicated"] = "replicated", []
         by_sharding.setdefault(sharding, []).append(local_part(gradient))
-    if not gradients:  # this rank's part of FSDP1's flat parameters may be only padding
-        by_sharding[None], groups[None] = [], flat_groups
     total = torch.zeros((), dtype=torch.float64, device=fabric.device)
     for sharding, tensors in by_sharding.items():
         squared = to_device_async(_squared_norms(tensors).sum(), fabric.device)

@@ -1,5 +1,6 @@
 """Build Fabric, with its strategy and precision, from the arguments."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,11 @@ class FSDP1Strategy(FSDPStrategy):
     """Fabric's ``FSDPStrategy`` with a device mesh, on CUDA and CPU ranks.
 
     With a mesh, state dicts hold ``DTensor``. Fabric's own class does not accept the CPU, where torch expects a device
-    as ``device_id`` instead of an index.
+    as ``device_id`` instead of an index. Each rank keeps all of the
+    ``replicated`` parameters.
     """
+
+    replicated: Sequence[nn.Parameter] = ()
 
     def setup_environment(self) -> None:
         """Create the mesh: one dimension, or two for a hybrid strategy."""
@@ -50,6 +54,8 @@ class FSDP1Strategy(FSDPStrategy):
         FSDP divides whole gradients by one factor before it sums them over the ranks, and shards by another one after
         it, because a sum in fp16 may overflow. Gradients are reduced in fp32 here, so only shards are divided.
         """
+        if self.replicated:
+            self._fsdp_kwargs["ignored_states"] = list(self.replicated)
         if self.root_device.type == "cpu":
             given: dict[str, Any] = {"cpu_offload": self.cpu_offload, "mixed_precision": self.mixed_precision_config}
             given |= {"sharding_strategy": self.sharding_strategy, "device_id": torch.device("cpu")}

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_no_pipes, read_json
+from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.flops import ModelFlops, model_flops
 from fabric_train.model.trained_parts import choose_trained
 from fabric_train.model.weight_files import check_weight_files, shard_names
@@ -43,9 +44,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 class ModelShape:
     """What the configuration of a model determines.
 
-    ``num_parameters`` counts tied weights once. ``trained`` has the names and shapes of the parameters that train.
-    ``layer_classes`` are the classes of the decoder layers, FSDP's units.
-    ``max_positions`` is None if the configuration has no limit. ``is_new``: the model has no pretrained weights.
+    ``num_parameters`` counts tied weights once, and none of an ``adapter``. ``trained`` has the names and shapes of the
+    parameters that train. ``layer_classes`` are the classes of the decoder layers, FSDP's units. ``max_positions`` is
+    None if the configuration has no limit. ``is_new``: the model has no pretrained weights.
     """
 
     source: str
@@ -57,6 +58,7 @@ class ModelShape:
     vocab_size: int
     max_positions: int | None
     is_new: bool = False
+    adapter: Adapter | None = None
 
     @property
     def num_trained(self) -> int:
@@ -64,7 +66,12 @@ class ModelShape:
         return sum(size.numel() for size in self.trained.values())
 
 
-def read_shape(source: str, layer_class: str = DEFAULT_LAYER_CLASS, attention: str | None = None) -> ModelShape:
+def read_shape(
+    source: str,
+    layer_class: str = DEFAULT_LAYER_CLASS,
+    attention: str | None = None,
+    adapter: Adapter | None = None,
+) -> ModelShape:
     """Read the configuration of a hub name or folder and return the shape of its model, built on the meta device.
 
     ``layer_class`` is the name of the decoder layer's class. ``attention`` is written into ``config``; None:
@@ -72,11 +79,16 @@ def read_shape(source: str, layer_class: str = DEFAULT_LAYER_CLASS, attention: s
     layer or attention.
     """
     quiet_transformers()
-    return shape_from_config(_read_config(source), source, layer_class, attention)
+    return shape_from_config(_read_config(source), source, layer_class, attention, adapter=adapter)
 
 
 def shape_from_config(
-    config: PretrainedConfig, source: str, layer_class: str, attention: str | None, is_new: bool = False
+    config: PretrainedConfig,
+    source: str,
+    layer_class: str,
+    attention: str | None,
+    is_new: bool = False,
+    adapter: Adapter | None = None,
 ) -> ModelShape:
     """Return the shape of a configuration's model, built on the meta device; see :func:`read_shape`."""
     name = source if is_new else f"--model_name {source}"
@@ -97,17 +109,21 @@ def shape_from_config(
         option = f" with --attention {attention}" if attention else ""
         advice = "install it or use --attention sdpa" if isinstance(error, ImportError) else "use another"
         raise InputError(f"{name}{option}: {first_line(error).rstrip('.')}; {advice}") from error
-    trained = choose_trained(model)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if adapter:
+        attach(model, adapter, source)
+    trained = choose_trained(model, adapter)
     return ModelShape(
         source=source,
         config=config,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_parameters=num_parameters,
         trained=trained,
         flops=model_flops(model, trained),
         layer_classes=_layer_classes(model, layer_class, source),
         vocab_size=model.get_input_embeddings().num_embeddings,
         max_positions=getattr(config.get_text_config(), "max_position_embeddings", None),
         is_new=is_new,
+        adapter=adapter,
     )
 
 

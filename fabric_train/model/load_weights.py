@@ -62,7 +62,7 @@ def open_pretrained(shape: ModelShape, dtype: torch.dtype) -> MetaModel:
 
 def open_in_parts(shape: ModelShape, dtype: torch.dtype) -> MetaModel | None:
     """Do as :func:`open_pretrained` does, but return None if the model has to be loaded in full."""
-    files = _find_safetensors(shape.source)
+    files = find_safetensors(shape.source)
     model = build_on_meta(shape, dtype)
     keeps_fp32 = dtype != torch.float32 and model._keep_in_fp32_modules_strict
     if not files or getattr(shape.config, "quantization_config", None) or keeps_fp32:
@@ -188,7 +188,8 @@ def tied_weight_names(model: PreTrainedModel) -> set[str]:
     return tied
 
 
-def _find_safetensors(source: str) -> list[Path]:
+def find_safetensors(source: str) -> list[Path]:
+    """Return the safetensors files of a hub name or folder; none if its weights are a pickle."""
     if Path(source).is_dir():
         return safetensors_files(Path(source))
     try:

@@ -60,6 +60,18 @@ class ModelOrigin:
     license_link: str | None = None
 
 
+@dataclass(frozen=True)
+class AdapterBase:
+    """The model that an adapter is trained on, of which a checkpoint has no copy.
+
+    ``place`` is the hub name or the absolute path of the folder that it was read from. ``fingerprint`` is that of its
+    weights (``checkpoint.adapter_folder``); None if they are a pickle.
+    """
+
+    place: str
+    fingerprint: str | None = None
+
+
 def find_origin(model_name: str) -> tuple[ModelOrigin, tuple[Path, ...]]:
     """Return the origin of a folder or cached hub name, and its licence's files, which are downloaded if possible."""
     is_local = Path(model_name).is_dir()

@@ -16,7 +16,14 @@ from fabric_train.cli.errors import InputError
 from fabric_train.distributed.cluster_environment import set_group_timeouts
 from fabric_train.distributed.decoder_layers import checkpoint_layers, compile_layers, kept_share
 from fabric_train.distributed.precision import average_in_fp32, check_gpu_has_float8, compute_dtype, convert_to_float8
-from fabric_train.distributed.strategy import FSDP2Strategy, LayerClasses, ParameterMaterializer, collective_timeout
+from fabric_train.distributed.strategy import (
+    FSDP1Strategy,
+    FSDP2Strategy,
+    LayerClasses,
+    ParameterMaterializer,
+    collective_timeout,
+)
+from fabric_train.model.adapter import AdaptedWeights, materialize, start_magnitudes
 from fabric_train.model.lm_head_loss import compute_loss_in_head, use_sparse_embedding_grad
 from fabric_train.model.load_weights import read_weights
 from fabric_train.model.weight_files import Weights
@@ -85,14 +92,21 @@ def setup_model(
     if budget < 1 and not (compiles and is_selective):
         checkpoint_layers(layers, budget, arguments.fsdp.activation_offload)
     model.train()
+    replicated = materialize(model, fabric.device)
     if weights and not isinstance(fabric.strategy, FSDPStrategy | FSDP2Strategy):
         model.apply(ParameterMaterializer(fabric.device))
     if isinstance(fabric.strategy, FSDP2Strategy):
-        _fully_shard(model, fabric.strategy.device_mesh, _layers(model, layer_classes), arguments)
+        _fully_shard(model, fabric.strategy.device_mesh, _layers(model, layer_classes), arguments, set(replicated))
+    if isinstance(fabric.strategy, FSDP1Strategy):
+        fabric.strategy.replicated = replicated
     wrapped: Any = fabric.setup_module(model)
+    if isinstance(fabric.strategy, FSDPStrategy | FSDP2Strategy):  # DDP averages them itself
+        wrapped.replicated = replicated
     set_group_timeouts(collective_timeout(arguments))
     if weights:
         read_weights(wrapped, weights)
+    if isinstance(weights, AdaptedWeights) and weights.is_new:
+        start_magnitudes(wrapped)
     if isinstance(fabric.strategy, DDPStrategy) and arguments.model.precision == "bf16-true":
         wrapped._forward_module.register_comm_hook(None, average_in_fp32)
     return wrapped
@@ -102,16 +116,24 @@ def _layers(model: nn.Module, layer_classes: LayerClasses) -> list[nn.Module]:
     return [module for module in model.modules() if type(module) in layer_classes]
 
 
-def _fully_shard(model: Any, mesh: DeviceMesh, layers: list[nn.Module], arguments: "TrainArguments") -> None:
+def _fully_shard(
+    model: Any,
+    mesh: DeviceMesh,
+    layers: list[nn.Module],
+    arguments: "TrainArguments",
+    replicated: set[nn.Parameter],
+) -> None:
     """Apply ``fully_shard`` to each layer, to an untied input embedding, and to the rest, and make the parameters.
 
     With tensor parallelism, the embedding and the rest are sharded over the ranks of the tensor dimension too. These
-    ranks have equal gradients, so FSDP's mean over them is correct. ``mesh`` is that of ``FSDP2Strategy``.
+    ranks have equal gradients, so FSDP's mean over them is correct. ``mesh`` is that of ``FSDP2Strategy``. Each rank
+    keeps all of the ``replicated`` parameters.
     """
     reshard_after_forward, cpu_offload = not arguments.fsdp.keeps_gathered, arguments.fsdp.cpu_offload
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(compute_dtype(arguments.model.precision), torch.float32),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+        "ignored_params": replicated,
     }
     num_replicas, num_shards, tensor_parallel_size = mesh.shape
     dims = ("replicate", "shard") if num_replicas > 1 else ("shard",)

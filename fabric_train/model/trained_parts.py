@@ -1,4 +1,4 @@
-"""Which parameters of a model train: all of them, or those that ``train_only`` chose.
+"""Which parameters of a model train: all of them, those of an adapter, or those that ``train_only`` chose.
 
 ``choose_trained`` decides, for ``ModelShape.trained``. Before the model is sharded, ``freeze_other_parts`` applies it,
 and ``requires_grad`` carries it from there. A frozen parameter is in a checkpoint, but nothing of it in the optimizer's
@@ -12,6 +12,7 @@ from torch import nn
 
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.ranks import named_parameters, original_name
+from fabric_train.model.adapter import Adapter
 
 _trains: Callable[[str], bool] | None = None
 
@@ -26,22 +27,25 @@ def train_only(trains: Callable[[str], bool] | None) -> None:
     _trains = trains
 
 
-def choose_trained(model: nn.Module) -> dict[str, torch.Size]:
-    """Return the names and shapes of the parameters that train. The model may be on the meta device."""
-    named = model.named_parameters()
-    trained = {name: parameter.shape for name, parameter in named if _trains is None or _trains(name)}
+def choose_trained(model: nn.Module, adapter: Adapter | None = None) -> dict[str, torch.Size]:
+    """Return the names and shapes of the parameters that train. The model, with its adapter, may be on meta.
+
+    With an adapter they are its own, and those of the modules that train beside it.
+    """
+    trains = adapter.trains if adapter else _trains
+    trained = {name: each.shape for name, each in model.named_parameters() if trains is None or trains(name)}
     if not trained:
         raise InputError("no parameter of the model would train; choose others with train_only")
     return trained
 
 
-def freeze_other_parts(model: nn.Module) -> None:
+def freeze_other_parts(model: nn.Module, adapter: Adapter | None = None) -> None:
     """Let only the chosen parameters train. Call it before anything wraps the model.
 
     The model is asked, and not ``ModelShape.trained``: a head that is stored beside the embedding is a parameter of its
     own, although the configuration ties them.
     """
-    trained = choose_trained(model)
+    trained = choose_trained(model, adapter)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
 

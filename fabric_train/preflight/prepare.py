@@ -79,6 +79,7 @@ def prepare(
         notes=plan.notes,
         early_stopping=_check_deciding_sources(arguments.evaluation, data),
         sample_prompts=_open_sample_prompts(arguments, data, model, checkpoint),
+        adapter_base=checkpoints.find_base(arguments, checkpoint) if model.adapter else None,
     )
     run = _with_notes(run, xla.NOTE if device_plan.parallelism == "xla" else None, arguments.logging.note)
     if masks_because and data.isolates:
@@ -279,8 +280,16 @@ def _open_data(
 
 def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TrainingData) -> ModelShape:
     given, layer_class = arguments.model, arguments.fsdp.auto_wrap_policy
+    adapter = checkpoints.choose_adapter(arguments.adapter)
+    if checkpoint and checkpoints.is_adapter(checkpoint) and adapter is None:
+        raise InputError(
+            f"{checkpoint} is of an adapter; go on with the same --adapter arguments, or make a whole model of it with "
+            "convert_to_hf.py --merge true"
+        )
+    if adapter and given.family and not checkpoint:
+        raise InputError("--adapter: a new model has no weights that an adapter could change; give --model_name")
     if not given.family or checkpoint:
-        shape = read_shape(str(checkpoint or given.model_name), layer_class, given.attention)
+        shape = read_shape(str(checkpoint or given.model_name), layer_class, given.attention, adapter)
     else:
         tokenizer = data.tokenizer if isinstance(data, Stream) else data.manifest and data.manifest.tokenizer
         ends = (tokenizer.bos_token_id, tokenizer.eos_token_id) if tokenizer else ()

@@ -52,7 +52,7 @@ def set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
         model.generation_config = read_generation_config(run.model.source, run.model.config)
     if model.generation_config is not None:
         add_stop_tokens(model.generation_config, run.data.stop_token_ids)
-    freeze_other_parts(model)
+    freeze_other_parts(model, run.model.adapter)
     decayed = decayed_names(model)
     data = run.data
     lengths = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
@@ -182,11 +182,16 @@ def _guard(fabric: Fabric, data: TrainingData) -> StepGuard:
 
 
 def _open(run: PreparedRun) -> MetaModel:
-    dtype = weights_dtype(run.arguments.model.precision)
+    dtype, given = weights_dtype(run.arguments.model.precision), run.arguments
+    if run.adapter_base:
+        checkpoint = run.start.checkpoint
+        goes_on = checkpoint is not None and checkpoints.is_adapter(checkpoint)
+        begins_with = checkpoint if goes_on else given.adapter.init_adapter and Path(given.adapter.init_adapter)
+        return checkpoints.open_adapted(run.model, run.adapter_base, dtype, given.data.seed, begins_with or None)
     if run.start.checkpoint:
         return open_checkpoint(run.model, run.start.checkpoint, dtype)
     if run.model.is_new:
-        return open_new(run.model, dtype, run.arguments.data.seed)
+        return open_new(run.model, dtype, given.data.seed)
     return open_pretrained(run.model, dtype)
 
 
@@ -225,6 +230,7 @@ def _description(
         mixture_tokens=tuple(map(mixture.tokens_of, mixture.sources)) if mixture else (),
         sessions=(*earlier, session),
         stages=stages,
+        adapter_base=run.adapter_base,
     )
 
 

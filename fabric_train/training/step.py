@@ -150,6 +150,7 @@ def backpropagate(
             metrics += loss.metrics
         if batch.pieces is not None and loss.of_tokens is not None:
             by_piece.append(sum_by_piece(loss.of_tokens, batch))
+    ranks.average_replicated(model)
     summed = torch.stack(losses)
     of_pieces = torch.cat(by_piece) if by_piece else summed[:0]
     of_sources, tokens_of_sources = summed.new_zeros(num_sources), torch.zeros(num_sources).double()

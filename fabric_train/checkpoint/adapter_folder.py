@@ -1,0 +1,261 @@
+"""The files of an adapter: adapter_model.safetensors and adapter_config.json, which peft reads, and its base model.
+
+The adapter is the same on all ranks, and is written once, in one file. Its base is not copied: the checkpoint names it,
+and has a fingerprint of its weights, by which one that has moved or changed is found.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from torch import nn
+
+from fabric_train.checkpoint.trainer_json import read_trainer_json
+from fabric_train.cli.errors import InputError
+from fabric_train.distributed.ranks import original_name
+from fabric_train.files.regular_file import read_json
+from fabric_train.model.adapter import (
+    AdaptedWeights,
+    Adapter,
+    adapted_layers,
+    attach,
+    is_of_adapter,
+    materialize,
+    start_magnitudes,
+)
+from fabric_train.model.hf_model import ModelShape
+from fabric_train.model.load_weights import MetaModel, find_safetensors, open_checkpoint, open_pretrained
+from fabric_train.model.origin import AdapterBase
+from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, open_weights
+
+if TYPE_CHECKING:
+    from arguments import AdapterArguments, TrainArguments
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What peft's names begin with, before the name in transformers' model."""
+_NOT_COMPUTED = (
+    *("rank_pattern", "alpha_pattern", "layer_replication", "target_parameters", "trainable_token_indices"),
+    *("lora_bias", "use_qalora", "eva_config", "corda_config"),
+)
+_ADVICE = "save the adapter again with peft's save_pretrained"
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether this is a folder with an adapter, also if it is a checkpoint of a run."""
+    return (folder / CONFIG).is_file() and not (folder / "model.safetensors").is_file()
+
+
+def read_base_name(folder: Path) -> str:
+    """Return the name or folder of the model that an adapter was trained on; raise an InputError if there is none."""
+    name = read_json(folder / CONFIG, dict, _ADVICE).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise InputError(f"{folder / CONFIG}: it names no base model; give it by --base_model")
+    return name
+
+
+def peft_config(model: nn.Module, base: AdapterBase) -> dict[str, Any]:
+    """Return the content of adapter_config.json for a model with an adapter, as peft's ``LoraConfig`` has it."""
+    names = {name for name, _ in adapted_layers(model)}
+    leaves = sorted({name.rpartition(".")[2] for name in names})
+    linear = (original_name(f"{name}.")[:-1] for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    others = {name.rpartition(".")[2] for name in linear if name not in names}
+    adapter = next(layer.adapter for _, layer in adapted_layers(model))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.place,
+        "inference_mode": True,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "use_rslora": adapter.is_rank_stabilized,
+        "use_dora": adapter.kind == "dora",
+        "target_modules": sorted(names) if others & set(leaves) else leaves,
+        "modules_to_save": list(adapter.train_also) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+    }
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Return the settings in an adapter_config.json.
+
+    Raises:
+        InputError: it is damaged, or of a kind that is not computed here.
+    """
+    file = folder / CONFIG
+    content = read_json(file, dict, _ADVICE)
+    rank, alpha, dropout = (content.get(name) for name in ("r", "lora_alpha", "lora_dropout"))
+    is_sound = type(rank) is int and rank > 0 and all(isinstance(each, int | float) for each in (alpha, dropout))
+    if content.get("peft_type") != "LORA" or not is_sound:
+        raise InputError(f"{file}: it is not the configuration of a LoRA adapter; give one of those")
+    unknown = [name for name in _NOT_COMPUTED if content.get(name)]
+    unknown += [f"bias {content['bias']}"] if content.get("bias", "none") != "none" else []
+    if unknown:
+        raise InputError(f"{file}: {', '.join(unknown)} is not supported here; merge that adapter with peft")
+    targets = content.get("target_modules") or ["all-linear"]
+    return Adapter(
+        kind="dora" if content.get("use_dora") else "lora",
+        rank=rank,
+        alpha=float(alpha),
+        dropout=float(dropout),
+        targets=tuple(targets) if isinstance(targets, list) else (str(targets),),
+        is_rank_stabilized=bool(content.get("use_rslora")),
+        train_also=tuple(content.get("modules_to_save") or ()),
+    )
+
+
+class AdapterTensors:
+    """The tensors of an adapter_model.safetensors by the names in transformers' model; see ``StoredTensors``."""
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / WEIGHTS).is_file():
+            pickled = " (adapter_model.bin is a pickle, which is never read)" if any(folder.glob("*.bin")) else ""
+            raise InputError(f"{folder}: no {WEIGHTS} in it{pickled}; {_ADVICE}")
+        self._tensors = CheckpointTensors([folder / WEIGHTS], _ADVICE)
+        self._stored = {name.removeprefix(PREFIX): name for name in self._tensors}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._tensors.shape(self._stored[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors.dtype(self._stored[name])
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors.read(self._stored[name])
+
+    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        return self._tensors.read_block(self._stored[name], offsets, shape)
+
+
+def choose_adapter(given: "AdapterArguments") -> Adapter | None:
+    """Return the adapter that the arguments ask for, None to train all weights; that of ``--init_adapter`` as it is.
+
+    Raises:
+        InputError: another argument contradicts the adapter to begin with.
+    """
+    if given.kind is None and given.init_adapter is None:
+        return None
+    if given.init_adapter is None:
+        return Adapter(
+            kind=given.kind or "lora",
+            rank=given.rank,
+            alpha=given.alpha,
+            dropout=given.lora_dropout,
+            targets=tuple(given.lora_targets),
+            is_rank_stabilized=given.lora_rslora,
+            train_also=tuple(given.train_also or ()),
+        )
+    there = read_adapter(Path(given.init_adapter))
+    asked = {"adapter": given.kind, "lora_rank": given.lora_rank, "lora_alpha": given.lora_alpha}
+    has = {"adapter": there.kind, "lora_rank": there.rank, "lora_alpha": there.alpha}
+    faults = [
+        f"--{name} {value}: the adapter of --init_adapter {given.init_adapter} has {has[name]}; leave it out"
+        for name, value in asked.items()
+        if value is not None and value != has[name]
+    ]
+    if faults:
+        raise InputError(*faults)
+    return replace(there, dropout=given.lora_dropout)
+
+
+def find_base(given: "TrainArguments", checkpoint: Path | None) -> AdapterBase:
+    """Return the base of a run with an adapter: that of the ``checkpoint`` it starts from, or ``--model_name``.
+
+    Raises:
+        InputError: the base of the checkpoint is not there any more, or has other weights.
+    """
+    name = given.model.model_name
+    if checkpoint is None or not is_adapter(checkpoint):
+        return _base_at(str(checkpoint or name))
+    saved = read_trainer_json(checkpoint).adapter_base
+    if saved is None:
+        raise InputError(f"{checkpoint}: trainer.json names no base of its adapter; use another checkpoint")
+    is_gone = os.path.isabs(saved.place) and not Path(saved.place).is_dir()
+    found = _base_at(name if is_gone else saved.place)
+    if found.fingerprint != saved.fingerprint:
+        advice = "give the model that it was trained on by --model_name" if is_gone else "put back the weights"
+        moved = f"its base {saved.place} is gone, and " if is_gone else "its base "
+        raise InputError(f"{checkpoint}: {moved}{found.place} has other weights; {advice}")
+    return found
+
+
+def _base_at(name: str) -> AdapterBase:
+    folder = Path(name)
+    if (folder / "trainer.json").is_file():
+        return AdapterBase(os.path.realpath(folder), fingerprint(open_weights(folder)))
+    files = find_safetensors(name)
+    place = os.path.realpath(folder) if folder.is_dir() else name
+    return AdapterBase(place, fingerprint(CheckpointTensors(files, "fetch the model again")) if files else None)
+
+
+def open_adapted(
+    shape: ModelShape, base: AdapterBase, dtype: torch.dtype, seed: int, adapter: Path | None
+) -> MetaModel:
+    """Build a base model in ``dtype`` with an adapter, a new one or the one in the folder ``adapter``.
+
+    ``shape`` is of the model with the adapter; ``seed`` is for the weights of a new one.
+    """
+    assert shape.adapter is not None
+    of_base = replace(shape, source=base.place)
+    is_checkpoint = (Path(base.place) / "trainer.json").is_file()
+    opened = open_checkpoint(of_base, Path(base.place), dtype) if is_checkpoint else open_pretrained(of_base, dtype)
+    stored = AdapterTensors(adapter) if adapter else None
+    if stored is not None and adapter is not None:
+        check_fits(stored, shape.trained, adapter)
+    attach(opened.model, shape.adapter, base.place)
+    weights = AdaptedWeights(opened.weights, seed, stored)
+    if opened.weights is not None:
+        return MetaModel(opened.model, weights)
+    materialize(opened.model, torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in opened.model.named_parameters():
+            if name in shape.trained and (stored is not None or is_of_adapter(name)):
+                parameter.copy_(weights.read_block(name, (0,) * parameter.dim(), parameter.shape))
+    if weights.is_new:
+        start_magnitudes(opened.model)
+    return MetaModel(opened.model, None)
+
+
+def check_fits(tensors: StoredTensors, trained: dict[str, torch.Size], folder: Path) -> None:
+    """Check that the tensors of an adapter's file have the names and shapes of the parameters that train."""
+    there = {name: tensors.shape(name) for name in tensors}
+    wrong = sorted(name for name in {*there, *trained} if there.get(name) != trained.get(name))
+    if wrong:
+        name = wrong[0]
+        found, expected = (dict(each).get(name) for each in (there, trained))
+        raise InputError(
+            f"{folder}: {len(wrong)} tensors of this adapter do not fit, {name} first: "
+            f"{_shown(found)} there, {_shown(expected)} here; give the arguments and the base that it was trained with"
+        )
+
+
+def _shown(shape: torch.Size | None) -> str:
+    return "nothing" if shape is None else str(tuple(shape))
+
+
+def fingerprint(tensors: StoredTensors) -> str:
+    """Return a hash of the names, dtypes and shapes of a model's tensors, and of the first and last row of each.
+
+    It reads a few megabytes of a model. It does not depend on the number of files.
+    """
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        shape = tensors.shape(name)
+        digest.update(f"{name} {tensors.dtype(name)} {tuple(shape)}".encode())
+        for row in {0, shape[0] - 1} if shape and math.prod(shape) else ():
+            block = tensors.read_block(name, (row, *(0 for _ in shape[1:])), (1, *shape[1:]))
+            digest.update(block.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,268 @@
+"""Adapters: small matrices that train beside the frozen weights of linear layers (LoRA, rsLoRA, DoRA).
+
+A linear layer with the weight W [out, in] gets the children ``lora_A`` [rank, in] and ``lora_B`` [out, rank], and
+computes ``x Wᵀ + scale · (x Aᵀ) Bᵀ``. Its own weight keeps its name, so weights are read as without an adapter. The
+adapter is fp32 in every precision: in bf16, most of its updates would be rounded away. It is small, so every rank has
+all of it, beside a base that may be sharded; ``distributed.ranks.average_replicated`` averages its gradients.
+
+LoRA: arXiv:2106.09685; rsLoRA, whose scale is alpha / √rank: arXiv:2312.03732; DoRA: arXiv:2402.09353.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fabric_train.cli.errors import InputError
+from fabric_train.distributed.ranks import FlatShard, flat_shards, local_part, original_name
+from fabric_train.model.weight_files import StoredTensors, Weights
+
+ALL_LINEAR = "all-linear"
+"""The target that means every linear layer except the head."""
+_MAGNITUDE = "lora_magnitude_vector"
+_ADAPTER_NAME = re.compile(r"\.(lora_[AB]\.weight|lora_magnitude_vector)$")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The settings of an adapter.
+
+    ``kind`` is lora or dora. ``targets`` name linear layers: by the end of their name in the model (``q_proj``), by a
+    regular expression of the whole name, or :data:`ALL_LINEAR`. ``dropout`` is the share of a layer's inputs that the
+    adapter does not see in a step. ``train_also`` name modules of the base that train as a whole (``lm_head``).
+    """
+
+    kind: str
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    is_rank_stabilized: bool = False
+    train_also: tuple[str, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product of both matrices."""
+        return self.alpha / (math.sqrt(self.rank) if self.is_rank_stabilized else self.rank)
+
+    def trains(self, name: str) -> bool:
+        """Return whether a parameter of an adapted model trains, by its name in transformers' model."""
+        return is_of_adapter(name) or any(_is_named(name.rpartition(".")[0], module) for module in self.train_also)
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return whether this is the name of an adapter's parameter, and not of one of the base's."""
+    return _ADAPTER_NAME.search(name) is not None
+
+
+class AdaptedLayer(nn.Module):
+    """What turns a class of linear layers into one with an adapter; it is mixed in before that class."""
+
+    adapter: Adapter
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    lora_A: nn.Linear  # noqa: N815 - these are the names in the files of peft
+    lora_B: nn.Linear  # noqa: N815
+    lora_magnitude_vector: nn.Parameter
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output [..., out] in the dtype of the base layer's own.
+
+        DoRA's dropout is that of peft: with it, the adapter's change of the base's direction sees the same inputs.
+        """
+        base: torch.Tensor = super().forward(inputs)
+        dtype, adapter = base.dtype, self.adapter
+        drops = adapter.dropout > 0 and self.training
+        seen = F.dropout(inputs, adapter.dropout) if drops else inputs
+        low = F.linear(seen.to(dtype), self.lora_A.weight.to(dtype))
+        change = F.linear(low, self.lora_B.weight.to(dtype)) * adapter.scale
+        if adapter.kind != "dora":
+            return base + change
+        ratio = (self.lora_magnitude_vector / self._row_norms()).to(dtype)
+        direction = base if self.bias is None else base - self.bias.to(dtype)
+        if drops:
+            direction = F.linear(seen.to(dtype), self.weight.to(dtype))
+        return base + (ratio - 1) * direction + ratio * change
+
+    @torch.no_grad()
+    def _row_norms(self) -> torch.Tensor:
+        """Return the norm of each row of W + scale · B A, fp32 [out], without making that matrix.
+
+        It is a constant to the gradient, as in section 4.3 of the paper.
+        """
+        with torch.autocast(self.weight.device.type, enabled=False):
+            weight, a, b = self.weight.float(), self.lora_A.weight, self.lora_B.weight * self.adapter.scale
+            crossed = ((weight @ a.t()) * b).sum(dim=1)
+            of_adapter = ((b @ (a @ a.t())) * b).sum(dim=1)
+            return (weight.square().sum(dim=1) + 2 * crossed + of_adapter).clamp(min=0).sqrt()
+
+
+@functools.cache
+def _adapted_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Adapted{kind.__name__}", (AdaptedLayer, kind), {})
+
+
+def attach(model: Any, adapter: Adapter, source: str) -> None:
+    """Give each target of a model, which nothing wraps yet, an adapter on the meta device; freeze nothing.
+
+    Raises:
+        InputError: a target or a module of ``train_also`` is not in the model, which ``source`` names.
+    """
+    modules = find_targets(model, adapter, source)
+    _check_train_also(model, adapter, source)
+    for linear in modules.values():
+        num_outputs, num_inputs = linear.weight.shape
+        options: dict[str, Any] = {"bias": False, "dtype": torch.float32, "device": "meta"}
+        linear.lora_A = nn.Linear(num_inputs, adapter.rank, **options)
+        linear.lora_B = nn.Linear(adapter.rank, num_outputs, **options)
+        if adapter.kind == "dora":
+            linear.lora_magnitude_vector = nn.Parameter(torch.empty(num_outputs, dtype=torch.float32, device="meta"))
+        linear.adapter = adapter  # type: ignore[assignment]
+        linear.__class__ = _adapted_class(type(linear))
+
+
+def find_targets(model: Any, adapter: Adapter, source: str) -> dict[str, nn.Linear]:
+    """Return the linear layers that an adapter is for, by their names; for errors see :func:`attach`."""
+    head = model.get_output_embeddings()
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    }
+    found: dict[str, nn.Linear] = {}
+    for target in adapter.targets:
+        named = {name: module for name, module in linear.items() if target == ALL_LINEAR or _is_target(name, target)}
+        if not named:
+            raise InputError(f"--lora_targets {target}: {_no_such_layer(model, head, target, linear, source)}")
+        found |= named
+    return {name: module for name, module in linear.items() if name in found}
+
+
+def _no_such_layer(model: Any, head: Any, target: str, linear: Collection[str], source: str) -> str:
+    leaves = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    whole = [name for name, module in model.named_modules() if module in (head, model.get_input_embeddings())]
+    if any(_is_named(name, target) for name in whole):
+        return f"the embedding and the head train whole; give --train_also {target}"
+    return f"{source} has no linear layer of that name; it has {leaves or 'none'}"
+
+
+def _is_target(name: str, target: str) -> bool:
+    return _is_named(name, target) or re.fullmatch(target, name) is not None
+
+
+def _is_named(name: str, wanted: str) -> bool:
+    return name == wanted or name.endswith(f".{wanted}")
+
+
+def _check_train_also(model: Any, adapter: Adapter, source: str) -> None:
+    names = [name for name, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None]
+    for wanted in adapter.train_also:
+        if not any(_is_named(name, wanted) for name in names):
+            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            raise InputError(f"--train_also {wanted}: {source} has no such module; it has {known}")
+
+
+class AdaptedWeights:
+    """The weights of a base model, and those of its adapter: new ones, or those that are ``stored``.
+
+    New ones are as in peft: ``lora_A`` is drawn uniformly from ±1/√in (He's initialization with a = √5), ``lora_B`` is
+    zero. They depend on ``seed`` and their name alone, not on the number of ranks. ``stored`` may also have weights of
+    the base, those that were trained whole.
+    """
+
+    def __init__(self, base: Weights | None, seed: int, stored: StoredTensors | None = None) -> None:
+        self._base, self._seed, self._stored = base, seed, stored
+        self._names = set(stored or ())
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no adapter is stored."""
+        return self._stored is None
+
+    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Return a block of a weight; see ``Weights``. New magnitudes of DoRA are zero until ``start_magnitudes``."""
+        if self._stored is not None and name in self._names:
+            return self._stored.read_block(name, offsets, shape)
+        if not is_of_adapter(name):
+            assert self._base is not None  # a base that is in memory is not read
+            return self._base.read_block(name, offsets, shape)
+        if not name.endswith("lora_A.weight"):
+            return torch.zeros(tuple(shape))
+        digest = sha256(f"{self._seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        bound = 1 / math.sqrt(shape[1])
+        return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
+
+
+def materialize(model: nn.Module, device: torch.device) -> list[nn.Parameter]:
+    """Replace the adapter's meta parameters by uninitialized ones on a device, and return all of the adapter's.
+
+    A strategy that shards the model is told to leave these alone.
+    """
+    found = []
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and is_of_adapter(f".{prefix}.{name}"):
+                if parameter.is_meta:
+                    empty = torch.empty_like(parameter, device=device)
+                    module._parameters[name] = parameter = nn.Parameter(empty, parameter.requires_grad)
+                found.append(parameter)
+    return found
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
+    """Yield the layers with an adapter, under the names that they had before anything wrapped the model."""
+    for name, module in model.named_modules():
+        if isinstance(module, AdaptedLayer):
+            yield original_name(f"{name}.").removesuffix("."), module
+
+
+@torch.no_grad()
+def start_magnitudes(model: nn.Module) -> None:
+    """Set DoRA's magnitudes to the norms of the rows of the base's weights, of which each rank may have a part.
+
+    All ranks call this. Sums are in fp64, so that they hardly depend on where the ranks' parts begin and end.
+    """
+    cuts, num_ranks = flat_shards(model), dist.get_world_size() if dist.is_initialized() else 1
+    for _, layer in adapted_layers(model):
+        if layer.adapter.kind == "dora":
+            squares, num_copies = _squared_rows(layer, cuts)
+            if num_copies < num_ranks:
+                dist.all_reduce(squares)
+                squares /= num_copies
+            layer.lora_magnitude_vector.copy_(squares.sqrt())
+
+
+def _squared_rows(layer: AdaptedLayer, cuts: dict[int, FlatShard]) -> tuple[torch.Tensor, int]:
+    """Return the sum of squares of each row in this rank's part, fp64 [out], and how many ranks have the same part."""
+    weight, (num_rows, row) = layer.weight, (layer.lora_B.out_features, layer.lora_A.in_features)
+    squares = torch.zeros(num_rows, dtype=torch.float64, device=layer.lora_magnitude_vector.device)
+    local, begin, num_copies = local_part(weight.detach()).flatten(), 0, 1
+    if isinstance(weight, DTensor):
+        begin = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)[1][0] * row
+        sizes = zip(weight.device_mesh.shape, weight.placements, strict=True)
+        num_copies = math.prod(size for size, placement in sizes if placement.is_replicate())
+    elif id(weight) in cuts:
+        cut = cuts[id(weight)]
+        begin, end = cut.range(cut.rank)
+        first = max(cut.start - cut.rank * cut.size, 0)
+        local, num_copies = cut.local[first : first + end - begin], dist.get_world_size() // cut.num_ranks
+    elif dist.is_initialized():
+        num_copies = dist.get_world_size()
+    while len(local):  # a row that is cut, then whole rows, then a row that is cut
+        place, inside = divmod(begin, row)
+        whole = 0 if inside else len(local) // row
+        size = whole * row or min(row - inside, len(local))
+        rows = local[:size].view(max(whole, 1), -1)
+        sums = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
+        squares[place : place + len(rows)] += sums.to(squares.device)
+        local, begin = local[size:], begin + size
+    return squares, num_copies
