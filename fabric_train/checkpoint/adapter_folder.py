@@ -99,6 +99,8 @@ def read_adapter(folder: Path) -> Adapter:
     unknown += [f"bias {content['bias']}"] if content.get("bias", "none") != "none" else []
     if unknown:
         raise InputError(f"{file}: {', '.join(unknown)} is not supported here; merge that adapter with peft")
+    # peft's own rule for modules_to_save is the end of a name, also within a word
+    whole = {name.rpartition(".")[0] for name in AdapterTensors(folder) if not is_of_adapter(name)}
     targets = content.get("target_modules") or ["all-linear"]
     return Adapter(
         kind="dora" if content.get("use_dora") else "lora",
@@ -107,7 +109,7 @@ def read_adapter(folder: Path) -> Adapter:
         dropout=float(dropout),
         targets=tuple(targets) if isinstance(targets, list) else (str(targets),),
         is_rank_stabilized=bool(content.get("use_rslora")),
-        train_also=tuple(content.get("modules_to_save") or ()),
+        train_also=tuple(sorted(whole)),
     )
 
 

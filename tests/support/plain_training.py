@@ -25,8 +25,17 @@ def plain_pytorch(
 ) -> tuple[list[float], list[float]]:
     """Train on one device, one document at a time; return the losses and the gradient norms before clipping."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    return train_plainly(model, tokens, rows_per_window, num_steps)
+
+
+def train_plainly(
+    model: torch.nn.Module, tokens: Path, rows_per_window: int, num_steps: int
+) -> tuple[list[float], list[float]]:
+    """Do as :func:`plain_pytorch` does with the parameters of a model that train."""
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
     rows = open_dataset(str(tokens)).train.split
@@ -39,9 +48,10 @@ def plain_pytorch(
     for step, window in zip(range(1, num_steps + 1), windows, strict=False):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, num_steps, TrainingArguments(lr=LR))
+        torch.manual_seed(int(np.random.SeedSequence([0, step, 0]).generate_state(1)[0]))  # seed, step, rank: dropout
         loss = torch.cat([document_losses(model, rows[row]) for row in window]).mean()
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, GRAD_CLIP)))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
