@@ -285,24 +285,18 @@ class AdapterArguments:
     init_adapter: str | None = None
     """Folder of an adapter, of a run or of peft, with whose weights the new adapter begins."""
 
-    @property
-    def kind(self) -> str | None:
-        """Kind of the adapter; None to train all weights."""
-        return self.adapter or ("lora" if self.lora_rank is not None else None)
-
-    @property
-    def rank(self) -> int:
-        return self.lora_rank or 16
-
-    @property
-    def alpha(self) -> float:
-        return self.lora_alpha or 2.0 * self.rank
+    def __post_init__(self) -> None:
+        """Fill in what depends on other values, unless it is that of --init_adapter."""
+        if self.init_adapter is None and (self.adapter or self.lora_rank):
+            rank = self.lora_rank or 16
+            for name, default in (("adapter", "lora"), ("lora_rank", rank), ("lora_alpha", 2.0 * rank)):
+                object.__setattr__(self, name, getattr(self, name) or default)
 
     def faults(self) -> list[str]:
         """Return values that are of an adapter where there is none, and values that no adapter has."""
         faults = ["--lora_dropout must be below 1"] if self.lora_dropout == 1 else []
         faults += ["--lora_targets names nothing: give layers, or leave it out"] if not self.lora_targets else []
-        if self.kind is None and self.init_adapter is None:
+        if self.adapter is None and self.init_adapter is None:
             defaults = asdict(AdapterArguments())
             given = [name for name, value in asdict(self).items() if value != defaults[name]]
             faults += [f"--{name} needs --adapter lora or dora: without it all weights train" for name in given]

@@ -43,8 +43,12 @@ class ConvertArguments(PushArguments):
     """Weight of each checkpoint in --average, relative to the next newer one (or the next in the list), such as 0.8; 1
     weighs all the same.
     """
+    merge: bool = False
+    """Of a run with an adapter, export the whole model, with the adapter merged into its weights; without this, export
+    the adapter as a folder of peft.
+    """
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Type of the exported weights."""
+    """Type of the exported weights; an adapter keeps its own, float32."""
     max_shard_size: str = "5GB"
     """Largest safetensors file."""
     base_model: str | None = None
@@ -91,10 +95,10 @@ def main() -> None:
     request = PushRequest.of(arguments, "model") if arguments.push_to_hub else None
     if arguments.average:
         targets = plan_average(
-            paths, output_dir, arguments.average, arguments.average_decay, dtype, push=request is not None
+            paths, output_dir, arguments.average, arguments.average_decay, dtype, request is not None, arguments.merge
         )
     else:
-        targets, damaged = plan_targets(paths, output_dir, dtype, push=request is not None)
+        targets, damaged = plan_targets(paths, output_dir, dtype, request is not None, arguments.merge)
     if request:
         check_push(request)
     quiet_transformers()
@@ -137,7 +141,7 @@ def export(source: "ExportSource", target: Path, arguments: ConvertArguments) ->
         languages=tuple(arguments.language) if arguments.language else None,
         base_model=arguments.base_model,
     )
-    dtype = getattr(torch, arguments.dtype)
+    dtype = torch.float32 if source.is_adapter else getattr(torch, arguments.dtype)
     if is_verified_export(target, source, dtype):
         renew_card(source, target, facts)
         print(f"{target} is a verified export already, of {source.describe()}: it is only pushed")
@@ -186,6 +190,9 @@ def print_report(report: "VerificationReport", name: str) -> None:
     if report.layers:
         difference = max(layer.max_difference for layer in report.layers)
         table.add_row("largest difference of a layer's output", f"{difference:g} in {len(report.layers)} layers")
+    if report.adapted and report.rounded:
+        table.add_row("a logit, adapter merged in fp32", f"{report.adapted.max_difference:g} from base + adapter")
+        table.add_row(f"a logit, then rounded to {report.dtype}", f"{report.rounded.max_difference:g} from them")
     if logits:
         table.add_row("largest difference of a logit", f"{logits.max_difference:g} of {logits.compared:,} logits")
     table.add_row("settings that differ", ", ".join(report.settings) or "none")

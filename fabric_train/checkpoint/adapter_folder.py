@@ -4,15 +4,15 @@ The adapter is the same on all ranks, and is written once, in one file. Its base
 and has a fingerprint of its weights, by which one that has moved or changed is found.
 """
 
-import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import xxhash
+from pydantic import Field
 from torch import nn
 
 from fabric_train.checkpoint.trainer_json import read_trainer_json
@@ -34,7 +34,7 @@ from fabric_train.model.origin import AdapterBase
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, open_weights
 
 if TYPE_CHECKING:
-    from arguments import AdapterArguments, TrainArguments
+    from arguments import AdapterArguments
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -44,6 +44,19 @@ _NOT_COMPUTED = (
     *("lora_bias", "use_qalora", "eva_config", "corda_config"),
 )
 _ADVICE = "save the adapter again with peft's save_pretrained"
+
+
+@dataclass(frozen=True)
+class _LoraConfig:
+    """What is read of an adapter_config.json, with the names in peft's ``LoraConfig``."""
+
+    peft_type: str
+    r: Annotated[int, Field(gt=0)]
+    lora_alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    target_modules: list[str] | str
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    use_rslora: bool = False
+    use_dora: bool = False
 
 
 def is_adapter(folder: Path) -> bool:
@@ -90,25 +103,23 @@ def read_adapter(folder: Path) -> Adapter:
         InputError: it is damaged, or of a kind that is not computed here.
     """
     file = folder / CONFIG
-    content = read_json(file, dict, _ADVICE)
-    rank, alpha, dropout = (content.get(name) for name in ("r", "lora_alpha", "lora_dropout"))
-    is_sound = type(rank) is int and rank > 0 and all(isinstance(each, int | float) for each in (alpha, dropout))
-    if content.get("peft_type") != "LORA" or not is_sound:
-        raise InputError(f"{file}: it is not the configuration of a LoRA adapter; give one of those")
+    content, config = read_json(file, dict, _ADVICE), read_json(file, _LoraConfig, _ADVICE)
+    if config.peft_type != "LORA":
+        raise InputError(f"{file}: it is of a {config.peft_type} adapter; give one of LORA")
     unknown = [name for name in _NOT_COMPUTED if content.get(name)]
     unknown += [f"bias {content['bias']}"] if content.get("bias", "none") != "none" else []
     if unknown:
         raise InputError(f"{file}: {', '.join(unknown)} is not supported here; merge that adapter with peft")
     # peft's own rule for modules_to_save is the end of a name, also within a word
     whole = {name.rpartition(".")[0] for name in AdapterTensors(folder) if not is_of_adapter(name)}
-    targets = content.get("target_modules") or ["all-linear"]
+    targets = config.target_modules
     return Adapter(
-        kind="dora" if content.get("use_dora") else "lora",
-        rank=rank,
-        alpha=float(alpha),
-        dropout=float(dropout),
-        targets=tuple(targets) if isinstance(targets, list) else (str(targets),),
-        is_rank_stabilized=bool(content.get("use_rslora")),
+        kind="dora" if config.use_dora else "lora",
+        rank=config.r,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        targets=(targets,) if isinstance(targets, str) else tuple(targets),
+        is_rank_stabilized=config.use_rslora,
         train_also=tuple(sorted(whole)),
     )
 
@@ -148,20 +159,20 @@ def choose_adapter(given: "AdapterArguments") -> Adapter | None:
     Raises:
         InputError: another argument contradicts the adapter to begin with.
     """
-    if given.kind is None and given.init_adapter is None:
-        return None
     if given.init_adapter is None:
+        if given.adapter is None or given.lora_rank is None or given.lora_alpha is None:
+            return None
         return Adapter(
-            kind=given.kind or "lora",
-            rank=given.rank,
-            alpha=given.alpha,
+            kind=given.adapter,
+            rank=given.lora_rank,
+            alpha=given.lora_alpha,
             dropout=given.lora_dropout,
             targets=tuple(given.lora_targets),
             is_rank_stabilized=given.lora_rslora,
             train_also=tuple(given.train_also or ()),
         )
     there = read_adapter(Path(given.init_adapter))
-    asked = {"adapter": given.kind, "lora_rank": given.lora_rank, "lora_alpha": given.lora_alpha}
+    asked = {"adapter": given.adapter, "lora_rank": given.lora_rank, "lora_alpha": given.lora_alpha}
     has = {"adapter": there.kind, "lora_rank": there.rank, "lora_alpha": there.alpha}
     faults = [
         f"--{name} {value}: the adapter of --init_adapter {given.init_adapter} has {has[name]}; leave it out"
@@ -173,13 +184,12 @@ def choose_adapter(given: "AdapterArguments") -> Adapter | None:
     return replace(there, dropout=given.lora_dropout)
 
 
-def find_base(given: "TrainArguments", checkpoint: Path | None) -> AdapterBase:
-    """Return the base of a run with an adapter: that of the ``checkpoint`` it starts from, or ``--model_name``.
+def find_base(name: str, checkpoint: Path | None) -> AdapterBase:
+    """Return the base of an adapter: that of the ``checkpoint``, or ``name`` if it is new or that base is gone.
 
     Raises:
         InputError: the base of the checkpoint is not there any more, or has other weights.
     """
-    name = given.model.model_name
     if checkpoint is None or not is_adapter(checkpoint):
         return _base_at(str(checkpoint or name))
     saved = read_trainer_json(checkpoint).adapter_base
@@ -203,6 +213,14 @@ def _base_at(name: str) -> AdapterBase:
     return AdapterBase(place, fingerprint(CheckpointTensors(files, "fetch the model again")) if files else None)
 
 
+def open_base(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaModel:
+    """Build the base of an adapter in ``dtype``, without the adapter; ``shape`` may have one."""
+    of_base = replace(shape, source=base.place)
+    if (Path(base.place) / "trainer.json").is_file():
+        return open_checkpoint(of_base, Path(base.place), dtype)
+    return open_pretrained(of_base, dtype)
+
+
 def open_adapted(
     shape: ModelShape, base: AdapterBase, dtype: torch.dtype, seed: int, adapter: Path | None
 ) -> MetaModel:
@@ -211,9 +229,7 @@ def open_adapted(
     ``shape`` is of the model with the adapter; ``seed`` is for the weights of a new one.
     """
     assert shape.adapter is not None
-    of_base = replace(shape, source=base.place)
-    is_checkpoint = (Path(base.place) / "trainer.json").is_file()
-    opened = open_checkpoint(of_base, Path(base.place), dtype) if is_checkpoint else open_pretrained(of_base, dtype)
+    opened = open_base(shape, base, dtype)
     stored = AdapterTensors(adapter) if adapter else None
     if stored is not None and adapter is not None:
         check_fits(stored, shape.trained, adapter)
@@ -257,7 +273,7 @@ def fingerprint(tensors: StoredTensors) -> str:
     for name in sorted(tensors):
         shape = tensors.shape(name)
         digest.update(f"{name} {tensors.dtype(name)} {tuple(shape)}".encode())
-        for row in {0, shape[0] - 1} if shape and math.prod(shape) else ():
+        for row in {0, shape[0] - 1} if shape and shape.numel() else ():
             block = tensors.read_block(name, (row, *(0 for _ in shape[1:])), (1, *shape[1:]))
             digest.update(block.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

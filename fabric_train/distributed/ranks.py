@@ -238,7 +238,8 @@ def _squared_norm(fabric: Fabric, model: Any, parameters: list[nn.Parameter]) ->
     groups: dict[Hashable, list[dist.ProcessGroup | None]] = {None: flat_groups}
     replicated = {id(parameter) for parameter in getattr(model, "replicated", ())}
     for parameter in parameters:
-        gradient, sharding = parameter.grad, None
+        gradient: Any = parameter.grad
+        sharding: Hashable = None
         if isinstance(gradient, DTensor):
             mesh, placements = gradient.device_mesh, gradient.placements
             sharding = (mesh, placements)

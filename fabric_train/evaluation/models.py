@@ -19,13 +19,21 @@ import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fabric_train.checkpoint import checkpoints_of_all, describe_choice, find_checkpoint, is_short_name, means_all
+from fabric_train.checkpoint import (
+    checkpoints_of_all,
+    describe_choice,
+    find_checkpoint,
+    is_adapter,
+    is_short_name,
+    means_all,
+    read_base_name,
+)
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.cli.output import open_console
 from fabric_train.data.batch import Batch
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.evaluation.texts import NUM_DIGITS, EncodedText, ScoredPart, device_kind, full_digest
-from fabric_train.inference.load_model import is_adapter, load_for_inference, read_base_name
+from fabric_train.inference.load_model import load_for_inference
 from fabric_train.model.hf_model import check_readable, load_hf_tokenizer, read_shape
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenizers
@@ -79,7 +87,7 @@ def find_model(name: str) -> ComparedModel:
     """Find a model: a checkpoint, a run (see ``find_checkpoint``), a Hugging Face folder, an adapter or a hub name."""
     folder = Path(name)
     try:
-        if not is_adapter(folder):
+        if not is_adapter(folder) or (folder / "trainer.json").is_file():
             return _find_whole(name)
         base = find_model(read_base_name(folder))
         identity = f"{identity_of_files(folder)}\n{base.identity}"

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 import xxhash
 
-from fabric_train.checkpoint import read_trainer_json
+from fabric_train.checkpoint import is_adapter, read_trainer_json
 from fabric_train.checkpoint.files import CHECKSUMS
 from fabric_train.cli.errors import InputError
+from fabric_train.export.merged import open_whole
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import load_hf_tokenizer
-from fabric_train.model.weight_files import StoredTensors, open_weights
+from fabric_train.model.weight_files import StoredTensors
 
 _BLOCK = 1 << 23  # elements that are averaged at once: 64 MB in fp64
 _OF_NO_WEIGHT = ("dtype", "use_cache", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -40,7 +41,7 @@ class AveragedTensors:
     """
 
     def __init__(self, parts: Sequence[AveragePart]) -> None:
-        self._parts: list[StoredTensors] = [open_weights(part.checkpoint) for part in parts]
+        self._parts: list[StoredTensors] = [open_whole(part.checkpoint) for part in parts]
         self._weights, self._last = [part.weight for part in parts], self._parts[-1]
         wanted = {name: list(self._last.shape(name)) for name in self._last}
         for part, tensors in zip(parts, self._parts, strict=True):
@@ -128,26 +129,38 @@ def _cannot_be_averaged(one: Path, other: Path, fault: str) -> InputError:
 
 @dataclass(frozen=True)
 class ExportSource:
-    """A complete checkpoint, full or sharded, whose weights are exported; with ``parts``, up to it, their average."""
+    """A complete checkpoint, full or sharded, whose weights are exported; with ``parts``, up to it, their average.
+
+    One of an adapter is exported as an adapter, unless it ``merges`` it into the weights of its base.
+    """
 
     checkpoint: Path
     parts: tuple[AveragePart, ...] = ()
+    merges: bool = False
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the export is an adapter."""
+        return is_adapter(self.checkpoint) and not self.merges
 
     def open_tensors(self) -> StoredTensors:
-        return AveragedTensors(self.parts) if self.parts else open_weights(self.checkpoint)
+        return AveragedTensors(self.parts) if self.parts else open_whole(self.checkpoint)
 
     def open_reference(self) -> StoredTensors:
         """Open the tensors to verify an export with: an average is computed in another way than for the export."""
-        return PlainAverage(self.parts) if self.parts else open_weights(self.checkpoint)
+        return PlainAverage(self.parts) if self.parts else open_whole(self.checkpoint)
 
     def identity(self) -> str:
         """Return a hash of the content that is exported, from the checksums of the checkpoints and their weights."""
         digest = xxhash.xxh3_128()
         for part in self.parts or (AveragePart(self.checkpoint),):
             digest.update((part.checkpoint / CHECKSUMS).read_bytes() + repr(part.weight).encode())
+        if self.merges:
+            digest.update(b"merged")
         return digest.hexdigest()
 
     def describe(self) -> str:
         """Return the step, or the number of parts, in words."""
         step = f"step {read_trainer_json(self.checkpoint).state.step}"
-        return f"average of {len(self.parts)} checkpoints up to {step}" if self.parts else step
+        merged = ", its adapter merged" if self.merges else ""
+        return f"average of {len(self.parts)} checkpoints up to {step}{merged}" if self.parts else f"{step}{merged}"

@@ -3,6 +3,7 @@
 ``convert_to_hf.py`` calls :func:`plan_targets` or :func:`plan_average`, and then :func:`convert` for each folder.
 """
 
+import json
 import os
 import shutil
 import sys
@@ -16,18 +17,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fabric_train.checkpoint import (
     checkpoints_of_all,
     find_whole_checkpoint,
+    is_adapter,
     means_all,
     read_trainer_json,
     saved_checkpoints,
     whole_checkpoints,
 )
+from fabric_train.checkpoint.adapter_folder import CONFIG, WEIGHTS
 from fabric_train.cli.errors import InputError
 from fabric_train.export.average import AveragePart, ExportSource, check_one_model
 from fabric_train.export.hub_format import add_former_names, published, write_weights
 from fabric_train.export.model_card import CardFacts, write_card
 from fabric_train.export.verification import VerificationReport, is_verified_export, verify_in_fresh_process
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
-from fabric_train.files.regular_file import copy_folder
+from fabric_train.files.regular_file import copy_folder, read_json
 from fabric_train.model import hf_model
 from fabric_train.model.load_weights import build_on_meta
 from fabric_train.model.origin import legal_files
@@ -44,6 +47,8 @@ def convert(
     does not match the checkpoint.
     """
     checkpoint = source.checkpoint
+    if source.is_adapter:
+        dtype = torch.float32  # that of an adapter
     for complete in (checkpoint, *(part.checkpoint for part in source.parts)):
         check_not_inside(target, complete)
     read_trainer_json(checkpoint)  # this and the next lines report damage before anything is written
@@ -52,7 +57,10 @@ def convert(
     if (checkpoint / "tokenizer").is_dir():
         hf_model.load_hf_tokenizer(checkpoint / "tokenizer")
     with complete_folder(target) as folder:
-        write_export(source, folder, dtype, max_shard_size, facts)
+        if source.is_adapter:
+            write_adapter(source, folder, facts)
+        else:
+            write_export(source, folder, dtype, max_shard_size, facts)
         return verify_in_fresh_process(folder, source, dtype)
 
 
@@ -80,8 +88,26 @@ def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_sha
     write_card(source, folder, facts)
 
 
+def write_adapter(source: ExportSource, folder: Path, facts: CardFacts) -> None:
+    """Write an adapter for peft, with tokenizer, licence and model card, into ``folder`` without verification.
+
+    Its configuration names the base on the hub, if that is known, and else the folder that it was trained on.
+    """
+    checkpoint, saved = source.checkpoint, read_trainer_json(source.checkpoint)
+    shutil.copyfile(checkpoint / WEIGHTS, folder / WEIGHTS)
+    config = read_json(checkpoint / CONFIG, dict, "use another checkpoint")
+    if saved.base_model and saved.base_model.repository and not saved.stages:
+        config |= {"base_model_name_or_path": saved.base_model.repository, "revision": saved.base_model.revision}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if (checkpoint / "tokenizer").is_dir():
+        copy_folder(checkpoint / "tokenizer", folder)
+    for file in legal_files(checkpoint):
+        shutil.copyfile(file, folder / file.name)
+    write_card(source, folder, facts)
+
+
 def plan_targets(
-    paths: list[Path], output_dir: Path, dtype: torch.dtype, push: bool = False
+    paths: list[Path], output_dir: Path, dtype: torch.dtype, push: bool = False, merges: bool = False
 ) -> tuple[dict[Path, ExportSource], list[str]]:
     """Return what to export for each folder to write, and the names of damaged checkpoints of ``RUN/all``.
 
@@ -100,13 +126,14 @@ def plan_targets(
             whole, left_out = checkpoints_of_all(path) if means_all(path) else ([find_whole_checkpoint(path)], [])
             damaged += [checkpoint.name for checkpoint in left_out]
             for checkpoint in whole:
-                source = ExportSource(checkpoint)
+                source = ExportSource(checkpoint, merges=_merges(checkpoint, merges))
                 target = output_dir if is_single else output_dir / checkpoint.name
                 if target in targets:
                     other = targets[target].checkpoint
                     faults.append(f"{other} and {checkpoint} have the same name: convert them one at a time")
-                elif is_verified_export(target, source, dtype):
-                    check_weight_files(target)
+                elif is_verified_export(target, source, torch.float32 if source.is_adapter else dtype):
+                    if not source.is_adapter:
+                        check_weight_files(target)
                     kept.append(target)
                 else:
                     check_not_taken(target)
@@ -123,7 +150,13 @@ def plan_targets(
 
 
 def plan_average(
-    paths: list[Path], output_dir: Path, average: str, decay: float, dtype: torch.dtype, push: bool = False
+    paths: list[Path],
+    output_dir: Path,
+    average: str,
+    decay: float,
+    dtype: torch.dtype,
+    push: bool = False,
+    merges: bool = False,
 ) -> dict[Path, ExportSource]:
     """Return the average that ``--average`` asks for, to be written as ``output_dir``.
 
@@ -155,10 +188,21 @@ def plan_average(
     check_one_model(checkpoints)
     ages = reversed(range(len(checkpoints)))
     parts = [AveragePart(checkpoint, decay**age) for checkpoint, age in zip(checkpoints, ages, strict=True)]
-    source = ExportSource(checkpoints[-1], tuple(parts))
+    source = ExportSource(checkpoints[-1], tuple(parts), merges=_merges(checkpoints[-1], merges))
+    if source.is_adapter:
+        raise InputError(
+            f"--average {average}: the product of averaged matrices is not the average of the adapters; average whole "
+            "models, with --merge true"
+        )
     if push and not is_verified_export(output_dir, source, dtype):
         check_not_taken(output_dir)
     return {output_dir: source}
+
+
+def _merges(checkpoint: Path, wanted: bool) -> bool:
+    if wanted and not is_adapter(checkpoint):
+        raise InputError(f"--merge true: {checkpoint} is a whole model, without an adapter; leave it out")
+    return wanted
 
 
 def _is_scheduled(checkpoint: Path) -> bool:

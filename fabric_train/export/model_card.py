@@ -21,6 +21,7 @@ from transformers import AutoConfig
 
 from arguments import TrainingArguments
 from fabric_train import checkpoint as checkpoints
+from fabric_train.checkpoint import is_adapter
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
 from fabric_train.export import card_facts
@@ -34,6 +35,7 @@ from fabric_train.training.trackers import PICTURE, draw_loss_curves
 
 _METRICS = {"loss": "Loss (nats per token)", "perplexity": "Perplexity", "bits_per_byte": "Bits per byte"}
 _HYPERPARAMETERS = ("precision", "parallelism", "seed", *(field.name for field in fields(TrainingArguments)))
+_OF_ADAPTERS = ("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "lora_targets", "train_also")
 _DATA = ("train_data_dir", "streaming_dataset", "phases")
 _MARK = re.compile(r"\n<!-- written by Fabric Train; SHA-256 of the text above: ([0-9a-f]{64}) -->\n\Z")
 
@@ -93,11 +95,11 @@ def card_metadata(record: ModelRecord, facts: CardFacts, folder: Path) -> ModelC
     repository, results = record.origin.repository if record.origin else None, _eval_results(record)
     return ModelCardData(
         base_model=repository,
-        base_model_relation="finetune" if repository else None,
+        base_model_relation=("adapter" if is_adapter(folder) else "finetune") if repository else None,
         datasets=record.hub_datasets() or None,
         eval_results=results or None,
         language=list(facts.languages) if facts.languages else None,
-        library_name="transformers",
+        library_name="peft" if is_adapter(folder) else "transformers",
         model_name=Path(facts.name).name if results else None,
         pipeline_tag="text-generation",
         tags=["fabric-train"],
@@ -181,7 +183,8 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
             for one in stage.sources
         ],
         picture=PICTURE if (folder / PICTURE).is_file() else None,
-        hyperparameters=_HYPERPARAMETERS,
+        hyperparameters=(*(_OF_ADAPTERS if saved.adapter_base else ()), *_HYPERPARAMETERS),
+        is_adapter=is_adapter(folder),
         lineage_rows=list(map(_lineage_row, saved.lineage)),
         export_versions={one.__name__: one.__version__ for one in (torch, transformers, huggingface_hub, safetensors)},
         source_rows=list(map(card_facts.source_row, sources)),

@@ -20,13 +20,17 @@ from rich.progress import Progress, track
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fabric_train.checkpoint import read_trainer_json
+from fabric_train.checkpoint.adapter_folder import AdapterTensors, open_base
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console
 from fabric_train.distributed.memory import available_memory
 from fabric_train.export.average import ExportSource
 from fabric_train.export.hub_format import INDEX_NAME, blocks, former_names, published
+from fabric_train.export.merged import open_unmerged
 from fabric_train.export.verification import Method, OutputReport, TensorReport, VerificationReport, find_faults
 from fabric_train.files.regular_file import read_json
+from fabric_train.inference.load_model import add_adapter, load_onto_devices
 from fabric_train.model import hf_model
 from fabric_train.model.load_weights import (
     MetaModel,
@@ -78,6 +82,8 @@ def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> Verificat
     """Compare an export with what it was made from; a damaged file is a fault of the report, not an error."""
     hf_model.quiet_transformers()
     try:
+        if source.is_adapter:
+            return compare_adapter(folder, source)
         hf_model.check_readable(str(folder))
         return _compare(_open(folder, source, dtype))
     except InputError as error:  # a file is missing or damaged
@@ -120,7 +126,60 @@ def _compare(sides: _Sides) -> VerificationReport:
         faults=[],
         source=sides.source.identity(),
     )
+    if fits and sides.source.merges and not sides.source.parts:
+        adapted, rounded = _compare_merged(sides)
+        report = replace(report, adapted=adapted, rounded=rounded)
     return replace(report, faults=find_faults(report, sides.dtype))
+
+
+def _compare_merged(sides: _Sides) -> tuple[OutputReport, OutputReport]:
+    """Compare logits of base and adapter with those of the merged weights, before and after rounding; all in fp32."""
+    unmerged, shape = open_unmerged(sides.source.checkpoint, torch.float32)
+    merged = open_tensors(sides.shape, sides.stored, torch.float32)
+    exported = open_in_parts(sides.exported_shape, torch.float32)
+    assert exported is not None  # written a moment ago, in safetensors
+    expected, in_fp32, rounded = (
+        layered_forward(model, shape.layer_classes, sides.input_ids, lambda: None).logits
+        for model in (unmerged, merged, exported)
+    )
+    return _difference(expected, in_fp32), _difference(expected, rounded)
+
+
+def compare_adapter(folder: Path, source: ExportSource) -> VerificationReport:
+    """Compare an exported adapter with its checkpoint: all tensors, and logits of plain peft with those computed here.
+
+    Raises:
+        InputError: peft is not installed, or cannot open the folder.
+    """
+    exported, stored = AdapterTensors(folder), AdapterTensors(source.checkpoint)
+    common = [name for name in stored if name in {*exported}]
+    opened, shape = open_unmerged(source.checkpoint, torch.float32)
+    input_ids = _fixed_input(folder, shape)
+    expected = layered_forward(opened, shape.layer_classes, input_ids, lambda: None).logits
+    base = read_trainer_json(source.checkpoint).adapter_base
+    assert base is not None  # open_unmerged has found it
+    whole = load_onto_devices(open_base(shape, base, torch.float32))
+    found = _logits(add_adapter(whole, folder, base.place), input_ids.to(whole.device)).cpu()
+    of_tokenizer = _compare_tokenizers(folder, source.checkpoint / "tokenizer")
+    report = VerificationReport(
+        dtype="float32",
+        method="whole model",
+        tensors=TensorReport(
+            compared=len(common),
+            parameters=sum(stored.shape(name).numel() for name in common),
+            missing=[name for name in stored if name not in {*exported}],
+            unexpected=[name for name in exported if name not in {*stored}],
+            different=[name for name in common if not same_bits(stored.read(name), exported.read(name))],
+            max_difference=0.0,
+        ),
+        layers=[],
+        logits=_difference(expected, found),
+        settings=[f"{difference} of the tokenizer" for difference in of_tokenizer or ()],
+        tokenizer="absent" if of_tokenizer is None else "different" if of_tokenizer else "equal",
+        faults=[],
+        source=source.identity(),
+    )
+    return replace(report, faults=find_faults(report, torch.float32))
 
 
 def _compare_tensors(sides: _Sides) -> TensorReport:

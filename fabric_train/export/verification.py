@@ -1,7 +1,7 @@
 """Verify an export in a process that has nothing of the one that wrote it, and decide what in its report is a fault.
 
-``python -m fabric_train.export.verification EXPORT CHECKPOINT DTYPE [PART=WEIGHT ...]``, a part for each checkpoint of
-an average. ``model_comparison.py`` says what it compares.
+``python -m fabric_train.export.verification EXPORT CHECKPOINT DTYPE [--merged] [PART=WEIGHT ...]``: an adapter is
+merged, and there is a part for each checkpoint of an average. ``model_comparison.py`` says what it compares.
 """
 
 import json
@@ -58,6 +58,8 @@ class VerificationReport:
     settings: list[str]  # of config.json, generation_config.json and tokenizer, those that differ
     tokenizer: str  # "equal", "different" or "absent"
     faults: list[str]  # what does not match, in words
+    adapted: OutputReport | None = None  # logits in fp32 with the adapter merged, against base and adapter
+    rounded: OutputReport | None = None  # the same, with the merged weights rounded to the dtype
     source: str = ""  # ``ExportSource.identity`` of what was exported; empty in reports of earlier versions
 
 
@@ -69,6 +71,7 @@ def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dty
     """Compare the export ``folder`` with ``source`` in a new Python process, which also writes its report there."""
     report_file, checkpoint = folder / REPORT_NAME, source.checkpoint
     command = [sys.executable, "-m", __name__, str(folder), str(checkpoint), str(dtype).removeprefix("torch.")]
+    command += ["--merged"] if source.merges else []
     parts = [f"{part.checkpoint}={part.weight!r}" for part in source.parts]
     process = subprocess.run([*command, *parts], env={**os.environ, **project_first()}, check=False)
     if not report_file.is_file():
@@ -106,6 +109,8 @@ def find_faults(report: VerificationReport, dtype: torch.dtype) -> list[str]:
         if not layer.max_difference <= _tolerance(layer, dtype):
             faults.append(f"the output of decoder layer {number} differs by {layer.max_difference:.3g}")
             break
+    if report.adapted and not report.adapted.max_difference <= _tolerance(report.adapted, torch.float32):
+        faults.append(f"logits with the adapter merged differ by {report.adapted.max_difference:.3g} in fp32")
     if report.logits is None:
         return faults
     tolerance = _tolerance(report.logits, dtype)
@@ -127,11 +132,12 @@ def main() -> None:
 
     if len(sys.argv) < 4:
         raise InputError(
-            f"usage: python -m {__spec__.name} EXPORT CHECKPOINT float32|bfloat16|float16 [PART=WEIGHT ...]"
+            f"usage: python -m {__spec__.name} EXPORT CHECKPOINT float32|bfloat16|float16 [--merged] [PART=WEIGHT ...]"
         )
-    parts = (word.rpartition("=") for word in sys.argv[4:])
+    merges = "--merged" in sys.argv[4:5]
+    parts = (word.rpartition("=") for word in sys.argv[4 + merges :])
     averaged = tuple(AveragePart(Path(checkpoint), float(weight)) for checkpoint, _, weight in parts)
-    folder, source = Path(sys.argv[1]), ExportSource(Path(sys.argv[2]), averaged)
+    folder, source = Path(sys.argv[1]), ExportSource(Path(sys.argv[2]), averaged, merges)
     report = compare(folder, source, getattr(torch, sys.argv[3]))
     (folder / REPORT_NAME).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     for fault in report.faults:

@@ -11,30 +11,24 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from fabric_train.checkpoint import find_whole_checkpoint, is_short_name
+from fabric_train.checkpoint import (
+    find_base,
+    find_whole_checkpoint,
+    is_adapter,
+    is_short_name,
+    open_adapted,
+    read_base_name,
+    read_trainer_json,
+)
+from fabric_train.checkpoint.adapter_folder import AdapterTensors, read_adapter
 from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
-from fabric_train.files.regular_file import check_no_pipes, read_json
+from fabric_train.files.regular_file import check_no_pipes
 from fabric_train.model import hf_model
 from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained, read_weights
 from fabric_train.model.weight_files import open_weights
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_ADVICE = "save the adapter again with peft's save_pretrained"
 _SHARE_FOR_WEIGHTS = 0.85  # of a GPU's free memory; the rest is for activations and the cache of keys and values
-
-
-def is_adapter(folder: Path) -> bool:
-    """Whether this is a folder with an adapter and no model of its own."""
-    return (folder / _CONFIG).is_file() and not (folder / "config.json").is_file()
-
-
-def read_base_name(folder: Path) -> str:
-    """Return the name or folder of the model that an adapter was trained on; raise an InputError if there is none."""
-    name = read_json(folder / _CONFIG, dict, _ADVICE).get("base_model_name_or_path")
-    if not isinstance(name, str) or not name:
-        raise InputError(f"{folder / _CONFIG}: it names no base model; give it by --base_model")
-    return name
 
 
 def add_adapter(model: Any, folder: Path, base: str) -> Any:
@@ -42,11 +36,9 @@ def add_adapter(model: Any, folder: Path, base: str) -> Any:
 
     The adapter's matrices are not merged into the weights, whose dtype could round them away.
     """
-    read_json(folder / _CONFIG, dict, _ADVICE)
     check_no_pipes(folder)
-    if not (folder / _WEIGHTS).is_file():
-        pickled = " (adapter_model.bin is a pickle, which is never read)" if any(folder.glob("*.bin")) else ""
-        raise InputError(f"{folder}: no {_WEIGHTS} in it{pickled}; {_ADVICE}")
+    read_base_name(folder)  # this and the next line report damage
+    AdapterTensors(folder)
     try:
         from peft import PeftModel
     except ImportError:
@@ -153,25 +145,43 @@ def load_for_inference(name: str, *, base_model: str | None = None, gpu_bytes: i
     """
     hf_model.quiet_transformers()
     folder = Path(name)
-    if is_adapter(folder):
+    if is_adapter(folder) and not (folder / "trainer.json").is_file():
         base = base_model or read_base_name(folder)
         model, tokenizer = load_for_inference(base, gpu_bytes=gpu_bytes)
         has_own = (folder / "tokenizer_config.json").is_file()
         return add_adapter(model, folder, base), hf_model.load_hf_tokenizer(folder) if has_own else tokenizer
-    if base_model is not None:
-        raise InputError(f"--base_model {base_model}: {name} is not a folder with an adapter; leave it out")
     on_gpu = torch.cuda.is_available()
     is_export = (folder / "config.json").is_file() and not (folder / "trainer.json").is_file()
     if is_short_name(folder) or (folder.is_dir() and not is_export):
         checkpoint = find_whole_checkpoint(folder)
+        if is_adapter(checkpoint):
+            return _load_adapted(checkpoint, base_model, on_gpu, gpu_bytes)
+        _check_no_base(name, base_model)
         weights = open_weights(checkpoint)
         dtype = torch.bfloat16 if on_gpu else weights.dtype(next(iter(weights)))
         shape = hf_model.read_shape(str(checkpoint))
         model = load_onto_devices(open_checkpoint(shape, checkpoint, dtype), gpu_bytes)
         model.generation_config = hf_model.checkpoint_generation_config(checkpoint, shape.config)
         return model, hf_model.load_hf_tokenizer(checkpoint / "tokenizer")
+    _check_no_base(name, base_model)
     shape = hf_model.read_shape(name)
     stored: Any = shape.config.dtype or torch.float32
     model = load_onto_devices(open_pretrained(shape, torch.bfloat16 if on_gpu else stored), gpu_bytes)
     model.generation_config = hf_model.read_generation_config(name, shape.config)
     return model, hf_model.load_hf_tokenizer(name)
+
+
+def _check_no_base(name: str, base_model: str | None) -> None:
+    if base_model is not None:
+        raise InputError(f"--base_model {base_model}: {name} is not a folder with an adapter; leave it out")
+
+
+def _load_adapted(checkpoint: Path, base_model: str | None, on_gpu: bool, gpu_bytes: int | None) -> tuple[Any, Any]:
+    """Load the adapter of a checkpoint and its base, which may have moved to ``base_model``."""
+    saved = read_trainer_json(checkpoint)
+    base = find_base(base_model or saved.arguments["model_name"], checkpoint)
+    shape = hf_model.read_shape(str(checkpoint), adapter=read_adapter(checkpoint))
+    dtype = torch.bfloat16 if on_gpu else getattr(torch, saved.content["weights_dtype"])
+    model = load_onto_devices(open_adapted(shape, base, dtype, 0, checkpoint), gpu_bytes)
+    model.generation_config = hf_model.checkpoint_generation_config(checkpoint, shape.config)
+    return model, hf_model.load_hf_tokenizer(checkpoint / "tokenizer")

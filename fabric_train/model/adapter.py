@@ -120,6 +120,7 @@ def attach(model: Any, adapter: Adapter, source: str) -> None:
     """
     modules = find_targets(model, adapter, source)
     _check_train_also(model, adapter, source)
+    linear: Any
     for linear in modules.values():
         num_outputs, num_inputs = linear.weight.shape
         options: dict[str, Any] = {"bias": False, "dtype": torch.float32, "device": "meta"}
@@ -127,8 +128,8 @@ def attach(model: Any, adapter: Adapter, source: str) -> None:
         linear.lora_B = nn.Linear(adapter.rank, num_outputs, **options)
         if adapter.kind == "dora":
             linear.lora_magnitude_vector = nn.Parameter(torch.empty(num_outputs, dtype=torch.float32, device="meta"))
-        linear.adapter = adapter  # type: ignore[assignment]
-        linear.__class__ = _adapted_class(type(linear))
+        linear.adapter = adapter
+        linear.__class__ = _adapted_class(type(linear))  # its parameters and hooks stay
 
 
 def find_targets(model: Any, adapter: Adapter, source: str) -> dict[str, nn.Linear]:

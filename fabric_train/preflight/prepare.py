@@ -79,7 +79,7 @@ def prepare(
         notes=plan.notes,
         early_stopping=_check_deciding_sources(arguments.evaluation, data),
         sample_prompts=_open_sample_prompts(arguments, data, model, checkpoint),
-        adapter_base=checkpoints.find_base(arguments, checkpoint) if model.adapter else None,
+        adapter_base=checkpoints.find_base(arguments.model.model_name, checkpoint) if model.adapter else None,
     )
     run = _with_notes(run, xla.NOTE if device_plan.parallelism == "xla" else None, arguments.logging.note)
     if masks_because and data.isolates:

@@ -1,6 +1,5 @@
 """Adapters train as in peft, under every strategy; what they save is whole, and plain peft opens it."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,9 +51,9 @@ def of_peft(
             torch.manual_seed(1)
             config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **KINDS[kind])
             adapted = peft.get_peft_model(base, config)
-            adapted.save_pretrained(folder / "start")
+            adapted.save_pretrained(str(folder / "start"))
             losses, norms = train_plainly(adapted, tokens, ROWS_PER_WINDOW, STEPS)
-            adapted.save_pretrained(folder / "end")
+            adapted.save_pretrained(str(folder / "end"))
             done[kind] = folder / "start", losses, norms, load_file(folder / "end" / "adapter_model.safetensors")
         return done[kind]
 
