@@ -292,11 +292,16 @@ class AdapterArguments:
             for name, default in (("adapter", "lora"), ("lora_rank", rank), ("lora_alpha", 2.0 * rank)):
                 object.__setattr__(self, name, getattr(self, name) or default)
 
+    @property
+    def is_given(self) -> bool:
+        """Whether an adapter trains."""
+        return self.adapter is not None or self.init_adapter is not None
+
     def faults(self) -> list[str]:
         """Return values that are of an adapter where there is none, and values that no adapter has."""
         faults = ["--lora_dropout must be below 1"] if self.lora_dropout == 1 else []
         faults += ["--lora_targets names nothing: give layers, or leave it out"] if not self.lora_targets else []
-        if self.adapter is None and self.init_adapter is None:
+        if not self.is_given:
             defaults = asdict(AdapterArguments())
             given = [name for name, value in asdict(self).items() if value != defaults[name]]
             faults += [f"--{name} needs --adapter lora or dora: without it all weights train" for name in given]

@@ -195,6 +195,9 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
             f"--{compiled} true: fsdp cannot compile layers with {obstacle}; use --parallelism fsdp2, or leave one of "
             "them out"
         )
+    refused = {"tensor_parallel_size": fsdp.tensor_parallel_size > 1, "float8": arguments.model.float8}
+    for name in (name for name, is_set in refused.items() if is_set and arguments.adapter.is_given):
+        raise InputError(f"--{name} does not work with an adapter; leave one of them out")
     devices_per_node = num_processes // arguments.device.num_nodes
     if devices_per_node % fsdp.tensor_parallel_size:
         raise InputError(

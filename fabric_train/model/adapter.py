@@ -108,12 +108,12 @@ class AdaptedLayer(nn.Module):
 
 
 @functools.cache
-def _adapted_class(kind: type[nn.Module]) -> type[nn.Module]:
+def _adapted_class(kind: Any) -> type[nn.Module]:
     return type(f"Adapted{kind.__name__}", (AdaptedLayer, kind), {})
 
 
-def attach(model: Any, adapter: Adapter, source: str) -> None:
-    """Give each target of a model, which nothing wraps yet, an adapter on the meta device; freeze nothing.
+def attach(model: Any, adapter: Adapter, source: str, device: str = "meta") -> None:
+    """Give each target of a model, which nothing wraps yet, an adapter on a device; freeze nothing.
 
     Raises:
         InputError: a target or a module of ``train_also`` is not in the model, which ``source`` names.
@@ -123,11 +123,11 @@ def attach(model: Any, adapter: Adapter, source: str) -> None:
     linear: Any
     for linear in modules.values():
         num_outputs, num_inputs = linear.weight.shape
-        options: dict[str, Any] = {"bias": False, "dtype": torch.float32, "device": "meta"}
+        options: dict[str, Any] = {"bias": False, "dtype": torch.float32, "device": device}
         linear.lora_A = nn.Linear(num_inputs, adapter.rank, **options)
         linear.lora_B = nn.Linear(adapter.rank, num_outputs, **options)
         if adapter.kind == "dora":
-            linear.lora_magnitude_vector = nn.Parameter(torch.empty(num_outputs, dtype=torch.float32, device="meta"))
+            linear.lora_magnitude_vector = nn.Parameter(torch.empty(num_outputs, dtype=torch.float32, device=device))
         linear.adapter = adapter
         linear.__class__ = _adapted_class(type(linear))  # its parameters and hooks stay
 
@@ -140,7 +140,16 @@ def find_targets(model: Any, adapter: Adapter, source: str) -> dict[str, nn.Line
     }
     found: dict[str, nn.Linear] = {}
     for target in adapter.targets:
-        named = {name: module for name, module in linear.items() if target == ALL_LINEAR or _is_target(name, target)}
+        try:
+            pattern = re.compile(target)
+        except re.error as error:
+            fault = f"it is no name and no regular expression ({error})"
+            raise InputError(f"--lora_targets {target}: {fault}; give names such as q_proj") from None
+        named = {
+            name: module
+            for name, module in linear.items()
+            if target == ALL_LINEAR or _is_named(name, target) or pattern.fullmatch(name)
+        }
         if not named:
             raise InputError(f"--lora_targets {target}: {_no_such_layer(model, head, target, linear, source)}")
         found |= named
@@ -153,10 +162,6 @@ def _no_such_layer(model: Any, head: Any, target: str, linear: Collection[str], 
     if any(_is_named(name, target) for name in whole):
         return f"the embedding and the head train whole; give --train_also {target}"
     return f"{source} has no linear layer of that name; it has {leaves or 'none'}"
-
-
-def _is_target(name: str, target: str) -> bool:
-    return _is_named(name, target) or re.fullmatch(target, name) is not None
 
 
 def _is_named(name: str, wanted: str) -> bool:

@@ -22,8 +22,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fabric_train.data.batch import Batch, Targets
 from fabric_train.distributed.decoder_layers import checkpoint_layers, kept_share
+from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.lm_head_loss import compute_loss_in_head, traced_as
+from fabric_train.model.trained_parts import freeze_other_parts
 from fabric_train.training.objective import CrossEntropy
 
 if TYPE_CHECKING:
@@ -172,6 +174,7 @@ class _Traced:
     loss_in_head: bool
     budget: float
     batch: MicroBatch
+    adapter: Adapter | None
 
 
 def _trace(shape: ModelShape, num_layers: int, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
@@ -188,6 +191,7 @@ def _trace(shape: ModelShape, num_layers: int, arguments: "TrainArguments", batc
             loss_in_head=arguments.model.precision != "16-mixed",  # as model.parallelize.setup_model does
             budget=kept_share(arguments.fsdp),
             batch=batch,
+            adapter=shape.adapter,
         )
     )
 
@@ -201,6 +205,9 @@ def _trace_once(given: _Traced) -> Activations:
             kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention_on_gpu))
         config = copy.deepcopy(given.config)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=given.attention)
+        if given.adapter:
+            attach(model, given.adapter, "the model", "cpu")
+            freeze_other_parts(model, given.adapter)
         model.train()
         layers = [module for module in model.modules() if type(module) in given.layer_classes]
         live = _LiveBytes(model)
@@ -248,9 +255,10 @@ def _drop_gradients(model: Any, layers: list[nn.Module], live: _LiveBytes, by_un
     peaks: dict[str, int] = {}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not by_unit:
-        for module in filter(None, (embedding, head)):  # no gradients of these, but still those of the embedded tokens
+        if embedding.weight.requires_grad:  # no gradient of this one, but still that of the embedded tokens
+            embedding.register_forward_hook(lambda _, args, hidden: hidden.requires_grad_())
+        for module in filter(None, (embedding, head)):
             module.requires_grad_(False)
-        embedding.register_forward_hook(lambda _, args, hidden: hidden.requires_grad_())
 
         def drop(parameter: nn.Parameter) -> None:
             parameter.grad = None

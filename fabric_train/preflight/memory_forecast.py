@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fabric_train.distributed.memory import process_memory
@@ -50,7 +50,7 @@ def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
     """Return the collectives of a step, without losses and counts (a few bytes) and without tensor parallelism."""
     copies, shards, total = layout.num_copies, layout.num_shards, units.total
     if not layout.is_sharded:
-        sent = 2 * _ring(REDUCED_BYTES * units.trained, copies)
+        sent = 2 * _ring(REDUCED_BYTES * (units.trained + units.adapter), copies)
         return [Collective("all-reduce of gradients", copies, sent, _leaving(sent, layout))] if sent else []
     again = 0 if layout.gathers_at_once else units.layer * units.num_layers  # the backward pass gathers layers again
     passes = layout.accumulation
@@ -63,7 +63,11 @@ def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
         Collective("all-gather of weights", shards, gathered, 0 if copies > 1 else _leaving(gathered, layout)),
         Collective("reduce-scatter of gradients", shards, reduced, 0 if copies > 1 else _leaving(reduced, layout)),
     ]
-    if copies > 1:
+    if units.adapter:
+        result = [each for each in result if each.sent]  # a frozen base has no gradients
+        ranks, sent = layout.num_data_ranks, 2 * _ring(units.adapter_bytes, layout.num_data_ranks)
+        result.append(Collective("all-reduce of the adapter's gradients", ranks, sent, _leaving(sent, layout)))
+    if copies > 1 and units.trained:
         sent = reductions * 2 * _ring(REDUCED_BYTES * units.trained // shards, copies)
         result.append(Collective("all-reduce of gradients between machines", copies, sent, shards * sent))
     return result
@@ -104,16 +108,28 @@ class Budget:
 
 def make_budget(units: Units, layout: Layout, activations: Activations, saves_in_background: bool) -> Budget:
     """Return the bytes that a run needs."""
-    saved = layout.held * units.total + units.saved_states
+    # a checkpoint of an adapter has no copy of its base
+    saved = layout.held * (units.trained if units.adapter else units.total) + units.saved_states
+    saved += units.adapter_bytes + units.saved_adapter_states
     units = units.part(layout.world_size // layout.num_data_ranks)
     whole, trained, states = (
         0 if layout.offloads else number // layout.num_shards for number in (units.total, units.trained, units.states)
     )
-    held, gradients = {"weights": layout.held * whole, "optimizer": states}, layout.held * trained
+    held = {"weights": layout.held * whole + units.adapter_bytes, "optimizer": states + units.adapter_states}
+    gradients = layout.held * trained
     phases = _sharded_phases if layout.is_sharded else _whole_phases
     found = [Phase(phase.name, {**held, **phase.parts}) for phase in phases(units, layout, activations, gradients)]
-    step = Phase("optimizer step", {**held, "gradients": gradients})
-    return Budget((*found, step), saved // layout.world_size if saves_in_background else 0, saved)
+    found.append(Phase("optimizer step", {**held, "gradients": gradients}))
+    found = [_with_adapter(phase, units, layout) for phase in found]
+    return Budget(tuple(found), saved // layout.world_size if saves_in_background else 0, saved)
+
+
+def _with_adapter(phase: Phase, units: Units, layout: Layout) -> Phase:
+    """Add the gradients of an adapter, of which each rank has all, and the vector in which they are averaged."""
+    gradients = 0 if phase.name == "loss" and layout.accumulation == 1 else units.adapter_bytes
+    averaged = units.adapter_bytes if layout.is_sharded and phase.name == "end of backward" else 0
+    added = {"gradients": gradients, "communication": averaged}
+    return replace(phase, parts=phase.parts | {kind: phase.parts.get(kind, 0) + size for kind, size in added.items()})
 
 
 def _whole_phases(units: Units, layout: Layout, activations: Activations, gradients: int) -> list[Phase]:
@@ -150,7 +166,7 @@ def _sharded_phases(units: Units, layout: Layout, activations: Activations, grad
         summed = (REDUCED_BYTES if is_fsdp2 else size) * units.trained
     earlier = summed or (gradients if layout.accumulation > 1 else 0)
     later = max(earlier, gradients * (layers - layer) // units.total)
-    pending = REDUCED_BYTES * layer if is_fsdp2 and units.num_layers > 1 else 0
+    pending = REDUCED_BYTES * units.trained_layer if is_fsdp2 and units.num_layers > 1 else 0
 
     def moment(name: str, gathered: int, gradients: int, communication: int, activations: int) -> Phase:
         if layout.gathers_at_once:
@@ -164,7 +180,7 @@ def _sharded_phases(units: Units, layout: Layout, activations: Activations, grad
         moment("loss", root + layer * is_fsdp2, earlier, 0, activations.most),
         moment("loss", root + layer, earlier, 0, activations.at_head),
     ]
-    reducing = _reducing(layer, layout)
+    reducing = _reducing(units.trained_layer, layout)
     before_last = activations.at_last - activations.kept // units.num_layers
     backward = [
         moment("backward pass", root + two, earlier, 0, activations.at_last),
@@ -175,6 +191,9 @@ def _sharded_phases(units: Units, layout: Layout, activations: Activations, grad
     ]
     # at the end there are the gradients of everything outside of the layers; a tied one is added to the head's
     later = max(earlier, gradients * layers // units.total)
+    if units.trained <= units.num_layers * units.trained_layer:  # all of that is frozen
+        end = [moment("end of backward", root, later, 0, 0)]
+        return [max(moments, key=lambda phase: phase.total) for moments in (loss, backward, end)]
     flat = 0 if is_fsdp2 else size * root
     end = [moment("end of backward", root, later, flat, size * (units.rest + units.head * units.is_tied))]
     if is_fsdp2 and embedding:

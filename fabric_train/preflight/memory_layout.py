@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fabric_train.distributed.precision import compute_dtype, weights_dtype
+from fabric_train.model.adapter import is_of_adapter
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.optim.optimizer import build_optimizer
 from fabric_train.training.prepared_run import StepPlan
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
 
 REDUCED_BYTES = 4
 """Gradients are reduced over ranks in fp32, see ``distributed.precision``."""
+ADAPTER_BYTES = 4
+"""Adapters are fp32, see ``model.adapter``."""
 
 
 @dataclass(frozen=True)
 class Units:
-    """Numbers of parameters."""
+    """Numbers of parameters, without those of an adapter except where it is named."""
 
     num_layers: int
     layer: int  # of each layer
@@ -30,18 +33,27 @@ class Units:
     embedding: int
     is_tied: bool  # head and embedding are the same
     trained: int
+    trained_layer: int  # those of ``layer`` that train
     states: int  # bytes of the optimizer's states
     saved_states: int  # bytes of those in a checkpoint
+    adapter: int = 0  # of which each rank has all
+    adapter_states: int = 0  # bytes in memory
+    saved_adapter_states: int = 0
 
     def part(self, num_parts: int) -> "Units":
         """Return the units of one rank if every parameter is split among ``num_parts`` ranks."""
-        shared = ("layer", "rest", "head", "embedding", "trained", "states", "saved_states")
+        shared = ("layer", "rest", "head", "embedding", "trained", "trained_layer", "states", "saved_states")
         return replace(self, **{name: getattr(self, name) // num_parts for name in shared})
 
     @property
     def total(self) -> int:
         """The number of parameters; tied ones count once."""
         return self.num_layers * self.layer + self.rest
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the adapter's weights, or of its gradients."""
+        return ADAPTER_BYTES * self.adapter
 
 
 @dataclass(frozen=True)
@@ -81,8 +93,13 @@ def bytes_of_states(shape: ModelShape, arguments: "TrainArguments") -> tuple[int
     States that are not as large as their parameter, and the scales of 8-bit moments, are not counted.
     """
     dtype = weights_dtype(arguments.model.precision)
+    if not shape.trained:
+        return 0, 0
     weights = {
-        name: nn.Parameter(torch.empty(size, dtype=dtype, device="meta")) for name, size in shape.trained.items()
+        name: nn.Parameter(
+            torch.empty(size, dtype=torch.float32 if is_of_adapter(name) else dtype, device="meta"),
+        )
+        for name, size in shape.trained.items()
     }
     decayed = {name for name, size in shape.trained.items() if len(size) >= 2}
     optimizer = build_optimizer(weights.items(), decayed, arguments.training, fused=False)
@@ -104,7 +121,14 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
     embedding = model.get_input_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
     name_of_head = next((name for name, weight in model.named_parameters() if head and weight is head.weight), None)
-    states, saved_states = bytes_of_states(shape, arguments)
+    of_adapter = replace(shape, trained={name: size for name, size in shape.trained.items() if is_of_adapter(name)})
+    of_base = replace(shape, trained={name: size for name, size in shape.trained.items() if not is_of_adapter(name)})
+    states, saved_states = bytes_of_states(of_base, arguments)
+    adapter_states, saved_adapter_states = bytes_of_states(of_adapter, arguments)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    trained_in = (
+        sum(each.numel() for each in layer.parameters() if names[id(each)] in shape.trained) for layer in layers
+    )
     return Units(
         num_layers=len(layers),
         layer=largest,
@@ -112,9 +136,13 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
         head=_numel(head) if name_of_head in shape.trained else 0,
         embedding=_numel(embedding),
         is_tied=is_tied,
-        trained=shape.num_trained,
+        trained=of_base.num_trained,
+        trained_layer=max(trained_in),
         states=states,
         saved_states=saved_states,
+        adapter=of_adapter.num_trained,
+        adapter_states=adapter_states,
+        saved_adapter_states=saved_adapter_states,
     )
 
 

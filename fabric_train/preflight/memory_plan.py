@@ -115,7 +115,10 @@ def check_memory(run: PreparedRun) -> None:
     layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
     num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
     states, _ = bytes_of_states(request.shape, request.arguments)
-    least = (layout.held * (request.shape.num_parameters + request.shape.num_trained) + states) // num_parts
+    if request.shape.adapter:  # each rank has all of it, in fp32
+        least = layout.held * request.shape.num_parameters // num_parts + 8 * request.shape.num_trained + states
+    else:
+        least = (layout.held * (request.shape.num_parameters + request.shape.num_trained) + states) // num_parts
     faults = []
     if not layout.offloads and least > request.device_memory:
         faults.append(
@@ -128,7 +131,9 @@ def check_memory(run: PreparedRun) -> None:
 
 def _faults_of_disk(request: RunRequest, number: int) -> list[str]:
     layout, folder = request.layout(), Path(request.arguments.save.output_dir)
-    size = layout.held * request.shape.num_parameters + bytes_of_states(request.shape, request.arguments)[1]
+    of_states = bytes_of_states(request.shape, request.arguments)[1]
+    has_adapter = request.shape.adapter is not None  # whose base is not in a checkpoint
+    size = (4 * request.shape.num_trained if has_adapter else layout.held * request.shape.num_parameters) + of_states
     free = free_bytes(nearest_existing(folder))
     if size * number <= free:
         return []
@@ -216,7 +221,9 @@ def _split_again(plan: StepPlan, micro_batch_size: int, world_size: int) -> Step
 def _counts(forecast: Forecast, plan: StepPlan) -> Table:
     units, layout = forecast.units, forecast.layout
     table = _table("Plan")
-    trained = "" if units.trained == units.total else f"; {units.trained:,} train"
+    trained = "" if units.trained == units.total else f"; {units.trained + units.adapter:,} train"
+    if units.adapter:
+        trained += f", {units.adapter:,} of them the adapter's"
     each = f"{units.num_layers} layers of {units.layer:,}, {units.rest:,} else{trained}"
     table.add_row("parameters", f"{units.total:,}: {each}")
     cut = f"weights cut in {layout.num_shards}" if layout.is_sharded else "nothing cut"

@@ -28,6 +28,7 @@ from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_p
 from fabric_train.model.attention import check_attention, choose_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape
 from fabric_train.model.init_weights import new_shape
+from fabric_train.model.origin import AdapterBase
 from fabric_train.model.parallelize import check_tensor_parallel
 from fabric_train.preflight.memory_plan import resolve_automatic
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
@@ -79,7 +80,7 @@ def prepare(
         notes=plan.notes,
         early_stopping=_check_deciding_sources(arguments.evaluation, data),
         sample_prompts=_open_sample_prompts(arguments, data, model, checkpoint),
-        adapter_base=checkpoints.find_base(arguments.model.model_name, checkpoint) if model.adapter else None,
+        adapter_base=_find_base(arguments, checkpoint, model),
     )
     run = _with_notes(run, xla.NOTE if device_plan.parallelism == "xla" else None, arguments.logging.note)
     if masks_because and data.isolates:
@@ -298,6 +299,12 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
     if not checkpoint and not shape.is_new:
         check_readable(shape.source)
     return shape
+
+
+def _find_base(arguments: "TrainArguments", checkpoint: Path | None, model: ModelShape) -> AdapterBase | None:
+    if model.adapter is None or arguments.planning.plan:  # a plan reads no weights, and downloads none
+        return None
+    return checkpoints.find_base(arguments.model.model_name, checkpoint)
 
 
 def _data_order(

@@ -1,15 +1,23 @@
 """Adapters train as in peft, under every strategy; what they save is whole, and plain peft opens it."""
 
+import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from arguments import TrainArguments, parse
+from fabric_train.cli.errors import InputError
+from fabric_train.model.adapter import Adapter
+from fabric_train.model.hf_model import read_shape
+from fabric_train.preflight.prepare import prepare
 from tests.support.forked_runs import ForkedRuns
 from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, train_plainly
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
@@ -102,3 +110,146 @@ def test_losses_gradients_and_adapter_are_those_of_peft(
     atol = 2e-4 if "dora" in kind else 1e-5
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol)
+
+
+RANKS = (("single", 1), ("fsdp2", 2), ("fsdp", 3), ("single", 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "dropout"), [("lora", 0.1), ("dora", 0.0)])
+def test_a_run_goes_on_with_other_ranks_and_parallelism(
+    forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, kind: str, dropout: float
+) -> None:
+    given = {"adapter": kind, "lora_rank": 4, "lora_dropout": dropout, "total_batch_size": ROWS_PER_WINDOW}
+    given |= {"max_step": 8, "save_step_interval": 2}
+    start = None
+    for number, (parallelism, num_ranks) in enumerate(RANKS, 1):
+        run = tmp_path / str(number)
+        more = {"checkpoint": start} if start else {}
+        line = argv(model, tokens, run, parallelism=parallelism, **given, **more)
+        forked_runs.start(line, num_ranks).finish()
+        start = run / "checkpoints" / f"step-{2 * number:08d}"
+    whole, cut = (load_file(tmp_path / run / "checkpoints/step-00000008/adapter_model.safetensors") for run in "14")
+    assert any(tensor.any() for name, tensor in whole.items() if "lora_B" in name)
+    if dropout:  # each rank draws its own numbers
+        assert not all(torch.equal(cut[name], tensor) for name, tensor in whole.items())
+        line = argv(model, tokens, tmp_path / "again", **given, checkpoint=tmp_path / "1/checkpoints/step-00000004")
+        forked_runs.start(line, 1).finish()
+        cut = load_file(tmp_path / "again" / "checkpoints" / "step-00000008" / "adapter_model.safetensors")
+        assert [name for name, tensor in whole.items() if not torch.equal(cut[name], tensor)] == []
+    for name, tensor in whole.items():
+        torch.testing.assert_close(cut[name], tensor, rtol=0, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_an_adapter_that_plain_peft_opens(
+    forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path
+) -> None:
+    given = {"adapter": "lora", "lora_targets": "q_proj", "train_also": "lm_head", "max_step": 3, "lr": 1e-2}
+    forked_runs.start(
+        argv(model, tokens, tmp_path / "run", parallelism="fsdp", precision="bf16-true", **given)
+    ).finish()
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000003"
+    files = {path.name for path in checkpoint.rglob("*.safetensors")}
+    assert files == {"adapter_model.safetensors", "optimizer.safetensors"}  # the base is not in it
+    stored = load_file(checkpoint / "adapter_model.safetensors")
+    dtypes = {name.rpartition(".lora_")[0] != "": tensor.dtype for name, tensor in stored.items()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}  # what trains whole has the dtype of the base
+    states = load_file(checkpoint / "optimizer" / "optimizer.safetensors")
+    assert {name.rpartition(".")[0] for name in states} == {name.removeprefix("base_model.model.") for name in stored}
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    opened: Any = peft.PeftModel.from_pretrained(base, str(checkpoint))
+    found = peft.get_peft_model_state_dict(opened)
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name].float(), tensor.float()) for name, tensor in stored.items())
+
+
+@pytest.mark.slow
+def test_an_adapter_begins_with_a_run_of_all_weights_or_with_another_adapter(
+    forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path
+) -> None:
+    whole, first, second, refused = (tmp_path / name for name in ("whole", "first", "second", "refused"))
+    forked_runs.start(argv(model, tokens, whole, max_step=2), 1).finish()
+    forked_runs.start(argv(whole, tokens, first, max_step=2, lora_rank=2, lr=1e-2), 1).finish()
+    saved = json.loads((first / "checkpoints" / "step-00000002" / "trainer.json").read_text(encoding="utf-8"))
+    assert saved["adapter_base"]["place"] == str(whole / "checkpoints" / "step-00000002")
+    init = first / "checkpoints" / "step-00000002"
+    forked_runs.start(argv(whole, tokens, second, max_step=1, init_adapter=init, lr=1e-9), 1).finish()
+    one, other = (
+        load_file(run / "checkpoints" / step / "adapter_model.safetensors")
+        for run, step in ((first, "step-00000002"), (second, "step-00000001"))
+    )
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-7)
+    run = forked_runs.start(argv(first, tokens, refused), 1)
+    assert run.wait() == [2]
+    assert "step-00000002 is of an adapter; go on with the same --adapter arguments" in run.stderr()
+
+
+@pytest.mark.slow
+def test_a_base_that_moved_is_found_and_one_that_changed_is_refused(
+    forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path
+) -> None:
+    place, elsewhere, run = tmp_path / "base", tmp_path / "elsewhere", tmp_path / "run"
+    shutil.copytree(model, place)
+    given = {"lora_rank": 2, "save_step_interval": 1, "resume": "true"}
+    forked_runs.start(argv(place, tokens, run, max_step=1, **given), 1).finish()
+    place.rename(elsewhere)
+    stopped = forked_runs.start(argv(place, tokens, run, max_step=2, **given), 1)
+    assert stopped.wait() == [2]
+    given |= {"allow_changes": "true"}
+    forked_runs.start(argv(elsewhere, tokens, run, max_step=2, **given), 1).finish()
+    weights = load_file(elsewhere / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+    save_file(weights, elsewhere / "model.safetensors", {"format": "pt"})
+    stopped = forked_runs.start(argv(elsewhere, tokens, run, max_step=3, **given), 1)
+    assert stopped.wait() == [2]
+    assert "elsewhere has other weights" in stopped.stderr()
+
+
+TENSOR_PARALLEL = ("--parallelism", "fsdp2", "--tensor_parallel_size", "2")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lora_alpha", "8"], "--lora_alpha needs --adapter lora or dora"),
+        (
+            ["--lora_rank", "2", "--lora_targets", "up_prj"],
+            "--lora_targets up_prj: .* has no linear layer of that name; it has q_",
+        ),
+        (
+            ["--lora_rank", "2", "--lora_targets", "lm_head"],
+            "train whole; give --train_also lm_head",
+        ),
+        (["--lora_rank", "2", "--train_also", "head"], "--train_also head: .* has no such module; it has embed_tokens"),
+        (
+            ["--lora_rank", "2", "--lora_targets", "(["],
+            "it is no name and no regular expression",
+        ),
+        (["--lora_rank", "2", "--lora_dropout", "1"], "--lora_dropout must be below 1"),
+        (["--lora_rank", "2", "--from_scratch", "llama"], "--from_scratch llama needs"),
+        (
+            ["--lora_rank", "2", "--devices", "2", *TENSOR_PARALLEL],
+            "--tensor_parallel_size does not work with an adapter",
+        ),
+    ],
+)
+def test_what_an_adapter_cannot_be_is_one_line(
+    tmp_path: Path, model: Path, tokens: Path, options: list[str], message: str
+) -> None:
+    line = [*argv(model, tokens, tmp_path / "run"), "--plan", "check", "--devices", "1", *options]
+    with pytest.raises(InputError, match=message) as refused:
+        prepare(parse(TrainArguments, line))
+    assert "\n" not in str(refused.value)
+
+
+def test_scale_and_names_are_as_in_peft(model: Path) -> None:
+    adapter = Adapter("lora", rank=4, alpha=8, targets=(r"model\.layers\.0\..*_proj",))
+    shape = read_shape(str(model), adapter=adapter)
+    adapted = {name.rpartition(".lora_")[0] for name in shape.trained}
+    assert len(adapted) == 7
+    assert all(name.startswith("model.layers.0.") for name in adapted)
+    assert (adapter.scale, replace(adapter, is_rank_stabilized=True).scale) == (2.0, 4.0)
+    layer, sizes = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64, 4 * (2 * 64 + 2 * 48 + 3 * 96)
+    assert (shape.num_trained, shape.num_parameters) == (sizes, 2 * (layer + 64) + 32 + 2 * 300 * 32)
