@@ -129,7 +129,7 @@ def attach(model: Any, adapter: Adapter, source: str, device: str = "meta") -> N
         if adapter.kind == "dora":
             linear.lora_magnitude_vector = nn.Parameter(torch.empty(num_outputs, dtype=torch.float32, device=device))
         linear.adapter = adapter
-        linear.__class__ = _adapted_class(type(linear))  # its parameters and hooks stay
+        linear.__class__ = _adapted_class(linear.__class__)  # its parameters and hooks stay
 
 
 def find_targets(model: Any, adapter: Adapter, source: str) -> dict[str, nn.Linear]:

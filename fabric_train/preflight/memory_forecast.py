@@ -129,7 +129,9 @@ def _with_adapter(phase: Phase, units: Units, layout: Layout) -> Phase:
     gradients = 0 if phase.name == "loss" and layout.accumulation == 1 else units.adapter_bytes
     averaged = units.adapter_bytes if layout.is_sharded and phase.name == "end of backward" else 0
     added = {"gradients": gradients, "communication": averaged}
-    return replace(phase, parts=phase.parts | {kind: phase.parts.get(kind, 0) + size for kind, size in added.items()})
+    return replace(
+        phase, parts={**phase.parts} | {kind: phase.parts.get(kind, 0) + size for kind, size in added.items()}
+    )
 
 
 def _whole_phases(units: Units, layout: Layout, activations: Activations, gradients: int) -> list[Phase]:

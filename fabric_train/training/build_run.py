@@ -73,6 +73,10 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
     if isinstance(built, LowPrecisionAdamW) and named[0][1].device.type == "cuda":
         _choose_step(fabric, built)
     if run.start.checkpoint and run.start.resumes:
+        if run.adapter_base and not checkpoints.is_adapter(run.start.checkpoint):
+            if fabric.is_global_zero:
+                note("the optimizer begins anew: the checkpoint's states are of weights that the adapter leaves frozen")
+            return optimizer
         progress.info("loading the optimizer's state")
         checkpoints.restore_optimizer(run.start.checkpoint, fabric, model, optimizer)
     return optimizer

@@ -97,8 +97,8 @@ def test_every_value_that_the_table_names_is_one_of_ours() -> None:
         ("--optimizer.lr 1", "no such argument; here it is --lr"),
         ("--no_lr_decay", "no such argument; write --lr_decay false"),
         (
-            "--lora_something_new 8",
-            "no such argument; adapters do not exist here, all weights are trained: use peft for",
+            "--qlora_something_new 8",
+            "no such argument; of adapters there are lora and dora: --adapter, --lora_rank",
         ),
         ("--precision bf16", "got 'bf16'; here it is bf16-true"),
         ("--precision float32", "got 'float32'; here it is 32-true"),

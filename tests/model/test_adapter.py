@@ -120,20 +120,26 @@ RANKS = (("single", 1), ("fsdp2", 2), ("fsdp", 3), ("single", 1))
 def test_a_run_goes_on_with_other_ranks_and_parallelism(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, kind: str, dropout: float
 ) -> None:
-    given = {"adapter": kind, "lora_rank": 4, "lora_dropout": dropout, "total_batch_size": ROWS_PER_WINDOW}
+    given: dict[str, Any] = {
+        "adapter": kind,
+        "lora_rank": 4,
+        "lora_dropout": dropout,
+        "total_batch_size": ROWS_PER_WINDOW,
+    }
     given |= {"max_step": 8, "save_step_interval": 2}
     start = None
     for number, (parallelism, num_ranks) in enumerate(RANKS, 1):
         run = tmp_path / str(number)
-        more = {"checkpoint": start} if start else {}
-        line = argv(model, tokens, run, parallelism=parallelism, **given, **more)
+        given |= {"checkpoint": start} if start else {}
+        line = argv(model, tokens, run, parallelism=parallelism, **given)
         forked_runs.start(line, num_ranks).finish()
         start = run / "checkpoints" / f"step-{2 * number:08d}"
     whole, cut = (load_file(tmp_path / run / "checkpoints/step-00000008/adapter_model.safetensors") for run in "14")
     assert any(tensor.any() for name, tensor in whole.items() if "lora_B" in name)
     if dropout:  # each rank draws its own numbers
         assert not all(torch.equal(cut[name], tensor) for name, tensor in whole.items())
-        line = argv(model, tokens, tmp_path / "again", **given, checkpoint=tmp_path / "1/checkpoints/step-00000004")
+        given |= {"checkpoint": tmp_path / "1" / "checkpoints" / "step-00000004"}
+        line = argv(model, tokens, tmp_path / "again", **given)
         forked_runs.start(line, 1).finish()
         cut = load_file(tmp_path / "again" / "checkpoints" / "step-00000008" / "adapter_model.safetensors")
         assert [name for name, tensor in whole.items() if not torch.equal(cut[name], tensor)] == []
@@ -181,6 +187,12 @@ def test_an_adapter_begins_with_a_run_of_all_weights_or_with_another_adapter(
     )
     for name, tensor in one.items():
         torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-7)
+    branch = forked_runs.start(
+        argv(model, tokens, tmp_path / "branch", branch=whole / "latest", max_step=3, lora_rank=2), 1
+    )
+    branch.finish()
+    assert "the optimizer begins anew" in branch.stdout()
+    assert [row["step"] for row in metrics(tmp_path / "branch")] == ["3"]
     run = forked_runs.start(argv(first, tokens, refused), 1)
     assert run.wait() == [2]
     assert "step-00000002 is of an adapter; go on with the same --adapter arguments" in run.stderr()
