@@ -30,6 +30,7 @@ from fabric_train.model.adapter import (
 )
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.load_weights import MetaModel, find_safetensors, open_checkpoint, open_pretrained
+from fabric_train.model.nf4 import QuantizedWeights, quantize_layers
 from fabric_train.model.origin import AdapterBase
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, open_weights
 
@@ -170,6 +171,7 @@ def choose_adapter(given: "AdapterArguments") -> Adapter | None:
             targets=tuple(given.lora_targets),
             is_rank_stabilized=given.lora_rslora,
             train_also=tuple(given.train_also or ()),
+            base_weights=given.base_weights,
         )
     there = read_adapter(Path(given.init_adapter))
     asked = {"adapter": given.adapter, "lora_rank": given.lora_rank, "lora_alpha": given.lora_alpha}
@@ -181,7 +183,7 @@ def choose_adapter(given: "AdapterArguments") -> Adapter | None:
     ]
     if faults:
         raise InputError(*faults)
-    return replace(there, dropout=given.lora_dropout)
+    return replace(there, dropout=given.lora_dropout, base_weights=given.base_weights)
 
 
 def find_base(name: str, checkpoint: Path | None) -> AdapterBase:
@@ -233,8 +235,15 @@ def open_adapted(
     stored = AdapterTensors(adapter) if adapter else None
     if stored is not None and adapter is not None:
         check_fits(stored, shape.trained, adapter)
+    of_base = opened.weights
+    if shape.adapter.base_weights:
+        if of_base is None:
+            raise InputError(f"--base_weights nf4: the weights of {base.place} cannot be read in parts; save it again")
+        layers = [module for module in opened.model.modules() if type(module) in shape.layer_classes]
+        quantize_layers(layers, dtype, shape.adapter.train_also)
+        of_base = QuantizedWeights(opened.model, of_base, dtype)
     attach(opened.model, shape.adapter, base.place)
-    weights = AdaptedWeights(opened.weights, seed, stored)
+    weights = AdaptedWeights(of_base, seed, stored)
     if opened.weights is not None:
         return MetaModel(opened.model, weights)
     materialize(opened.model, torch.device("cpu"))

@@ -40,6 +40,7 @@ class Adapter:
     ``kind`` is lora or dora. ``targets`` name linear layers: by the end of their name in the model (``q_proj``), by a
     regular expression of the whole name, or :data:`ALL_LINEAR`. ``dropout`` is the share of a layer's inputs that the
     adapter does not see in a step. ``train_also`` name modules of the base that train as a whole (``lm_head``).
+    ``base_weights`` is nf4 if the frozen matrices of the layers are held in 4 bits.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Adapter:
     targets: tuple[str, ...] = (ALL_LINEAR,)
     is_rank_stabilized: bool = False
     train_also: tuple[str, ...] = ()
+    base_weights: str | None = None
 
     @property
     def scale(self) -> float:
@@ -122,7 +124,7 @@ def attach(model: Any, adapter: Adapter, source: str, device: str = "meta") -> N
     _check_train_also(model, adapter, source)
     linear: Any
     for linear in modules.values():
-        num_outputs, num_inputs = linear.weight.shape
+        num_outputs, num_inputs = linear.out_features, linear.in_features
         options: dict[str, Any] = {"bias": False, "dtype": torch.float32, "device": device}
         linear.lora_A = nn.Linear(num_inputs, adapter.rank, **options)
         linear.lora_B = nn.Linear(adapter.rank, num_outputs, **options)

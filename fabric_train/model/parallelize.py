@@ -99,8 +99,9 @@ def setup_model(
         _fully_shard(model, fabric.strategy.device_mesh, _layers(model, layer_classes), arguments, set(replicated))
     if isinstance(fabric.strategy, FSDP1Strategy):
         fabric.strategy.replicated = replicated
-    wrapped: Any = fabric.setup_module(model)
-    if isinstance(fabric.strategy, FSDPStrategy | FSDP2Strategy):  # DDP averages them itself
+    is_sharded = isinstance(fabric.strategy, FSDPStrategy | FSDP2Strategy)  # and puts its parts where they belong
+    wrapped: Any = fabric.setup_module(model, move_to_device=not is_sharded)
+    if is_sharded:  # DDP averages them itself
         wrapped.replicated = replicated
     set_group_timeouts(collective_timeout(arguments))
     if weights:

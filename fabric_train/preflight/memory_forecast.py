@@ -125,10 +125,11 @@ def make_budget(units: Units, layout: Layout, activations: Activations, saves_in
 
 
 def _with_adapter(phase: Phase, units: Units, layout: Layout) -> Phase:
-    """Add the gradients of an adapter, of which each rank has all, and the vector in which they are averaged."""
+    """Add an adapter's gradients, of which each rank has all, the vector that averages them, a dequantized weight."""
     gradients = 0 if phase.name == "loss" and layout.accumulation == 1 else units.adapter_bytes
     averaged = units.adapter_bytes if layout.is_sharded and phase.name == "end of backward" else 0
-    added = {"gradients": gradients, "communication": averaged}
+    dequantized = 0 if phase.name == "optimizer step" else layout.computed * units.dequantized
+    added = {"gradients": gradients, "communication": averaged, "activations": dequantized}
     return replace(
         phase, parts={**phase.parts} | {kind: phase.parts.get(kind, 0) + size for kind, size in added.items()}
     )

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from fabric_train.distributed.precision import compute_dtype, weights_dtype
 from fabric_train.model.adapter import is_of_adapter
 from fabric_train.model.hf_model import ModelShape
+from fabric_train.model.nf4 import NF4Linear, quantize_layers
 from fabric_train.optim.optimizer import build_optimizer
 from fabric_train.training.prepared_run import StepPlan
 
@@ -26,8 +27,9 @@ ADAPTER_BYTES = 4
 class Units:
     """Numbers of parameters, without those of an adapter except where it is named."""
 
+    parameters: int  # as the model's name counts them
     num_layers: int
-    layer: int  # of each layer
+    layer: int  # of each layer; weights in 4 bits are as many numbers as store them
     rest: int  # outside of the layers: head, embedding and more
     head: int  # that train
     embedding: int
@@ -39,6 +41,7 @@ class Units:
     adapter: int = 0  # of which each rank has all
     adapter_states: int = 0  # bytes in memory
     saved_adapter_states: int = 0
+    dequantized: int = 0  # the largest weight in 4 bits, which is dequantized to be multiplied
 
     def part(self, num_parts: int) -> "Units":
         """Return the units of one rank if every parameter is split among ``num_parts`` ranks."""
@@ -114,7 +117,7 @@ def bytes_of_states(shape: ModelShape, arguments: "TrainArguments") -> tuple[int
 
 def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
     """Count a model's parameters per unit, on the meta device."""
-    model, layers = _build_on_meta(shape)
+    model, layers = _build_on_meta(shape, weights_dtype(arguments.model.precision).itemsize)
     largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
     inside = sum(_numel(layer) for layer in layers)
     head = model.get_output_embeddings()
@@ -129,7 +132,10 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
     trained_in = (
         sum(each.numel() for each in layer.parameters() if names[id(each)] in shape.trained) for layer in layers
     )
+    in_4bit = [module for layer in layers for module in layer.modules() if isinstance(module, NF4Linear)]
     return Units(
+        parameters=shape.num_parameters,
+        dequantized=max((each.in_features * each.out_features for each in in_4bit), default=0),
         num_layers=len(layers),
         layer=largest,
         rest=_numel(model) - inside,
@@ -154,7 +160,7 @@ def offloaded_bytes(shape: ModelShape, layout: Layout, states: int) -> int:
     """
     if not layout.offloads:
         return 0
-    model, layers = _build_on_meta(shape)
+    model, layers = _build_on_meta(shape, layout.held)
     if layout.name == "fsdp2":
         numels = [parameter.numel() for parameter in model.parameters()]
     else:
@@ -189,10 +195,14 @@ def make_layout(arguments: "TrainArguments", plan: StepPlan, parallelism: str) -
     )
 
 
-def _build_on_meta(shape: ModelShape) -> tuple[Any, list[nn.Module]]:
+def _build_on_meta(shape: ModelShape, itemsize: int) -> tuple[Any, list[nn.Module]]:
+    """Return the base model and its layers; weights in 4 bits are as many numbers of ``itemsize`` as store them."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(shape.config)
-    return model, [module for module in model.modules() if type(module) in shape.layer_classes]
+    layers = [module for module in model.modules() if type(module) in shape.layer_classes]
+    if shape.adapter and shape.adapter.base_weights:
+        quantize_layers(layers, {2: torch.bfloat16, 4: torch.float32}[itemsize], shape.adapter.train_also)
+    return model, layers
 
 
 def _numel(module: nn.Module) -> int:

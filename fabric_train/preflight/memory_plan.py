@@ -23,7 +23,7 @@ from fabric_train.distributed.strategy import why_not_compiled
 from fabric_train.files.atomic_folder import nearest_existing
 from fabric_train.model.flops import peak_flops
 from fabric_train.preflight.memory_forecast import Forecast, RunRequest
-from fabric_train.preflight.memory_layout import bytes_of_states
+from fabric_train.preflight.memory_layout import bytes_of_states, read_units
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_mixture, describe_phases
@@ -116,7 +116,8 @@ def check_memory(run: PreparedRun) -> None:
     num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
     states, _ = bytes_of_states(request.shape, request.arguments)
     if request.shape.adapter:  # each rank has all of it, in fp32
-        least = layout.held * request.shape.num_parameters // num_parts + 8 * request.shape.num_trained + states
+        base = read_units(request.shape, request.arguments).total
+        least = layout.held * base // num_parts + 8 * request.shape.num_trained + states
     else:
         least = (layout.held * (request.shape.num_parameters + request.shape.num_trained) + states) // num_parts
     faults = []
@@ -225,7 +226,9 @@ def _counts(forecast: Forecast, plan: StepPlan) -> Table:
     if units.adapter:
         trained += f", {units.adapter:,} of them the adapter's"
     each = f"{units.num_layers} layers of {units.layer:,}, {units.rest:,} else{trained}"
-    table.add_row("parameters", f"{units.total:,}: {each}")
+    if units.parameters != units.total:
+        each = f"the layers' matrices in 4 bits{trained}"
+    table.add_row("parameters", f"{units.parameters:,}: {each}")
     cut = f"weights cut in {layout.num_shards}" if layout.is_sharded else "nothing cut"
     table.add_row("devices", f"{layout.world_size} × {layout.name} on {layout.num_nodes} machines, {cut}")
     tokens = plan.rows_per_window * plan.tokens_per_row

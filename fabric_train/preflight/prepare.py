@@ -28,6 +28,7 @@ from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_p
 from fabric_train.model.attention import check_attention, choose_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape
 from fabric_train.model.init_weights import new_shape
+from fabric_train.model.nf4 import check_installed
 from fabric_train.model.origin import AdapterBase
 from fabric_train.model.parallelize import check_tensor_parallel
 from fabric_train.preflight.memory_plan import resolve_automatic
@@ -287,6 +288,10 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
             f"{checkpoint} is of an adapter; go on with the same --adapter arguments, or make a whole model of it with "
             "convert_to_hf.py --merge true"
         )
+    if adapter and adapter.base_weights:
+        check_installed()
+        if given.precision.endswith("mixed"):
+            raise InputError(f"--base_weights nf4: --precision {given.precision} keeps weights in fp32; use bf16-true")
     if adapter and given.family and not checkpoint:
         raise InputError("--adapter: a new model has no weights that an adapter could change; give --model_name")
     if not given.family or checkpoint:

@@ -28,7 +28,7 @@ _DECIDE_THE_LOSSES = (
     *("weight_decay", "beta1", "beta2", "grad_clip"),
     *("precision", "float8", "optimizer_states", "stochastic_rounding"),
     *("attention", "isolate_documents", "seed", "eval_iters"),
-    *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora"),
+    *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "base_weights"),
 )
 _ATTENTION = "fabric_train attention"
 _VALIDATION = "fabric_train validation rows"
