@@ -10,13 +10,15 @@ from typing import Any
 import peft
 import pytest
 import torch
+from bitsandbytes.functional import quantize_4bit
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.model.adapter import Adapter
 from fabric_train.model.hf_model import read_shape
+from fabric_train.model.nf4 import quantize_rows
 from fabric_train.preflight.prepare import prepare
 from tests.support.forked_runs import ForkedRuns
 from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, train_plainly
@@ -30,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "use_dora": True},
     "whole modules": {"r": 2, "lora_alpha": 8, "target_modules": ["v_proj"], "modules_to_save": ["lm_head", "norm"]},
     "dropout": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.1},
+    "4 bits": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
     "dora with dropout": {"r": 4, "lora_alpha": 8, "target_modules": ["o_proj"], "lora_dropout": 0.1, "use_dora": True},
 }
 
@@ -40,6 +43,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose rows are whole blocks of NF4."""
+    return write_model(tmp_path_factory.mktemp("wide"), hidden_size=64, intermediate_size=128)
+
+
+@pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # a document a row: dropout draws the same numbers for a row as for a document
     return write_rows(tmp_path_factory.mktemp("tokens") / "rows", packed_every=10**6)
@@ -47,7 +56,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def of_peft(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, tokens: Path
+    tmp_path_factory: pytest.TempPathFactory, model: Path, wide_model: Path, tokens: Path
 ) -> Callable[[str], tuple[Path, list[float], list[float], dict[str, torch.Tensor]]]:
     """Return an adapter of peft to begin with, and the losses, norms and adapter of peft's model in a plain loop."""
     done: dict[str, Any] = {}
@@ -55,7 +64,15 @@ def of_peft(
     def train(kind: str) -> Any:
         if kind not in done:
             folder = tmp_path_factory.mktemp("peft")
-            base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+            if kind == "4 bits":
+                nf4 = BitsAndBytesConfig(
+                    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+                )
+                base = AutoModelForCausalLM.from_pretrained(
+                    wide_model, dtype=torch.float32, quantization_config=nf4, device_map="cpu"
+                )
+            else:
+                base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
             torch.manual_seed(1)
             config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **KINDS[kind])
             adapted = peft.get_peft_model(base, config)
@@ -83,6 +100,9 @@ def of_peft(
         ("whole modules", "fsdp", 2),
         ("whole modules", "fsdp2", 2),
         ("dropout", "single", 1),
+        ("4 bits", "single", 1),
+        ("4 bits", "fsdp", 2),
+        ("4 bits", "fsdp2", 3),
         ("dora with dropout", "single", 1),
     ],
 )
@@ -90,6 +110,7 @@ def test_losses_gradients_and_adapter_are_those_of_peft(
     forked_runs: ForkedRuns,
     tmp_path: Path,
     model: Path,
+    wide_model: Path,
     tokens: Path,
     of_peft: Callable[[str], Any],
     kind: str,
@@ -98,6 +119,8 @@ def test_losses_gradients_and_adapter_are_those_of_peft(
 ) -> None:
     start, losses, norms, expected = of_peft(kind)
     given = SETTINGS | {"parallelism": parallelism, "lora_dropout": KINDS[kind].get("lora_dropout", 0)}
+    if kind == "4 bits":
+        model, given = wide_model, given | {"base_weights": "nf4"}
     line = argv(model, tokens, tmp_path / "run", init_adapter=start, total_batch_size=ROWS_PER_WINDOW, **given)
     forked_runs.start(line, num_ranks).finish()
     rows = metrics(tmp_path / "run")
@@ -265,3 +288,12 @@ def test_scale_and_names_are_as_in_peft(model: Path) -> None:
     assert (adapter.scale, replace(adapter, is_rank_stabilized=True).scale) == (2.0, 4.0)
     layer, sizes = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64, 4 * (2 * 64 + 2 * 48 + 3 * 96)
     assert (shape.num_trained, shape.num_parameters) == (sizes, 2 * (layer + 64) + 32 + 2 * 300 * 32)
+
+
+def test_rows_are_quantized_as_the_whole_matrix_is() -> None:
+    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed, state = quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    for begin, end in ((0, 96), (0, 1), (17, 60), (95, 96)):
+        rows, scales = quantize_rows(weight[begin:end])
+        assert torch.equal(rows, packed.view(96, 64)[begin:end])
+        assert torch.equal(scales, state.absmax.view(96, 2)[begin:end])

@@ -15,12 +15,11 @@ VOCABULARY, NUM_ROWS, LENGTH = 300, 51, 24
 ROWS_PER_WINDOW = 8  # the last window of an epoch has 3
 
 
-def write_model(folder: Path, spoiled_token: int | None = None) -> Path:
+def write_model(folder: Path, spoiled_token: int | None = None, **sizes: int) -> Path:
     """Write a seeded random Llama, untied; the embedding of ``spoiled_token`` is infinite."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
+        **{"hidden_size": 32, "intermediate_size": 64} | sizes,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
