@@ -212,10 +212,10 @@ def test_ranks_save_when_their_launcher_ends(forked_runs: ForkedRuns, tmp_path: 
 def test_a_long_window_is_left_at_the_next_micro_batch(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, parallelism: str
 ) -> None:
-    """The signal comes in the fourth of 8 micro-batches, to one rank; the step before is saved."""
-    long = {"total_batch_size": 32, "max_step": 2, "number_epochs": 99, "parallelism": parallelism}
-    stops = at_point(f"rank and os.kill(os.getpid(), signal.SIGINT); {HEARD}", 2, "COMPUTING", 3)
-    late = at_point("print('LATE', flush=True)", 2, "COMPUTING", 6)
+    """The signal comes in the third of 6 micro-batches, to one rank; the step before is saved."""
+    long = {"total_batch_size": 24, "max_step": 2, "number_epochs": 99, "parallelism": parallelism}
+    stops = at_point(f"rank and os.kill(os.getpid(), signal.SIGINT); {HEARD}", 2, "COMPUTING", 2)
+    late = at_point("print('LATE', flush=True)", 2, "COMPUTING", 5)
     run = tmp_path / "run"
     stopped = forked_runs.start(arguments(run, **long), before=stops + late)
     at_once = forked_runs.start(arguments(tmp_path / "whole", **long))
