@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from transformers import AutoTokenizer
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.corpus import unfinished_folder
+from fabric_train.tokenization.documents import BadRowError, text_of
 from fabric_train.tokenization.manifest import read_manifest
+from fabric_train.tokenization.reading.sources import open_sources
 from fabric_train.tokenization.shards import ShardSizes
 from fabric_train.tokenization.tokenizers.text_encoder import Borders, GigatokenEncoder
 from tests.support.programs import ROOT
@@ -286,21 +289,13 @@ BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
     "binary called txt": ("a.txt", bytes_of(b"abc\0def"), "byte 3 is zero"),
     "Latin-1 txt": ("a.txt", bytes_of(b"caf\xe9"), r"byte 3 is not UTF-8 \(0xe9\)"),
     "Latin-1 with BOM": ("a.txt", bytes_of(b"\xef\xbb\xbfcaf\xe9"), "byte 6 is not UTF-8"),
-    "Latin-1 jsonl": ("a.jsonl", bytes_of(b'{"text": "a"}\n{"text": "\xe9"}\n'), "byte 24 is not UTF-8"),
     "Latin-1 csv": ("a.csv", bytes_of(b"text\n" + b"a\n" * 9000 + b"\xe9\n"), "line 9002: byte 0xe9 is not UTF-8"),
     "jsonl that is not JSON": ("a.jsonl", bytes_of(b'{"text": "a"}\n\nnot\n'), "a.jsonl, line 3: not JSON"),
-    "cut jsonl": ("a.jsonl", bytes_of(b'{"text": "a"}\n{"text": "a'), "line 2: not JSON"),
     "jsonl of strings": ("a.jsonl", bytes_of(b'"a"\n'), "line 1: a JSON str, not an object"),
     "json that is not JSON": ("a.json", bytes_of(b'[{"text": "a"},\n]'), "a.json: not JSON: .* at line 2"),
     "json of numbers": ("a.json", bytes_of(b"[1, 2]"), "record 1: a JSON int"),
     "deeply nested json": ("a.json", bytes_of(b"[" * 100_000), "not JSON"),
-    "half a surrogate pair": (
-        "a.jsonl",
-        bytes_of(b'{"text": "a\\ud800"}\n'),
-        "line 1: .* surrogate pair at character 1",
-    ),
     "csv with an open quote": ("a.csv", bytes_of(b'text,n\n"a,1\n'), "line 2: not csv"),
-    "ragged csv": ("a.csv", bytes_of(b"text,n\na,1\nb,1,2\n"), "line 3: 3 fields, but the header has 2"),
     "Latin-1 header of a csv": ("a.csv", bytes_of(b"text,a\xe9\na,b\n"), "line 1: byte 0xe9 is not UTF-8"),
     "csv with two columns of a name": ("a.csv", bytes_of(b"text,n,text\na,1,b\n"), "2 columns are called 'text';"),
     "parquet with two columns of a name": ("a.parquet", two_columns, "2 columns are called 'text'; rename all but"),
@@ -312,13 +307,7 @@ BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
     ),
     "missing column, csv": ("a.csv", bytes_of(b"id;text\n1;a\n"), "no column 'text'; there are: id;text;"),
     "missing column, parquet": ("a.parquet", parquet_of(body=["a"], id=[1]), "there are: body, id;"),
-    "numbers, jsonl": ("a.jsonl", bytes_of(b'{"text": 3}\n'), "line 1: column 'text' holds int, not text"),
     "numbers, parquet": ("a.parquet", parquet_of(text=[1, 2]), "column 'text' holds int64, not text"),
-    "empty txt": ("a.txt", bytes_of(b""), "no document with any text"),
-    "blank jsonl": ("a.jsonl", bytes_of(b'\n{"text": " "}\n{"text": null}\n'), "no document with any text"),
-    "empty csv": ("a.csv", bytes_of(b""), "no document with any text"),
-    "empty json": ("a.json", bytes_of(b"[]"), "no document with any text"),
-    "empty parquet": ("a.parquet", parquet_of(text=pyarrow.array([], pyarrow.string())), "no document with any text"),
     "empty folder": ("a", lambda path: path.mkdir(), "no readable file in this folder of 0 files"),
     "pdf": ("a.pdf", bytes_of(b"%PDF"), r"cannot read \.pdf; readable are \.txt, \.md"),
     "missing file": ("a.jsonl", lambda _path: None, "no such file or folder"),
@@ -329,6 +318,40 @@ BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
     ),
     "saved, damaged": ("a", damaged_saved_dataset, "not a whole save_to_disk folder"),
 }
+
+
+# found by the reader of a process like those of "jsonl that is not JSON" and "Latin-1 csv" above, and so reported
+BAD_ROWS: dict[str, tuple[str, Write, str]] = {
+    "Latin-1 jsonl": ("a.jsonl", bytes_of(b'{"text": "a"}\n{"text": "\xe9"}\n'), "byte 24 is not UTF-8"),
+    "cut jsonl": ("a.jsonl", bytes_of(b'{"text": "a"}\n{"text": "a'), "line 2: not JSON"),
+    "half a surrogate pair": (
+        "a.jsonl",
+        bytes_of(b'{"text": "a\\ud800"}\n'),
+        "line 1: .* surrogate pair at character 1",
+    ),
+    "ragged csv": ("a.csv", bytes_of(b"text,n\na,1\nb,1,2\n"), "line 3: 3 fields, but the header has 2"),
+    "numbers, jsonl": ("a.jsonl", bytes_of(b'{"text": 3}\n'), "line 1: column 'text' holds int, not text"),
+}
+
+
+def read_texts(file: Path) -> None:
+    """Read a small file to its end, or to its first bad row."""
+    (source,) = open_sources([str(file)], "--dataset", False, file.parent)
+    (part,) = source.parts(1 << 20)
+    reader = source.reader(part, ("text",))
+    for number, row in reader:
+        text_of(row, "text", partial(reader.place, number))
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_a_bad_row_is_a_fault_of_one_line_with_its_place(tmp_path: Path, case: str) -> None:
+    name, write, message = BAD_ROWS[case]
+    write(tmp_path / name)
+    with pytest.raises(BadRowError, match=message) as caught:
+        read_texts(tmp_path / name)
+    (fault,) = caught.value.fault().faults
+    assert name in fault
+    assert "\n" not in fault
 
 
 @pytest.mark.parametrize("case", BAD_SOURCES)
@@ -342,6 +365,19 @@ def test_a_bad_source_is_one_error_line_and_nothing_is_written(tmp_path: Path, t
     assert name in fault
     assert "\n" not in fault
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_sources_without_any_text_are_an_error(tmp_path: Path, tiny_model_dir: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "a.jsonl").write_text('\n{"text": " "}\n{"text": null}\n')
+    (tmp_path / "a.csv").touch()
+    (tmp_path / "a.json").write_text("[]")
+    parquet_of(text=pyarrow.array([], pyarrow.string()))(tmp_path / "a.parquet")
+    sources = sorted(tmp_path.iterdir())
+    with pytest.raises(InputError) as caught:
+        tokenize(tmp_path / "out", tiny_model_dir, *sources)
+    assert caught.value.faults == tuple(f"{source}: no document with any text in it" for source in sources)
+    assert sorted(tmp_path.iterdir()) == sources
 
 
 def test_all_missing_sources_are_reported_at_once(tmp_path: Path, tiny_model_dir: Path) -> None:
