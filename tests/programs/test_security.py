@@ -251,7 +251,7 @@ def server(place: Path) -> Iterator[str]:
             """Print nothing."""
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as served:
-        threading.Thread(target=served.serve_forever, daemon=True).start()
+        threading.Thread(target=served.serve_forever, args=(0.02,), daemon=True).start()
         yield f"127.0.0.1:{served.server_address[1]}"
         served.shutdown()
 

@@ -134,7 +134,7 @@ def server(tmp_path: Path) -> Iterator[str]:
             """Print nothing."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
+        threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{running.server_port}"
         running.shutdown()
 
