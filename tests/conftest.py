@@ -1,6 +1,7 @@
 """Fixtures of all tests: real data, a tiny model, and ways to run the programs; the order of the files."""
 
 import ctypes
+import gc
 import json
 import logging
 import multiprocessing
@@ -23,6 +24,11 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
+# containers often set it: each worker and each program that a test starts would then compile all modules again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# imports make objects that stay: looking for garbage among them costs a tenth of the time until the first test
+gc.disable()
 
 from sample_data import real_data
 from tests.support import forked_runs as forks
@@ -45,6 +51,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     # stable: the order within a file stays
     items.sort(key=lambda item: (item.path.name not in _LONGEST, -slow[item.path]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage from here on, but not among what the test modules have imported.
+
+    A collection touches each object that it looks at: a fork would copy the pages of all of them.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
