@@ -26,15 +26,16 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 # containers often set it: each worker and each program that a test starts would then compile all modules again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
-# imports make objects that stay: looking for garbage among them costs a tenth of the time until the first test
-gc.disable()
 
 from sample_data import real_data
 from tests.support import forked_runs as forks
 from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import RunProgram, run_python
 from tests.support.tiny_model import write_llama3_like_tokenizer, write_sentencepiece_tokenizer, write_tiny_model
+
+sys.dont_write_bytecode = False  # for this process, see above
+# imports make objects that stay: looking for garbage among them costs a tenth of the time until the first test
+gc.disable()
 
 # A shell starts what it puts into the background with SIGINT ignored, and nohup does so with SIGHUP. Programs inherit
 # that, but not a function: pytest goes on to ignore these signals, and the programs that it starts receive them
