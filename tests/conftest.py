@@ -1,6 +1,7 @@
 """Fixtures of all tests: real data, a tiny model, and ways to run the programs; the order of the files."""
 
 import ctypes
+import gc
 import json
 import logging
 import multiprocessing
@@ -12,9 +13,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: several workers share the cores
 # every process that compiles would start others, which import torch only to call the C++ compiler
@@ -23,12 +25,18 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
+# containers often set it: each worker and each program that a test starts would then compile all modules again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from sample_data import real_data
 from tests.support import forked_runs as forks
 from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import RunProgram, run_python
 from tests.support.tiny_model import write_llama3_like_tokenizer, write_sentencepiece_tokenizer, write_tiny_model
+
+sys.dont_write_bytecode = False  # for this process, see above
+# imports make objects that stay: looking for garbage among them costs a tenth of the time until the first test
+gc.disable()
 
 # A shell starts what it puts into the background with SIGINT ignored, and nohup does so with SIGHUP. Programs inherit
 # that, but not a function: pytest goes on to ignore these signals, and the programs that it starts receive them
@@ -40,11 +48,37 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 _LONGEST = ("test_compile.py", "test_resume.py")
 
 
+_SHARES_A_SERVER = "tests/cuda_rehearsal/"
+
+
+class _ByFile(LoadFileScheduling):
+    """Gives each file to one worker, and all files whose runs have one server to the same: it starts in 7 s."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _SHARES_A_SERVER if nodeid.startswith(_SHARES_A_SERVER) else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Return the scheduler of ``--dist loadfile``."""
+    return _ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start with the longest files, then those with the most slow tests: all workers then end at the same time."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     # stable: the order within a file stays
     items.sort(key=lambda item: (item.path.name not in _LONGEST, -slow[item.path]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage from here on, but not among what the test modules have imported.
+
+    A collection touches each object that it looks at: a fork would copy the pages of all of them.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

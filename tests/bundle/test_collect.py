@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from arguments import TrainArguments, parse
 from fabric_train.bundle import collect
 from fabric_train.bundle.__main__ import main
 from fabric_train.bundle.wheels import Target, pip_download, reason_in, requirements_with
 from fabric_train.cli.errors import InputError
+from fabric_train.preflight.prepare import prepare
 
 MIXTURE = """
 model_name: model
@@ -90,8 +92,16 @@ def without_wheels(*given: object) -> None:
     next(folder for folder in given if isinstance(folder, Path) and folder.name == "wheels").mkdir()
 
 
+def check_in_this_process(_target: object, folder: Path) -> None:
+    """Check the run as the bundle's process does, without the seconds of its start; a test below starts one."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        prepare(parse(TrainArguments, ["--config", collect.CONFIGURATION, "--accelerator", "cpu"]))
+
+
 def test_what_a_recipe_names_is_in_the_bundle(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collect, "download_wheels", without_wheels)
+    monkeypatch.setattr(collect, "_check_inside", check_in_this_process)
     main(["--recipe", "mixture.yaml", "--cuda", "none", "--output", "bundle"])
     given = yaml.safe_load((place / "bundle" / "train.yaml").read_text())
     assert given == yaml.safe_load(MIXTURE) | {

@@ -7,6 +7,7 @@ import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
@@ -154,16 +155,29 @@ def test_tensors_of_several_types_lie_in_one_file(tmp_path: Path, start: Start) 
     assert {tensor.dtype for tensor in full.values()} == {torch.bfloat16, torch.float32}  # counts of steps in fp32
 
 
+WAITING_DISK = """
+import os, time
+pwrite, deadline = os.pwrite, time.monotonic() + 60
+def wait_and_write(*write):
+    while not os.path.exists("go on") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return pwrite(*write)
+os.pwrite = wait_and_write
+"""
+
+
 @pytest.mark.parametrize(("kind", "slow_ranks"), [("full", (1,)), ("sharded", (0, 1))])
 def test_background_save_holds_the_state_at_its_step(
     tmp_path: Path, start: Start, kind: str, slow_ranks: tuple[int, ...]
 ) -> None:
     """And a checkpoint gets its name when the slowest rank has written, however long rank 0 is done with its part."""
     waiting = start(tmp_path / "waiting", 2, async_save="false", state_dict_type=kind, max_step=4)
-    running = start(tmp_path / "running", 2, f"if rank in {slow_ranks}: {SLOW_DISK}", state_dict_type=kind, max_step=4)
+    slow = f"if rank in {slow_ranks}:\n" + indent(WAITING_DISK.replace("go on", str(tmp_path / "go on")), "    ")
+    running = start(tmp_path / "running", 2, slow, state_dict_type=kind, max_step=4)
     table, first = tmp_path / "running" / "metrics.csv", tmp_path / "running" / "checkpoints" / "step-00000002"
     assert running.wait_until(lambda: table.exists() and len(table.read_text().splitlines()) > 3)
     assert not first.exists()  # step 3 is done, and the state at step 2 is still being written
+    (tmp_path / "go on").touch()
     for run in (waiting, running):
         run.finish()
     assert checkpoints(tmp_path / "running") == named(2, 4)

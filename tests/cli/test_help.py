@@ -53,12 +53,28 @@ def test_help_names_the_program_and_imports_nothing_slow(words: str) -> None:
     assert imported.isdisjoint(SLOW)
 
 
-@pytest.mark.parametrize("words", PROGRAMS)
-def test_a_wrong_argument_is_reported_before_slow_imports(words: str) -> None:
-    finished = run(*words.split(), "--no_such_argument", "1")
-    assert finished.returncode == 2
-    assert "error: --no_such_argument: no such argument; --help lists them\n" in finished.stderr
-    assert set(re.findall(r"\| +(\w+)$", finished.stderr, re.MULTILINE)).isdisjoint(SLOW)
+# a child for each program, as a new Python would start it
+WITH_WRONG_ARGUMENT = """
+import os, runpy, sys
+for words in sys.argv[1:]:
+    print(f"program {words}", file=sys.stderr, flush=True)
+    if not (child := os.fork()):
+        *option, name = words.split()
+        sys.argv = [name, "--no_such_argument", "1"]
+        runpy.run_module(name, None, "__main__", True) if option else runpy.run_path(name, None, "__main__")
+    print("code", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr, flush=True)
+"""
+
+
+def test_a_wrong_argument_is_reported_before_slow_imports() -> None:
+    finished = run("-c", WITH_WRONG_ARGUMENT, *PROGRAMS)
+    before, *outputs = finished.stderr.split("program ")
+    assert [output.partition("\n")[0] for output in outputs] == list(PROGRAMS)
+    for output in outputs:
+        assert output.endswith("code 2\n"), output
+        assert "error: --no_such_argument: no such argument; --help lists them\n" in output
+        assert "fabric_train.cli" in output  # an import, as these are on standard error
+        assert set(re.findall(r"\| +(\w+)$", before + output, re.MULTILINE)).isdisjoint(SLOW)
 
 
 # ----------------------------------------------------------------------------------------------------------- content

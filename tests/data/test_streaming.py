@@ -286,11 +286,12 @@ def windows_of(
 ONE_LANE = LaneOrder(rows_per_window=1, micro_batch_size=1, world_size=1, rank=0)
 
 
-@pytest.mark.parametrize("kind", ["tiny_model_dir", "spm_tokenizer_model"])
+@pytest.mark.parametrize("kind", ["tiny_model_dir", "small_spm_dir/tokenizer.model"])
 def test_streamed_rows_are_those_of_tokenization(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, slices: list[str]
 ) -> None:
-    tokenizer: Path = request.getfixturevalue(kind)
+    fixture, _, file_name = kind.partition("/")
+    tokenizer: Path = request.getfixturevalue(fixture) / file_name
     texts = [*slices[:12], "  \n", "<s> and </s> within a text, <|end_of_text|> too", *slices[12:]]
     file = write_jsonl(tmp_path / "texts.jsonl", texts)
     tokenize(tmp_path / "tokens", tokenizer, file, max_length=64, validation_split=0)
@@ -410,9 +411,9 @@ def test_an_encoder_with_other_ids_is_found_out_and_replaced(
     assert isinstance(stream.open_encoder().encoder, FastEncoder)
 
 
-def test_a_saved_tokenizer_is_the_same_one(tmp_path: Path, slices: list[str], spm_tokenizer_model: Path) -> None:
+def test_a_saved_tokenizer_is_the_same_one(tmp_path: Path, slices: list[str], small_spm_dir: Path) -> None:
     file = write_jsonl(tmp_path / "texts.jsonl", slices)
-    stream = stream_of([file], spm_tokenizer_model, tmp_path)
+    stream = stream_of([file], small_spm_dir / "tokenizer.model", tmp_path)
     given = DataArguments(streaming_dataset=[str(file)])
     again = open_stream(given, str(tmp_path / "tokenizer"), True, tmp_path / "tokenizer", None)
     assert again.tokenizer_hash == stream.tokenizer_hash

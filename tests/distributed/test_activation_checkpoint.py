@@ -167,14 +167,16 @@ def test_offload_is_refused_where_nothing_is_kept_that_it_could_move() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallelism", ["fsdp", "fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    ("parallelism", "recomputed"), [("fsdp", ["full", "selective"]), ("fsdp2", ["selective"]), ("ddp", ["full"])]
+)
 def test_ranks_compute_the_same_whatever_they_recompute(
-    forked_runs: ForkedRuns, tmp_path: Path, parallelism: str
+    forked_runs: ForkedRuns, tmp_path: Path, parallelism: str, recomputed: list[str]
 ) -> None:
     model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
     given, logged = {"parallelism": parallelism, "devices": 2, "max_step": 2, "micro_batch_size": 2}, []
-    for kept in ("none", "full", "selective"):
+    for kept in ("none", *recomputed):
         forked_runs.start(argv(model, tokens, tmp_path / kept, **given, activation_checkpointing=kept), 2).finish()
         logged.append([(row["train_loss"], row["grad_norm"]) for row in metrics(tmp_path / kept)])
     assert len(logged[0]) == 2
-    assert logged[0] == logged[1] == logged[2]
+    assert all(losses == logged[0] for losses in logged[1:])

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.slow
 Arguments = Callable[..., list[str]]
 HOST = socket.gethostname()
 GO_ON = "the other ranks have ended; continue with --resume true"
+OFTEN = "import fabric_train.distributed.watchdog as watchdog; watchdog._BEAT_SECONDS = 0.25\n"
+"""Makes ranks hear of each other so often that a timeout may be as short as a second."""
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +61,11 @@ def test_a_stopped_rank_is_named_in_time_and_ended(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, rank: int
 ) -> None:
     stops = at_point("os.kill(os.getpid(), signal.SIGSTOP)", 2, "COMPUTING", 1, (rank,))
-    run = forked_runs.start(arguments(tmp_path / "run", rank_timeout=2), before=stops)
+    run = forked_runs.start(arguments(tmp_path / "run", rank_timeout=1), before=OFTEN + stops)
     codes = run.wait()
     assert (codes[rank], codes[1 - rank]) == (-signal.SIGKILL, 1)
     who = (
-        f"error: rank {rank} ({HOST}, process {run.pids[rank]}) sent no heartbeat for 2 s (stopped or unreachable) "
+        f"error: rank {rank} ({HOST}, process {run.pids[rank]}) sent no heartbeat for 1 s (stopped or unreachable) "
         "while the run was at step 2, "
     )
     assert only_line(run).startswith(who)
@@ -82,7 +84,7 @@ def test_a_hanging_main_thread_is_named_in_time(
 ) -> None:
     index = 0 if phase == "DATA" else 1
     hangs = at_point("time.sleep(600)", 2, phase, index, (rank,))
-    run = forked_runs.start(arguments(tmp_path / "run", rank_timeout=2, eval_step_interval=2), before=hangs)
+    run = forked_runs.start(arguments(tmp_path / "run", rank_timeout=1, eval_step_interval=2), before=OFTEN + hangs)
     assert run.wait()[1 - rank] == 1
     who = rf"error: rank {rank} \({HOST}, process {run.pids[rank]}\) hung at {where} for \d+ s, in .*, enter; {GO_ON}"
     assert re.fullmatch(who, only_line(run))
@@ -125,10 +127,10 @@ def test_an_end_that_follows_a_heartbeat_arrives() -> None:
 
 
 def test_long_saves_and_first_steps_are_no_hang(forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments) -> None:
-    """A long save, and a first step that compiles: the watchdog would end any other wait after 1.5 s."""
-    lasts = at_point("time.sleep(3)", 2, "SAVING", 0, (1,)) + at_point("time.sleep(3)", 1, "COMPUTING", 1, (0,))
-    given = arguments(tmp_path / "run", rank_timeout=1.5, save_step_interval=2, max_step=3)
-    forked_runs.start(given, before=lasts).finish()
+    """A long save, and a first step that compiles: the watchdog would end any other wait after a second."""
+    lasts = at_point("time.sleep(2)", 2, "SAVING", 0, (1,)) + at_point("time.sleep(2)", 1, "COMPUTING", 1, (0,))
+    given = arguments(tmp_path / "run", rank_timeout=1, save_step_interval=2, max_step=3)
+    forked_runs.start(given, before=OFTEN + lasts).finish()
     assert len(metrics(tmp_path / "run")) == 3
 
 
@@ -139,10 +141,10 @@ def test_a_rank_that_writes_its_profile_does_not_hang(
     slowly = """
 import time, torch.profiler
 write = torch.profiler.profile.export_chrome_trace
-torch.profiler.profile.export_chrome_trace = lambda *each: (time.sleep(3), write(*each))
+torch.profiler.profile.export_chrome_trace = lambda *each: (time.sleep(2), write(*each))
 """
-    given = arguments(tmp_path / "run", rank_timeout=1.5, profile="1:1", max_step=2)
-    forked_runs.start(given, before=slowly).finish()
+    given = arguments(tmp_path / "run", rank_timeout=1, profile="1:1", max_step=2)
+    forked_runs.start(given, before=OFTEN + slowly).finish()
     assert len(list((tmp_path / "run" / "profile").iterdir())) == 1
 
 

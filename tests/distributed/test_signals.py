@@ -20,14 +20,15 @@ from tests.support.short_runs import argv, at_point, checkpoints, metrics
 pytestmark = pytest.mark.slow
 
 STOPPED = 75
-LAST_STEP = 6
+LAST_STEP = 4
+SHORT = {"max_step": LAST_STEP, "eval_step_interval": 3, "save_step_interval": 2}
 HEARD = "any(self.stop_border._is_frozen or time.sleep(0.01) for _ in range(3000))"  # the watchdogs know of the signal
 Arguments = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
 def arguments(tiny_model_dir: Path, tiny_tokens_dir: Path) -> Arguments:
-    return lambda run, **options: argv(tiny_model_dir, tiny_tokens_dir, run, **{"max_step": LAST_STEP, **options})
+    return lambda run, **options: argv(tiny_model_dir, tiny_tokens_dir, run, **{**SHORT, **options})
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +62,10 @@ def _session(pid: int) -> int:
 @pytest.mark.parametrize(
     ("number", "ranks", "step", "phase", "index", "saved"),
     [
-        (signal.SIGTERM, (1,), 4, "OPTIMIZER", 0, 4),
-        (signal.SIGINT, (0,), 5, "DATA", 0, 4),
-        (signal.SIGUSR1, (0, 1), 3, "SAVING", 0, 3),
-        (signal.SIGTERM, (1,), 5, "VALIDATION", 1, 5),
+        (signal.SIGTERM, (1,), 1, "OPTIMIZER", 0, 1),
+        (signal.SIGINT, (0,), 2, "DATA", 0, 1),
+        (signal.SIGUSR1, (0, 1), 2, "SAVING", 0, 2),
+        (signal.SIGTERM, (1,), 3, "VALIDATION", 1, 3),
         (signal.SIGUSR1, (0,), LAST_STEP, "OPTIMIZER", 0, LAST_STEP),
     ],
     ids=["a step", "waiting for data", "a save", "a validation", "the last step"],
@@ -141,7 +142,7 @@ from fabric_train.checkpoint.files import RankWriter
 write = RankWriter.run
 def write_and_be_stopped(self):
     write(self)
-    if rank == 1 and "step-00000005" in str(self._folder):
+    if rank == 1 and "step-00000003" in str(self._folder):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(2.2)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -151,7 +152,7 @@ RankWriter.run = write_and_be_stopped
     stopped = forked_runs.start(arguments(run), before=in_the_save)
     assert stopped.wait(60) == [128 + signal.SIGTERM] * 2, stopped.report()
     assert said(stopped) == ["SIGTERM again: ended at once, without saving; continue with --resume true"]
-    assert checkpoints(run) == [3]  # step 5 was evaluated, and would have been the best so far
+    assert checkpoints(run) == [2]  # step 3 was evaluated, and would have been the best so far
     forked_runs.start(arguments(run, resume="true")).finish()
     assert metrics(run) == metrics(whole)
     assert not [entry.name for entry in (run / "checkpoints").iterdir() if entry.name.startswith(".")]
@@ -161,11 +162,11 @@ def test_data_workers_leave_signals_to_their_rank(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
     """torchrun signals a rank's process group, Slurm and a terminal every process there is."""
-    stops = at_point(f"os.killpg(os.getpid(), signal.SIGTERM); {HEARD}", 2, "OPTIMIZER")
+    stops = at_point(f"os.killpg(os.getpid(), signal.SIGTERM); {HEARD}", 1, "OPTIMIZER")
     stopped = forked_runs.start(arguments(tmp_path / "run", num_workers=1), before=stops)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     assert len(said(stopped)) == 1
-    assert checkpoints(tmp_path / "run") == [2]
+    assert checkpoints(tmp_path / "run") == [1]
     assert not members(stopped)
     killed = forked_runs.start(
         arguments(tmp_path / "killed", num_workers=1),
@@ -184,7 +185,7 @@ def test_a_stopped_stream_resumes(
     options = {
         "streaming_dataset": tiny_tokens_dir.parent / "slice.jsonl",
         "max_length": 64,
-        "max_step": 4,
+        "save_step_interval": 3,
     }
     stops = at_point(f"os.kill(os.getpid(), signal.SIGUSR1); {HEARD}", 3, "COMPUTING", 0, (1,))
     stopped = forked_runs.start(arguments(tmp_path / "run", num_workers=1, **options), before=stops)
@@ -212,10 +213,10 @@ def test_ranks_save_when_their_launcher_ends(forked_runs: ForkedRuns, tmp_path: 
 def test_a_long_window_is_left_at_the_next_micro_batch(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, parallelism: str
 ) -> None:
-    """The signal comes in the fourth of 8 micro-batches, to one rank; the step before is saved."""
-    long = {"total_batch_size": 32, "max_step": 2, "number_epochs": 99, "parallelism": parallelism}
-    stops = at_point(f"rank and os.kill(os.getpid(), signal.SIGINT); {HEARD}", 2, "COMPUTING", 3)
-    late = at_point("print('LATE', flush=True)", 2, "COMPUTING", 6)
+    """The signal comes in the third of 6 micro-batches, to one rank; the step before is saved."""
+    long = {"total_batch_size": 24, "max_step": 2, "number_epochs": 99, "parallelism": parallelism}
+    stops = at_point(f"rank and os.kill(os.getpid(), signal.SIGINT); {HEARD}", 2, "COMPUTING", 2)
+    late = at_point("print('LATE', flush=True)", 2, "COMPUTING", 5)
     run = tmp_path / "run"
     stopped = forked_runs.start(arguments(run, **long), before=stops + late)
     at_once = forked_runs.start(arguments(tmp_path / "whole", **long))
@@ -258,7 +259,7 @@ def test_a_reader_that_ends_with_the_signal_loses_nothing(
 ) -> None:
     """As with ``| tee log`` and Ctrl-C, which ends ``tee`` first: the next line that is printed has no reader."""
     breaks = "r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.dup2(w, 2)"
-    stops = at_point(f"{breaks}; os.kill(os.getpid(), signal.SIGINT); {HEARD}", 5, "COMPUTING")
+    stops = at_point(f"{breaks}; os.kill(os.getpid(), signal.SIGINT); {HEARD}", 3, "COMPUTING")
     run = tmp_path / "run"
     stopped = forked_runs.start(arguments(run), before=stops)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()

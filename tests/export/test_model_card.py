@@ -210,10 +210,9 @@ def test_the_tasks_that_the_training_data_was_compared_with_are_listed(
 
 
 def test_only_datasets_of_the_hub_are_listed_without_subset_and_revision(
-    tmp_path: Path, checkpoint: Path, tiny_model_dir: Path
+    checkpoint: Path, tiny_tokens_dir: Path
 ) -> None:
-    tokenize(tmp_path / "tokens", tiny_model_dir, write_jsonl(tmp_path / "train.jsonl"))
-    shutil.copyfile(tmp_path / "tokens" / "manifest.json", checkpoint / "manifest.json")
+    shutil.copyfile(tiny_tokens_dir / "manifest.json", checkpoint / "manifest.json")
     (local,) = json.loads((checkpoint / "manifest.json").read_text())["sources"]
     hub = [
         {**local, "kind": "hub", "name": name, "place": name}

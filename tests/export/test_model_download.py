@@ -81,7 +81,7 @@ def hub(tiny_model_dir: Path) -> Iterator[str]:
     cut_off = model | {"model.safetensors": model["model.safetensors"][:5000]}
     Hub.files = {"some/model": model | more, "some/pickles": pickled, "some/broken": cut_off}
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
 

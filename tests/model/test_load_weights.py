@@ -11,7 +11,8 @@ from tests.support.unequal_rows import VOCABULARY, argv, write_rows
 pytestmark = pytest.mark.slow
 
 _MEASURE = """
-import ctypes
+import ctypes, os
+import torch.distributed
 import fabric_train.training.build_run as building
 from fabric_train.distributed.precision import weights_dtype
 from fabric_train.model.load_weights import MetaModel, load_model
@@ -30,9 +31,10 @@ def measured_read(run):
     before = status("VmRSS")
     return MetaModel(load_model(run.model, weights_dtype("32-true")), None) if WHOLE else read(run)
 def measured_set_up(*args):
-    model = set_up(*args)
-    print("grown by", status("VmHWM") - before)
-    return model
+    set_up(*args)
+    print("grown by", status("VmHWM") - before, flush=True)
+    torch.distributed.barrier()
+    os._exit(0)  # what follows is of no interest here
 building._open, building.setup_model = measured_read, measured_set_up
 """
 
@@ -62,9 +64,9 @@ def growth(runs: ForkedRuns, folder: Path, model: Path, tokens: Path, parallelis
     """Return by how much a rank's peak memory grows while it loads the model, as a part of the model's fp32 size."""
     line = argv(model, tokens, folder, parallelism=parallelism, max_step=1, total_batch_size=2)
     run = runs.start(line, 2, before=_MEASURE.replace("WHOLE", str(whole)))
-    run.finish()
+    run.wait()
     printed = [line for rank in (0, 1) for line in run.stdout(rank).splitlines() if line.startswith("grown by")]
-    assert len(printed) == 2
+    assert len(printed) == 2, run.report()
     size = 2 * sum(file.stat().st_size for file in model.glob("*.safetensors"))
     return max(int(line.split()[-1]) for line in printed) / size
 

@@ -33,13 +33,13 @@ def test_frozen_parts_stay_and_the_run_resumes_exactly(
     forked_runs: ForkedRuns, tmp_path: Path, parallelism: str, num_ranks: int
 ) -> None:
     model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
-    given = {"parallelism": parallelism, "devices": num_ranks, "max_step": 4, "save_step_interval": 2}
-    first = tmp_path / "whole" / "checkpoints" / "step-00000002"
+    given = {"parallelism": parallelism, "devices": num_ranks, "max_step": 2, "save_step_interval": 1}
+    first = tmp_path / "whole" / "checkpoints" / "step-00000001"
     for run, more in (("whole", {}), ("resumed", {"checkpoint": first})):
         line = argv(model, tokens, tmp_path / run, **given, lr_schedule="constant", **more)
         forked_runs.start(line, num_ranks, before=PLUG_IN).finish()
     start = load_file(model / "model.safetensors")
-    whole, resumed = (tmp_path / run / "checkpoints" / "step-00000004" for run in ("whole", "resumed"))
+    whole, resumed = (tmp_path / run / "checkpoints" / "step-00000002" for run in ("whole", "resumed"))
     weights, states = (load_file(whole / name) for name in ("model.safetensors", "optimizer/optimizer.safetensors"))
     assert weights.keys() == start.keys()
     assert {name for name in weights if not torch.equal(weights[name], start[name])} == set(filter(trains, start))
@@ -48,7 +48,7 @@ def test_frozen_parts_stay_and_the_run_resumes_exactly(
         one, other = load_file(whole / name), load_file(resumed / name)
         assert [key for key in one if not torch.equal(one[key], other[key])] == []
     losses = [[row["train_loss"] for row in metrics(tmp_path / run)] for run in ("whole", "resumed")]
-    assert losses[0][2:] == losses[1]
+    assert losses[0][1:] == losses[1]
 
 
 def test_plan_and_flops_count_what_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,16 +22,29 @@ from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
 REQUIRED = ["--train_data_dir", "tokens", "--output_dir", "run"]
 LENGTH = 8192
+FEW_LAYERS, LONG = 3, 65_536  # all layers are traced, and what they keep is most of a device's memory
 PLANNED = ("--plan", "true", "--device_memory", "80GB", "--activation_checkpointing", "full")
+
+
+def shape_of(num_layers: int, vocabulary: int) -> ModelShape:
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=num_layers,
+        num_attention_heads=16,
+    )
+    return shape_from_config(config, "model", "LlamaDecoderLayer", "sdpa", is_new=True)
 
 
 @pytest.fixture(scope="module")
 def shape() -> ModelShape:
-    config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16)
-    return shape_from_config(config, "model", "LlamaDecoderLayer", "sdpa", is_new=True)
+    return shape_of(24, 32_000)
 
 
-def prepared(shape: ModelShape, *options: str, accelerator: str = "cuda", num_steps: int = 10) -> PreparedRun:
+def prepared(
+    shape: ModelShape, *options: str, accelerator: str = "cuda", num_steps: int = 10, length: int = LENGTH
+) -> PreparedRun:
     arguments = parse(TrainArguments, [*REQUIRED, *options])
     data: Any = SimpleNamespace(isolates=True, validation=None)
     order: Any = None
@@ -43,7 +56,7 @@ def prepared(shape: ModelShape, *options: str, accelerator: str = "cuda", num_st
         start=StartingPoint(None, TrainerState()),
         data=data,
         model=shape,
-        plan=StepPlan(None, 8, 8, 1, 4, 32, None, num_steps, LENGTH),
+        plan=StepPlan(None, 8, 8, 1, 4, 32, None, num_steps, length),
         order=order,
         versions={},
         notes=(),
@@ -55,14 +68,19 @@ def device_bytes(run: PreparedRun, **options: Any) -> int:
     return make_request(replace(run, arguments=arguments)).forecast().device_bytes
 
 
-def test_least_recomputation_that_fits_is_chosen(shape: ModelShape) -> None:
-    run = prepared(shape, "--plan", "true", "--device_memory", "80GB", "--compile", "false")
+def test_least_recomputation_that_fits_is_chosen() -> None:
+    shape = shape_of(FEW_LAYERS, 1000)
+
+    def on(memory: str) -> PreparedRun:
+        return prepared(shape, "--plan", "true", "--device_memory", memory, "--compile", "false", length=LONG)
+
+    run = on("80GB")
     none, full = (device_bytes(run, activation_checkpointing=kind) for kind in ("none", "full"))
     assert full < 0.5 * none
     between = (none + full) // 2
     for usable, kind in {none + 1_000_000: "none", between: "selective", 1: "full"}.items():
         memory = f"{usable / 0.9 / 1e9 + 1e-9:.9f}GB"
-        resolved = resolve_automatic(prepared(shape, "--plan", "true", "--device_memory", memory, "--compile", "false"))
+        resolved = resolve_automatic(on(memory))
         chosen = resolved.arguments.fsdp
         assert chosen.activation_checkpointing == kind
         (note,) = resolved.notes

@@ -271,7 +271,7 @@ def test_a_plan_that_does_not_fit_ends_as_wrong_input(tmp_path: Path) -> None:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model that is large beside a process, and rows for it."""
     folder = tmp_path_factory.mktemp("measured")
-    return plan_accuracy.write_model(folder / "model"), plan_accuracy.write_rows(folder / "tokens")
+    return plan_accuracy.write_model(folder / "model"), plan_accuracy.write_rows(folder / "tokens", length=128)
 
 
 @pytest.mark.slow

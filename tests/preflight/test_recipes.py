@@ -49,12 +49,10 @@ def devices_of(recipe: Path) -> list[int]:
 
 
 CASES = [(path.stem, number) for path in sorted(RECIPES.glob("*.yaml")) for number in devices_of(path)]
-PLANNED = [  # each on its fewest GPUs, which have the least room; on more of them by make test-cuda-rehearsal
-    pytest.param(
-        recipe,
-        number,
-        marks=() if number == min(devices_of(RECIPES / f"{recipe}.yaml")) else pytest.mark.cuda_rehearsal,
-    )
+# each size and task, on the fewest GPUs of a recipe, which have the least room; the others by make test-cuda-rehearsal
+FEWEST = {"llama-3-8b-chat-1gpu": 1, "llama-3-8b-pretraining": 4, "llama-3.2-1b-chat": 1, "llama-3.2-1b-pretraining": 1}
+PLANNED = [
+    pytest.param(recipe, number, marks=() if FEWEST.get(recipe) == number else pytest.mark.cuda_rehearsal)
     for recipe, number in CASES
 ]
 
@@ -80,6 +78,7 @@ def write_rows(folder: Path, recipe: str) -> Path:
 
 
 def test_each_model_task_and_number_of_gpus_has_one_recipe() -> None:
+    assert FEWEST.items() <= set(CASES)
     served = [
         (model, task, number)
         for recipe, number in CASES

@@ -97,10 +97,18 @@ def test_a_replay_of_a_checkpoints_name_is_that_of_its_run(run: Path, forked_run
     assert (run / "replay.json").is_file()
 
 
+def check_in_this_process(_target: object, folder: Path) -> None:
+    """Check the run as the bundle's process does, without the seconds of its start; test_collect.py starts one."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        prepare(parse(TrainArguments, ["--config", collect.CONFIGURATION, "--accelerator", "cpu"]))
+
+
 def test_a_bundled_checkpoint_is_a_model_with_its_tokenizer(
     run: Path, tiny_tokens_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collect, "download_wheels", lambda *_: (tmp_path / "wheels").mkdir())  # from the internet
+    monkeypatch.setattr(collect, "_check_inside", check_in_this_process)
     monkeypatch.setattr(collect, "estimated_bytes", lambda _: 0)
     monkeypatch.setattr(collect, "installed_bytes", lambda _: 0)
     bundle.main(["--model", str(run / "best"), "--data", str(tiny_tokens_dir), "--output", str(tmp_path / "bundle")])

@@ -126,15 +126,15 @@ def test_a_page_and_a_token_dataset_are_not_written_through_links(place: Path, s
     assert ".out.unfinished is a link to " in fault(start("tokenize", line))
 
 
-@pytest.mark.parametrize("kind", ["link", "file", "circle"])
-def test_leftovers_that_are_no_folders_are_removed_and_not_followed(place: Path, start: Start, kind: str) -> None:
+def test_leftovers_that_are_no_folders_are_removed_and_not_followed(place: Path, start: Start) -> None:
     checkpoints = place / "run" / "checkpoints"
-    leftovers = [checkpoints / ".step-00000006.incomplete-host-7", checkpoints / ".step-00000001.removed"]
-    for leftover in leftovers:
-        if kind == "file":
-            leftover.touch()
-        else:
-            leftover.symlink_to(place.parent / "theirs" if kind == "link" else leftover.name)
+    for number, kind in enumerate(("link", "file", "circle"), 1):
+        for name in (f".step-00000006.incomplete-host-{number}", f".step-0000000{number}.removed"):
+            leftover = checkpoints / name
+            if kind == "file":
+                leftover.touch()
+            else:
+                leftover.symlink_to(place.parent / "theirs" if kind == "link" else leftover.name)
     run = start("train", train(RESUMED))
     assert run.codes() == [0], run.report()
     assert sorted(os.listdir(checkpoints)) == ["step-00000002", "step-00000004", "step-00000006"]
@@ -158,10 +158,18 @@ def test_a_circle_of_links_among_the_checkpoints_is_passed_over(place: Path, sta
 # -------------------------------------------------------------------------------- pipes, sockets and folders
 
 
-@pytest.mark.parametrize("kind", ["pipe", "socket", "folder"])
-@pytest.mark.parametrize("name", ["trainer.json", "checksums.json", "config.json", "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("trainer.json", "pipe"),
+        ("checksums.json", "pipe"),
+        ("checksums.json", "folder"),
+        ("config.json", "socket"),
+        ("tokenizer/tokenizer.json", "folder"),
+    ],
+)
 def test_a_file_of_a_checkpoint_that_is_no_file_is_refused_at_once(
-    place: Path, start: Start, kind: str, name: str
+    place: Path, start: Start, name: str, kind: str
 ) -> None:
     shutil.rmtree(place / "run" / "checkpoints" / "step-00000002")
     plant(place / "run" / "checkpoints" / "step-00000004" / name, kind)

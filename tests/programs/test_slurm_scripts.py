@@ -79,7 +79,12 @@ def test_help_shows_both_kinds_of_jobs(tmp_path: Path, sbatch: Path) -> None:
 def test_a_job_is_checked_and_has_its_settings_in_it(
     tmp_path: Path, sbatch: Path, tiny_model_dir: Path, tiny_tokens_dir: Path
 ) -> None:
-    """A later change of settings.sh does not reach it; the last of two options counts, so JOB_OPTIONS come last."""
+    """A later change of settings.sh does not reach it; the last of two options counts, so JOB_OPTIONS come last.
+
+    The check starts in a folder with files whose names are those of the project's modules, and imports none of them.
+    """
+    for name in ("arguments", "evaluate", "tokenize_dataset"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('the file of a user')")
     given = ["--model_name", str(tiny_model_dir), "--train_data_dir", str(tiny_tokens_dir), "--total_batch_size", "24"]
     settings = "NODES=3 JOB_OPTIONS=(--time=1:00:00)\n"
     done = submit(tmp_path, sbatch, "train", *given, settings=settings)

@@ -27,7 +27,7 @@ FORMATS: dict[str, Any] = {
     "alpaca": lambda q, a: {"instruction": q, "input": "", "output": a},
     "prompt_completion": lambda q, a: {"prompt": q, "completion": a},
 }
-
+PLAIN_TEXT = "Plain text, all of which is supervised."
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -67,22 +67,47 @@ def supervised_texts(split: datasets.Dataset, tokenizer: PreTrainedTokenizerFast
     return texts
 
 
-def test_only_answers_are_supervised_in_every_row_format(tmp_path: Path, tokenizer_dir: Path) -> None:
-    said = {name: [answer.replace("It", name) for answer in ANSWERS] for name in FORMATS}
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Path:
+    """A dataset of chats in every row format, each with its own name in the answers, and of plain text."""
+    folder = tmp_path_factory.mktemp("together")
     sources = [
-        write(tmp_path / f"{name}.jsonl", [make(q, a) for q, a in zip(QUESTIONS, said[name], strict=True)])
+        write(folder / f"{name}.jsonl", [make(q, a) for q, a in zip(QUESTIONS, answers_of(name), strict=True)])
         for name, make in FORMATS.items()
     ]
-    rows = run(tmp_path / "out", tokenizer_dir, *sources, validation_split=0)["train"]
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out" / "tokenizer")
-    expected = [f"{answer}<|im_end|>" for answers in said.values() for answer in answers]
-    assert sorted(supervised_texts(rows, tokenizer)) == sorted(expected)
-    manifest = manifest_of(tmp_path / "out")
-    assert manifest.settings.packing == "best_fit"  # the default for chats alone
+    texts = write_jsonl(folder / "text.jsonl", [PLAIN_TEXT] * 20)
+    run(folder / "out", tokenizer_dir, *sources, texts, validation_split=0)
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Path:
+    """A dataset of nine chats with one turn each."""
+    folder = tmp_path_factory.mktemp("plain")
+    source = write(folder / "a.jsonl", [FORMATS["messages"]("Hi", "Ho")] * 9)
+    run(folder / "out", tokenizer_dir, source, validation_split=0)
+    return folder / "out"
+
+
+def answers_of(name: str) -> list[str]:
+    return [answer.replace("It", name) for answer in ANSWERS]
+
+
+def test_only_answers_are_supervised_in_every_row_format_and_all_of_a_text(together: Path) -> None:
+    rows = datasets.load_from_disk(together)["train"]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(together / "tokenizer")
+    expected = [f"{answer}<|im_end|>" for name in FORMATS for answer in answers_of(name)]
+    supervised = supervised_texts(rows, tokenizer)
+    answers = [text for text in supervised if not text.startswith("<|im_start|>")]
+    assert sorted(answers) == sorted(expected)
+    texts = "".join(text for text in supervised if text not in answers)  # nothing lies between two in a row
+    assert texts == f"<|im_start|>{PLAIN_TEXT}<|im_end|>" * 20
+    manifest = manifest_of(together)
+    assert [source.documents for source in manifest.sources] == [30, 30, 30, 30, 20]
     assert manifest.tokenizer.end_of_turn_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     split = manifest.ledger.splits["train"]
     assert split.tokens_supervised == sum(label != -100 for labels in rows["labels"][:] for label in labels)
-    assert split.tokens_padding / (split.rows * 128) < 0.15  # the last row of each of four sources has more
+    assert split.tokens_padding / (split.rows * 128) < 0.15  # the last row of each of five sources has more
 
 
 def test_rows_of_llama3_chats_load_as_batches_with_labels_and_borders(tmp_path: Path, small_llama3_dir: Path) -> None:
@@ -95,30 +120,6 @@ def test_rows_of_llama3_chats_load_as_batches_with_labels_and_borders(tmp_path: 
     assert tokenizer.chat_template  # Llama-3's, which exports need
     manifest = manifest_of(tmp_path / "out")
     assert manifest.tokenizer.end_of_turn_token_id == tokenizer.convert_tokens_to_ids("<|eot_id|>")
-
-
-def test_text_and_chats_are_tokenized_together(tmp_path: Path, tokenizer_dir: Path) -> None:
-    chats = write(tmp_path / "a.jsonl", [FORMATS["messages"](q, a) for q, a in zip(QUESTIONS, ANSWERS, strict=True)])
-    texts = write_jsonl(tmp_path / "b.jsonl", ["Plain text, all of which is supervised."] * 20)
-    rows = run(tmp_path / "out", tokenizer_dir, chats, texts, packing="none", validation_split=0)["train"]
-    manifest = manifest_of(tmp_path / "out")
-    assert [source.documents for source in manifest.sources] == [30, 20]
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out" / "tokenizer")
-    whole = "<|im_start|>Plain text, all of which is supervised.<|im_end|>"
-    assert supervised_texts(rows, tokenizer).count(whole) == 20
-
-
-def test_long_chats_are_cut_at_turns_or_dropped_and_counted(tmp_path: Path, tokenizer_dir: Path) -> None:
-    turns = [{"role": role, "content": f"{role} speaks, turn {n}"} for n in range(20) for role in ("user", "assistant")]
-    source = write(tmp_path / "a.jsonl", [{"messages": turns}, *[FORMATS["messages"]("Hi", "Ho")] * 9])
-    run(tmp_path / "cut", tokenizer_dir, source, packing="none", validation_split=0)
-    ledger = manifest_of(tmp_path / "cut").ledger
-    assert (ledger.documents_kept, ledger.documents_skipped) == (10, {})
-    assert ledger.tokens_cut["too_long"] > 100
-    run(tmp_path / "dropped", tokenizer_dir, source, packing="none", too_long="drop", validation_split=0)
-    ledger = manifest_of(tmp_path / "dropped").ledger
-    assert (ledger.documents_kept, ledger.documents_skipped) == (9, {"too_long": 1})
-    assert ledger.tokens_cut["too_long"] > 200  # the whole chat
 
 
 def test_row_of_unknown_format_is_shown_with_file_line_and_formats(tmp_path: Path, tokenizer_dir: Path) -> None:
@@ -147,28 +148,25 @@ def chats_of(*contents: tuple[str, ...]) -> list[Any]:
     ]
 
 
+LONG_CHAT = tuple(f"turn {number} is a sentence" for number in range(14))
+
+
 def problems_in_chats(folder: Path) -> list[str]:
     """Return what the inspector says about chats."""
     report = make_report(folder, "train", range(0), lambda done, total: None)
     return [problem.text for problem in report.problems if problem.split == "chats"]
 
 
-@pytest.mark.parametrize(
-    "kinds, packing",
-    [("text", "concat"), ("text and chats", "best_fit"), ("alpaca", "best_fit")],
-)
-def test_packing_that_cuts_no_chat_is_the_default(
-    tmp_path: Path, tokenizer_dir: Path, kinds: str, packing: str
-) -> None:
-    sources = []
-    if "text" in kinds:
-        sources.append(write_jsonl(tmp_path / "text.jsonl", ["Plain text, all of which is supervised."] * 20))
-    if "chats" in kinds:
-        sources.append(write(tmp_path / "chats.jsonl", [FORMATS["messages"]("Hi", "Ho")] * 20))
-    if "alpaca" in kinds:
-        sources.append(write(tmp_path / "alpaca.jsonl", [FORMATS["alpaca"]("Hi", "Ho")] * 20))
-    run(tmp_path / "out", tokenizer_dir, *sources, max_length=32, validation_split=0)
-    assert manifest_of(tmp_path / "out").settings.packing == packing
+def test_packing_that_cuts_no_chat_is_the_default_for_chats(together: Path, plain: Path) -> None:
+    assert manifest_of(plain).settings.packing == "best_fit"  # chats alone
+    assert manifest_of(together).settings.packing == "best_fit"  # and chats with text
+    assert problems_in_chats(plain) == problems_in_chats(together) == []
+
+
+def test_concat_is_the_default_for_text_alone(tmp_path: Path, tokenizer_dir: Path) -> None:
+    source = write_jsonl(tmp_path / "text.jsonl", [PLAIN_TEXT] * 20)
+    run(tmp_path / "out", tokenizer_dir, source, max_length=32, validation_split=0)
+    assert manifest_of(tmp_path / "out").settings.packing == "concat"
     assert problems_in_chats(tmp_path / "out") == []
 
 
@@ -201,24 +199,32 @@ def test_a_chat_whose_cut_loses_nothing_supervised_is_not_severed(tmp_path: Path
 
 
 @pytest.mark.parametrize("too_long", ["cut_end", "cut_start", "drop"])
-def test_more_than_five_percent_cut_off_is_complained_of(
+def test_long_chats_are_cut_at_turns_or_dropped_and_complained_of(
     tmp_path: Path, tokenizer_dir: Path, capsys: pytest.CaptureFixture[str], too_long: str
 ) -> None:
-    long = tuple(f"turn {number} is a sentence" for number in range(14))
-    few, many = (write(tmp_path / f"{n}.jsonl", chats_of(*[("Hi", "Ho")] * n, long)) for n in (400, 9))
-    for source, complains in ((few, False), (many, True)) if too_long == "cut_end" else ((many, True),):
-        folder = tmp_path / source.stem
-        capsys.readouterr()
-        run(folder, tokenizer_dir, source, max_length=64, too_long=too_long, validation_split=0)
-        ledger = manifest_of(folder).ledger
-        cut, kept = ledger.tokens_cut["too_long"], ledger.splits["train"].tokens_in
-        assert (cut > 0.05 * (cut + kept)) == complains
-        problems = problems_in_chats(folder)
-        assert len(problems) == complains
-        if complains:
-            share = f"{cut:,} of {cut + kept:,} tokens ({cut / (cut + kept):.0%}) were cut off"
-            assert problems[0].startswith(share)
-            assert f"warning    {share}" in capsys.readouterr().out
+    source = write(tmp_path / "a.jsonl", chats_of(*[("Hi", "Ho")] * 9, LONG_CHAT))
+    folder = tmp_path / "out"
+    run(folder, tokenizer_dir, source, max_length=64, too_long=too_long, packing="none", validation_split=0)
+    ledger = manifest_of(folder).ledger
+    cut, kept = ledger.tokens_cut["too_long"], ledger.splits["train"].tokens_in
+    if too_long == "drop":
+        assert (ledger.documents_kept, ledger.documents_skipped) == (9, {"too_long": 1})
+        assert cut > 200  # the whole chat
+    else:
+        assert (ledger.documents_kept, ledger.documents_skipped) == (10, {})
+        assert 100 < cut < 200
+    share = f"{cut:,} of {cut + kept:,} tokens ({cut / (cut + kept):.0%}) were cut off"
+    (problem,) = problems_in_chats(folder)
+    assert problem.startswith(share)
+    assert f"warning    {share}" in capsys.readouterr().out
+
+
+def test_less_than_five_percent_cut_off_is_not_complained_of(tmp_path: Path, tokenizer_dir: Path) -> None:
+    source = write(tmp_path / "a.jsonl", chats_of(*[("Hi", "Ho")] * 400, LONG_CHAT))
+    run(tmp_path / "out", tokenizer_dir, source, max_length=64, validation_split=0)
+    ledger = manifest_of(tmp_path / "out").ledger
+    assert 0 < ledger.tokens_cut["too_long"] < 0.05 * ledger.splits["train"].tokens_in
+    assert problems_in_chats(tmp_path / "out") == []
 
 
 # -------------------------------------------------------------------------------------------------- --chat_template
@@ -294,7 +300,9 @@ def test_rows_that_the_disk_cannot_hold_are_refused_at_once(
     assert not (tmp_path / "out").exists()
 
 
-def test_turns_of_tools_and_of_text_end_with_tokens_of_their_own(tmp_path: Path, tokenizer_dir: Path) -> None:
+def test_turns_of_tools_and_of_text_end_with_tokens_of_their_own(
+    tmp_path: Path, tokenizer_dir: Path, plain: Path
+) -> None:
     folder = Path(shutil.copytree(tokenizer_dir, tmp_path / "tokenizer"))
     by_turn = "('<|endoftext|>' if 'call' in message['content'] else '<|im_end|>')"
     (folder / "chat_template.jinja").write_text(CHATML.replace("'<|im_end|>\n'", by_turn + " + '\n'"))
@@ -302,16 +310,12 @@ def test_turns_of_tools_and_of_text_end_with_tokens_of_their_own(tmp_path: Path,
     run(tmp_path / "out", folder, write(tmp_path / "a.jsonl", chats), packing="none", validation_split=0)
     tokenizer = manifest_of(tmp_path / "out").tokenizer
     assert tokenizer.turn_end_token_ids == (0, 2)
-    source = write(tmp_path / "b.jsonl", chats[1:] * 9)
-    run(tmp_path / "plain", tokenizer_dir, source, packing="none", validation_split=0)
-    assert manifest_of(tmp_path / "plain").tokenizer.turn_end_token_ids == (2,)
+    assert manifest_of(plain).tokenizer.turn_end_token_ids == (2,)
 
 
-def test_a_merged_dataset_knows_the_ends_of_all_turns(tmp_path: Path, tokenizer_dir: Path) -> None:
-    chats = write(tmp_path / "a.jsonl", [FORMATS["messages"]("Hi", "Ho")] * 9)
-    folders = [tmp_path / "chats", tmp_path / "all"]
-    run(folders[0], tokenizer_dir, chats, validation_split=0)
-    run(folders[1], tokenizer_dir, chats, validation_split=0, train_on="all")
+def test_a_merged_dataset_knows_the_ends_of_all_turns(tmp_path: Path, tokenizer_dir: Path, plain: Path) -> None:
+    folders = [plain, tmp_path / "all"]
+    run(folders[1], tokenizer_dir, plain.parent / "a.jsonl", validation_split=0, train_on="all")
     assert manifest_of(folders[1]).tokenizer.stop_token_ids == (2,)
     manifest, _ = merge([*reversed(folders)], tmp_path / "merged")
     assert manifest.tokenizer.turn_end_token_ids == manifest_of(folders[0]).tokenizer.turn_end_token_ids == (2,)

@@ -26,6 +26,7 @@ from fabric_train.data.token_dataset import open_dataset
 from fabric_train.optim.lr_schedule import learning_rate
 from tests.support.forked_runs import ForkedRun, ForkedRuns, free_port
 from tests.support.programs import ROOT
+from tests.support.token_datasets import tokenize, write_jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -166,11 +167,12 @@ def test_every_parallelism_trains_as_plain_pytorch_does(
     assert losses[-1] < losses[0] - 0.15  # and it does learn
 
 
-def test_evaluations_and_saves_come_at_intervals_and_the_end(trainer: Trainer) -> None:
-    num_rows = len(open_dataset(str(trainer.tokens)).train)
+def test_evaluations_and_saves_come_at_intervals_and_the_end(trainer: Trainer, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "texts.jsonl")
+    num_rows = len(tokenize(tmp_path / "tokens", trainer.model, source, max_length=64, validation_split=0.1)["train"])
     intervals = {"eval_step_interval": 5, "save_step_interval": 6, "save_best": "false", "max_step": 11}
     windows: dict[str, object] = {"total_batch_size": num_rows // 4 + 1, "micro_batch_size": num_rows // 4 + 1}
-    run = trainer("intervals", 1, number_epochs=9, **intervals, **windows)
+    run = trainer("intervals", 1, train_data_dir=tmp_path / "tokens", number_epochs=9, **intervals, **windows)
     # epochs of 4 steps
     assert [int(row["step"]) for row in metrics(run) if row["val_loss"]] == [4, 5, 8, 10, 11]
     saved = sorted(int(folder.name.removeprefix("step-")) for folder in (run / "checkpoints").iterdir())

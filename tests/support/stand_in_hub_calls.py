@@ -33,6 +33,7 @@ class HubCalls(BaseHTTPRequestHandler):
     """One connection of a client."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # an answer is several writes, and the client would acknowledge each 40 ms later
     server: "StandInHub"
 
     def do_HEAD(self) -> None:

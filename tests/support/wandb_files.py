@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wandb.proto import wandb_internal_pb2
-
 _FILE_HEADER, _BLOCK, _HEADER = 7, 32 * 1024, 7
 _FULL, _LAST = 1, 4
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
     """Return the logged rows of an offline-run folder in order, each with its step as ``_step``."""
+    from wandb.proto import wandb_internal_pb2  # slow: all of wandb, which most test files do not need
+
     (file,) = folder.glob("*.wandb")
     rows = []
     for content in _records(file.read_bytes()):

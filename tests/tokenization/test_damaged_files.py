@@ -180,7 +180,7 @@ def test_memory_that_ran_out_names_the_file(tmp_path: Path, tiny_model_dir: Path
 def test_a_killed_process_names_its_file(tmp_path: Path, tiny_model_dir: Path) -> None:
     os.mkdir(tmp_path / "data")
     write_jsonl(tmp_path / "data" / "a.jsonl")
-    large = write_jsonl(tmp_path / "data" / "b.jsonl", TEXTS * 3_000)
+    large = write_jsonl(tmp_path / "data" / "b.jsonl", TEXTS * 2_000)
     process = start(tmp_path, tiny_model_dir, [tmp_path / "data"], "--num_proc", 1)
     wait_for_shards(process, tmp_path / "new", 2)
     _, encoding, *_ = sorted(

@@ -134,7 +134,7 @@ def server(tmp_path: Path) -> Iterator[str]:
             """Print nothing."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
+        threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{running.server_port}"
         running.shutdown()
 
@@ -182,16 +182,20 @@ def test_a_list_of_texts_is_joined_by_the_separator_or_refused_with_it(tmp_path:
     (tmp_path / "games.jsonl").write_text("".join(json.dumps({"n": 1, "moves": moves}) + "\n" for moves in games))
     parquet.write_table(pyarrow.table({"n": [1, 2, 3], "moves": games}), tmp_path / "games.parquet")
     datasets.Dataset.from_dict({"n": [1, 2, 3], "moves": games}).save_to_disk(tmp_path / "saved")
-    for number, source in enumerate(("games.jsonl", "games.parquet", "saved")):
-        fault = r"1: column 'moves' holds a list of texts; --text_column 'moves: ' joins them with a space, 'moves:\n'"
-        with pytest.raises(InputError, match=re.escape(fault)):
-            tokenize(tmp_path / "none", tiny_model_dir, tmp_path / source, text_column="moves")
-        out = tmp_path / f"out-{number}"
-        rows = tokenize(
-            out, tiny_model_dir, tmp_path / source, text_column="moves:, ", max_length=2, validation_split=0
-        )
-        assert documents_in(rows["train"], out) == ["e4, e5, Nf3", "d4"]
-        assert manifest_of(out).ledger.documents_skipped == {"empty": 1}
+    sources = [tmp_path / name for name in ("games.jsonl", "games.parquet", "saved")]
+    fault = r"1: column 'moves' holds a list of texts; --text_column 'moves: ' joins them with a space, 'moves:\n'"
+    for source in open_sources([str(one) for one in sources], "--dataset", False, tmp_path):
+        (part,) = source.parts(1 << 20)
+        reader = source.reader(part, ("moves",))
+        number, row = next(iter(reader))
+        with pytest.raises(BadRowError, match=re.escape(fault)):
+            text_of(row, "moves", partial(reader.place, number))
+    with pytest.raises(InputError, match=re.escape(fault)):
+        tokenize(tmp_path / "none", tiny_model_dir, sources[0], text_column="moves")
+    out = tmp_path / "out"
+    rows = tokenize(out, tiny_model_dir, *sources, text_column="moves:, ", max_length=2, validation_split=0)
+    assert documents_in(rows["train"], out) == ["e4, e5, Nf3", "d4"] * 3
+    assert manifest_of(out).ledger.documents_skipped == {"empty": 3}
     (tmp_path / "twice.jsonl").write_text('{"moves": ["e4"], "moves": ["d4"]}\n')
     with pytest.raises(InputError, match="line 1: 2 values are called 'moves'; keep one of them"):
         tokenize(tmp_path / "none", tiny_model_dir, tmp_path / "twice.jsonl", text_column="moves: ")

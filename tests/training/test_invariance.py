@@ -51,7 +51,6 @@ class Split:
 
 
 SPLITS = [
-    Split("single", 1, 2, 4),
     Split("single", 1, 8, 1),
     Split("fsdp", 1, 2, 4),
     Split("fsdp", 2, 2, 2),
@@ -62,7 +61,6 @@ SPLITS = [
     Split("ddp", 4, 1, 2),
     # other windows, for the accumulations and micro-batches that do not make 8 rows
     Split("single", 1, 1, 5),
-    Split("fsdp", 2, 1, 3),
     Split("ddp", 2, 1, 7),
     Split("fsdp2", 2, 1, 6),
     Split("fsdp", 2, 8, 1),

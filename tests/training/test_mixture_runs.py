@@ -25,6 +25,7 @@ from tests.support.token_datasets import TEXTS, manifest_of, tokenize, write_jso
 pytestmark = pytest.mark.slow
 NAMES = ("va", "es", "en")
 OPTIONS: dict[str, Any] = {"lr_schedule": "constant", "eval_step_interval": 100, "eval_iters": 1, "micro_batch_size": 4}
+TWO_EPOCHS: dict[str, Any] = {"max_step": None, "number_epochs": 2, "total_batch_size": 24, "micro_batch_size": 12}
 
 
 class Mixing:
@@ -64,7 +65,7 @@ def mixing(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, forke
 @pytest.fixture(scope="module")
 def whole(mixing: Mixing) -> ForkedRun:
     """A run on two ranks over two epochs of a mixture."""
-    run = mixing.start("whole", 2, "--shares", 1.0, 0.15, 2, max_step=None, number_epochs=2, save_step_interval=4)
+    run = mixing.start("whole", 2, "--shares", 1.0, 0.15, 2, **TWO_EPOCHS, save_step_interval=4)
     run.finish()
     return run
 
@@ -104,7 +105,7 @@ def test_resumed_mixture_reads_the_same_rows_on_any_number_of_ranks(
 ) -> None:
     end = last_step(whole)
     checkpoint = mixing.folder / "whole" / "checkpoints" / "step-00000004"
-    options: dict[str, Any] = {"checkpoint": checkpoint, "resume": "true", "max_step": None, "number_epochs": 2}
+    options: dict[str, Any] = {"checkpoint": checkpoint, "resume": "true", **TWO_EPOCHS}
     run = f"resumed-{num_ranks}"
     mixing.start(run, num_ranks, "--shares", 1.0, 0.15, 2, **options).finish()
     here, there = (mixing.state(each, end) for each in (run, "whole"))
@@ -122,6 +123,7 @@ def test_mixture_is_not_resumed_in_other_shares(mixing: Mixing, whole: ForkedRun
     options: dict[str, Any] = {
         "checkpoint": mixing.folder / "whole" / "checkpoints" / "step-00000004",
         "resume": "true",
+        **TWO_EPOCHS,
     }
     other = mixing.start("other", 1, "--shares", 1.0, 0.25, 2, **options)
     assert other.wait() == [2]

@@ -217,7 +217,8 @@ def test_the_traceback_of_any_rank_is_in_the_log(
     forked_runs: ForkedRuns, tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path
 ) -> None:
     run = tmp_path / "run"
-    fails = at_point("raise KeyError('rows')", 2, "COMPUTING", 1, (1,))
+    at_once = "import fabric_train.distributed.watchdog as watchdog; watchdog._DECISION_SECONDS = 0.1\n"
+    fails = at_once + at_point("raise KeyError('rows')", 2, "COMPUTING", 1, (1,))
     failed = forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run), before=fails)
     assert failed.wait() == [1, 1]
     text = (run / "run.log").read_text()
@@ -234,8 +235,11 @@ SLOW_WEIGHTS = """
 import time
 import fabric_train.model.load_weights as load_weights
 
+num_read = 0
 def read_local_part(*arguments, original=load_weights.read_local_part):
-    time.sleep(0.1)
+    global num_read
+    num_read += 1
+    time.sleep(0.1 * (num_read < 6))
     return original(*arguments)
 
 load_weights.read_local_part = read_local_part

@@ -27,6 +27,7 @@ OPTIONS = {
     "save_step_interval": 4,
     "log_step_interval": 1,
 }
+TWO_STEPS = {**OPTIONS, "max_step": 2, "eval_step_interval": 1, "save_step_interval": 2}
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
@@ -57,7 +58,7 @@ def test_samples_are_the_models_texts_and_training_stays_the_same(
     tiny_tokens_dir: Path,
     forked_runs: ForkedRuns,
 ) -> None:
-    options = {**OPTIONS, "parallelism": parallelism}
+    options = {**TWO_STEPS, "parallelism": parallelism}
     sampling = {"sample_prompts": prompts, "sample_tokens": NUM_TOKENS}
     without = forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "without", **options), num_ranks)
     without.finish()
@@ -65,10 +66,10 @@ def test_samples_are_the_models_texts_and_training_stays_the_same(
     sampled = forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, **options, **sampling), num_ranks)
     sampled.finish()
     rows = _samples(run)
-    assert [(row["step"], row["prompt"]) for row in rows] == [(step, text) for step in (2, 4) for text in PROMPTS]
-    assert [row["text"] for row in rows[2:]] == _greedy(run / "checkpoints" / "step-00000004")
+    assert [(row["step"], row["prompt"]) for row in rows] == [(step, text) for step in (1, 2) for text in PROMPTS]
+    assert [row["text"] for row in rows[2:]] == _greedy(run / "checkpoints" / "step-00000002")
     assert metrics(run) == metrics(tmp_path / "without")
-    weights = [folder / "checkpoints/step-00000004/model.safetensors" for folder in (run, tmp_path / "without")]
+    weights = [folder / "checkpoints/step-00000002/model.safetensors" for folder in (run, tmp_path / "without")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert not (tmp_path / "without" / "samples.jsonl").exists()
 

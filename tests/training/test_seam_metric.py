@@ -21,11 +21,11 @@ METRICS["doubled"] = Metric(lambda losses: 2 * losses)
 METRICS["root_of_bytes"] = Metric(lambda losses: losses, lambda sums: math.sqrt(sums.num_bytes))
 """
 OPTIONS = {
-    "max_step": 4,
+    "max_step": 2,
     "eval_step_interval": 1,
     "eval_iters": None,
     "loggers": "tensorboard",
-    "save_step_interval": 4,
+    "save_step_interval": 2,
     "best_by": "doubled/es",
     "early_stopping": "doubled:3",
 }

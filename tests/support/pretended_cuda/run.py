@@ -4,8 +4,6 @@ import atexit
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from tests.support.pretended_cuda.build import BuildError, build
 
 _START = Path(__file__).resolve().parent / "start"
 _BEGIN = "from tests.support.pretended_cuda.install import begin; begin()\n"
-_PROBE = "import torch; assert (2 * torch.ones(2, device='cuda')).tolist() == [2, 2]"
+_PROBE = "import sys, torch; assert (2 * torch.ones(2, device='cuda')).tolist() == [2, 2]; sys.exit(0)"
 _SHOWN_CHARACTERS = 500
 
 
@@ -118,12 +116,11 @@ def read_notes(folder: Path) -> dict[int, Notes]:
 def why_not() -> str | None:
     """Return why there can be no pretended devices here; None if there can be."""
     try:
-        variables = _variables(1)
+        probe = run_pretended(["fabric_train"], devices=1, before=_PROBE)
     except BuildError as error:
         return str(error)
-    probe = subprocess.run(
-        [sys.executable, "-c", _PROBE], env=os.environ | variables, capture_output=True, text=True, check=False
-    )
+    except ChildProcessError as error:  # the server of the runs could not start
+        return f"torch's internals have moved: {str(error)[-_SHOWN_CHARACTERS:]}"
     return f"torch's internals have moved: {probe.stderr[-_SHOWN_CHARACTERS:]}" if probe.returncode else None
 
 
