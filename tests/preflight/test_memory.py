@@ -24,6 +24,7 @@ from tests.support.plan_accuracy import Case
 from tests.support.unequal_rows import argv, write_model, write_rows
 
 SIZES = {"num_layers": 10, "layer": 100, "rest": 200, "head": 90, "embedding": 90, "trained": 1200}
+SIZES |= {"trained_layer": 100, "parameters": 1200}
 UNITS = Units(**SIZES, is_tied=False, states=4800, saved_states=4800)
 
 

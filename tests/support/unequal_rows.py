@@ -17,9 +17,10 @@ ROWS_PER_WINDOW = 8  # the last window of an epoch has 3
 
 def write_model(folder: Path, spoiled_token: int | None = None, **sizes: int) -> Path:
     """Write a seeded random Llama, untied; the embedding of ``spoiled_token`` is infinite."""
+    given: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, **sizes}
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        **{"hidden_size": 32, "intermediate_size": 64} | sizes,
+        **given,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

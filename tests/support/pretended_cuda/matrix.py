@@ -17,6 +17,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "compile": ("no", "aot_eager"),
     "saves": ("full", "sharded"),
     "data": ("tokens", "stream"),
+    "trained": ("all", "lora", "dora"),
     "resumed on": ("the same", "one more", "one less"),
 }
 _RARE = {("compile", "aot_eager")}  # takes ten times as long: only where a pair needs it
@@ -72,6 +73,8 @@ class Case:
         }
         if self["states"] != "default":
             options["optimizer_states"] = self["states"]
+        if self["trained"] != "all":
+            options |= {"adapter": self["trained"], "lora_rank": 4}
         if self["offload"] != "none":
             options["cpu_offload" if self["offload"] == "parameters" else "activation_offload"] = "true"
         if self["compile"] != "no":
@@ -104,6 +107,7 @@ def can_run(given: Mapping[str, str]) -> bool:
             and strategy.startswith("fsdp")
             and not strategy.startswith("fsdp2")
         )
+        or (given.get("trained", "all") != "all" and strategy == "fsdp2 tensor")
         or (given.get("resumed on") == "one less" and (devices == "1" or strategy in ("single", "fsdp2 tensor")))
         or (given.get("resumed on") == "one more" and (devices == "3" or strategy in ("single", "fsdp2 tensor")))
         or (given.get("resumed on") == "one less" and devices == "2" and strategy != "")
