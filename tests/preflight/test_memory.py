@@ -275,9 +275,23 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return plan_accuracy.write_model(folder / "model"), plan_accuracy.write_rows(folder / "tokens", length=128)
 
 
+MEASURED = [
+    Case("single", 1, ("--gradient_accumulation_steps", "2")),
+    Case("fsdp", 2),
+    Case("fsdp2", 2),
+    Case("single", 1, ("--lora_rank", "16", "--base_weights", "nf4")),
+]
+MEASURED_MORE = [
+    Case("single", 1, ("--lora_rank", "16", "--gradient_accumulation_steps", "2")),
+    Case("ddp", 2, ("--adapter", "dora")),
+    Case("fsdp", 2, ("--lora_rank", "16")),
+    Case("fsdp2", 2, ("--lora_rank", "16")),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [Case("single", 1, ("--gradient_accumulation_steps", "2")), Case("fsdp", 2), Case("fsdp2", 2)], ids=str
+    "case", [*MEASURED, *(pytest.param(case, marks=pytest.mark.cuda_rehearsal) for case in MEASURED_MORE)], ids=str
 )
 def test_plan_is_within_15_percent_of_resident_memory(
     forked_runs: ForkedRuns, measured: tuple[Path, Path], tmp_path: Path, case: Case
