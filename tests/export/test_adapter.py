@@ -1,0 +1,110 @@
+"""Adapters leave a run in two ways, verified: as a folder of peft, and merged into the weights of their base."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from huggingface_hub import metadata_load
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fabric_train.cli.errors import InputError
+from fabric_train.evaluation.models import find_model
+from fabric_train.export.average import ExportSource
+from fabric_train.export.convert import convert, plan_average, plan_targets
+from fabric_train.export.model_card import CardFacts
+from fabric_train.export.model_comparison import compare
+from fabric_train.inference.load_model import load_for_inference
+from tests.support.checkpoint_examples import trained_weights, write_full
+from tests.support.exports import verify_in_this_process
+from tests.support.forked_runs import ForkedRuns
+from tests.support.short_runs import argv
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=["lora", "dora"])
+def checkpoint(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model_dir: Path,
+    tiny_tokens_dir: Path,
+    forked_runs: ForkedRuns,
+) -> Path:
+    """A checkpoint of an adapter that has changed much."""
+    run = tmp_path_factory.mktemp(request.param) / "run"
+    given = {"adapter": request.param, "lora_rank": 4, "lr": 3e-2, "max_step": 4, "save_step_interval": 2}
+    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, parallelism="single", **given), 1).finish()
+    return run / "checkpoints" / "step-00000004"
+
+
+def exported(source: ExportSource, target: Path, dtype: torch.dtype = torch.float32) -> Any:
+    with verify_in_this_process():
+        return convert(source, target, dtype, "5GB", CardFacts("owner/name"))
+
+
+def base_with_adapter(model: Path, adapter: Path) -> Any:
+    return peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), str(adapter)
+    )
+
+
+def test_an_adapter_is_exported_as_a_folder_of_peft(tmp_path: Path, tiny_model_dir: Path, checkpoint: Path) -> None:
+    report = exported(ExportSource(checkpoint), tmp_path / "export")
+    assert (report.tensors.compared, report.faults) == (len(load_file(checkpoint / "adapter_model.safetensors")), [])
+    assert report.logits.max_difference <= 1e-4 * report.logits.max_value
+    assert (metadata_load(tmp_path / "export" / "README.md") or {})["library_name"] == "peft"
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    ids = tokenizer("To be, or not to be", return_tensors="pt")["input_ids"]
+    ours, _ = load_for_inference(str(checkpoint))
+    plain, _ = load_for_inference(str(tiny_model_dir))
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(ids).logits, loaded(ids).logits, rtol=0, atol=1e-5)
+        assert (ours(ids).logits - plain(ids).logits).abs().max() > 1e-2
+    stored = load_file(tmp_path / "export" / "adapter_model.safetensors")
+    name = min(stored)
+    save_file(stored | {name: stored[name] + 1}, tmp_path / "export" / "adapter_model.safetensors")
+    damaged = compare(tmp_path / "export", ExportSource(checkpoint), torch.float32)
+    assert damaged.tensors.different == [name.removeprefix("base_model.model.")]
+    assert len(damaged.faults) == 2  # and the logits
+
+
+def test_a_merged_model_is_base_and_adapter(tmp_path: Path, tiny_model_dir: Path, checkpoint: Path) -> None:
+    report = exported(ExportSource(checkpoint, merges=True), tmp_path / "whole")
+    merged = base_with_adapter(tiny_model_dir, checkpoint).merge_and_unload().state_dict()
+    found = load_file(tmp_path / "whole" / "model.safetensors")
+    assert found.keys() == merged.keys() - {"lm_head.weight"}  # tied, as in the base
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, merged[name], rtol=0, atol=2e-6)
+    assert report.adapted.max_difference <= 1e-4 * report.adapted.max_value
+    rounded = exported(ExportSource(checkpoint, merges=True), tmp_path / "rounded", torch.bfloat16)
+    stored = load_file(tmp_path / "rounded" / "model.safetensors")
+    assert all(torch.equal(stored[name], weight.bfloat16()) for name, weight in found.items())  # rounded once
+    assert rounded.adapted.max_difference <= 1e-4 * rounded.adapted.max_value < rounded.rounded.max_value
+    assert rounded.rounded.max_difference > 10 * report.rounded.max_difference
+
+
+def test_an_average_is_of_merged_models(tmp_path: Path, tiny_model_dir: Path, checkpoint: Path) -> None:
+    run, words = checkpoint.parents[1], ("last:2", 1.0, torch.float32)
+    with pytest.raises(InputError, match="average whole models, with --merge true"):
+        plan_average([run], tmp_path / "out", *words)
+    (source,) = plan_average([run], tmp_path / "out", *words, merges=True).values()
+    exported(source, tmp_path / "out")
+    parts = [
+        base_with_adapter(tiny_model_dir, part).merge_and_unload().state_dict() for part in run.glob("checkpoints/*")
+    ]
+    for name, weight in load_file(tmp_path / "out" / "model.safetensors").items():
+        torch.testing.assert_close(weight, sum(part[name] for part in parts) / 2, rtol=0, atol=2e-6)
+
+
+def test_a_whole_model_is_not_merged(tmp_path: Path, tiny_model_dir: Path) -> None:
+    whole = write_full(tmp_path / "step-00000001", tiny_model_dir, trained_weights(tiny_model_dir), step=1)
+    with pytest.raises(InputError, match="step-00000001 is a whole model, without an adapter; leave it out"):
+        plan_targets([whole], tmp_path / "out", torch.float32, merges=True)
+
+
+def test_checkpoints_of_an_adapter_are_models_of_their_own(checkpoint: Path) -> None:
+    assert find_model(str(checkpoint)).identity != find_model(str(checkpoint.with_name("step-00000002"))).identity
