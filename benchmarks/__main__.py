@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 
 from benchmarks import (
+    adapters,
     chat_tokens,
     chats,
     checkpoint,
@@ -53,6 +54,7 @@ BENCHMARKS = {
     "tokenization": Benchmark(tokenization.measure, tokenization.table),
     "identity": Benchmark(identity.measure, identity.table),
     "training": Benchmark(training.measure, training.table),
+    "adapters": Benchmark(adapters.measure, adapters.table, only_by_name=True),
     "chats": Benchmark(chats.measure, chats.table),
     "chat_tokens": Benchmark(chat_tokens.measure, chat_tokens.table),
     "cleaning": Benchmark(cleaning.measure, cleaning.table),

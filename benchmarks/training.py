@@ -103,7 +103,7 @@ def measure(work: Path) -> Report:
     """
     tokens, model = work / "tokens", real_data.smollm2().relative_to(ROOT)
     print("training: making the token dataset", flush=True)
-    run(_tokenize_command(model, tokens))
+    run(tokenize_command(model, tokens))
     length = RunLength(STEPS, ACCUMULATION)
     commands: dict[str, Command] = {}
     left_out: dict[str, str] = {}
@@ -152,7 +152,8 @@ def table(report: Report) -> Table:
     return shown
 
 
-def _tokenize_command(model: Path, tokens: Path) -> Command:
+def tokenize_command(model: Path, tokens: Path) -> Command:
+    """Return the command that makes the token dataset."""
     words = f"python tokenize_dataset.py --dataset {real_data.shakespeare().relative_to(ROOT)} --tokenizer_name {model}"
     words += f" --output_dir {tokens} --max_length {MAX_LENGTH} --validation_split 0 --max_tokens {NUM_TOKENS}"
     return Command(tuple(words.split()))

@@ -97,7 +97,11 @@ def _trl_trainer(task: Task) -> Any:
 
     options = trainer_options(task.accumulation, task.lr, compiles=task.compile)
     unprepared = {"skip_prepare_dataset": True}
-    model = AutoModelForCausalLM.from_pretrained(task.model_name, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(task.model_name, dtype=torch.float32)
+    if task.adapter:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, task.adapter, is_trainable=True)
     return RowTrainer(model, SFTConfig(**options, max_length=None, dataset_kwargs=unprepared), train_dataset=task.rows)
 
 

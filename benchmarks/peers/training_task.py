@@ -13,7 +13,8 @@ class Task:
     """What a peer trains on.
 
     ``rows`` has ``input_ids`` as torch tensors, all tokens supervised. A micro-batch is one row, an optimizer step
-    ``accumulation`` micro-batches, and the learning rate ``lr`` is constant.
+    ``accumulation`` micro-batches, and the learning rate ``lr`` is constant. ``adapter`` is a folder of peft
+    with the adapter to begin with; None trains all weights.
     """
 
     model_name: str
@@ -21,6 +22,7 @@ class Task:
     accumulation: int
     lr: float
     compile: bool
+    adapter: str | None
 
     @property
     def num_steps(self) -> int:
@@ -37,10 +39,11 @@ def parse_task() -> Task:
     parser.add_argument("--accumulation", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--compile", action="store_true", help="use the peer's own switch for torch.compile")
+    parser.add_argument("--adapter", help="folder of peft")
     given = parser.parse_args()
     rows = load_from_disk(given.train_data_dir)["train"].select_columns("input_ids").with_format("torch")
     order = [int(row) for row in given.rows.split(",")]
-    return Task(given.model_name, rows.select(order), given.accumulation, given.lr, given.compile)
+    return Task(given.model_name, rows.select(order), given.accumulation, given.lr, given.compile, given.adapter)
 
 
 def adamw_groups(model: torch.nn.Module) -> list[dict[str, Any]]:

@@ -1,0 +1,123 @@
+"""Train SmolLM2-135M on CPU on the same rows: all weights, LoRA and QLoRA here, and LoRA with TRL and peft."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from benchmarks.measure import ROOT, Spread, interleave, run, spread
+from benchmarks.report import Report
+from benchmarks.training import (
+    MAX_LENGTH,
+    THREADS,
+    WARM_UP_STEPS,
+    RunLength,
+    TrainingRun,
+    our_command,
+    peer_command,
+    run_ours,
+    run_peer,
+    tokenize_command,
+)
+from sample_data import real_data
+
+REPETITIONS = 2
+LENGTH = RunLength(steps=6, accumulation=2)
+RANK = 16
+FULL, LORA, QLORA, PEER = "all weights", "LoRA", "QLoRA", "LoRA, TRL with peft"
+_LARGEST_DIFFERENCE = 1e-3  # between the losses of LoRA here and in TRL, in fp32
+
+
+@dataclass(frozen=True)
+class AdapterSystem:
+    """One system over its repetitions. ``checkpoint_bytes`` are those of our last checkpoint, 0 of the peer's."""
+
+    tokens_per_second: Spread
+    peak_rss_bytes: Spread
+    checkpoint_bytes: int
+
+
+@dataclass(frozen=True)
+class AdapterSummary:
+    """All systems. ``largest_loss_difference`` is that of the losses of LoRA here and in TRL."""
+
+    systems: dict[str, AdapterSystem]
+    largest_loss_difference: float
+
+
+def measure(work: Path) -> Report:
+    """Measure the systems in turn; both kinds of LoRA begin with the same adapter.
+
+    Args:
+        work: folder for the files, relative to the project's root.
+
+    Raises:
+        ChildProcessError: a system failed, or the losses of LoRA differ.
+    """
+    tokens, model, start = work / "tokens", real_data.smollm2().relative_to(ROOT), work / "start"
+    run(tokenize_command(model, tokens))
+    first = our_command(model, tokens, start, RunLength(1, 1))
+    run(replace(first, words=(*first.words, "--lora_rank", str(RANK))))
+    adapter = start / "checkpoints" / "step-00000001"
+    options = {
+        FULL: (),
+        LORA: ("--init_adapter", str(adapter)),
+        QLORA: ("--init_adapter", str(adapter), "--base_weights", "nf4"),
+    }
+    commands, systems = {}, {}
+    for name, words in options.items():
+        target = work / name.replace(" ", "-")
+        plain = our_command(model, tokens, target, LENGTH)
+        commands[name] = replace(plain, words=(*plain.words, *words))
+        systems[name] = partial(run_ours, commands[name], target)
+    peer = peer_command("trl", model, tokens, LENGTH)
+    commands[PEER] = replace(peer, words=(*peer.words, "--adapter", str(adapter)))
+    systems[PEER] = partial(run_peer, commands[PEER])
+    runs: dict[str, list[TrainingRun]] = interleave(systems, dict.fromkeys(systems, REPETITIONS), "adapters", {})
+    sizes = {name: _checkpoint_bytes(ROOT / work / name.replace(" ", "-")) for name in options}
+    pairs = zip(runs[LORA][0].losses, runs[PEER][0].losses, strict=True)
+    summary = AdapterSummary(
+        {
+            name: AdapterSystem(
+                spread([spread(one.tokens_per_second[WARM_UP_STEPS:]).median for one in of_system]),
+                spread([one.peak_rss_bytes for one in of_system]),
+                sizes.get(name, 0),
+            )
+            for name, of_system in runs.items()
+        },
+        largest_loss_difference=max(abs(one - other) for one, other in pairs),
+    )
+    if not summary.largest_loss_difference <= _LARGEST_DIFFERENCE:
+        difference = f"the losses of {LORA} and {PEER} differ by up to {summary.largest_loss_difference:.1e}"
+        raise ChildProcessError(f"{difference}, so their speeds cannot be compared")
+    settings = {"model": "SmolLM2-135M", "precision": "fp32", "max_length": MAX_LENGTH, "rank": RANK}
+    settings |= {"steps": LENGTH.steps, "accumulation": LENGTH.accumulation, "threads": THREADS}
+    return Report("adapters", settings, commands, runs, summary)
+
+
+def _checkpoint_bytes(run_folder: Path) -> int:
+    last = max((run_folder / "checkpoints").iterdir())
+    return sum(path.stat().st_size for path in last.rglob("*.safetensors"))
+
+
+def table(report: Report) -> Table:
+    """Return a table of medians, with ratios to training all weights."""
+    summary: AdapterSummary = report.summary
+    full = summary.systems[FULL]
+    title = f"SmolLM2-135M, fp32, rows of {MAX_LENGTH}, rank {RANK}, {THREADS} threads, median of {REPETITIONS} runs"
+    columns = ("system", "tokens/s", "ratio", "RSS, GB", "ratio", "weights and optimizer on disk")
+    shown = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)
+    for name, system in summary.systems.items():
+        speed, memory = system.tokens_per_second.median, system.peak_rss_bytes.median
+        shown.add_row(
+            name,
+            f"{speed:.1f}",
+            f"{speed / full.tokens_per_second.median:.2f}×",
+            f"{memory / 1e9:.2f}",
+            f"{memory / full.peak_rss_bytes.median:.2f}×",
+            f"{system.checkpoint_bytes / 1e6:,.0f} MB" if system.checkpoint_bytes else "",
+        )
+    shown.add_row(f"losses of {LORA} and {PEER} differ by", f"{summary.largest_loss_difference:.1e}", "", "", "", "")
+    return shown
