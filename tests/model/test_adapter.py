@@ -12,14 +12,20 @@ import pytest
 import torch
 from bitsandbytes.functional import quantize_4bit
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.model.adapter import Adapter
+from fabric_train.data.batch import Batch, Targets
+from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.hf_model import read_shape
+from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.nf4 import quantize_rows
+from fabric_train.model.trained_parts import freeze_other_parts
 from fabric_train.preflight.prepare import prepare
+from fabric_train.training.objective import CrossEntropy
 from tests.support.forked_runs import ForkedRuns
 from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, train_plainly
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
@@ -292,3 +298,25 @@ def test_rows_are_quantized_as_the_whole_matrix_is() -> None:
         rows, scales = quantize_rows(weight[begin:end])
         assert torch.equal(rows, packed.view(96, 64)[begin:end])
         assert torch.equal(scales, state.absmax.view(96, 2)[begin:end])
+
+
+def test_frozen_weights_of_an_8b_take_no_product_of_their_own() -> None:
+    whole, lora = matrix_flops(None), matrix_flops(Adapter("lora", rank=16, alpha=32))
+    assert 2 / 3 < lora / whole < 0.69  # forward, and of the backward pass the gradients of the inputs
+
+
+def matrix_flops(adapter: Adapter | None) -> int:
+    """Return the FLOPs of matrix products in both passes of two layers of Llama-3-8B and its head."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = LlamaConfig(vocab_size=128_256, num_hidden_layers=2, **sizes)
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        if adapter:
+            attach(model, adapter, "the model", "cpu")
+            freeze_other_parts(model, adapter)
+        compute_loss_in_head(model)
+        ids, positions = torch.zeros(1, 512, dtype=torch.int64), torch.arange(511)
+        batch = Batch(ids, ids, targets=Targets(positions, torch.zeros_like(positions)))
+        with FlopCounterMode(display=False) as counter:
+            CrossEntropy().loss(model, batch).total.backward()
+    return sum(number for kind, number in counter.get_flop_counts()["Global"].items() if "mm" in str(kind))
