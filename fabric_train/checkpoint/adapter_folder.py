@@ -65,6 +65,14 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and not (folder / "model.safetensors").is_file()
 
 
+def check_files(folder: Path) -> None:
+    """Raise an InputError if a folder's adapter has no weights, or only a pickle, or its configuration is damaged."""
+    read_json(folder / CONFIG, dict, _ADVICE)
+    if not (folder / WEIGHTS).is_file():
+        pickled = " (adapter_model.bin is a pickle, which is never read)" if any(folder.glob("*.bin")) else ""
+        raise InputError(f"{folder}: no {WEIGHTS} in it{pickled}; {_ADVICE}")
+
+
 def read_base_name(folder: Path) -> str:
     """Return the name or folder of the model that an adapter was trained on; raise an InputError if there is none."""
     name = read_json(folder / CONFIG, dict, _ADVICE).get("base_model_name_or_path")
@@ -129,9 +137,7 @@ class AdapterTensors:
     """The tensors of an adapter_model.safetensors by the names in transformers' model; see ``StoredTensors``."""
 
     def __init__(self, folder: Path) -> None:
-        if not (folder / WEIGHTS).is_file():
-            pickled = " (adapter_model.bin is a pickle, which is never read)" if any(folder.glob("*.bin")) else ""
-            raise InputError(f"{folder}: no {WEIGHTS} in it{pickled}; {_ADVICE}")
+        check_files(folder)
         self._tensors = CheckpointTensors([folder / WEIGHTS], _ADVICE)
         self._stored = {name.removeprefix(PREFIX): name for name in self._tensors}
 

@@ -20,7 +20,7 @@ from fabric_train.checkpoint import (
     read_base_name,
     read_trainer_json,
 )
-from fabric_train.checkpoint.adapter_folder import AdapterTensors, read_adapter
+from fabric_train.checkpoint.adapter_folder import check_files, read_adapter
 from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_no_pipes
@@ -37,8 +37,7 @@ def add_adapter(model: Any, folder: Path, base: str) -> Any:
     The adapter's matrices are not merged into the weights, whose dtype could round them away.
     """
     check_no_pipes(folder)
-    read_base_name(folder)  # this and the next line report damage
-    AdapterTensors(folder)
+    check_files(folder)
     try:
         from peft import PeftModel
     except ImportError:
