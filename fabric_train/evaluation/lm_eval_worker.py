@@ -77,9 +77,11 @@ def main() -> None:
     if request.words:
         from fabric_train.cli.parser import parse_arguments
         from fabric_train.evaluation.arguments import EvaluateArguments
+
+        arguments = parse_arguments(EvaluateArguments, request.words)
         from fabric_train.evaluation.compare_models import compare_models  # slow
 
-        compare_models(parse_arguments(EvaluateArguments, request.words))
+        compare_models(arguments)
         return
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

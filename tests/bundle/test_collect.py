@@ -2,7 +2,11 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -13,6 +17,8 @@ from fabric_train.bundle.__main__ import main
 from fabric_train.bundle.wheels import Target, pip_download, reason_in, requirements_with
 from fabric_train.cli.errors import InputError
 from fabric_train.preflight.prepare import prepare
+from tests.support.forked_commands import run_in_fork
+from tests.support.forked_runs import ForkedRuns
 
 MIXTURE = """
 model_name: model
@@ -93,7 +99,7 @@ def without_wheels(*given: object) -> None:
 
 
 def check_in_this_process(_target: object, folder: Path) -> None:
-    """Check the run as the bundle's process does, without the seconds of its start; a test below starts one."""
+    """Check the run as the bundle's process does, without its start; a test below has a process."""
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         prepare(parse(TrainArguments, ["--config", collect.CONFIGURATION, "--accelerator", "cpu"]))
@@ -148,7 +154,17 @@ def test_extras_add_their_requirements() -> None:
         ("prompts.txt", "once " * 2000, "a run of the bundle would not begin: recipe/sample_prompts.txt"),
     ],
 )
-def test_a_bundle_whose_run_would_not_begin_is_not_written(place: Path, file: str, content: str, fault: str) -> None:
+def test_a_bundle_whose_run_would_not_begin_is_not_written(
+    place: Path, file: str, content: str, fault: str, monkeypatch: pytest.MonkeyPatch, forked_runs: ForkedRuns
+) -> None:
+    def run(command: list[str], **given: Any) -> "subprocess.CompletedProcess[str]":
+        # the bundle's own source is what Python finds there; the fork has this one's, which is the same
+        which = [sys.executable, "-c", "import fabric_train; print(fabric_train.__file__)"]
+        found = subprocess.run(which, **given)
+        assert Path(given["cwd"], found.stdout.strip()) == Path(given["cwd"], "source", "fabric_train", "__init__.py")
+        return run_in_fork(forked_runs)(command, **given)
+
+    monkeypatch.setattr(collect, "subprocess", SimpleNamespace(run=run))
     (place / file).write_text(content)
     with pytest.raises(InputError) as refused:
         main(["--recipe", "mixture.yaml", "--output", "bundle"])  # for GPUs that are not here

@@ -166,23 +166,29 @@ os.pwrite = wait_and_write
 """
 
 
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Path:
+    """A run whose loop waits until a checkpoint is saved."""
+    run = tmp_path_factory.mktemp("waiting") / "run"
+    start(run, 2, async_save="false", state_dict_type="sharded", max_step=4).finish()
+    return run
+
+
 @pytest.mark.parametrize(("kind", "slow_ranks"), [("full", (1,)), ("sharded", (0, 1))])
 def test_background_save_holds_the_state_at_its_step(
-    tmp_path: Path, start: Start, kind: str, slow_ranks: tuple[int, ...]
+    tmp_path: Path, waiting: Path, start: Start, kind: str, slow_ranks: tuple[int, ...]
 ) -> None:
     """And a checkpoint gets its name when the slowest rank has written, however long rank 0 is done with its part."""
-    waiting = start(tmp_path / "waiting", 2, async_save="false", state_dict_type=kind, max_step=4)
     slow = f"if rank in {slow_ranks}:\n" + indent(WAITING_DISK.replace("go on", str(tmp_path / "go on")), "    ")
     running = start(tmp_path / "running", 2, slow, state_dict_type=kind, max_step=4)
     table, first = tmp_path / "running" / "metrics.csv", tmp_path / "running" / "checkpoints" / "step-00000002"
     assert running.wait_until(lambda: table.exists() and len(table.read_text().splitlines()) > 3)
     assert not first.exists()  # step 3 is done, and the state at step 2 is still being written
     (tmp_path / "go on").touch()
-    for run in (waiting, running):
-        run.finish()
+    running.finish()
     assert checkpoints(tmp_path / "running") == named(2, 4)
     for name in named(2, 4):
-        ours, theirs = (tmp_path / run / "checkpoints" / name for run in ("running", "waiting"))
+        ours, theirs = (run / "checkpoints" / name for run in (tmp_path / "running", waiting))
         assert_same(read(ours), read(theirs))
         assert find_damage(ours) is None
         assert find_wrong_content(ours) is None

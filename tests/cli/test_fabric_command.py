@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +18,8 @@ import pytest
 
 from fabric_train.cli import fabric_command
 from fabric_train.cli.fabric_command import PROGRAMS, command_from_here, project_first
-from tests.support.launched import Launched, launcher
+from tests.support.forked_runs import ForkedRun, ForkedRuns, free_port
+from tests.support.launched import launcher, living_children
 from tests.support.programs import ROOT
 
 FAULT = "error: --train_data_dir nowhere: no such folder; make one with tokenize_dataset.py --output_dir nowhere"
@@ -35,17 +35,23 @@ def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_bad_arguments_are_one_line_and_exit_code_2(tmp_path: Path, free_port: Callable[[], int]) -> None:
+def start_launcher(runs: ForkedRuns, folder: Path, *words: str) -> ForkedRun:
+    """Start ``fabric run`` on two ranks; its process is a fork that need not import torch, the ranks are fresh ones."""
+    _, *command, script = launcher("fabric run", free_port())
+    words = (*command, Path(script).name, *ARGUMENTS, *words)
+    return runs.start(words, 1, cwd=folder, program="fabric_train.cli.fabric_command")
+
+
+def test_bad_arguments_are_one_line_and_exit_code_2(tmp_path: Path, forked_runs: ForkedRuns) -> None:
     (tmp_path / "arguments.py").write_text("raise RuntimeError('the file of a user')")
-    *command, script = launcher("fabric run", free_port())
     # a fault that is found before torch is imported
-    ended = run(tmp_path, *command, Path(script).name, *ARGUMENTS, "--lr", "x")
-    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", BAD_NUMBER + "\n")
+    ended = start_launcher(forked_runs, tmp_path, "--lr", "x")
+    assert (ended.wait(), ended.stdout(), ended.stderr()) == ([2], "", BAD_NUMBER + "\n")
     assert [path.name for path in tmp_path.iterdir()] == ["arguments.py"]
 
 
 @pytest.mark.launchers
-def test_bad_arguments_are_torchruns_first_and_last_line(tmp_path: Path, free_port: Callable[[], int]) -> None:
+def test_bad_arguments_are_torchruns_first_and_last_line(tmp_path: Path) -> None:
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     options = ["--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "fabric_train"]
     ended = run(tmp_path, torchrun, *options, *ARGUMENTS)
@@ -55,7 +61,7 @@ def test_bad_arguments_are_torchruns_first_and_last_line(tmp_path: Path, free_po
     assert lines[-1].endswith(FAULT)
 
 
-def test_a_tpu_is_refused_in_one_line(tmp_path: Path, free_port: Callable[[], int]) -> None:
+def test_a_tpu_is_refused_in_one_line(tmp_path: Path) -> None:
     command = launcher("fabric run", free_port())
     ended = run(tmp_path, *command[:-1], "--accelerator", "tpu", command[-1], "--lr", "1")
     assert ended.returncode == 2
@@ -64,7 +70,7 @@ def test_a_tpu_is_refused_in_one_line(tmp_path: Path, free_port: Callable[[], in
     )
 
 
-def test_help_is_that_of_the_program(tmp_path: Path, free_port: Callable[[], int]) -> None:
+def test_help_is_that_of_the_program(tmp_path: Path) -> None:
     ended = run(tmp_path, *launcher("fabric run", free_port()), "--lr", "1", "--help")
     assert ended.returncode == 0
     assert "--train_data_dir" in ended.stdout
@@ -94,13 +100,13 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
     assert line.endswith("give a free port with --main-port")
 
 
-def test_a_rank_killed_while_it_starts_is_named(tmp_path: Path, free_port: Callable[[], int]) -> None:
-    with Launched([*launcher("fabric run", free_port()), *ARGUMENTS], tmp_path) as started:
-        started.wait_until(lambda: len(started.ranks()) == 2)
-        os.kill(started.ranks()[1].pid, signal.SIGKILL)
-        assert started.process.wait(60) == 1, started.output()
-    assert "error: rank 1 was killed by SIGKILL" in started.output()
-    assert "Traceback" not in started.output()
+def test_a_rank_killed_while_it_starts_is_named(tmp_path: Path, forked_runs: ForkedRuns) -> None:
+    started = start_launcher(forked_runs, tmp_path)
+    assert started.wait_until(lambda: len(living_children(started.pids[0])) == 2), started.report()
+    os.kill(living_children(started.pids[0])[1].pid, signal.SIGKILL)
+    assert started.wait() == [1], started.report()
+    assert "error: rank 1 was killed by SIGKILL" in started.stderr()
+    assert "Traceback" not in started.report()
 
 
 # ------------------------------------------------------------------------------------------ from the user's own folder

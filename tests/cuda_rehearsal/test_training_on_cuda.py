@@ -18,10 +18,11 @@ from tests.support.pretended_cuda.rehearsal import (
     tensor_files,
     waits_in_steps,
 )
-from tests.support.pretended_cuda.run import run_pretended
+from tests.support.pretended_cuda.run import PretendedRun, run_pretended
 
 pytestmark = pytest.mark.slow
 SAVES = {"parallelism": "fsdp", "state_dict_type": "sharded", "max_step": 3, "lr_decay": "false"}
+SHARDED = {"parallelism": "fsdp2", "precision": "bf16-true", "max_step": 2}
 OFFLOADED = {"parallelism": "fsdp2", "cpu_offload": "true", "precision": "bf16-mixed"}
 # the optimizer's step no longer waits for the copies of a background save
 NO_WAIT = """
@@ -58,30 +59,40 @@ step.seed_step = seed_step_on_first
 """
 
 
+@pytest.fixture(scope="module")
+def losses_on_the_cpu(rehearsal: Rehearsal) -> list[float]:
+    """The losses of one process: they do not depend on the number of ranks, as tests/distributed claims."""
+    return rehearsal.cpu_losses("cpu", {"parallelism": "single"}, 1)
+
+
+@pytest.fixture(scope="module")
+def sharded(rehearsal: Rehearsal) -> PretendedRun:
+    """A run of two steps with fully sharded weights, in the folder ``sharded``."""
+    return rehearsal.run("sharded", SHARDED)
+
+
 @pytest.mark.parametrize(
     ("options", "devices"),
     [
         ({"parallelism": "fsdp", "limit_all_gathers": "false"}, 2),
         ({"parallelism": "ddp", "activation_checkpointing": "full", "activation_offload": "true"}, 3),
-        ({"parallelism": "single", "compile": "true", "max_step": 1}, 1),
+        ({"parallelism": "single", "compile": "true"}, 1),
     ],
     ids=["fsdp", "ddp", "compiled"],
 )
-def test_losses_on_devices_are_those_on_cpu_ranks(
-    rehearsal: Rehearsal, options: Mapping[str, object], devices: int
+def test_losses_on_devices_are_those_on_the_cpu(
+    rehearsal: Rehearsal, losses_on_the_cpu: list[float], options: Mapping[str, object], devices: int
 ) -> None:
     name = f"{options['parallelism']}-losses"
     run = rehearsal.run(name, options, devices)
-    expected = rehearsal.cpu_losses(f"{name}-cpu", options, devices)
-    assert losses(rehearsal.folder / name) == pytest.approx(expected, abs=1e-5)
+    assert losses(rehearsal.folder / name) == pytest.approx(losses_on_the_cpu, abs=1e-5)
     assert len(run.notes) == devices
     assert not foreign_contexts(run)
 
 
-def test_host_waits_in_a_step_at_the_named_lines_only(rehearsal: Rehearsal) -> None:
-    run = rehearsal.run("waits", {"parallelism": "fsdp2", "max_step": 2})
-    assert waits_in_steps(run) == STEP_WAITS
-    read = rehearsal.run("reads", {"parallelism": "fsdp2", "max_step": 2}, before=ITEM)
+def test_host_waits_in_a_step_at_the_named_lines_only(rehearsal: Rehearsal, sharded: PretendedRun) -> None:
+    assert waits_in_steps(sharded) == STEP_WAITS
+    read = rehearsal.run("reads", {**SHARDED, "max_step": 1}, before=ITEM)
     assert waits_in_steps(read) == {*STEP_WAITS, "item in clip_and_read"}
 
 
@@ -121,7 +132,7 @@ def test_offloaded_tensor_parallel_run_trains_and_saves_as_on_devices(rehearsal:
 
 
 def test_cpu_tensor_given_to_nccl_ends_the_run(rehearsal: Rehearsal) -> None:
-    run = rehearsal.run("cpu-tensor", {"parallelism": "ddp"}, before=CPU_TENSOR, returncode=1)
+    run = rehearsal.run("cpu-tensor", {"parallelism": "ddp", "max_step": 1}, before=CPU_TENSOR, returncode=1)
     assert "No backend type associated with device type cpu" in run.stderr
 
 
@@ -131,9 +142,9 @@ def test_context_on_the_device_of_another_rank_is_noted(rehearsal: Rehearsal) ->
     assert "seed_step_on_first" in foreign_contexts(run)[1][0]
 
 
+@pytest.mark.usefixtures("sharded")
 def test_evaluation_export_and_generation_run_on_a_device(rehearsal: Rehearsal) -> None:
-    rehearsal.run("trained", {"parallelism": "fsdp2", "precision": "bf16-true", "max_step": 2})
-    trained, export = rehearsal.checkpoint("trained", 2), rehearsal.folder / "export"
+    trained, export = rehearsal.checkpoint("sharded", 2), rehearsal.folder / "export"
     evaluated = rehearsal.run("evaluated", {"eval_only": "true", "checkpoint": trained, "precision": "bf16-true"})
     assert "validation loss" in evaluated.stdout
     words = ["convert_to_hf", "--checkpoint", trained, "--output_dir", export]

@@ -31,7 +31,7 @@ HASH = "2c4771eead685146dbc45db7ea99ae7b"
 
 @st.composite
 def mixtures(draw: st.DrawFn) -> Mixture:
-    sizes = draw(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 120)), min_size=1, max_size=6))
+    sizes = draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 60)), min_size=1, max_size=6))
     num_rows, rows_per_epoch = zip(*sizes, strict=True)
     return Mixture(num_rows, rows_per_epoch, draw(st.integers(1, 40)), draw(st.integers(0, 2**63 - 1)))
 

@@ -21,7 +21,7 @@ from fabric_train.model.hf_model import read_shape
 from fabric_train.model.load_weights import load_model
 from fabric_train.model.weight_files import CheckpointTensors, open_weights
 from fabric_train.training.objective import CrossEntropy
-from tests.support.forked_runs import _IMPORTED_LATER, ForkedRuns
+from tests.support.forked_runs import ForkedRuns
 from tests.support.kills import Course, Training, differences, train_at_once, train_through
 from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, plain_pytorch
 from tests.support.unequal_rows import ROWS_PER_WINDOW, metrics, write_model, write_rows
@@ -31,7 +31,7 @@ from tests.support.warm_compiler import NO_CODE
 pytestmark = pytest.mark.slow
 
 LENGTHS = (24, 17, 40, 9, 33)
-NUM_ROWS, NUM_STEPS = 27, 5  # the fourth window is short and ends the epoch
+NUM_ROWS, NUM_STEPS = 19, 4  # the third window is short and ends the epoch
 SETTINGS = {
     "accelerator": "cpu",
     "precision": "32-true",
@@ -54,7 +54,6 @@ IN_RANKS = f"""
 import functools, torch
 torch.compile = functools.partial(torch.compile, backend="{NO_CODE}")
 """
-WITH_COMPILER = [*_IMPORTED_LATER, "tests.support.warm_compiler"]
 
 
 @pytest.fixture
@@ -153,10 +152,8 @@ class CompiledRuns:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompiledRuns]:
-    # C++ without vectors: its compiler takes a quarter of the time
-    environment = {"TORCHINDUCTOR_VEC_ISA_OK": "0"}
-    runs = ForkedRuns(tmp_path_factory.mktemp("runs"), environment, draws=False, imports=WITH_COMPILER)
+def compiled(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns) -> Iterator[CompiledRuns]:
+    runs = forked_runs.with_imports(tmp_path_factory.mktemp("runs"), ["tests.support.warm_compiler"])
     yield CompiledRuns(tmp_path_factory.mktemp("compiled"), runs)
     runs.close()
 

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 STOPPED = 75
 LAST_STEP = 4
 SHORT = {"max_step": LAST_STEP, "eval_step_interval": 3, "save_step_interval": 2}
+REPLICAS = {"parallelism": "ddp"}  # for what does not depend on the parallelism: they start in less time
 HEARD = "any(self.stop_border._is_frozen or time.sleep(0.01) for _ in range(3000))"  # the watchdogs know of the signal
 Arguments = Callable[..., list[str]]
 
@@ -102,7 +103,7 @@ def test_after_the_last_step_a_signal_changes_nothing(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
     stops = at_point("os.kill(os.getpid(), signal.SIGTERM)", 2, "SAVING")
-    forked_runs.start(arguments(tmp_path / "run", max_step=2), before=stops).finish()
+    forked_runs.start(arguments(tmp_path / "run", max_step=2, **REPLICAS), before=stops).finish()
     assert len(metrics(tmp_path / "run")) == 2
     assert checkpoints(tmp_path / "run") == [2]
 
@@ -163,13 +164,13 @@ def test_data_workers_leave_signals_to_their_rank(
 ) -> None:
     """torchrun signals a rank's process group, Slurm and a terminal every process there is."""
     stops = at_point(f"os.killpg(os.getpid(), signal.SIGTERM); {HEARD}", 1, "OPTIMIZER")
-    stopped = forked_runs.start(arguments(tmp_path / "run", num_workers=1), before=stops)
+    stopped = forked_runs.start(arguments(tmp_path / "run", num_workers=1, **REPLICAS), before=stops)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     assert len(said(stopped)) == 1
     assert checkpoints(tmp_path / "run") == [1]
     assert not members(stopped)
     killed = forked_runs.start(
-        arguments(tmp_path / "killed", num_workers=1),
+        arguments(tmp_path / "killed", num_workers=1, **REPLICAS),
         before=at_point("os.kill(os.getpid(), signal.SIGKILL)", 2, "OPTIMIZER"),
     )
     assert -signal.SIGKILL in killed.wait()  # the other may be ended by its watch first
@@ -186,6 +187,7 @@ def test_a_stopped_stream_resumes(
         "streaming_dataset": tiny_tokens_dir.parent / "slice.jsonl",
         "max_length": 64,
         "save_step_interval": 3,
+        **REPLICAS,
     }
     stops = at_point(f"os.kill(os.getpid(), signal.SIGUSR1); {HEARD}", 3, "COMPUTING", 0, (1,))
     stopped = forked_runs.start(arguments(tmp_path / "run", num_workers=1, **options), before=stops)
@@ -202,7 +204,7 @@ def test_ranks_save_when_their_launcher_ends(forked_runs: ForkedRuns, tmp_path: 
     gone = at_point(f"stop_signals._launcher = 999999; {HEARD}", 2, "DATA", 0, (1,))
     gone = f"from fabric_train.distributed.signals import stop_signals\n{gone}"
     run = tmp_path / "run"
-    stopped = forked_runs.start(arguments(run), before=gone)
+    stopped = forked_runs.start(arguments(run, **REPLICAS), before=gone)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     (line,) = said(stopped)
     assert line.startswith("stopped by SIGHUP (or its launcher's end) after step 1 ")
@@ -213,10 +215,10 @@ def test_ranks_save_when_their_launcher_ends(forked_runs: ForkedRuns, tmp_path: 
 def test_a_long_window_is_left_at_the_next_micro_batch(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, parallelism: str
 ) -> None:
-    """The signal comes in the third of 6 micro-batches, to one rank; the step before is saved."""
-    long = {"total_batch_size": 24, "max_step": 2, "number_epochs": 99, "parallelism": parallelism}
-    stops = at_point(f"rank and os.kill(os.getpid(), signal.SIGINT); {HEARD}", 2, "COMPUTING", 2)
-    late = at_point("print('LATE', flush=True)", 2, "COMPUTING", 5)
+    """The signal comes in the second of 4 micro-batches, to one rank; the step before is saved."""
+    long = {"total_batch_size": 16, "max_step": 2, "parallelism": parallelism}
+    stops = at_point(f"rank and os.kill(os.getpid(), signal.SIGINT); {HEARD}", 2, "COMPUTING", 1)
+    late = at_point("print('LATE', flush=True)", 2, "COMPUTING", 3)
     run = tmp_path / "run"
     stopped = forked_runs.start(arguments(run, **long), before=stops + late)
     at_once = forked_runs.start(arguments(tmp_path / "whole", **long))
@@ -234,7 +236,7 @@ def test_a_signal_before_the_first_step_leaves_nothing_to_save(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
     stops = at_point(f"os.kill(os.getpid(), signal.SIGINT); {HEARD}", 1, "COMPUTING", 0, (0,))
-    stopped = forked_runs.start(arguments(tmp_path / "run"), before=stops)
+    stopped = forked_runs.start(arguments(tmp_path / "run", **REPLICAS), before=stops)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     how = "stopped by SIGINT before the first step was taken, with nothing to save"
     assert said(stopped) == [f"{how}; start it again"]
@@ -247,7 +249,7 @@ def test_a_rank_killed_while_the_run_stops_is_not_out_of_memory(
     """As by a launcher whose grace period is over before the save is."""
     stops = at_point(f"os.kill(os.getpid(), signal.SIGTERM); {HEARD}", 2, "COMPUTING")
     kills = at_point("time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)", 2, "SAVING", 0, (1,))
-    stopped = forked_runs.start(arguments(tmp_path / "run"), before=stops + kills)
+    stopped = forked_runs.start(arguments(tmp_path / "run", **REPLICAS), before=stops + kills)
     assert stopped.wait() == [1, -signal.SIGKILL], stopped.report()
     (line,) = [line for line in said(stopped) if line.startswith("error: ")]
     assert ", stopping for SIGTERM (a launcher kills ranks that save for longer than its grace period)" in line
@@ -277,7 +279,7 @@ def test_a_run_on_one_machine_cannot_be_reached_from_another(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
     """Rank 0 serves the store, for runs that python -m, srun or mpiexec has started."""
-    run = forked_runs.start(arguments(tmp_path / "run"), before=at_point("time.sleep(600)", 2, "COMPUTING"))
+    run = forked_runs.start(arguments(tmp_path / "run", **REPLICAS), before=at_point("time.sleep(600)", 2, "COMPUTING"))
     assert run.wait_until(lambda: len(metrics(tmp_path / "run")) == 1)
     assert listening(members(run)) == {"127.0.0.1"}
     run.kill()

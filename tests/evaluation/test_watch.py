@@ -8,16 +8,16 @@ import csv
 import json
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import INPUT_ERROR, InputError
 from fabric_train.cli.parser import parse_arguments
+from fabric_train.evaluation import lm_eval_worker
 from fabric_train.evaluation.arguments import EvaluateArguments
-from fabric_train.evaluation.compare_models import compare_models
 from fabric_train.evaluation.lm_eval_worker import WorkerRequest, evaluate_in_worker
 from fabric_train.evaluation.scores import (
     MetricScore,
@@ -328,8 +328,13 @@ def test_arguments_of_one_mode_are_refused_in_the_other(argv: list[str], fault: 
     assert refused.value.faults == (fault,)
 
 
+def test_a_worker_is_a_process_that_reads_its_request(capfd: pytest.CaptureFixture[str]) -> None:
+    assert evaluate_in_worker(WorkerRequest(words=["--seed", "x"])) == INPUT_ERROR
+    assert "error: --seed: expected " in capfd.readouterr().err
+
+
 def test_checkpoints_are_evaluated_on_texts_once_and_added_to_the_others(
-    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], forked_runs: ForkedRuns
 ) -> None:
     run, weights = tmp_path / "run", trained_weights(tiny_model_dir)
     texts = write_jsonl(tmp_path / "es.jsonl", [f"Número {number}, una línea de prueba." for number in range(12)])
@@ -339,16 +344,18 @@ def test_checkpoints_are_evaluated_on_texts_once_and_added_to_the_others(
         watch_run(parse_arguments(EvaluateArguments, list(map(str, words))), evaluate)
         return capsys.readouterr().err
 
-    def in_this_process(request: WorkerRequest) -> int:  # as a worker does it, without the seconds of its start
-        compare_models(parse_arguments(EvaluateArguments, request.words))
-        return 0
+    def in_a_fork(request: WorkerRequest) -> int:  # a worker without the imports of a start
+        content = json.dumps(asdict(request)).encode()
+        stdin = f"import io, sys; sys.stdin = io.TextIOWrapper(io.BytesIO({content!r}))"
+        (code,) = forked_runs.start([], 1, before=stdin, program=lm_eval_worker.__name__).wait()
+        return code
 
     write_full(run / "checkpoints" / "step-00000010", tiny_model_dir, weights, step=10)
-    assert "step-00000010: evaluating on texts" in watch_once(evaluate_in_worker)
+    assert "step-00000010: evaluating on texts" in watch_once(in_a_fork)
     write_full(run / "checkpoints" / "step-00000020", tiny_model_dir, weights, step=20)
     shutil.rmtree(run / "checkpoints" / "step-00000010")
-    assert watch_once(in_this_process).count("evaluating on texts") == 1
-    assert "evaluating on texts" not in watch_once(in_this_process)
+    assert watch_once(in_a_fork).count("evaluating on texts") == 1
+    assert "evaluating on texts" not in watch_once(in_a_fork)
     found = json.loads((run / "evaluation" / "evaluation.json").read_text(encoding="utf-8"))
     first, last = (str(run / name) for name in ("step-00000010", "step-00000020"))
     assert list(found) == [first, last]
@@ -356,7 +363,7 @@ def test_checkpoints_are_evaluated_on_texts_once_and_added_to_the_others(
     assert found[last]["es"]["loss"] == found[first]["es"]["loss"]
     write_jsonl(texts, ["Another text."])
     with pytest.raises(InputError, match="on other documents of that name"):
-        watch_once(in_this_process)
+        watch_once(in_a_fork)
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm_eval is installed here")

@@ -24,6 +24,7 @@ from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.export.verification import VerificationError, verify_in_fresh_process
 from tests.support.checkpoint_examples import CHAT_TEMPLATE, run_with_two_checkpoints, trained_weights, write_full
 from tests.support.exports import verify_in_this_process
+from tests.support.forked_commands import run_in_fork
 from tests.support.forked_runs import ForkedRuns
 
 SHARD_SIZE = "100KB"
@@ -114,10 +115,15 @@ def test_tokenizer_and_chat_template_are_copied(exports: dict[str, Path]) -> Non
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # a class that transformers 4 has too
 
 
-def test_a_fresh_process_leaves_its_report_in_the_folder(
-    exports: dict[str, Path], run: Path, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+def test_a_process_of_its_own_leaves_its_report_in_the_folder(
+    exports: dict[str, Path],
+    run: Path,
+    weights: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    forked_runs: ForkedRuns,
 ) -> None:
-    monkeypatch.setattr(verification, "subprocess", subprocess)
+    # the Slurm jobs of make test-launchers start a Python for it
+    monkeypatch.setattr(verification, "subprocess", SimpleNamespace(run=run_in_fork(forked_runs)))
     folder, source = exports["sharded"], ExportSource(run / "checkpoints" / "step-00000002")
     written_by_the_program = json.loads((folder / "verification.json").read_text())
     (folder / "verification.json").unlink()

@@ -56,21 +56,31 @@ def hub() -> Iterator[str]:
         yield server.address
 
 
+# what the libraries take from HF_ENDPOINT, HF_HUB_OFFLINE and HF_HOME when they are imported, which the server has done
+USE_THE_HUB = """
+import datasets
+from huggingface_hub import constants, hf_api
+constants.ENDPOINT = datasets.config.HF_ENDPOINT = hf_api.api.endpoint = ADDRESS
+constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = datasets.config.HF_DATASETS_OFFLINE = False
+constants.HUGGINGFACE_CO_URL_TEMPLATE = ADDRESS + "/{repo_id}/resolve/{revision}/{filename}"
+constants.HF_HUB_CACHE = HOME + "/hub"
+datasets.config.HF_DATASETS_CACHE = datasets.config.HF_MODULES_CACHE = HOME + "/datasets"
+"""
+
+
 @pytest.fixture(scope="module")
-def online(hub: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Return ``start(program, *words)``, a finished program that uses the hub, which its libraries read at import."""
-    folder = tmp_path_factory.mktemp("online")
-    env = {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder / "home")}
-    imports = ("datasets", "fabric_train.preflight.prepare", "fabric_train.training.run")
-    runs = ForkedRuns(folder / "runs", env, draws=False, imports=imports)
+def online(hub: str, tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns) -> Start:
+    """Return ``start(program, *words)``, a finished program that uses the hub."""
+    home = str(tmp_path_factory.mktemp("online"))
+    env = {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HOME": home}
+    before = USE_THE_HUB.replace("ADDRESS", repr(hub)).replace("HOME", repr(home))
 
     def start(program: str, *words: object) -> ForkedRun:
-        started = runs.start(words, 1, program=program, env=env)
+        started = forked_runs.start(words, 1, program=program, env=env, before=before)
         started.wait()
         return started
 
-    yield start
-    runs.close()
+    return start
 
 
 @pytest.fixture

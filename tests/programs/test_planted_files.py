@@ -52,7 +52,7 @@ def start(place: Path, forked_runs: ForkedRuns) -> Start:
     """Return ``start(program, line)``, which runs a command line in ``place`` to its end, in a few seconds."""
 
     def run(program: str, line: str, **options: Any) -> ForkedRun:
-        started = forked_runs.start(line.split(), 1, cwd=place, program=MODULES[program], draws=True, **options)
+        started = forked_runs.start(line.split(), 1, cwd=place, program=MODULES[program], **options)
         started.wait(SECONDS)
         return started
 

@@ -8,6 +8,7 @@ import socketserver
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +28,40 @@ SECRETS = {
     "WANDB_API_KEY": "5ek2e75ek2e75ek2e75ek2e75ek2e75ek2e75ek2",
     "AWS_SECRET_ACCESS_KEY": "awssekretawssekret",
 }
+OUTPUTS = ("made", "merged", "run", "export")
+UMASK_OF_A_GROUP = 0o027
 Start = Callable[..., ForkedRun]
 
 
 @pytest.fixture
 def place(tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path) -> Path:
     """A folder with a model, a token dataset and texts, and a secret outside of them."""
-    shutil.copytree(tiny_model_dir, tmp_path / "model")
-    shutil.copytree(tiny_tokens_dir, tmp_path / "tokens")
-    (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "Text number {n}, and on."}}\n' for n in range(40)))
-    (tmp_path / "secret.txt").write_text("sekret of somebody")
-    return tmp_path
+    return fill(tmp_path, tiny_model_dir, tiny_tokens_dir)
+
+
+def fill(folder: Path, model: Path, tokens: Path) -> Path:
+    """Write what ``place`` has."""
+    shutil.copytree(model, folder / "model")
+    shutil.copytree(tokens, folder / "tokens")
+    (folder / "texts.jsonl").write_text("".join(f'{{"text": "Text number {n}, and on."}}\n' for n in range(40)))
+    (folder / "secret.txt").write_text("sekret of somebody")
+    return folder
 
 
 @pytest.fixture
 def start(place: Path, forked_runs: ForkedRuns) -> Start:
     """Return ``start(program, line, **options)``, which runs a command line in ``place`` to its end."""
 
-    def run(program: str, line: str, num_ranks: int = 1, **options: Any) -> ForkedRun:
-        run = forked_runs.start(line.split(), num_ranks, cwd=place, program=MODULES[program], draws=True, **options)
-        run.wait()
-        return run
+    def run(program: str, line: str, **options: Any) -> ForkedRun:
+        return run_in(place, forked_runs, program, line, **options)
 
+    return run
+
+
+def run_in(folder: Path, runs: ForkedRuns, program: str, line: str, num_ranks: int = 1, **options: Any) -> ForkedRun:
+    """Run a command line in a folder to its end."""
+    run = runs.start(line.split(), num_ranks, cwd=folder, program=MODULES[program], **options)
+    run.wait()
     return run
 
 
@@ -216,15 +229,69 @@ def files_with(folder: Path, secrets: list[str]) -> list[str]:
     return [str(file) for file in files if any(s.encode() in file.read_bytes() or s in file.name for s in secrets)]
 
 
-def test_no_key_of_the_environment_is_written_or_printed(place: Path, start: Start) -> None:
-    run = start("train", train("--loggers csv tensorboard wandb"), env=SECRETS)
-    assert run.codes() == [0], run.report()
-    assert (place / "run" / "wandb").is_dir()
-    exported = start("convert", "--checkpoint run --output_dir out", env=SECRETS, before=VERIFY_IN_PROCESS)
-    assert exported.codes() == [0], exported.report()
-    assert not files_with(place, list(SECRETS.values()))
-    for ended in (run, exported):
-        assert not any(secret in ended.stdout() + ended.stderr() for secret in SECRETS.values())
+@dataclass(frozen=True)
+class Written:
+    """A folder in which each program that writes has run once, with keys in its environment and a umask."""
+
+    folder: Path
+    runs: dict[str, ForkedRun]
+
+    def wrong_permissions(self, umask: int) -> dict[str, str]:
+        """Return files and folders with other permissions than the umask gives; links have none."""
+        made = [self.folder / name for name in OUTPUTS if (self.folder / name).is_dir()]
+        paths = [path for folder in made for path in (folder, *folder.rglob("*")) if not path.is_symlink()]
+        modes = {path: stat.S_IMODE(path.stat().st_mode) for path in paths}
+        return {
+            str(path): oct(mode) for path, mode in modes.items() if mode != (0o777 if path.is_dir() else 0o666) & ~umask
+        }
+
+
+def write(folder: Path, runs: ForkedRuns, lines: dict[str, str], umask: int) -> Written:
+    """Run command lines, and the one with sharded checkpoints on two ranks."""
+    before = f"import os; os.umask({umask}); {VERIFY_IN_PROCESS}"
+    ended = {}
+    for program, line in lines.items():
+        num_ranks = 2 if "sharded" in line else 1
+        run = run_in(folder, runs, program, line, num_ranks, env=SECRETS, before=before, draws=True)
+        assert set(run.codes()) == {0}, run.report()
+        ended[program] = run
+    return Written(folder, ended)
+
+
+@pytest.fixture(scope="module")
+def written(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_tokens_dir: Path, forked_runs: ForkedRuns
+) -> Written:
+    """What all programs have written with a umask that leaves the group its reading."""
+    folder = fill(tmp_path_factory.mktemp("written"), tiny_model_dir, tiny_tokens_dir)
+    shutil.copytree(folder / "tokens", folder / "other")
+    lines = {
+        "tokenize": "--dataset texts.jsonl --tokenizer_name model --num_proc 1 --max_length 16 --output_dir made",
+        "merge": "tokens other --output_dir merged",
+        "train": train("--state_dict_type sharded --loggers csv tensorboard wandb", data="merged"),
+        "convert": "--checkpoint run --output_dir export",
+    }
+    return write(folder, forked_runs, lines, UMASK_OF_A_GROUP)
+
+
+def test_no_key_of_the_environment_is_written_or_printed(written: Written) -> None:
+    assert (written.folder / "run" / "wandb").is_dir()
+    assert not files_with(written.folder, list(SECRETS.values()))
+    for ended in written.runs.values():
+        printed = [ended.stdout(rank) + ended.stderr(rank) for rank in range(len(ended.pids))]
+        assert not any(secret in text for secret in SECRETS.values() for text in printed)
+
+
+def test_all_files_have_the_permissions_of_the_umask(written: Written) -> None:
+    assert all((written.folder / name).is_dir() for name in OUTPUTS)
+    assert (written.folder / "run" / "loss_curves.png").is_file()
+    assert not written.wrong_permissions(UMASK_OF_A_GROUP)
+
+
+def test_full_checkpoints_have_the_permissions_of_a_strict_umask(place: Path, forked_runs: ForkedRuns) -> None:
+    strict = write(place, forked_runs, {"train": train("--state_dict_type full")}, 0o077)
+    assert (place / "run" / "loss_curves.png").is_file()
+    assert not strict.wrong_permissions(0o077)
 
 
 def test_a_secret_in_an_error_is_not_printed(place: Path, start: Start) -> None:
@@ -270,32 +337,3 @@ def test_the_password_of_a_url_is_in_no_manifest_and_no_message(place: Path, sta
     assert not files_with(place, ["pazzword", "zignature"])
     for ended in (run, refused):
         assert not any(secret in ended.stdout() + ended.stderr() for secret in ("pazzword", "zignature"))
-
-
-@pytest.mark.parametrize("umask", [0o027, 0o077])
-def test_all_files_have_the_permissions_of_the_umask(place: Path, start: Start, umask: int) -> None:
-    shutil.copytree(place / "tokens", place / "other")
-    lines = {
-        "tokenize": "--dataset texts.jsonl --tokenizer_name model --num_proc 1 --max_length 16 --output_dir made",
-        "merge": "tokens other --output_dir merged",
-        "train": train("--state_dict_type sharded --loggers csv tensorboard wandb", data="merged"),
-        "convert": "--checkpoint run --output_dir export",
-    }
-    if umask == 0o077:
-        lines = {"train": train("--state_dict_type full")}
-    before = f"import os; os.umask({umask}); {VERIFY_IN_PROCESS}"
-    for program, line in lines.items():
-        run = start(program, line, num_ranks=2 if "sharded" in line else 1, before=before)
-        assert set(run.codes()) == {0}, run.report()
-    folders = [place / line.partition("--output_dir ")[2].split()[0] for line in lines.values()]
-    assert (place / "run" / "loss_curves.png").is_file()
-    assert not wrong_permissions(folders, umask)
-
-
-def wrong_permissions(folders: list[Path], umask: int) -> dict[str, str]:
-    """Return files and folders with other permissions than the umask gives; links have none."""
-    paths = [path for folder in folders for path in (folder, *folder.rglob("*")) if not path.is_symlink()]
-    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in paths}
-    return {
-        str(path): oct(mode) for path, mode in modes.items() if mode != (0o777 if path.is_dir() else 0o666) & ~umask
-    }

@@ -31,7 +31,7 @@ from tests.support.token_datasets import tokenize, write_jsonl
 pytestmark = pytest.mark.slow
 
 # 12 rows a window: with 2 ranks, micro-batches of 3 and 2 accumulations
-ROWS_PER_WINDOW, MAX_STEP, LR, WEIGHT_DECAY = 12, 10, 1e-3, 1.0
+ROWS_PER_WINDOW, MAX_STEP, LR, WEIGHT_DECAY = 12, 8, 1e-3, 1.0
 SETTINGS = {
     "total_batch_size": ROWS_PER_WINDOW,
     "micro_batch_size": 3,

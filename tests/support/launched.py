@@ -50,8 +50,7 @@ class Launched:
 
     def ranks(self) -> list[psutil.Process]:
         """Return the launcher's living children in the order of their start."""
-        children = [child for child in psutil.Process(self.process.pid).children() if child.status() != "zombie"]
-        return sorted(children, key=lambda child: (child.create_time(), child.pid))
+        return living_children(self.process.pid)
 
     def all_gone(self, timeout: float) -> bool:
         """Return whether all processes known from the last ``wait_until`` end within ``timeout`` seconds."""
@@ -64,6 +63,12 @@ class Launched:
     def _update_tree(self) -> None:
         if self.process.poll() is None:
             self._tree |= set(psutil.Process(self.process.pid).children(recursive=True))
+
+
+def living_children(pid: int) -> list[psutil.Process]:
+    """Return a process's living children in the order of their start."""
+    children = [child for child in psutil.Process(pid).children() if child.status() != "zombie"]
+    return sorted(children, key=lambda child: (child.create_time(), child.pid))
 
 
 def launcher(name: str, port: int) -> list[str]:

@@ -133,3 +133,18 @@ def test_run_that_does_not_end_is_killed_and_its_output_shown(forked_runs: Forke
     with pytest.raises(TimeoutError, match="hanging"):
         run.wait(timeout=0.1)
     assert run.codes() == [-9]
+
+
+def test_a_fork_of_the_server_has_further_imports_and_ends_with_its_ranks(
+    forked_runs: ForkedRuns, tmp_path: Path
+) -> None:
+    told = "import sys; print('cmd' in sys.modules, 'arguments' in sys.modules); sys.exit(5)"
+    fork = forked_runs.with_imports(tmp_path / "fork", ["cmd"])
+    assert (run := fork.start([], 1, before=told)).wait() == [5]
+    assert run.stdout() == "True True\n"
+    assert (run := forked_runs.start([], 1, before=told)).wait() == [5]  # and the server has not
+    assert run.stdout() == "False True\n"
+    asleep = fork.start([], 2, before=SLEEP)
+    assert asleep.wait_until(lambda: "asleep" in asleep.stdout(0))
+    fork.close()
+    assert not any(map(psutil.pid_exists, asleep.pids))

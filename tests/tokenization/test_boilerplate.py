@@ -2,7 +2,9 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -79,30 +81,43 @@ def run(out: Path, tokenizer: Path, files: list[Path], **options: Any) -> list[s
     return documents_in(rows["train"], out)
 
 
-def test_lines_of_many_documents_are_removed_and_counted(
-    tmp_path: Path, tiny_model_dir: Path, files: list[Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    documents = run(tmp_path / "out", tiny_model_dir, files)
+@dataclass(frozen=True)
+class Whole:
+    """A token dataset made by one process in one go, its documents, and what was printed."""
+
+    folder: Path
+    documents: list[str]
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, files: list[Path]) -> Whole:
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    with redirect_stdout(StringIO()) as printed:
+        documents = run(folder, tiny_model_dir, files)
+    return Whole(folder, documents, printed.getvalue())
+
+
+def test_lines_of_many_documents_are_removed_and_counted(whole: Whole) -> None:
     bodies = [f"This is report number {number} of the season\nif (a) {{\n}}" for number in range(30)]
     expected = [body + f"\n{SELDOM}" * (number < 9) for number, body in enumerate(bodies)]
     expected[20] += f"\n{REFRAIN}" * 50
-    assert [document for document in documents if REFRAIN not in document] == [*expected[:20], *expected[21:]]
-    manifest = manifest_of(tmp_path / "out")
+    assert [document for document in whole.documents if REFRAIN not in document] == [*expected[:20], *expected[21:]]
+    manifest = manifest_of(whole.folder)
     assert manifest.ledger.documents_skipped == {"only_boilerplate": 1}
     assert manifest.ledger.edits == {"boilerplate lines": 70}
     assert manifest.cleaning["boilerplate"]["lines"] == 3
     shown = manifest.cleaning["boilerplate"]["most_frequent"]
     assert sorted(shown) == [f"{FOOTER} (31 documents)", f"{OFTEN} (10 documents)", f"{HEADER} (31 documents)"]
     assert manifest.settings.boilerplate == 10
-    assert "left out: 1 only boilerplate; changed: 70 boilerplate lines" in capsys.readouterr().out
-    (sample,) = map(json.loads, (tmp_path / "out" / "dropped.jsonl").read_text().splitlines())
+    assert "left out: 1 only boilerplate; changed: 70 boilerplate lines" in whole.printed
+    (sample,) = map(json.loads, (whole.folder / "dropped.jsonl").read_text().splitlines())
     assert (sample["reason"], sample["detail"], sample["place"][-10:]) == ("only_boilerplate", "2 lines", "b.jsonl:24")
 
 
 def test_processes_ranges_and_a_restart_remove_the_same_lines(
-    tmp_path: Path, tiny_model_dir: Path, files: list[Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model_dir: Path, files: list[Path], whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(tmp_path / "whole", tiny_model_dir, files)
     monkeypatch.setattr(line_counts, "_LINES_AT_ONCE", 7)
     sizes = ShardSizes(smallest=500, worth_keeping=0)
     with monkeypatch.context() as interrupted:
@@ -112,8 +127,8 @@ def test_processes_ranges_and_a_restart_remove_the_same_lines(
     assert len(list((tmp_path / ".out.unfinished").glob("*.lines"))) > 5
     monkeypatch.setattr(line_counts, "_count_shard", interrupt)  # no shard is counted again
     run(tmp_path / "out", tiny_model_dir, files, num_proc=2, sizes=sizes)
-    whole, restarted = manifest_of(tmp_path / "whole"), manifest_of(tmp_path / "out")
-    assert (restarted.ledger, restarted.cleaning) == (whole.ledger, whole.cleaning)
+    expected, restarted = manifest_of(whole.folder), manifest_of(tmp_path / "out")
+    assert (restarted.ledger, restarted.cleaning) == (expected.ledger, expected.cleaning)
 
 
 def interrupt(*_: object, **__: object) -> None:

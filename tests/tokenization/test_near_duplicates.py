@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -148,19 +150,23 @@ def run(out: Path, tokenizer: Path, files: Sequence[Path], **options: Any) -> Pa
     return out
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, files: list[Path]) -> tuple[Path, str]:
+    """The token dataset of one process in one go, and what was printed."""
+    with redirect_stdout(StringIO()) as printed:
+        out = run(tmp_path_factory.mktemp("whole") / "out", tiny_model_dir, files)
+    return out, printed.getvalue()
+
+
 def test_near_duplicates_of_all_sources_are_left_out_and_counted(
-    tmp_path: Path,
-    tiny_model_dir: Path,
-    sources: dict[str, list[str]],
-    files: list[Path],
-    capsys: pytest.CaptureFixture[str],
+    whole: tuple[Path, str], sources: dict[str, list[str]]
 ) -> None:
-    out = run(tmp_path / "out", tiny_model_dir, files)
+    out, printed = whole
     manifest = manifest_of(out)
     assert manifest.ledger.documents_skipped == {"near_duplicate": 6}
     assert [source.documents for source in manifest.sources] == [4, 4, 1]
     assert manifest.cleaning["near_duplicates"]["threshold"] == manifest.settings.near_duplicates == 0.8
-    assert "left out: 6 near duplicate" in capsys.readouterr().out
+    assert "left out: 6 near duplicate" in printed
     sample = {line["place"].rpartition("/")[2]: line for line in map(json.loads, (out / "dropped.jsonl").open())}
     repeated = {"b.jsonl:1": 1, "b.jsonl:2": 2, "b.jsonl:3": 1, "b.jsonl:4": 3, "b.jsonl:5": 3, "v.jsonl:1": None}
     assert sample.keys() == repeated.keys()
@@ -172,9 +178,13 @@ def test_near_duplicates_of_all_sources_are_left_out_and_counted(
 
 
 def test_processes_shards_and_a_restart_leave_out_the_same(
-    tmp_path: Path, tiny_model_dir: Path, files: list[Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    files: list[Path],
+    whole: tuple[Path, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = run(tmp_path / "whole", tiny_model_dir, files)
+    expected, _ = whole
     sizes = ShardSizes(smallest=3_000, worth_keeping=0)
     with monkeypatch.context() as interrupted:
         interrupted.setattr(build, "find_near_duplicates", interrupt)
@@ -184,8 +194,8 @@ def test_processes_shards_and_a_restart_leave_out_the_same(
     monkeypatch.setattr(encoding, "encode_shard", interrupt)  # no shard is encoded again
     out = run(tmp_path / "out", tiny_model_dir, files, num_proc=2, sizes=sizes)
     for file in ("dropped.jsonl", "train/index/documents.npy"):
-        assert (out / file).read_bytes() == (whole / file).read_bytes()
-    assert manifest_of(out).ledger == manifest_of(whole).ledger
+        assert (out / file).read_bytes() == (expected / file).read_bytes()
+    assert manifest_of(out).ledger == manifest_of(expected).ledger
 
 
 def interrupt(*_: object) -> None:

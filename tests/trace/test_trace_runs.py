@@ -65,6 +65,7 @@ class Tracing:
 
     def train(self, run: str, num_ranks: int, shares: tuple[object, ...], **options: object) -> None:
         given = {"train_data_dir": "TOKENS", "total_batch_size": 8, "save_step_interval": 2, "eval_iters": 1, **options}
+        given["parallelism"] = "ddp" if num_ranks > 1 else "single"  # which starts in less time than shards
         words = argv(self._model, Path("TOKENS"), Path(run), **given)
         place = words.index("TOKENS")
         words = [*words[:place], *NAMES, "--shares", *map(str, shares), *words[place + 1 :]]

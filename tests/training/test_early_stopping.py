@@ -18,7 +18,7 @@ from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.short_runs import TERMINATE, argv, at_point, checkpoints, metrics
 from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
 
-MAX_STEP = 10
+MAX_STEP = 8
 PATIENCE = 2
 
 

@@ -23,6 +23,7 @@ from tests.support.kills import (
     AT_RANDOM,
     IN_A_SAVE,
     MOMENTS,
+    Course,
     Kill,
     Training,
     differences,
@@ -41,7 +42,7 @@ NUM_ROWS = 30
 SETTINGS = {
     "accelerator": "cpu",
     "precision": "32-true",
-    "micro_batch_size": 2,
+    "micro_batch_size": 4,
     "total_batch_size": 8,
     "number_epochs": 9,
     "lr": 1e-3,
@@ -65,13 +66,23 @@ class Killing:
         self.folder, self.runs, self.given = folder, runs, given
         self.random = random.Random(seed := random.SystemRandom().randrange(2**32))
         print(f"kills are drawn from seed {seed}")
+        self._whole: dict[str, tuple[Path, Course]] = {}
+
+    def whole(self, options: Options, num_ranks: int) -> tuple[Path, Course]:
+        """Return a run that nobody killed, and how long it took; it is trained once."""
+        training = Training({**self.given, **options}, num_ranks)
+        key = f"{num_ranks} {sorted(options.items())}"
+        if key not in self._whole:
+            run = self.folder / f"whole-{len(self._whole)}"
+            self._whole[key] = run, train_at_once(self.runs, training, run)
+        return self._whole[key]
 
     def __call__(self, name: str, moments: list[str], num_ranks: int, options: Options) -> list[Kill]:
         training = Training({**self.given, **options}, num_ranks)
-        whole, killed = self.folder / f"{name}-whole", self.folder / name
-        seconds = train_at_once(self.runs, training, whole)
+        killed = self.folder / name
+        whole, course = self.whole(options, num_ranks)
         for attempt in range(5):  # the run may end before a moment that is drawn at random
-            kills = train_through(self.runs, training, killed, moments, self.random, seconds)
+            kills = train_through(self.runs, training, killed, moments, self.random, course)
             for kill in kills:
                 print(kill)
             assert differences(killed, whole) == []
@@ -93,15 +104,16 @@ def killing(
     return Killing(folder, forked_runs, given)
 
 
-FSDP: Options = {"parallelism": "fsdp", "micro_batch_size": 4, "max_step": 9}
+FSDP: Options = {"parallelism": "fsdp", "max_step": 6, "keep_checkpoints": 9}
 # most saves are those of the lowest validation loss
-FSDP2: Options = {"parallelism": "fsdp2", "state_dict_type": "sharded", "micro_batch_size": 4, "max_step": 11}
+FSDP2: Options = {"parallelism": "fsdp2", "state_dict_type": "sharded", "max_step": 9}
 FSDP2 |= {"eval_step_interval": 2, "save_step_interval": 5}
-SINGLE: Options = {**ONE_RANK, "log_step_interval": 2, "max_step": 25}
+SINGLE: Options = {**ONE_RANK, "log_step_interval": 2, "max_step": 27}
 # a start on one rank takes a fifth of one on two: what happens on rank 0 alone is tried there
 KILLS: list[tuple[str, int, list[str], Options]] = [
-    ("fsdp", 2, ["backward pass", "optimizer step, half the parameters changed"], FSDP),
-    ("fsdp2", 2, [IN_A_SAVE, "before a checkpoint gets its name", "validation"], FSDP2),
+    ("fsdp", 2, ["optimizer step, half the parameters changed"], FSDP),
+    ("fsdp2", 2, [IN_A_SAVE, "validation"], FSDP2),
+    ("ddp", 2, ["backward pass"], {"parallelism": "ddp", "num_workers": 1, "max_step": 4, "save_step_interval": 1}),
     (
         "single",
         1,
@@ -110,6 +122,7 @@ KILLS: list[tuple[str, int, list[str], Options]] = [
             "between two steps",
             "row of metrics.csv",
             "start, metrics.csv cut to the checkpoint",
+            "before a checkpoint gets its name",
             "after a checkpoint got its name",
             "removal of an old checkpoint",
             AT_RANDOM,
@@ -134,17 +147,9 @@ def test_every_moment_is_tried() -> None:
     assert {moment for _, _, moments, _ in KILLS for moment in moments} == {*MOMENTS, IN_A_SAVE, AT_RANDOM}
 
 
-@pytest.mark.parametrize(
-    ("name", "moment", "options"),
-    [
-        ("ddp", AT_RANDOM, {"parallelism": "ddp", "num_workers": 1, "max_step": 6}),
-        ("tensor", "forward pass", {"parallelism": "fsdp2", "tensor_parallel_size": 2, "max_step": 3}),
-    ],
-)
-def test_run_killed_with_other_settings_resumes_bit_for_bit(
-    killing: Killing, name: str, moment: str, options: Options
-) -> None:
-    killing(f"other-{name}", [moment], 2, {"micro_batch_size": 4, "save_step_interval": 2, **options})
+def test_run_killed_with_split_matrices_resumes_bit_for_bit(killing: Killing) -> None:
+    options = {"parallelism": "fsdp2", "tensor_parallel_size": 2, "max_step": 3, "save_step_interval": 1}
+    killing("tensor", ["forward pass"], 2, options)
 
 
 STOP_IN_A_VALIDATION = """
@@ -233,8 +238,8 @@ class Resumed:
     """Starts that resume from a run of six steps, each into a folder of its own."""
 
     def __init__(self, killing: Killing) -> None:
-        self.killing, self.run = killing, killing.folder / "six"
-        self("six", 2, {"checkpoint": "null"}).finish()
+        self.killing = killing
+        self.run, _ = killing.whole(FSDP, 2)
 
     def __call__(self, name: str, num_ranks: int, options: Options, before: str = "") -> ForkedRun:
         given = {**self.killing.given, "max_step": 6, "keep_checkpoints": 9, "checkpoint": self.run, **options}
@@ -290,7 +295,7 @@ def test_every_argument_that_decides_the_losses_is_compared() -> None:
 
 
 def test_changes_that_are_allowed_or_decide_nothing_are_printed(resumed: Resumed) -> None:
-    options: Options = {"max_step": 8, "lr": 2e-3, "eval_step_interval": 3, "micro_batch_size": 4}
+    options: Options = {"max_step": 8, "lr": 2e-3, "eval_step_interval": 3, "micro_batch_size": 8}
     run = resumed("allowed", 1, {**options, "allow_changes": "true", "parallelism": "single"})
     run.finish()
     deciding, others = (line for line in sorted(run.lines()) if line.startswith("note: changed since"))
@@ -298,8 +303,8 @@ def test_changes_that_are_allowed_or_decide_nothing_are_printed(resumed: Resumed
     for change in (
         "devices: ",
         "eval_step_interval: 100 -> 3",
-        "micro_batch_size: 2 -> 4",
-        "parallelism: auto -> single",
+        "micro_batch_size: 4 -> 8",
+        "parallelism: fsdp -> single",
     ):
         assert change in others
     assert deciding.endswith("so the losses to come differ from those of an unchanged run: lr: 0.001 -> 0.002")
@@ -413,8 +418,7 @@ def test_a_stable_phase_is_prolonged_before_its_decay(resumed: Resumed) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
     [
-        (4, {"parallelism": "fsdp2", "micro_batch_size": 1}),
-        (2, {"parallelism": "fsdp2", "tensor_parallel_size": 2, "micro_batch_size": 8}),
+        (4, {"parallelism": "fsdp2", "tensor_parallel_size": 2}),
         (1, ONE_RANK),
         (2, {"parallelism": "ddp", "micro_batch_size": 4, "state_dict_type": "sharded"}),
     ],
