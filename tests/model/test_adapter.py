@@ -98,12 +98,12 @@ def of_peft(
         ("lora", "single", 1),
         ("lora", "fsdp", 3),
         ("rslora", "ddp", 2),
-        ("dora", "fsdp2", 3),
+        ("dora", "fsdp2", 2),
         ("whole modules", "fsdp", 2),
-        ("whole modules", "fsdp2", 2),
+        pytest.param("whole modules", "fsdp2", 2, marks=pytest.mark.cuda_rehearsal),
         ("dropout", "single", 1),
-        ("4 bits", "fsdp", 2),
-        ("4 bits", "fsdp2", 3),
+        pytest.param("4 bits", "fsdp", 2, marks=pytest.mark.cuda_rehearsal),
+        ("4 bits", "fsdp2", 2),
         ("dora with dropout", "single", 1),
     ],
 )
@@ -122,7 +122,10 @@ def test_losses_gradients_and_adapter_are_those_of_peft(
     given = SETTINGS | {"parallelism": parallelism, "lora_dropout": KINDS[kind].get("lora_dropout", 0)}
     if kind == "4 bits":
         model, given = wide_model, given | {"base_weights": "nf4"}
-    line = argv(model, tokens, tmp_path / "run", init_adapter=start, total_batch_size=ROWS_PER_WINDOW, **given)
+    # dropout draws numbers for each forward pass, in the plain loop for each row
+    micro_batch = 1 if "dropout" in kind else ROWS_PER_WINDOW // num_ranks
+    given |= {"init_adapter": start, "total_batch_size": ROWS_PER_WINDOW, "micro_batch_size": micro_batch}
+    line = argv(model, tokens, tmp_path / "run", **given)
     forked_runs.start(line, num_ranks).finish()
     rows = metrics(tmp_path / "run")
     assert [float(row["train_loss"]) for row in rows] == pytest.approx(losses, abs=1e-5)
@@ -150,22 +153,22 @@ def test_a_run_goes_on_with_other_ranks_and_parallelism(
         "lora_dropout": dropout,
         "total_batch_size": ROWS_PER_WINDOW,
     }
-    given |= {"max_step": 8, "save_step_interval": 2}
+    given |= {"max_step": 4, "save_step_interval": 1}
     start = None
     for number, (parallelism, num_ranks) in enumerate(RANKS, 1):
         run = tmp_path / str(number)
-        given |= {"checkpoint": start} if start else {}
+        given |= {"micro_batch_size": ROWS_PER_WINDOW // num_ranks} | ({"checkpoint": start} if start else {})
         line = argv(model, tokens, run, parallelism=parallelism, **given)
         forked_runs.start(line, num_ranks).finish()
-        start = run / "checkpoints" / f"step-{2 * number:08d}"
-    whole, cut = (load_file(tmp_path / run / "checkpoints/step-00000008/adapter_model.safetensors") for run in "14")
+        start = run / "checkpoints" / f"step-{number:08d}"
+    whole, cut = (load_file(tmp_path / run / "checkpoints/step-00000004/adapter_model.safetensors") for run in "14")
     assert any(tensor.any() for name, tensor in whole.items() if "lora_B" in name)
     if dropout:  # each rank draws its own numbers
         assert not all(torch.equal(cut[name], tensor) for name, tensor in whole.items())
-        given |= {"checkpoint": tmp_path / "1" / "checkpoints" / "step-00000004"}
+        given |= {"checkpoint": tmp_path / "1" / "checkpoints" / "step-00000002"}
         line = argv(model, tokens, tmp_path / "again", **given)
         forked_runs.start(line, 1).finish()
-        cut = load_file(tmp_path / "again" / "checkpoints" / "step-00000008" / "adapter_model.safetensors")
+        cut = load_file(tmp_path / "again" / "checkpoints" / "step-00000004" / "adapter_model.safetensors")
         assert [name for name, tensor in whole.items() if not torch.equal(cut[name], tensor)] == []
     for name, tensor in whole.items():
         torch.testing.assert_close(cut[name], tensor, rtol=0, atol=2e-4)

@@ -288,6 +288,7 @@ def test_every_argument_that_decides_the_losses_is_compared() -> None:
         *("weight_decay", "beta1", "beta2", "grad_clip"),
         *("precision", "float8", "optimizer_states", "stochastic_rounding", "attention"),
         *("seed", "isolate_documents", "eval_iters", "eval_batch_size"),
+        *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "base_weights"),
     }
     here = dict.fromkeys(flatten(arguments), 2)
     compared = {change.name for change in find_changes(dict.fromkeys(here, 1), here, ["max_length"])}
