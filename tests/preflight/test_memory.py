@@ -277,11 +277,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 MEASURED = [
     Case("single", 1, ("--gradient_accumulation_steps", "2")),
-    Case("fsdp", 2),
     Case("fsdp2", 2),
-    Case("single", 1, ("--lora_rank", "16", "--base_weights", "nf4")),
 ]
 MEASURED_MORE = [
+    Case("fsdp", 2),
+    Case("single", 1, ("--lora_rank", "16", "--base_weights", "nf4")),
     Case("single", 1, ("--lora_rank", "16", "--gradient_accumulation_steps", "2")),
     Case("ddp", 2, ("--adapter", "dora")),
     Case("fsdp", 2, ("--lora_rank", "16")),
