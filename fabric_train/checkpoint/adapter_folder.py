@@ -65,6 +65,11 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and not (folder / "model.safetensors").is_file()
 
 
+def is_exported_adapter(folder: Path) -> bool:
+    """Return whether this is a folder with an adapter that is no checkpoint of a run."""
+    return is_adapter(folder) and not (folder / "trainer.json").is_file()
+
+
 def check_files(folder: Path) -> None:
     """Raise an InputError if a folder's adapter has no weights, or only a pickle, or its configuration is damaged."""
     read_json(folder / CONFIG, dict, _ADVICE)

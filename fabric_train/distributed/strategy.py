@@ -31,8 +31,7 @@ class FSDP1Strategy(FSDPStrategy):
     """Fabric's ``FSDPStrategy`` with a device mesh, on CUDA and CPU ranks.
 
     With a mesh, state dicts hold ``DTensor``. Fabric's own class does not accept the CPU, where torch expects a device
-    as ``device_id`` instead of an index. Each rank keeps all of the
-    ``replicated`` parameters.
+    as ``device_id`` instead of an index. Each rank keeps all of the ``replicated`` parameters.
     """
 
     replicated: Sequence[nn.Parameter] = ()

@@ -23,7 +23,7 @@ from fabric_train.checkpoint import (
     checkpoints_of_all,
     describe_choice,
     find_checkpoint,
-    is_adapter,
+    is_exported_adapter,
     is_short_name,
     means_all,
     read_base_name,
@@ -87,7 +87,7 @@ def find_model(name: str) -> ComparedModel:
     """Find a model: a checkpoint, a run (see ``find_checkpoint``), a Hugging Face folder, an adapter or a hub name."""
     folder = Path(name)
     try:
-        if not is_adapter(folder) or (folder / "trainer.json").is_file():
+        if not is_exported_adapter(folder):
             return _find_whole(name)
         base = find_model(read_base_name(folder))
         identity = f"{identity_of_files(folder)}\n{base.identity}"

@@ -15,6 +15,7 @@ from fabric_train.checkpoint import (
     find_base,
     find_whole_checkpoint,
     is_adapter,
+    is_exported_adapter,
     is_short_name,
     open_adapted,
     read_base_name,
@@ -144,7 +145,7 @@ def load_for_inference(name: str, *, base_model: str | None = None, gpu_bytes: i
     """
     hf_model.quiet_transformers()
     folder = Path(name)
-    if is_adapter(folder) and not (folder / "trainer.json").is_file():
+    if is_exported_adapter(folder):
         base = base_model or read_base_name(folder)
         model, tokenizer = load_for_inference(base, gpu_bytes=gpu_bytes)
         has_own = (folder / "tokenizer_config.json").is_file()

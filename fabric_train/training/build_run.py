@@ -75,7 +75,7 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
     if run.start.checkpoint and run.start.resumes:
         if run.adapter_base and not checkpoints.is_adapter(run.start.checkpoint):
             if fabric.is_global_zero:
-                note("the optimizer begins anew: the checkpoint's states are of weights that the adapter leaves frozen")
+                note("the optimizer starts from zero: the checkpoint has states of weights that are frozen now")
             return optimizer
         progress.info("loading the optimizer's state")
         checkpoints.restore_optimizer(run.start.checkpoint, fabric, model, optimizer)
