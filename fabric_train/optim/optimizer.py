@@ -65,10 +65,16 @@ def build_optimizer(
     if _build_other is not None:
         return _build_other(groups, arguments)
     betas = (arguments.beta1, arguments.beta2)
-    weights_dtype, states = next(iter(names)).dtype, arguments.optimizer_states
+    dtypes, states = {parameter.dtype for parameter in names}, arguments.optimizer_states
+    weights_dtype = (
+        next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
+    )  # bf16 modules train beside an fp32 adapter
     in_8bit = [parameter for parameter, name in names.items() if name in decayed and states == "8bit"]
     moments_dtype = weights_dtype if states is None else getattr(torch, "float32" if states == "8bit" else states)
-    stochastic_rounding = arguments.stochastic_rounding and torch.bfloat16 in (weights_dtype, moments_dtype)
+    stochastic_rounding = arguments.stochastic_rounding and torch.bfloat16 in (
+        *(each.dtype for each in names),
+        moments_dtype,
+    )
     if moments_dtype == weights_dtype and not stochastic_rounding and not in_8bit:
         return AdamW(groups, lr=arguments.lr, betas=betas, fused=fused)
     return LowPrecisionAdamW(

@@ -125,9 +125,10 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
     is_tied = head is not None and head.weight is embedding.weight
     name_of_head = next((name for name, weight in model.named_parameters() if head and weight is head.weight), None)
     of_adapter = replace(shape, trained={name: size for name, size in shape.trained.items() if is_of_adapter(name)})
-    of_base = replace(shape, trained={name: size for name, size in shape.trained.items() if not is_of_adapter(name)})
-    states, saved_states = bytes_of_states(of_base, arguments)
     adapter_states, saved_adapter_states = bytes_of_states(of_adapter, arguments)
+    # states of whole modules have the dtype that they have beside the adapter
+    all_states, all_saved_states = bytes_of_states(shape, arguments)
+    states, saved_states = all_states - adapter_states, all_saved_states - saved_adapter_states
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained_in = (
         sum(each.numel() for each in layer.parameters() if names[id(each)] in shape.trained) for layer in layers
@@ -142,7 +143,7 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
         head=_numel(head) if name_of_head in shape.trained else 0,
         embedding=_numel(embedding),
         is_tied=is_tied,
-        trained=of_base.num_trained,
+        trained=shape.num_trained - of_adapter.num_trained,
         trained_layer=max(trained_in),
         states=states,
         saved_states=saved_states,

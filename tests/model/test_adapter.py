@@ -189,6 +189,7 @@ def test_a_checkpoint_is_an_adapter_that_plain_peft_opens(
     dtypes = {name.rpartition(".lora_")[0] != "": tensor.dtype for name, tensor in stored.items()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}  # what trains whole has the dtype of the base
     states = load_file(checkpoint / "optimizer" / "optimizer.safetensors")
+    assert {tensor.dtype for tensor in states.values()} == {torch.float32}
     assert {name.rpartition(".")[0] for name in states} == {name.removeprefix("base_model.model.") for name in stored}
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     opened: Any = peft.PeftModel.from_pretrained(base, str(checkpoint))
