@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,7 +134,7 @@ class CheckpointManager:
         texts = self._texts(state, cursors, {"interim": interim, "scheduled": scheduled})
         staging = None if waits else self._staging
         writer = RankWriter(
-            temporary, self._fabric.global_rank, writes, staging, lambda folder: self._write_texts(folder, texts)
+            temporary, self._fabric.global_rank, writes, staging, partial(self._write_texts, texts=texts)
         )
         num_bytes = sum(tensor.shape.numel() * tensor.dtype.itemsize for of_part in tensors for tensor in of_part)
         pending = _PendingSave(target, temporary, num_bytes, writer)

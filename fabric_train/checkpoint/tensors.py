@@ -37,11 +37,7 @@ from fabric_train.model.trained_parts import trained_parameters
 from fabric_train.model.weight_files import DTYPES, SHARDING_INFO, CheckpointTensors
 from fabric_train.optim.states import DeclaredStates, State
 
-_FULL = {
-    "model": "model.safetensors",
-    "adapter": ADAPTER_WEIGHTS,
-    "optimizer": "optimizer/optimizer.safetensors",
-}
+_FULL = {"model": "model.safetensors", "adapter": ADAPTER_WEIGHTS, "optimizer": "optimizer/optimizer.safetensors"}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # of the start of the data, as in the safetensors library
 
@@ -172,12 +168,8 @@ def _exchange(
 ) -> dict[int, torch.Tensor]:
     """Exchange elements between ranks, one message of bytes per pair of ranks, and return the received messages."""
     group = next((tensor.cut.group for tensor in tensors if tensor.cut), None)  # the same for all units
-    messages = {
-        rank: torch.cat([part.view(torch.uint8).to(device) for part in parts]) for rank, parts in outgoing.items()
-    }
-    sizes = {
-        rank: sum(count * tensors[index].dtype.itemsize for index, count in places) for rank, places in incoming.items()
-    }
+    messages = {to: torch.cat([part.view(torch.uint8).to(device) for part in parts]) for to, parts in outgoing.items()}
+    sizes = {rank: sum(size * tensors[one].dtype.itemsize for one, size in places) for rank, places in incoming.items()}
     return exchange_bytes(messages, sizes, group, device)
 
 

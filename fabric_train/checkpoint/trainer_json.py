@@ -105,9 +105,7 @@ class LossProgress:
 
 def to_content(record: Any) -> dict[str, Any]:
     """Return one of these dataclasses as trainer.json has it: without ``further`` where it is empty."""
-    return asdict(
-        record, dict_factory=lambda pairs: {name: value for name, value in pairs if name != "further" or value}
-    )
+    return asdict(record, dict_factory=lambda pairs: {key: value for key, value in pairs if key != "further" or value})
 
 
 def perplexity(loss: float) -> float:
@@ -153,8 +151,7 @@ class DataOrder:
 
 @dataclass(frozen=True)
 class StreamOrder:
-    """The values that determine, with the cursors, which rows of a stream a step consumes. They must be equal to
-    resume.
+    """The values that determine, with the cursors, which rows of a stream a step consumes; a resumed run has the same.
 
     ``shares`` is how much of each place a pass reads, None if it reads one place after the other; then
     ``files_of_places``, the files or splits of each place, is None too. ``seed`` is None if the order does not depend
@@ -199,9 +196,7 @@ def describe_changes(saved: DataOrder | StreamOrder, current: DataOrder | Stream
         "rows_per_epoch": "an epoch has other numbers of rows of each source (--shares, --token_shares)",
         "phases": "--phases differs in a phase that has begun",
     }
-    return [
-        f"{causes[name]}: {_difference(there[name], value)}" for name, value in here.items() if there[name] != value
-    ]
+    return [f"{causes[name]}: {_difference(there[name], now)}" for name, now in here.items() if now != there[name]]
 
 
 def _difference(saved: Any, current: Any) -> str:
@@ -455,10 +450,6 @@ _FIELDS: dict[str, Any] = {
 }
 _FIELDS |= {"arguments": (_SavedArguments, ...), "interim": (bool, False), "scheduled": (bool, True)}
 _Parsed: Any = create_model("Parsed", **_FIELDS)
-_COPIED = (
-    *("data", "base_model", "lineage", "phase_schedules", "sessions", "stages", "adapter_base"),
-    *("interim", "scheduled"),
-)
 
 
 @dataclass(frozen=True)
@@ -476,14 +467,15 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
     num_steps = _num_steps(parsed)
     if parsed.step > num_steps:
         raise InputError(f"{file}: damaged (step {parsed.step}, but its run had {num_steps} steps); {_ADVICE}")
-    return TrainerJson(
-        content=content,
-        state=TrainerState(**{field.name: getattr(parsed, field.name) for field in fields(TrainerState)}),
-        best_by=parsed.arguments.best_by,
-        num_steps=num_steps,
-        schedule_steps=parsed.schedule_steps or num_steps,
-        **{name: getattr(parsed, name) for name in _COPIED},
-    )
+    derived = {
+        "content": content,
+        "state": TrainerState(**{field.name: getattr(parsed, field.name) for field in fields(TrainerState)}),
+        "best_by": parsed.arguments.best_by,
+        "num_steps": num_steps,
+        "schedule_steps": parsed.schedule_steps or num_steps,
+    }
+    names = [field.name for field in fields(TrainerJson) if field.name not in derived]
+    return TrainerJson(**derived, **{name: getattr(parsed, name) for name in names})
 
 
 def read_stages(model_name: str) -> tuple[TrainingStage, ...]:

@@ -206,9 +206,7 @@ class JoinedRows(IndexedRows):
             found = self._parts[part].pieces(rows)
             sources = self._sources[part][found.sources]
             parts.append(replace(found, rows=np.array(numbers)[found.rows], sources=sources))
-        joined = {
-            field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(RowPieces)
-        }
+        joined = {one.name: np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(RowPieces)}
         in_order = np.argsort(joined["rows"], kind="stable")
         return RowPieces(**{name: values[in_order] for name, values in joined.items()})
 

@@ -213,9 +213,7 @@ class _OperationRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        self._own_storages |= {_storage_id(tensor) for tensor in _tensors(output)} - {
-            _storage_id(tensor) for tensor in _tensors(args)
-        }
+        self._own_storages |= {*map(_storage_id, _tensors(output))} - {*map(_storage_id, _tensors(args))}
         call = (func, self._calls[func])
         self._calls[func] += 1
         flops = _flops(func, args, kwargs or {}, output)

@@ -243,9 +243,7 @@ def _squared_norm(fabric: Fabric, model: Any, parameters: list[nn.Parameter]) ->
         if isinstance(gradient, DTensor):
             mesh, placements = gradient.device_mesh, gradient.placements
             sharding = (mesh, placements)
-            groups[sharding] = [
-                mesh.get_group(i) for i, placement in enumerate(placements) if not placement.is_replicate()
-            ]
+            groups[sharding] = [mesh.get_group(i) for i, one in enumerate(placements) if not one.is_replicate()]
         elif id(parameter) in replicated:
             sharding, groups["replicated"] = "replicated", []
         by_sharding.setdefault(sharding, []).append(local_part(gradient))

@@ -53,11 +53,7 @@ class AveragedTensors:
     def __iter__(self) -> Iterator[str]:
         return iter(self._last)
 
-    def __len__(self) -> int:
-        return len(self._last)
-
     def shape(self, name: str) -> torch.Size:
-        """Return the shape of the full tensor without reading it."""
         return self._last.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:

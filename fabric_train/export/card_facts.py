@@ -143,11 +143,9 @@ def stored_sources(record: ModelRecord) -> list[checkpoints.StageSource]:
         documents = counted.documents if counted else sum(one.documents for one in records)
         tokens = counted.tokens_in_rows if counted else sum(one.train_tokens or one.tokens for one in records)
         public = record.names[name]
-        files = [file for one in records for file in one.files]
+        files, on_hub = [file for one in records for file in one.files], [one for one in records if one.kind == "hub"]
         lines = [f"{last_part(file.sha256)}  {public}/{last_part(file.path)}" for file in files]
-        datasets = {
-            one.hub_name: checkpoints.HubDataset(one.hub_name, one.revision) for one in records if one.kind == "hub"
-        }
+        datasets = {one.hub_name: checkpoints.HubDataset(one.hub_name, one.revision) for one in on_hub}
         sources.append(checkpoints.StageSource(public, 0.0, tokens, documents, lines, [*datasets.values()]))
     total = max(sum(source.tokens or 0 for source in sources), 1)
     return [replace(source, share=(source.tokens or 0) / total) for source in sources]
@@ -266,9 +264,7 @@ def phase_rows(record: ModelRecord) -> list[Row]:
     rows = []
     for one in stretches[phases[0]["first_step"] == 1 :]:
         total = sum(one["rows_per_epoch"])
-        shares = [
-            f"{name} {count / total:.2%}" for name, count in zip(names, one["rows_per_epoch"], strict=True) if count
-        ]
+        shares = [f"{name} {rows / total:.2%}" for name, rows in zip(names, one["rows_per_epoch"], strict=True) if rows]
         own = schedules.get(one["first_step"])
         rate = "that of the run"
         if own is not None:

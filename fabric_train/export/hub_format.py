@@ -39,7 +39,7 @@ def published(model: PreTrainedModel, tensors: StoredTensors) -> StoredTensors:
         return tensors
 
 
-class PublishedTensors:
+class PublishedTensors(StoredTensors):
     """Tensors by their published names, see :func:`published`; each is read on request, and joined ones whole."""
 
     def __init__(self, model: PreTrainedModel, tensors: StoredTensors) -> None:
@@ -60,18 +60,11 @@ class PublishedTensors:
     def __iter__(self) -> Iterator[str]:
         return iter(self._in_memory)
 
-    def __len__(self) -> int:
-        return len(self._in_memory)
-
     def shape(self, name: str) -> torch.Size:
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors.dtype(self._in_memory[name])
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return the published tensor on the CPU. Do not change it."""
-        return self.read_block(name, (0,) * len(self._shapes[name]), self._shapes[name])
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Return the block of ``shape`` that begins at ``offsets`` of the published tensor."""

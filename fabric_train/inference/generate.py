@@ -130,9 +130,7 @@ def generate(
     new = [row[longest:] for row in output.tolist()]
     unfinished: Literal["interrupt", "length"] = "interrupt" if interrupted.happened else "length"
     cut = [(ids, *_cut(tokenizer, ids, row, settings.stop, ends)) for ids, row in zip(encoded, new, strict=True)]
-    return [
-        GeneratedText(ids, new_ids, text, "stop" if ended else unfinished, seconds) for ids, new_ids, text, ended in cut
-    ]
+    return [GeneratedText(ids, own, text, "stop" if ended else unfinished, seconds) for ids, own, text, ended in cut]
 
 
 def _all_ends(model: Any, tokenizer: Any, more: Sequence[int]) -> list[int]:

@@ -67,10 +67,7 @@ class ModelShape:
 
 
 def read_shape(
-    source: str,
-    layer_class: str = DEFAULT_LAYER_CLASS,
-    attention: str | None = None,
-    adapter: Adapter | None = None,
+    source: str, layer_class: str = DEFAULT_LAYER_CLASS, attention: str | None = None, adapter: Adapter | None = None
 ) -> ModelShape:
     """Read the configuration of a hub name or folder and return the shape of its model, built on the meta device.
 

@@ -60,8 +60,6 @@ class StoredTensors(Weights, Protocol):
 
     def __iter__(self) -> Iterator[str]: ...
 
-    def __len__(self) -> int: ...
-
     def shape(self, name: str) -> torch.Size:
         """Return the shape of the full tensor without reading it."""
 
@@ -70,9 +68,10 @@ class StoredTensors(Weights, Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """Return the full tensor on the CPU. Do not change it."""
+        return self.read_block(name, (0,) * len(self.shape(name)), self.shape(name))
 
 
-class CheckpointTensors:
+class CheckpointTensors(StoredTensors):
     """The tensors of safetensors files by name, in one piece or several; each is read on request.
 
     Pages of a mapped file that were read stay in memory, so only the last few files stay mapped. ``advice`` is what the
@@ -95,9 +94,6 @@ class CheckpointTensors:
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)
 
-    def __len__(self) -> int:
-        return len(self._pieces)
-
     def shape(self, name: str) -> torch.Size:
         return self._shapes[name]
 
@@ -116,7 +112,7 @@ class CheckpointTensors:
         pieces, shape = self._pieces[name], self.shape(name)
         if len(pieces) == 1 and shape and 0 not in shape:
             return self._file(pieces[0].file).get_slice(name)[:]
-        return self.read_block(name, (0,) * len(shape), shape)
+        return super().read(name)
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Read only the block of ``shape`` that begins at ``offsets`` of the full tensor, on the CPU.

@@ -9,14 +9,7 @@ from fabric_train.distributed.memory import process_memory
 from fabric_train.distributed.precision import compute_dtype, weights_dtype
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.preflight.memory_activations import Activations, MicroBatch, trace_activations
-from fabric_train.preflight.memory_layout import (
-    REDUCED_BYTES,
-    Layout,
-    Units,
-    make_layout,
-    offloaded_bytes,
-    read_units,
-)
+from fabric_train.preflight.memory_layout import REDUCED_BYTES, Layout, Units, make_layout, offloaded_bytes, read_units
 from fabric_train.training.prepared_run import StepPlan
 
 if TYPE_CHECKING:

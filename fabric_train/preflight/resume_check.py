@@ -32,11 +32,7 @@ _DECIDE_THE_LOSSES = (
 )
 _ATTENTION = "fabric_train attention"
 _VALIDATION = "fabric_train validation rows"
-OWN_VERSIONS = {
-    "fabric_train learning rates": SCHEDULES_VERSION,
-    _VALIDATION: VALIDATION_VERSION,
-    _ATTENTION: "1",
-}
+OWN_VERSIONS = {"fabric_train learning rates": SCHEDULES_VERSION, _VALIDATION: VALIDATION_VERSION, _ATTENTION: "1"}
 """Versions of what this program itself computes; checkpoints from before they were counted have version 1."""
 
 _OF_THIS_START = ("resume", "checkpoint", "branch", "weights_only", "allow_changes", "eval_only", "self_check")

@@ -250,9 +250,7 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
         raise InputError(*faults)
     first, manifest = merged[0], merge_manifests(merged)
     without_index = [dataset.folder for dataset in merged if not dataset.manifest.has_index]
-    num_bytes = sum(
-        file.stat().st_size for dataset in merged for split in dataset.splits.values() for file in split.files
-    )
+    num_bytes = sum(file.stat().st_size for one in merged for split in one.splits.values() for file in split.files)
     columns = (DownloadColumn(), TimeRemainingColumn())
     with complete_folder(target) as folder, transient_bar("copying", *columns) as (bar, task):
         bar.update(task, total=num_bytes)

@@ -26,14 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError, first_line
+from fabric_train.tokenization.chats import template_limits
 from fabric_train.tokenization.chats.control_tokens import Span, check_surrogates
-from fabric_train.tokenization.chats.template_limits import (
-    MEMORY,
-    OutOfTimeError,
-    find_fault_in_child,
-    limited_memory,
-    limited_time,
-)
 from fabric_train.tokenization.documents import BadRowError, Message
 from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
 
@@ -100,7 +94,7 @@ class ChatTemplate:
             return
         import transformers.utils.chat_template_utils  # noqa: F401 - slow: here, and not in the child
 
-        if fault := find_fault_in_child(lambda: self._learn(added_tokens)):
+        if fault := template_limits.find_fault_in_child(lambda: self._learn(added_tokens)):
             raise BadRowError(fault)
         _tried.add(self.source)
 
@@ -168,7 +162,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            with limited_time(_SECONDS), limited_memory(MEMORY):
+            with template_limits.limited_time(_SECONDS), template_limits.limited_memory(template_limits.MEMORY):
                 rendered: Any = render_jinja_template(
                     [messages],
                     tools=tools,
@@ -177,10 +171,12 @@ class ChatTemplate:
                     return_assistant_tokens_mask=marks,
                     **self._variables,
                 )
-        except OutOfTimeError:
+        except template_limits.OutOfTimeError:
             raise BadRowError(f"the chat template is not done after {_SECONDS:g} s; it may never end") from None
         except MemoryError:
-            raise BadRowError(f"the chat template takes more than {MEMORY >> 20} MiB of memory") from None
+            raise BadRowError(
+                f"the chat template takes more than {template_limits.MEMORY >> 20} MiB of memory"
+            ) from None
         except TemplateError as error:
             raise BadRowError(f"the chat template refuses it: {first_line(error)[:_LONGEST_REASON]}") from None
         except Exception as error:  # noqa: BLE001 - a template is a program, which can raise anything
@@ -202,9 +198,7 @@ class ChatTemplate:
         written = {token for token in added_tokens if token in frame}
         self.control_tokens = tuple(sorted(written.union(self.control_tokens)))
         after = answered.partition(contents[1])[2].lstrip()
-        self.end_of_turn = max(
-            (token for token in self.control_tokens if after.startswith(token)), key=len, default=None
-        )
+        self.end_of_turn = max((one for one in self.control_tokens if after.startswith(one)), key=len, default=None)
 
     def _mark_turn(self, messages: list[Message], tools: list[Any] | None, turn: int, text: str) -> Span:
         until = text if turn == len(messages) - 1 else self.render(messages[: turn + 1], tools)
@@ -231,9 +225,7 @@ class ChatTemplate:
                 f"the chat template has {{% generation %}} around {len(marked)} of {len(spoken)} turns of the "
                 "assistant; give a corrected one by --chat_template"
             )
-        spans = {
-            turn: self._with_end_of_turn(text, begin, end) for turn, (begin, end) in zip(spoken, marked, strict=True)
-        }
+        spans = {turn: self._with_end_of_turn(text, *span) for turn, span in zip(spoken, marked, strict=True)}
         for turn in turns:
             _check_content_rendered(messages, turn, text, spans[turn])
         return [spans[turn] for turn in turns]

@@ -113,9 +113,7 @@ def _pairs(
     values: Callable[[CorpusSummary, str], tuple[float, tuple[str, ...]]],
 ) -> list[tuple[str, ...]]:
     """Return lines for A and B under each name that one has; ``values`` gives a name's share in a corpus, and cells."""
-    found = [
-        {name: values(corpus, name) for name in own} for corpus, own in zip(comparison.corpora, names, strict=True)
-    ]
+    found = [{name: values(one, name) for name in own} for one, own in zip(comparison.corpora, names, strict=True)]
     shares = {name: max(own[name][0] for own in found if name in own) for own in found for name in own}
     absent = (_NONE,) * max(len(cells) for own in found for _, cells in own.values())
     return [

@@ -101,12 +101,10 @@ def _print_lengths(report: reports.DatasetReport, console: Console) -> None:
         return
     bars = reports.histogram(counts.lengths)
     most = max((bar.count for bar in bars), default=1) or 1
-    name_width = max((len(bar.name) for bar in bars), default=0)
+    width = max((len(bar.name) for bar in bars), default=0)
     for bar in bars:
         block = "█" * max(round(_BAR_WIDTH * bar.count / most), 1 if bar.count else 0)
-        console.print(
-            Text(f"{bar.name:>{name_width}} ").append(block, "cyan").append(f" {bar.count:,}"), soft_wrap=True
-        )
+        console.print(Text(f"{bar.name:>{width}} ").append(block, "cyan").append(f" {bar.count:,}"), soft_wrap=True)
     percentiles = "   ".join(f"{name} {value:,}" for name, value in reports.length_facts(counts.lengths))
     for line in (percentiles, *reports.length_notes(report)):
         console.print(Text(line))

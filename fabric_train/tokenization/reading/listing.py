@@ -150,9 +150,7 @@ def list_pattern(pattern: str, is_wanted: Callable[[str], bool]) -> Listing:
         except ValueError as error:
             raise InputError(f"{pattern}: {error}; put it between two slashes") from None
         roots = glob.glob(os.path.dirname(head)) if os.path.dirname(head) else [""]
-        found = [
-            path for path in _walk((root for root in roots if os.path.isdir(root or ".")), repeated) if matches(path)
-        ]
+        found = [path for path in _walk((one for one in roots if os.path.isdir(one or ".")), repeated) if matches(path)]
     else:
         found = [path for path in glob.glob(pattern) if not os.path.isdir(path)]
     if str(Path(pattern)) != pattern:  # it has // or ./
