@@ -67,10 +67,7 @@ class LocalTensor:
 
 
 def local_weights(model: Any) -> list[LocalTensor]:
-    """Return the parameters and persistent buffers of a set-up model. A tied weight appears once.
-
-    Of a model with an adapter, return what trains, under peft's names.
-    """
+    """Return parameters and persistent buffers, tied weights once; with an adapter what trains, under peft's names."""
     cuts = flat_shards(model)
     if next(adapted_layers(model), None):
         return [_local(PREFIX + name, parameter, cuts) for name, parameter in trained_parameters(model)]
@@ -122,8 +119,7 @@ def _local_state(
 def align_to_rows(tensors: list[LocalTensor], device: torch.device) -> list[LocalTensor]:
     """Make every part begin and end at a row of its tensor, which belongs to the rank of its first element.
 
-    The others send their elements of it, over ``device``: NCCL does not take what ``--cpu_offload`` keeps in host
-    memory.
+    The others send their elements of it, over ``device``: NCCL does not take what ``--cpu_offload`` keeps on the host.
     """
     outgoing: dict[int, list[torch.Tensor]] = {}
     incoming: dict[int, list[tuple[int, int]]] = {}  # rank → (index of the tensor, number of elements)
@@ -241,10 +237,7 @@ class Write:
 
 
 def rank_writes(part: str, tensors: list[LocalTensor], fabric: Fabric, state_dict_type: str) -> list[Write]:
-    """Return this rank's writes of ``part``, "model", "adapter" or "optimizer".
-
-    ``state_dict_type`` is "full" or "sharded"; an adapter is in one file.
-    """
+    """Return this rank's writes of ``part`` (model, adapter, optimizer), "full" or "sharded"; adapters are full."""
     if state_dict_type == "sharded" and part != "adapter":
         return sharded_writes(part, align_to_rows(tensors, fabric.device), fabric.global_rank)
     return full_writes(part, tensors, fabric.global_rank)
@@ -308,8 +301,7 @@ def safetensors_header(
 ) -> tuple[bytes, dict[str, int]]:
     """Return the header of a safetensors file and the offset of each tensor in the file.
 
-    Tensors keep their order, so that a flat vector of FSDP1 is contiguous in the file; but larger dtypes come first, so
-    that all are aligned.
+    Tensors keep their order, so that a flat vector of FSDP1 is contiguous; but larger dtypes come first, to be aligned.
     """
     content: dict[str, object] = {"__metadata__": dict(metadata)}
     begins, begin = {}, 0

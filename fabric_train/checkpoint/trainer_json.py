@@ -132,8 +132,7 @@ class DataOrder:
     """The values that determine which rows a step consumes. They must be equal to resume a run.
 
     ``num_rows`` are those of an epoch. ``version`` is 2 for a mixture, else 1. ``rows_per_epoch`` are the rows of each
-    source of a mixture. ``phases`` have others, from their first step to that of the next one; those that have not
-    begun may change.
+    source of a mixture. ``phases`` have others, from their first step to that of the next one; later ones may change.
     """
 
     fingerprint: str
@@ -282,9 +281,8 @@ SPLIT_ARGUMENTS = (
 class TrainingSession:
     """The steps of a run after ``after_step`` that the same processes took, and the devices and the time for them.
 
-    ``device`` is a ``device_name``. ``seconds`` are from the first step to the save of the checkpoint, evaluations
-    included. ``arguments`` are ``SPLIT_ARGUMENTS`` and ``log_step_interval``; empty if an earlier version saved the
-    checkpoint.
+    ``device`` is a ``device_name``. ``seconds`` are from the first step to the save, evaluations included.
+    ``arguments`` are ``SPLIT_ARGUMENTS`` and ``log_step_interval``; empty if an earlier version saved it.
     """
 
     after_step: Count
@@ -310,8 +308,7 @@ class HubDataset:
 class StageSource:
     """What a stage of training read of a source, by its public name; of a stream, the numbers are None.
 
-    ``share`` is that of the stage's tokens, for a stream of its pass. ``files`` are lines of ``sha256sum``,
-    SOURCE/FILE.
+    ``share`` is that of the stage's tokens, for a stream of its pass. ``files`` are ``sha256sum`` lines, SOURCE/FILE.
     """
 
     name: str
@@ -380,9 +377,8 @@ class TrainerJson:
     """The content of a trainer.json; for most fields see :class:`Description`.
 
     ``best_by`` is the source whose validation loss says which checkpoint is the best; "all" for the whole. ``interim``:
-    it stays only while its validation loss is the lowest, see ``discovery.prune``. ``scheduled``: an interval, or the
-    end of an epoch or of the run, is the reason for it, not a signal. ``num_steps`` and ``schedule_steps`` are infinite
-    if not known.
+    it stays only while its validation loss is the lowest, see ``discovery.prune``. ``scheduled``: an interval or the
+    end of an epoch or run is the reason, not a signal. ``num_steps`` and ``schedule_steps`` may be infinite.
     """
 
     content: dict[str, Any]

@@ -109,10 +109,7 @@ def _first_rows(index: DocumentIndex, files: np.ndarray) -> list[int]:
 
 
 def rows_of(shares: Shares, sources: Sequence[ListedSource], folders: Sequence[str]) -> tuple[int, ...]:
-    """Return the rows that an epoch takes of each listed source.
-
-    The share of one of the ``folders`` counts for those of its sources that have none of their own.
-    """
+    """Return an epoch's rows of each source; a folder's share is that of its sources without one of their own."""
     given = list(_shares_of(shares, sources, folders))
     if not any(given):
         raise InputError(f"{shares.option}: nothing is left to train on; give a number above 0")

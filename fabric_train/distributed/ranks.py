@@ -87,9 +87,8 @@ def exchange_bytes(
 ) -> dict[int, torch.Tensor]:
     """Send uint8 messages to ranks of a group and receive others, at most one to and from each.
 
-    ``outgoing`` are messages on ``device`` by receiving rank, ``incoming`` the number of bytes by sending rank.
-    ``group`` is None for a single rank, which has nothing to exchange. The received messages are returned by sending
-    rank.
+    ``outgoing`` are on ``device``, by receiving rank, ``incoming`` the number of bytes by sending rank. ``group`` is
+    None for a single rank, which has nothing to exchange. Received messages are returned by sending rank.
     """
     received = {rank: torch.empty(size, dtype=torch.uint8, device=device) for rank, size in sorted(incoming.items())}
     pairs = [(dist.isend, sorted(outgoing.items())), (dist.irecv, received.items())]

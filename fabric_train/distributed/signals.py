@@ -188,8 +188,7 @@ _SLOW_PHASES = (StepPhase.LOADING, StepPhase.COMPLETING, StepPhase.SAVING, StepP
 class Position:
     """A point that every rank passes; an earlier one compares as less.
 
-    ``index`` is that of the micro-batch or validation batch in the phase. ``is_slow``: a rank may legitimately keep the
-    others waiting here for long.
+    ``index`` is that of the micro-batch or validation batch. ``is_slow``: the others may have to wait here for long.
     """
 
     step: int = 0

@@ -164,10 +164,7 @@ def seen_shares(record: ModelRecord) -> list[tuple[str, float]]:
 
 
 def _seen_of_sources(record: ModelRecord) -> dict[str, float]:
-    """Return the share of the tokens seen of each source of documents in a mixture by its public name, if it is known.
-
-    A token dataset gives tokens of its sources as it has them.
-    """
+    """Return each source's share of the tokens seen in a mixture, in proportion to its dataset, by public name."""
     rows, tokens = record.saved.state.rows_of_sources, record.saved.content.get("mixture_tokens") or ()
     if not rows or len(rows) != len(tokens) or not all(map(bool, tokens)):
         return {}

@@ -29,10 +29,7 @@ BLOCK_BYTES = 4 << 20
 
 
 def published(model: PreTrainedModel, tensors: StoredTensors) -> StoredTensors:
-    """Return the tensors of a model by their published names, or as they are if one cannot be converted alone.
-
-    ``tensors`` have the names in memory. The model's parameters may be on the meta device.
-    """
+    """Return tensors, by names in memory, by their published names; as they are if one cannot be converted alone."""
     try:
         return PublishedTensors(model, tensors)
     except (LookupError, RuntimeError, TypeError, ValueError):

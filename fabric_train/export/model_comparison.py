@@ -138,11 +138,7 @@ def _compare_merged(sides: _Sides) -> tuple[OutputReport, OutputReport]:
 
 
 def compare_adapter(folder: Path, source: ExportSource) -> VerificationReport:
-    """Compare an exported adapter with its checkpoint: all tensors, and logits of plain peft with those computed here.
-
-    Raises:
-        InputError: peft is not installed, or cannot open the folder.
-    """
+    """Compare an exported adapter: tensors, and logits of plain peft; an InputError if peft cannot open it."""
     exported, stored = AdapterTensors(folder), AdapterTensors(source.checkpoint)
     common = [name for name in stored if name in {*exported}]
     opened, shape = open_unmerged(source.checkpoint, torch.float32)

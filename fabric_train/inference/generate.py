@@ -184,10 +184,7 @@ class _Interrupted(StoppingCriteria):
 def _cut(
     tokenizer: Any, prompt_ids: list[int], row: list[int], stop: Sequence[str], ends: Sequence[int]
 ) -> tuple[list[int], str, bool]:
-    """Cut a row of new ids where its text ends, for other rows of the batch may have gone on.
-
-    Return the new ids, the text, and whether a token or a text ended it.
-    """
+    """Cut a row of new ids where its text ends; return them, the text, and whether a token or a text ended it."""
     end = next((place for place, id_ in enumerate(row, 1) if id_ in ends), None)
     new_ids = row[:end]
     text = continuation(tokenizer, prompt_ids, new_ids)

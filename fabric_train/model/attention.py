@@ -128,11 +128,7 @@ def attend(
 
 
 def choose_attention(shape: "ModelShape", arguments: "TrainArguments") -> str | None:
-    """Replace the ``sdpa`` of a model on a GPU by :func:`attend`, where it works: ``config._attn_implementation``
-    changes.
-
-    Return why the model keeps its masks; None if it does not, or is not to be changed.
-    """
+    """Replace a model's ``sdpa`` on a GPU by :func:`attend`; return why not, None if it is or need not be."""
     if arguments.model.attention != "sdpa":
         return None
     if not arguments.planning.plans_for_others:

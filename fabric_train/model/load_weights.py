@@ -1,8 +1,7 @@
 """Build a model on the meta device, and later read each rank's part of its weights; or load it in full.
 
 If a Hugging Face folder uses other names or splits of weights than transformers does now (Mixtral's experts), its own
-mapping is applied to one weight at a time. transformers loads pickles, quantized weights, and some kept in fp32, in
-full.
+mapping is applied to one weight at a time. Pickles, quantized weights, and some kept in fp32 are loaded in full.
 """
 
 import copy
@@ -225,8 +224,7 @@ class _Recipe:
 class _PretrainedWeights:
     """The weights of Hugging Face files under the model's names, mapped as ``from_pretrained`` maps them.
 
-    Stored tensors that the model does not know are ignored, as ``from_pretrained`` does. The files may store a tied
-    weight under any of its names.
+    Unknown tensors are ignored, as there. The files may store a tied weight under any of its names.
     """
 
     def __init__(self, model: PreTrainedModel, tensors: weight_files.CheckpointTensors) -> None:

@@ -74,8 +74,7 @@ class StoredTensors(Weights, Protocol):
 class CheckpointTensors(StoredTensors):
     """The tensors of safetensors files by name, in one piece or several; each is read on request.
 
-    Pages of a mapped file that were read stay in memory, so only the last few files stay mapped. ``advice`` is what the
-    user can do if a file cannot be read.
+    Pages that were read stay in memory, so only the last few files stay mapped. ``advice`` is for an unreadable file.
     """
 
     def __init__(self, files: list[Path], advice: str = "use another checkpoint") -> None:
@@ -105,10 +104,7 @@ class CheckpointTensors(StoredTensors):
         return self._pieces[name][0].file
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the full tensor on the CPU in its stored dtype.
-
-        A tensor from one file is a view of the file's mapping. Writing into it does not change the file.
-        """
+        """Return the full tensor on the CPU in its stored dtype, maybe a view of the file, which no write changes."""
         pieces, shape = self._pieces[name], self.shape(name)
         if len(pieces) == 1 and shape and 0 not in shape:
             return self._file(pieces[0].file).get_slice(name)[:]

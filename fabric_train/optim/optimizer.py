@@ -90,8 +90,7 @@ def build_optimizer(
 def use_triton(optimizer: LowPrecisionAdamW) -> str | None:
     """Let one Triton kernel update all parameters if it works on their device; else return why it does not.
 
-    It has to give the same results for small parameters that are stored like the optimizer's. This also compiles the
-    kernel before the first step.
+    It must give the same results for small parameters stored alike, which also compiles it before the first step.
     """
     fault: str | None
     try:

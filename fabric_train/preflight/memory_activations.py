@@ -69,10 +69,7 @@ def attention_on_gpu(
 
 
 class _LiveBytes(TorchDispatchMode):
-    """The bytes of the storages that operations have made and that are still alive, now and at the peak.
-
-    Those of the ``model`` do not count.
-    """
+    """The bytes of live storages that operations have made, without those of the ``model``, now and at the peak."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

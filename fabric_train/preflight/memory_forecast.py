@@ -201,8 +201,7 @@ def _sharded_phases(units: Units, layout: Layout, activations: Activations, grad
 def _reducing(numel: int, layout: Layout) -> int:
     """Return the bytes that reducing the gradients of a unit takes, besides the gradients themselves.
 
-    These are a copy in fp32, or fsdp's flat gradient if they are fp32 already, and the part that this rank gets, in
-    fp32 and then in the type of the weights.
+    A copy in fp32, or fsdp's flat gradient in fp32, and this rank's part, in fp32 and in the type of the weights.
     """
     return REDUCED_BYTES * numel + (REDUCED_BYTES + layout.held) * numel // layout.num_shards
 

@@ -63,8 +63,7 @@ class Units:
 class Layout:
     """How ranks share a model.
 
-    The model is split among ``world_size // num_data_ranks`` tensor-parallel ranks, then sharded among ``num_shards``
-    ranks, in ``num_copies`` groups.
+    It is split among ``world_size // num_data_ranks`` ranks, then sharded among ``num_shards``, ``num_copies`` times.
     """
 
     name: str  # the parallelism

@@ -73,10 +73,7 @@ def build_token_dataset(arguments: TokenizeArguments, check: ParityCheck, sizes:
 
 
 def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSources) -> Manifest:
-    """Select the documents of each split, pack them into rows, and write all but the tokenizer into ``folder``.
-
-    ``encoded`` has no records afterwards.
-    """
+    """Select each split's documents, pack them, write all but the tokenizer; ``encoded`` has no records afterwards."""
     arguments = corpus.arguments
     tokenizer = _tokenizer_record(corpus, encoded)
     near = None
@@ -236,22 +233,19 @@ def _sum_counts(all_counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _with_shares(
-    sources: Sequence[SourceRecord],
-    collections: Sequence[Collection],
-    splits: dict[str, Split],
-    arguments: TokenizeArguments,
+    sources: Sequence[SourceRecord], found: Sequence[Collection], splits: dict[str, Split], arguments: TokenizeArguments
 ) -> list[SourceRecord]:
     """Return the sources' records with their documents and tokens, and with their shares of the train split."""
     train = splits["train"]
     tokens_in_train = tokens_by_source(train.collection, train.order, len(arguments.dataset))
-    left_for_train = tokens_by_source(collections[0], collections[0].kept, len(arguments.dataset))
+    left_for_train = tokens_by_source(found[0], found[0].kept, len(arguments.dataset))
     for name, split in splits.items():
-        if name != "train" and split.collection is collections[0]:
+        if name != "train" and split.collection is found[0]:
             left_for_train -= tokens_by_source(split.collection, split.order, len(arguments.dataset))
     records = []
     for number, record in enumerate(sources):
         is_train = number < len(arguments.dataset)
-        collection = collections[0] if is_train else collections[-1]
+        collection = found[0] if is_train else found[-1]
         own = collection.kept[collection.sources[collection.kept] == number]
         sampled = int(tokens_in_train[number]) if is_train else 0
         record = replace(

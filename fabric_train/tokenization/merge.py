@@ -238,8 +238,7 @@ def _merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes) -> N
 def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
     """Write the rows of ``folders``, in this order, as the token dataset ``target``, which is complete or absent.
 
-    Documents are not compared: one that is in two of the datasets comes twice. Return the manifest, and notes for the
-    user.
+    Documents are not compared: one that is in two datasets comes twice. Return the manifest and notes.
     """
     check_not_taken(target)
     for folder in folders:

@@ -1,7 +1,6 @@
 """Select the documents of each split, their order and their number of repeats: caps, deduplication, split, mixture.
 
-The result depends only on the order of the documents in the sources, the settings and the seed, not on the number of
-processes or shards.
+The result depends only on the documents' order, the settings and the seed, not on processes or shards.
 """
 
 from collections import Counter, defaultdict

@@ -62,8 +62,7 @@ class Logger:
 class LoggedRun:
     """The run that loggers are opened for.
 
-    ``last_step`` is the last one that is logged already, or -1. ``columns`` are those of metrics.csv beside the usual
-    ones.
+    ``last_step`` is the last one that is logged already, or -1. ``columns`` are further ones of metrics.csv.
     """
 
     folder: Path

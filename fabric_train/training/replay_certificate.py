@@ -32,8 +32,7 @@ _SHOWN_FAULTS = 20
 class RunLayout:
     """How the computation of steps was split from ``first_step`` on.
 
-    ``device`` is the name of a device, None if it is not known. ``split`` has ``SPLIT_ARGUMENTS``; it is empty for the
-    session of an earlier version of which no checkpoint is left.
+    ``device`` is None if unknown. ``split`` has ``SPLIT_ARGUMENTS``, none for an earlier version without checkpoint.
     """
 
     num_devices: int

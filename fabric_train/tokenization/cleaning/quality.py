@@ -1,7 +1,4 @@
-"""Drop documents of low quality by the published rules of Gopher, C4 and FineWeb.
-
-``docs/cleaning.md`` lists the rules with their sources.
-"""
+"""Drop documents of low quality by the published rules of Gopher, C4 and FineWeb, see ``docs/cleaning.md``."""
 
 import re
 from collections import Counter

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import groupby
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -69,13 +70,8 @@ def _rich_table(table: reports.TextTable) -> Table:
     shown = Table(box=box.SIMPLE)
     for index, name in enumerate(table.columns):
         is_words = index < table.num_words
-        shown.add_column(
-            Text(name),
-            justify="left" if is_words else "right",
-            overflow="fold",
-            no_wrap=not is_words,
-            header_style="dim",
-        )
+        justify: Literal["left", "right"] = "left" if is_words else "right"
+        shown.add_column(Text(name), justify=justify, overflow="fold", no_wrap=not is_words, header_style="dim")
     for depth, line in zip(table.depth, table.lines, strict=True):
         first, *others = (Text(visible(text)) for text in line)
         shown.add_row(Text("  " * depth) + first, *others)

@@ -247,8 +247,7 @@ def hashed_files(root: Path, files: ListedFiles, digests: np.ndarray) -> tuple[S
 def check_unchanged(file: ListedFile, digest: bytes | None = None) -> None:
     """Check that size and ``mtime_ns`` of a file are still what they were when it was listed.
 
-    With ``digest``, its SHA-256 of that time, the file is hashed again if only ``ctime_ns`` has changed. InputError if
-    its size, time or content has changed, or it is gone.
+    With ``digest``, its SHA-256, it is hashed again if only ``ctime_ns`` differs. InputError if it changed or is gone.
     """
     try:
         now = list_file(file.name)

@@ -134,10 +134,7 @@ def open_each(open_one: Callable[[Given], Opened], given: Iterable[Given]) -> li
 
 
 def open_sources(names: list[str], option: str, stream: bool, downloads: Path) -> list[Source]:
-    """Open every source of ``option``, in the order of ``names``; ``downloads`` is the folder for files of URLs.
-
-    InputError, with one line for each name that cannot be opened.
-    """
+    """Open every source of ``option``; files of URLs come into ``downloads``. InputError with a line for each fault."""
     return open_each(lambda name: _open(name, option, stream, downloads), names)
 
 
