@@ -40,9 +40,7 @@ class ListedSource:
         return sum(len(rows) for _, rows in self.slices)
 
 
-def list_sources(
-    parts: Sequence[TokenDataset], folders: Sequence[str], shares: Sequence[Shares]
-) -> Iterator[ListedSource]:
+def list_sources(parts: Sequence[TokenDataset], folders: Sequence[str], shares: list[Shares]) -> Iterator[ListedSource]:
     """Yield each token dataset, or its sources that some shares name and then its other sources together."""
     named: list[list[str]] = [[] for _ in folders]
     options: dict[tuple[int, str], str] = {}

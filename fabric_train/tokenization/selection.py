@@ -180,9 +180,7 @@ def _last_within_caps(lengths: np.ndarray, max_documents: int | None, max_tokens
     return last
 
 
-def select(
-    collections: Sequence[Collection], sources: Sequence[Source], arguments: TokenizeArguments
-) -> dict[str, Split]:
+def select(collections: Sequence[Collection], sources: list[Source], arguments: TokenizeArguments) -> dict[str, Split]:
     """Return the documents of each split; InputError if --weights names a source without a document for training."""
     collection = collections[0]
     share = 0.0 if arguments.validation_dataset else arguments.validation_split
