@@ -81,9 +81,7 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     faults = faults or _faults_of_rows(run, checkpoint)
     changes = list(_changes(saved.arguments, _as_saved(arguments, plan)))
     in_data = () if run.order.seed is None else ("seed",)  # the comparison of the data order reports it
-    limited = () if arguments.evaluation.eval_iters is None else ("eval_batch_size",)  # else it only splits the batches
-    decide = {*_DECIDE_THE_LOSSES, *limited} - {*in_data}
-    deciding = [change for change in changes if change.name in decide]
+    deciding = [change for change in changes if _decides(change, arguments) and change.name not in in_data]
     deciding += find_changes_of_begun_phases(run, saved.phase_schedules, run.start.state.step)
     if not arguments.checkpoint.allow_changes:
         faults += [
@@ -264,6 +262,13 @@ def _changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Chan
     for name, value in here.items():
         if name in there and name not in _OF_THIS_START and there[name] != value:
             yield Change(name, there[name], value)
+
+
+def _decides(change: Change, arguments: "TrainArguments") -> bool:
+    """Whether the losses change. The size of validation batches matters only if their number is limited."""
+    if change.name == "eval_batch_size":
+        return arguments.evaluation.eval_iters is not None
+    return change.name in _DECIDE_THE_LOSSES
 
 
 def _joined(changes: Iterable[Change]) -> str:

@@ -26,8 +26,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.tokenization.chats import template_limits
 from fabric_train.tokenization.chats.control_tokens import Span, check_surrogates
+from fabric_train.tokenization.chats.template_limits import (
+    MEMORY,
+    OutOfTimeError,
+    find_fault_in_child,
+    limited_memory,
+    limited_time,
+)
 from fabric_train.tokenization.documents import BadRowError, Message
 from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
 
@@ -94,7 +100,7 @@ class ChatTemplate:
             return
         import transformers.utils.chat_template_utils  # noqa: F401 - slow: here, and not in the child
 
-        if fault := template_limits.find_fault_in_child(lambda: self._learn(added_tokens)):
+        if fault := find_fault_in_child(lambda: self._learn(added_tokens)):
             raise BadRowError(fault)
         _tried.add(self.source)
 
@@ -162,7 +168,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            with template_limits.limited_time(_SECONDS), template_limits.limited_memory(template_limits.MEMORY):
+            with limited_time(_SECONDS), limited_memory(MEMORY):
                 rendered: Any = render_jinja_template(
                     [messages],
                     tools=tools,
@@ -171,12 +177,10 @@ class ChatTemplate:
                     return_assistant_tokens_mask=marks,
                     **self._variables,
                 )
-        except template_limits.OutOfTimeError:
+        except OutOfTimeError:
             raise BadRowError(f"the chat template is not done after {_SECONDS:g} s; it may never end") from None
         except MemoryError:
-            raise BadRowError(
-                f"the chat template takes more than {template_limits.MEMORY >> 20} MiB of memory"
-            ) from None
+            raise BadRowError(f"the chat template takes more than {MEMORY >> 20} MiB of memory") from None
         except TemplateError as error:
             raise BadRowError(f"the chat template refuses it: {first_line(error)[:_LONGEST_REASON]}") from None
         except Exception as error:  # noqa: BLE001 - a template is a program, which can raise anything
