@@ -30,7 +30,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fabric_train.cli.argument_types import show_size
+from fabric_train.cli.argument_types import counted, show_size
 from fabric_train.cli.errors import FAILURE, run_program
 from fabric_train.cli.output import open_console
 from fabric_train.cli.parser import parse_arguments
@@ -165,14 +165,14 @@ def _check_driver(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
     if not num_gpus:
         return "ok", f"no NVIDIA GPU here, runs use the CPU; {built}{wanted or 'without CUDA'}"
     if wanted is None:
-        kind = f"without CUDA, and {_many(num_gpus, 'GPU')} would not be used"
+        kind = f"without CUDA, and {counted(num_gpus, 'GPU')} would not be used"
         return "fault", built + kind, f"pip install torch=={torch['__version__'].split('+')[0]} from PyPI"
     major = int(built_for.split(".")[0])
     newer = f"driver {_MIN_DRIVER.get(major, 'of CUDA ' + built_for)} or newer"
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
-        return "fault", f"{_many(num_gpus, 'GPU')}, and no driver is loaded", f"install {newer}"
+        return "fault", f"{counted(num_gpus, 'GPU')}, and no driver is loaded", f"install {newer}"
     numbers = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
     loaded = numbers[0] if numbers else "of an unknown version"
     if cuda is None:
@@ -193,7 +193,7 @@ def _check_visible_gpus(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
         if listed:
             return "warning", f"{setting}, and there is no GPU", "runs use the CPU; unset it"
         return "ok", "none"
-    here = f"this machine has {_many(num_gpus, 'GPU')}"
+    here = f"this machine has {counted(num_gpus, 'GPU')}"
     if listed is not None and listed.strip() in ("", "-1", "NoDevFiles"):
         found = f"{setting}, so runs use the CPU; {here}"
         return "warning", found, "unset it, or ask the scheduler for GPUs (Slurm: --gpus-per-node)"
@@ -390,10 +390,6 @@ def _check_folder(folder: Path, wanted: float, level: Level) -> Finding:
         fix = f"free some space there: less than {show_size(wanted)} is often too little"
         return "warning", found, fix
     return "ok", found
-
-
-def _many(count: int, thing: str) -> str:
-    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,9 +66,8 @@ class CheckpointManager:
     ) -> None:
         """Set up the manager and remove unfinished checkpoints from ``folder``, which only this run uses.
 
-        ``keep`` newest checkpoints stay, besides the best one; None keeps all. With ``asynchronous`` training continues
-        while one is written. ``saved`` is called on every rank with each complete one. The run starts after
-        ``after_step``.
+        ``keep`` newest ones stay, and the best; None keeps all. With ``asynchronous`` training continues while one is
+        written. ``saved`` is called on every rank with each complete one. The run starts after ``after_step``.
         """
         self.folder, self._keep, self._saved = folder, keep, saved
         self._fabric, self._model, self._optimizer = fabric, model, optimizer
@@ -133,7 +133,7 @@ class CheckpointManager:
         texts = self._texts(state, cursors, {"interim": interim, "scheduled": scheduled})
         staging = None if waits else self._staging
         writer = RankWriter(
-            temporary, self._fabric.global_rank, writes, staging, lambda folder: self._write_texts(folder, texts)
+            temporary, self._fabric.global_rank, writes, staging, partial(self._write_texts, texts=texts)
         )
         num_bytes = sum(tensor.shape.numel() * tensor.dtype.itemsize for of_part in tensors for tensor in of_part)
         pending = _PendingSave(target, temporary, num_bytes, writer)
@@ -151,11 +151,7 @@ class CheckpointManager:
             self._pending.writer.wait_until_copied()
 
     def advance(self, sync: "StepSync") -> None:
-        """Continue the pending save after the ranks have exchanged the state of their tasks in ``sync``.
-
-        Raises:
-            SaveError: The save failed on a rank; raised on all ranks.
-        """
+        """Continue the pending save after an exchange of the ranks; a SaveError of any is raised on all of them."""
         if self._pending is None or (sync.is_saving and not sync.save_failed):
             return
         if sync.save_failed:
@@ -164,11 +160,7 @@ class CheckpointManager:
         self._begin_next_stage()
 
     def finish(self) -> None:
-        """Wait until the pending save is complete.
-
-        Raises:
-            SaveError: The save failed on a rank; raised on all ranks.
-        """
+        """Wait until the pending save is complete; a SaveError of any rank is raised on all ranks."""
         while self._pending is not None:
             self._wait_for_tasks()
             self._begin_next_stage()

@@ -37,11 +37,7 @@ from fabric_train.model.trained_parts import trained_parameters
 from fabric_train.model.weight_files import DTYPES, SHARDING_INFO, CheckpointTensors
 from fabric_train.optim.states import DeclaredStates, State
 
-_FULL = {
-    "model": "model.safetensors",
-    "adapter": ADAPTER_WEIGHTS,
-    "optimizer": "optimizer/optimizer.safetensors",
-}
+_FULL = {"model": "model.safetensors", "adapter": ADAPTER_WEIGHTS, "optimizer": "optimizer/optimizer.safetensors"}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # of the start of the data, as in the safetensors library
 
@@ -71,10 +67,7 @@ class LocalTensor:
 
 
 def local_weights(model: Any) -> list[LocalTensor]:
-    """Return the parameters and persistent buffers of a set-up model. A tied weight appears once.
-
-    Of a model with an adapter, return what trains, under peft's names.
-    """
+    """Return parameters and persistent buffers, tied weights once; with an adapter what trains, under peft's names."""
     cuts = flat_shards(model)
     if next(adapted_layers(model), None):
         return [_local(PREFIX + name, parameter, cuts) for name, parameter in trained_parameters(model)]
@@ -126,8 +119,7 @@ def _local_state(
 def align_to_rows(tensors: list[LocalTensor], device: torch.device) -> list[LocalTensor]:
     """Make every part begin and end at a row of its tensor, which belongs to the rank of its first element.
 
-    The others send their elements of it, over ``device``: NCCL does not take what ``--cpu_offload`` keeps in host
-    memory.
+    The others send their elements of it, over ``device``: NCCL does not take what ``--cpu_offload`` keeps on the host.
     """
     outgoing: dict[int, list[torch.Tensor]] = {}
     incoming: dict[int, list[tuple[int, int]]] = {}  # rank → (index of the tensor, number of elements)
@@ -172,12 +164,8 @@ def _exchange(
 ) -> dict[int, torch.Tensor]:
     """Exchange elements between ranks, one message of bytes per pair of ranks, and return the received messages."""
     group = next((tensor.cut.group for tensor in tensors if tensor.cut), None)  # the same for all units
-    messages = {
-        rank: torch.cat([part.view(torch.uint8).to(device) for part in parts]) for rank, parts in outgoing.items()
-    }
-    sizes = {
-        rank: sum(count * tensors[index].dtype.itemsize for index, count in places) for rank, places in incoming.items()
-    }
+    messages = {to: torch.cat([part.view(torch.uint8).to(device) for part in parts]) for to, parts in outgoing.items()}
+    sizes = {rank: sum(size * tensors[one].dtype.itemsize for one, size in places) for rank, places in incoming.items()}
     return exchange_bytes(messages, sizes, group, device)
 
 
@@ -249,10 +237,7 @@ class Write:
 
 
 def rank_writes(part: str, tensors: list[LocalTensor], fabric: Fabric, state_dict_type: str) -> list[Write]:
-    """Return this rank's writes of ``part``, "model", "adapter" or "optimizer".
-
-    ``state_dict_type`` is "full" or "sharded"; an adapter is in one file.
-    """
+    """Return this rank's writes of ``part`` (model, adapter, optimizer), "full" or "sharded"; adapters are full."""
     if state_dict_type == "sharded" and part != "adapter":
         return sharded_writes(part, align_to_rows(tensors, fabric.device), fabric.global_rank)
     return full_writes(part, tensors, fabric.global_rank)
@@ -316,8 +301,7 @@ def safetensors_header(
 ) -> tuple[bytes, dict[str, int]]:
     """Return the header of a safetensors file and the offset of each tensor in the file.
 
-    Tensors keep their order, so that a flat vector of FSDP1 is contiguous in the file; but larger dtypes come first, so
-    that all are aligned.
+    Tensors keep their order, so that a flat vector of FSDP1 is contiguous; but larger dtypes come first, to be aligned.
     """
     content: dict[str, object] = {"__metadata__": dict(metadata)}
     begins, begin = {}, 0

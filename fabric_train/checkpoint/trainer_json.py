@@ -105,9 +105,7 @@ class LossProgress:
 
 def to_content(record: Any) -> dict[str, Any]:
     """Return one of these dataclasses as trainer.json has it: without ``further`` where it is empty."""
-    return asdict(
-        record, dict_factory=lambda pairs: {name: value for name, value in pairs if name != "further" or value}
-    )
+    return asdict(record, dict_factory=lambda pairs: {key: value for key, value in pairs if key != "further" or value})
 
 
 def perplexity(loss: float) -> float:
@@ -134,8 +132,7 @@ class DataOrder:
     """The values that determine which rows a step consumes. They must be equal to resume a run.
 
     ``num_rows`` are those of an epoch. ``version`` is 2 for a mixture, else 1. ``rows_per_epoch`` are the rows of each
-    source of a mixture. ``phases`` have others, from their first step to that of the next one; those that have not
-    begun may change.
+    source of a mixture. ``phases`` have others, from their first step to that of the next one; later ones may change.
     """
 
     fingerprint: str
@@ -153,8 +150,7 @@ class DataOrder:
 
 @dataclass(frozen=True)
 class StreamOrder:
-    """The values that determine, with the cursors, which rows of a stream a step consumes. They must be equal to
-    resume.
+    """The values that determine, with the cursors, which rows of a stream a step consumes; a resumed run has the same.
 
     ``shares`` is how much of each place a pass reads, None if it reads one place after the other; then
     ``files_of_places``, the files or splits of each place, is None too. ``seed`` is None if the order does not depend
@@ -199,9 +195,7 @@ def describe_changes(saved: DataOrder | StreamOrder, current: DataOrder | Stream
         "rows_per_epoch": "an epoch has other numbers of rows of each source (--shares, --token_shares)",
         "phases": "--phases differs in a phase that has begun",
     }
-    return [
-        f"{causes[name]}: {_difference(there[name], value)}" for name, value in here.items() if there[name] != value
-    ]
+    return [f"{causes[name]}: {_difference(there[name], now)}" for name, now in here.items() if now != there[name]]
 
 
 def _difference(saved: Any, current: Any) -> str:
@@ -287,9 +281,8 @@ SPLIT_ARGUMENTS = (
 class TrainingSession:
     """The steps of a run after ``after_step`` that the same processes took, and the devices and the time for them.
 
-    ``device`` is a ``device_name``. ``seconds`` are from the first step to the save of the checkpoint, evaluations
-    included. ``arguments`` are ``SPLIT_ARGUMENTS`` and ``log_step_interval``; empty if an earlier version saved the
-    checkpoint.
+    ``device`` is a ``device_name``. ``seconds`` are from the first step to the save, evaluations included.
+    ``arguments`` are ``SPLIT_ARGUMENTS`` and ``log_step_interval``; empty if an earlier version saved it.
     """
 
     after_step: Count
@@ -315,8 +308,7 @@ class HubDataset:
 class StageSource:
     """What a stage of training read of a source, by its public name; of a stream, the numbers are None.
 
-    ``share`` is that of the stage's tokens, for a stream of its pass. ``files`` are lines of ``sha256sum``,
-    SOURCE/FILE.
+    ``share`` is that of the stage's tokens, for a stream of its pass. ``files`` are ``sha256sum`` lines, SOURCE/FILE.
     """
 
     name: str
@@ -385,9 +377,8 @@ class TrainerJson:
     """The content of a trainer.json; for most fields see :class:`Description`.
 
     ``best_by`` is the source whose validation loss says which checkpoint is the best; "all" for the whole. ``interim``:
-    it stays only while its validation loss is the lowest, see ``discovery.prune``. ``scheduled``: an interval, or the
-    end of an epoch or of the run, is the reason for it, not a signal. ``num_steps`` and ``schedule_steps`` are infinite
-    if not known.
+    it stays only while its validation loss is the lowest, see ``discovery.prune``. ``scheduled``: an interval or the
+    end of an epoch or run is the reason, not a signal. ``num_steps`` and ``schedule_steps`` may be infinite.
     """
 
     content: dict[str, Any]
@@ -455,10 +446,6 @@ _FIELDS: dict[str, Any] = {
 }
 _FIELDS |= {"arguments": (_SavedArguments, ...), "interim": (bool, False), "scheduled": (bool, True)}
 _Parsed: Any = create_model("Parsed", **_FIELDS)
-_COPIED = (
-    *("data", "base_model", "lineage", "phase_schedules", "sessions", "stages", "adapter_base"),
-    *("interim", "scheduled"),
-)
 
 
 @dataclass(frozen=True)
@@ -476,14 +463,15 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
     num_steps = _num_steps(parsed)
     if parsed.step > num_steps:
         raise InputError(f"{file}: damaged (step {parsed.step}, but its run had {num_steps} steps); {_ADVICE}")
-    return TrainerJson(
-        content=content,
-        state=TrainerState(**{field.name: getattr(parsed, field.name) for field in fields(TrainerState)}),
-        best_by=parsed.arguments.best_by,
-        num_steps=num_steps,
-        schedule_steps=parsed.schedule_steps or num_steps,
-        **{name: getattr(parsed, name) for name in _COPIED},
-    )
+    derived = {
+        "content": content,
+        "state": TrainerState(**{field.name: getattr(parsed, field.name) for field in fields(TrainerState)}),
+        "best_by": parsed.arguments.best_by,
+        "num_steps": num_steps,
+        "schedule_steps": parsed.schedule_steps or num_steps,
+    }
+    names = [field.name for field in fields(TrainerJson) if field.name not in derived]
+    return TrainerJson(**derived, **{name: getattr(parsed, name) for name in names})
 
 
 def read_stages(model_name: str) -> tuple[TrainingStage, ...]:

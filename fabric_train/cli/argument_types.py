@@ -284,6 +284,11 @@ def show_size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as 1 step or 2,000 steps."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PushArguments:
     """Card and publication on the Hugging Face hub"""

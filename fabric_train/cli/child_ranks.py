@@ -49,10 +49,8 @@ def serve_on_loopback(port: int) -> "TCPStore":
     """
     from torch.distributed import TCPStore
 
-    listening = socket.create_server((LOOPBACK, port)).detach()
-    return TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listening
-    )
+    opened = socket.create_server((LOOPBACK, port)).detach()
+    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=opened)
 
 
 def watch_children(children: Sequence["subprocess.Popen[Any]"], failed: Callable[[int, int], None]) -> None:

@@ -10,7 +10,7 @@ import re
 import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,8 @@ class Launcher:
 
 
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_OF_OPEN_MPI = (
-    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-)
+_WORLD = "OMPI_COMM_WORLD_"
+_OF_OPEN_MPI = (f"{_WORLD}RANK", f"{_WORLD}SIZE", f"{_WORLD}LOCAL_RANK", f"{_WORLD}LOCAL_SIZE")
 _OF_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _OF_SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 TORCHRUN = Launcher("torchrun", ("TORCHELASTIC_RUN_ID",), *_OF_TORCHRUN, options=("--nproc-per-node", "--nnodes"))
@@ -76,6 +74,10 @@ class GivenValue:
     value: Any
     where: str
     is_default: bool = False
+
+
+GivenValues: TypeAlias = dict[str, GivenValue]
+"""Values by the names of their arguments."""
 
 
 def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
@@ -219,7 +221,7 @@ def num_restarts(environment: Mapping[str, str] = os.environ) -> int:
     return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, GivenValue]:
+def launcher_arguments(environment: Mapping[str, str] = os.environ) -> GivenValues:
     """Return the arguments of training that the launcher has set, by name; a ValueError has a line for each fault."""
     if faults := check_environment(environment):
         raise ValueError(*faults)

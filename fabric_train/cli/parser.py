@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from fabric_train.cli import argument_types, yaml_core
 from fabric_train.cli.errors import InputError, print_errors
 from fabric_train.cli.help import complete_words, print_help
-from fabric_train.cli.launcher import GivenValue, global_rank
+from fabric_train.cli.launcher import GivenValue, GivenValues, global_rank
 
 _COMMAND_LINE_ONLY = ("config", "debug")  # arguments of every program that a file cannot set
 _LONGEST_VALUE, _LONGEST_FAULT = 100, 2000  # characters of what a user gave in an error message, and of the message
@@ -77,11 +77,7 @@ def _plain(value: Any) -> str:
     return str(value).lower().replace("-", "_")
 
 
-def parse_arguments(
-    arguments: type[T],
-    argv: list[str] | None = None,
-    launcher: dict[str, GivenValue] | None = None,
-) -> T:
+def parse_arguments(arguments: type[T], argv: list[str] | None = None, launcher: GivenValues | None = None) -> T:
     """Build ``arguments``, a dataclass of values or of groups of them, from command line, file and launcher.
 
     ``argv`` is the command line without the program's name; None takes ``sys.argv``. It overrides the ``--config``
@@ -133,9 +129,7 @@ def _words_of_help(argv: list[str]) -> list[str] | None:
     return None
 
 
-def _merge(
-    in_file: dict[str, GivenValue], on_line: dict[str, GivenValue], launcher: dict[str, GivenValue], faults: list[str]
-) -> dict[str, GivenValue]:
+def _merge(in_file: GivenValues, on_line: GivenValues, launcher: GivenValues, faults: list[str]) -> GivenValues:
     """Let the command line override the file, and report where the launcher contradicts the user."""
     given = in_file | on_line
     for name, item in launcher.items():
@@ -150,9 +144,7 @@ def _merge(
     return given
 
 
-def _convert_given(
-    given: dict[str, GivenValue], types: dict[str, Any], faults: list[str], program: str = ""
-) -> dict[str, Any]:
+def _convert_given(given: GivenValues, types: dict[str, Any], faults: list[str], program: str = "") -> dict[str, Any]:
     """Return the values that have their argument's type; report the others, and names that no argument has."""
     values = {}
     for name, item in given.items():
@@ -173,25 +165,20 @@ def _convert_given(
     return values
 
 
-def _build_groups(
-    arguments: type, given: dict[str, GivenValue], values: dict[str, Any], faults: list[str]
-) -> dict[str, Any]:
+def _build_groups(arguments: type, given: GivenValues, values: dict[str, Any], faults: list[str]) -> dict[str, Any]:
     """Return the groups that have all required values; report values that are missing or contradict each other."""
     built: dict[str, Any] = {}
     for field_name, group in argument_types.groups_of(arguments).items():
         fields: tuple[dataclasses.Field, ...] = dataclasses.fields(group)
         missing = [field.name for field in fields if argument_types.is_required(field) and field.name not in values]
-        shown = {
-            name: name.upper() if name == argument_types.positional_of(arguments) else f"--{name}" for name in missing
-        }
+        shown = {one: one.upper() if one == argument_types.positional_of(arguments) else f"--{one}" for one in missing}
         faults += [f"{shown[name]} is required" for name in missing if name not in given]
         if not missing:
             built[field_name] = group(**{field.name: values[field.name] for field in fields if field.name in values})
             group_faults = list(built[field_name].faults()) if hasattr(group, "faults") else []
             if hasattr(group, "faults_on_line"):
-                group_faults += built[field_name].faults_on_line(
-                    {name for name, item in given.items() if item.where.startswith("--")}
-                )
+                on_line = {name for name, item in given.items() if item.where.startswith("--")}
+                group_faults += built[field_name].faults_on_line(on_line)
             # a wrong value is replaced by its default here: a fault that names it is not the user's
             wrong = "|".join(re.escape(name) for name in given if name not in values)
             faults += [fault for fault in group_faults if not (wrong and re.search(rf"--({wrong})\b", fault))]
@@ -200,7 +187,7 @@ def _build_groups(
 
 def _from_command_line(
     argv: list[str], types: dict[str, Any], positional: str | None, faults: list[str]
-) -> dict[str, GivenValue]:
+) -> GivenValues:
     """Parse ``--a-b 1 --c x y --d`` into a_b "1", c ["x", "y"], d True; a flag without a value is true.
 
     A ``positional`` argument takes the values before any flag, and those that follow the value of a flag that takes
@@ -236,7 +223,7 @@ def _in_words(value: Any) -> str:
     return "true" if value is True else _shortened(" ".join(value) if isinstance(value, list) else value)
 
 
-def _from_file(config: GivenValue, faults: list[str]) -> dict[str, GivenValue]:
+def _from_file(config: GivenValue, faults: list[str]) -> GivenValues:
     try:
         path = argument_types.convert(str, config.value)
     except argument_types.WrongValueError:

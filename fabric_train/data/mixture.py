@@ -320,11 +320,9 @@ class MixtureOrder:
     def steps_of(self, row: int, num_steps: int) -> list[int]:
         """Return which of the first ``num_steps`` steps read a row, in order: the inverse of ``rows_of``."""
         found = list[int]()
-        for start, end, mixture in zip(
-            self.starts_after, (*self.starts_after[1:], num_steps), self.mixtures, strict=True
-        ):
+        for start, end, own in zip(self.starts_after, (*self.starts_after[1:], num_steps), self.mixtures, strict=True):
             if start < num_steps:
-                found += [start + step for step in mixture.steps_of(row, min(end, num_steps) - start)]
+                found += [start + step for step in own.steps_of(row, min(end, num_steps) - start)]
         return found
 
     def rows_hash(self, step: int) -> str:
@@ -336,10 +334,8 @@ class MixtureOrder:
 
     def epoch_ends(self, last_step: int) -> Iterator[int]:
         """Yield the steps up to ``last_step`` that end an epoch or a phase."""
-        for start, end, mixture in zip(
-            self.starts_after, (*self.starts_after[1:], last_step), self.mixtures, strict=True
-        ):
-            yield from range(start + mixture.windows_per_epoch, end, mixture.windows_per_epoch)
+        for start, end, own in zip(self.starts_after, (*self.starts_after[1:], last_step), self.mixtures, strict=True):
+            yield from range(start + own.windows_per_epoch, end, own.windows_per_epoch)
             yield end
 
     def count(self, rows: np.ndarray) -> list[int]:

@@ -93,8 +93,7 @@ class RowRead:
 class WindowOrder:
     """The rows of every window and micro-batch, as functions of the step (counted from 1), the seed and the rank.
 
-    ``num_rows`` are those of an epoch. ``world_size`` and ``rank`` are those of the data ranks. A ``mixture`` decides
-    the rows.
+    ``num_rows`` are an epoch's, ``world_size`` and ``rank`` those of the data ranks. A ``mixture`` decides the rows.
     """
 
     num_rows: int

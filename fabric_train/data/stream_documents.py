@@ -153,8 +153,7 @@ class StreamedSource:
     def read(self, number: int) -> Iterator[tuple[float, Document]]:
         """Yield the documents that are not blank, each with the part of the source that is read after it, up to 1.
 
-        Of texts in lines, that part is exact; see ``files.FileReader.position`` for others. ``number`` is the
-        ``source`` of the documents.
+        That part is exact for texts in lines, else see ``files.FileReader.position``. ``number`` is their ``source``.
         """
         size, before = max(1, self.size), 0
         for part in self.source.parts(WHOLE_FILES):

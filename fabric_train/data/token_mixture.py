@@ -40,9 +40,7 @@ class ListedSource:
         return sum(len(rows) for _, rows in self.slices)
 
 
-def list_sources(
-    parts: Sequence[TokenDataset], folders: Sequence[str], shares: Sequence[Shares]
-) -> Iterator[ListedSource]:
+def list_sources(parts: Sequence[TokenDataset], folders: Sequence[str], shares: list[Shares]) -> Iterator[ListedSource]:
     """Yield each token dataset, or its sources that some shares name and then its other sources together."""
     named: list[list[str]] = [[] for _ in folders]
     options: dict[tuple[int, str], str] = {}
@@ -109,10 +107,7 @@ def _first_rows(index: DocumentIndex, files: np.ndarray) -> list[int]:
 
 
 def rows_of(shares: Shares, sources: Sequence[ListedSource], folders: Sequence[str]) -> tuple[int, ...]:
-    """Return the rows that an epoch takes of each listed source.
-
-    The share of one of the ``folders`` counts for those of its sources that have none of their own.
-    """
+    """Return an epoch's rows of each source; a folder's share is that of its sources without one of their own."""
     given = list(_shares_of(shares, sources, folders))
     if not any(given):
         raise InputError(f"{shares.option}: nothing is left to train on; give a number above 0")
@@ -206,9 +201,7 @@ class JoinedRows(IndexedRows):
             found = self._parts[part].pieces(rows)
             sources = self._sources[part][found.sources]
             parts.append(replace(found, rows=np.array(numbers)[found.rows], sources=sources))
-        joined = {
-            field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(RowPieces)
-        }
+        joined = {one.name: np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(RowPieces)}
         in_order = np.argsort(joined["rows"], kind="stable")
         return RowPieces(**{name: values[in_order] for name, values in joined.items()})
 

@@ -301,8 +301,7 @@ def _serve_store(fabric: Fabric) -> "dist.TCPStore | None":
 def _init_after_restart(accelerator: str, num_processes: int, timeout: timedelta) -> None:
     """Initialize the process group after torchrun has restarted the ranks; Fabric then uses it.
 
-    torchrun's default rendezvous keeps one store over all restarts, which still holds the addresses of dead ranks. A
-    prefix separates the restarts.
+    torchrun's default rendezvous keeps one store, with the addresses of dead ranks. A prefix separates the restarts.
     """
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     dist.init_process_group(

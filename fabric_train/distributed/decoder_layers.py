@@ -213,9 +213,7 @@ class _OperationRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        self._own_storages |= {_storage_id(tensor) for tensor in _tensors(output)} - {
-            _storage_id(tensor) for tensor in _tensors(args)
-        }
+        self._own_storages |= {*map(_storage_id, _tensors(output))} - {*map(_storage_id, _tensors(args))}
         call = (func, self._calls[func])
         self._calls[func] += 1
         flops = _flops(func, args, kwargs or {}, output)
@@ -266,8 +264,7 @@ def compile_layers(layers: Iterable[nn.Module], any_length: bool, budget: float 
     Compiling ``forward`` instead of the module keeps FSDP's hooks, which gather the weights, outside the graph. torch
     stores the compilation with ``forward``'s code and takes weights as arguments, so all layers share it. With
     ``any_length``, compile once for rows of any length, else for each shape: a kernel for one shape is faster and does
-    not depend on earlier shapes, which exact resume relies on. ``budget`` is the share of the activations to keep for
-    the backward pass.
+    not depend on earlier shapes, which exact resume relies on. ``budget`` is the share of activations to keep.
     """
     _remove_unfinished_builds()
     config: Any = importlib.import_module("torch._dynamo.config")

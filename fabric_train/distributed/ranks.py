@@ -87,9 +87,8 @@ def exchange_bytes(
 ) -> dict[int, torch.Tensor]:
     """Send uint8 messages to ranks of a group and receive others, at most one to and from each.
 
-    ``outgoing`` are messages on ``device`` by receiving rank, ``incoming`` the number of bytes by sending rank.
-    ``group`` is None for a single rank, which has nothing to exchange. The received messages are returned by sending
-    rank.
+    ``outgoing`` are on ``device``, by receiving rank, ``incoming`` the number of bytes by sending rank. ``group`` is
+    None for a single rank, which has nothing to exchange. Received messages are returned by sending rank.
     """
     received = {rank: torch.empty(size, dtype=torch.uint8, device=device) for rank, size in sorted(incoming.items())}
     pairs = [(dist.isend, sorted(outgoing.items())), (dist.irecv, received.items())]
@@ -243,9 +242,7 @@ def _squared_norm(fabric: Fabric, model: Any, parameters: list[nn.Parameter]) ->
         if isinstance(gradient, DTensor):
             mesh, placements = gradient.device_mesh, gradient.placements
             sharding = (mesh, placements)
-            groups[sharding] = [
-                mesh.get_group(i) for i, placement in enumerate(placements) if not placement.is_replicate()
-            ]
+            groups[sharding] = [mesh.get_group(i) for i, one in enumerate(placements) if not one.is_replicate()]
         elif id(parameter) in replicated:
             sharding, groups["replicated"] = "replicated", []
         by_sharding.setdefault(sharding, []).append(local_part(gradient))

@@ -50,7 +50,7 @@ class StopSignals:
         for number in _SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # under nohup the run outlives its terminal
-            signal.signal(number, _do_nothing)
+            signal.signal(number, lambda *_: None)  # the thread reads it from the pipe
 
     def defer(self) -> None:
         """Only record the first signal from now on."""
@@ -103,10 +103,6 @@ def ignore_signals_in_worker(_: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":  # elsewhere torch ends the worker some seconds after its parent
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _do_nothing(*_: object) -> None:
-    """Handle a signal that the thread reads from the pipe."""
 
 
 def _name(number: int) -> str:
@@ -192,8 +188,7 @@ _SLOW_PHASES = (StepPhase.LOADING, StepPhase.COMPLETING, StepPhase.SAVING, StepP
 class Position:
     """A point that every rank passes; an earlier one compares as less.
 
-    ``index`` is that of the micro-batch or validation batch in the phase. ``is_slow``: a rank may legitimately keep the
-    others waiting here for long.
+    ``index`` is that of the micro-batch or validation batch. ``is_slow``: the others may have to wait here for long.
     """
 
     step: int = 0

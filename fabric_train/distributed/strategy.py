@@ -145,10 +145,7 @@ def resolve_parallelism(arguments: "TrainArguments", num_processes: int, acceler
 
 
 def why_not_compiled(fsdp: "FSDPArguments", parallelism: str) -> str | None:
-    """Return the option with which layers cannot be compiled, None if they can.
-
-    FSDP1's weights then have gradients of another shape or device when the next micro-batch begins.
-    """
+    """Return the option that forbids to compile layers: FSDP1's gradients would change shape or device; or None."""
     if parallelism == "fsdp" and fsdp.gradient_reduction == "micro_batch":
         return "--gradient_reduction micro_batch"
     if parallelism == "fsdp" and fsdp.cpu_offload:

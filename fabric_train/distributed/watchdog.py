@@ -188,12 +188,11 @@ class Watchdog:
         frame = sys._current_frames()[self._main_thread]
         location = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, {frame.f_code.co_name}"
         is_waiting = "torch/distributed" in frame.f_code.co_filename
-        position, min_pass_seconds = self._heartbeat.position, self._heartbeat.min_pass_seconds
-        self._me.update(position, location, is_waiting, min_pass_seconds)
+        position, fastest = self._heartbeat.position, self._heartbeat.min_pass_seconds
+        state: dict[str, Any] = {"location": location, "is_waiting": is_waiting, "min_pass_seconds": fastest}
+        self._me.update(position, **state)
         for other in self._others.values():
-            other.send(
-                position=astuple(position), location=location, is_waiting=is_waiting, min_pass_seconds=min_pass_seconds
-            )
+            other.send(position=astuple(position), **state)
         if self._timeout:
             self._check_ranks()
 

@@ -116,10 +116,7 @@ class OneDeviceXLAStrategy(XLAFSDPStrategy):
 
 
 def run_pending(device: torch.device) -> None:
-    """Let XLA compile and run the operations that it has recorded; do nothing for other devices.
-
-    Else it would make one program of everything up to the next number that Python reads.
-    """
+    """Let XLA run what it has recorded, which else goes on to the next number that Python reads; nothing elsewhere."""
     if device.type == "xla":
         import torch_xla
 

@@ -162,9 +162,7 @@ def _task_score(
     """Return the scores of a task, of a group that lm_eval aggregates, or the means over the tasks of another."""
     whole = _metrics(results, groups[0]) if groups else {}  # of the group that was asked for, not of those in it
     parts = [whole] if whole else [_metrics(results, name) for name in tasks]
-    metrics = {
-        name: mean_score([part[name] for part in parts]) for name in parts[0] if all(name in part for part in parts)
-    }
+    metrics = {key: mean_score([part[key] for part in parts]) for key in parts[0] if all(key in part for part in parts)}
     return TaskScore(
         settings,
         metrics,

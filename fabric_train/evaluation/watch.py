@@ -218,9 +218,8 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
     watch = Watch(run, output, tasks, models, arguments.batch_size, evaluate, texts)
     if tasks and (watch.pending() or (arguments.wait and not run_has_ended(run))):
         _say("loading the tasks")  # the worker prints what is wrong with them
-        if code := evaluate_in_worker(
-            WorkerRequest([RequestedTask(one.settings, one.source, one.metric) for one in tasks])
-        ):
+        to_load = [RequestedTask(one.settings, one.source, one.metric) for one in tasks]
+        if code := evaluate_in_worker(WorkerRequest(to_load)):
             raise SystemExit(code)
     if texts:
         (output / FOLDER).mkdir(parents=True, exist_ok=True)  # the mark of an evaluation, for the workers

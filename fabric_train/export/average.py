@@ -36,8 +36,7 @@ class AveragePart:
 class AveragedTensors:
     """The average of the tensors of checkpoints in fp32, summed in fp64; each is computed on request.
 
-    Tensors that are no floating-point numbers are those of the last part. An InputError if the parts have other tensors
-    or shapes.
+    Integer tensors are those of the last part. An InputError if the parts have other tensors or shapes.
     """
 
     def __init__(self, parts: Sequence[AveragePart]) -> None:
@@ -53,11 +52,7 @@ class AveragedTensors:
     def __iter__(self) -> Iterator[str]:
         return iter(self._last)
 
-    def __len__(self) -> int:
-        return len(self._last)
-
     def shape(self, name: str) -> torch.Size:
-        """Return the shape of the full tensor without reading it."""
         return self._last.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:

@@ -143,11 +143,9 @@ def stored_sources(record: ModelRecord) -> list[checkpoints.StageSource]:
         documents = counted.documents if counted else sum(one.documents for one in records)
         tokens = counted.tokens_in_rows if counted else sum(one.train_tokens or one.tokens for one in records)
         public = record.names[name]
-        files = [file for one in records for file in one.files]
+        files, on_hub = [file for one in records for file in one.files], [one for one in records if one.kind == "hub"]
         lines = [f"{last_part(file.sha256)}  {public}/{last_part(file.path)}" for file in files]
-        datasets = {
-            one.hub_name: checkpoints.HubDataset(one.hub_name, one.revision) for one in records if one.kind == "hub"
-        }
+        datasets = {one.hub_name: checkpoints.HubDataset(one.hub_name, one.revision) for one in on_hub}
         sources.append(checkpoints.StageSource(public, 0.0, tokens, documents, lines, [*datasets.values()]))
     total = max(sum(source.tokens or 0 for source in sources), 1)
     return [replace(source, share=(source.tokens or 0) / total) for source in sources]
@@ -166,10 +164,7 @@ def seen_shares(record: ModelRecord) -> list[tuple[str, float]]:
 
 
 def _seen_of_sources(record: ModelRecord) -> dict[str, float]:
-    """Return the share of the tokens seen of each source of documents in a mixture by its public name, if it is known.
-
-    A token dataset gives tokens of its sources as it has them.
-    """
+    """Return each source's share of the tokens seen in a mixture, in proportion to its dataset, by public name."""
     rows, tokens = record.saved.state.rows_of_sources, record.saved.content.get("mixture_tokens") or ()
     if not rows or len(rows) != len(tokens) or not all(map(bool, tokens)):
         return {}
@@ -266,9 +261,7 @@ def phase_rows(record: ModelRecord) -> list[Row]:
     rows = []
     for one in stretches[phases[0]["first_step"] == 1 :]:
         total = sum(one["rows_per_epoch"])
-        shares = [
-            f"{name} {count / total:.2%}" for name, count in zip(names, one["rows_per_epoch"], strict=True) if count
-        ]
+        shares = [f"{name} {rows / total:.2%}" for name, rows in zip(names, one["rows_per_epoch"], strict=True) if rows]
         own = schedules.get(one["first_step"])
         rate = "that of the run"
         if own is not None:

@@ -29,17 +29,14 @@ BLOCK_BYTES = 4 << 20
 
 
 def published(model: PreTrainedModel, tensors: StoredTensors) -> StoredTensors:
-    """Return the tensors of a model by their published names, or as they are if one cannot be converted alone.
-
-    ``tensors`` have the names in memory. The model's parameters may be on the meta device.
-    """
+    """Return tensors, by names in memory, by their published names; as they are if one cannot be converted alone."""
     try:
         return PublishedTensors(model, tensors)
     except (LookupError, RuntimeError, TypeError, ValueError):
         return tensors
 
 
-class PublishedTensors:
+class PublishedTensors(StoredTensors):
     """Tensors by their published names, see :func:`published`; each is read on request, and joined ones whole."""
 
     def __init__(self, model: PreTrainedModel, tensors: StoredTensors) -> None:
@@ -60,18 +57,11 @@ class PublishedTensors:
     def __iter__(self) -> Iterator[str]:
         return iter(self._in_memory)
 
-    def __len__(self) -> int:
-        return len(self._in_memory)
-
     def shape(self, name: str) -> torch.Size:
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors.dtype(self._in_memory[name])
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return the published tensor on the CPU. Do not change it."""
-        return self.read_block(name, (0,) * len(self._shapes[name]), self._shapes[name])
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Return the block of ``shape`` that begins at ``offsets`` of the published tensor."""

@@ -60,10 +60,7 @@ def write_card(source: ExportSource, folder: Path, facts: CardFacts) -> None:
 
 
 def renew_card(source: ExportSource, folder: Path, facts: CardFacts) -> None:
-    """Write the card of a finished export again with ``facts``, which may name another repository.
-
-    A card that a user has edited, or that an older version wrote, stays.
-    """
+    """Write a finished export's card again with ``facts``, unless a user has edited it or an older version wrote it."""
     text = (folder / "README.md").read_text(encoding="utf-8")
     found = _MARK.search(text)
     if found and found[1] == _sha256(text[: found.start()]):

@@ -31,15 +31,7 @@ from fabric_train.export.merged import open_unmerged
 from fabric_train.export.verification import Method, OutputReport, TensorReport, VerificationReport, find_faults
 from fabric_train.files.regular_file import read_json
 from fabric_train.inference.load_model import add_adapter, load_onto_devices
-from fabric_train.model import hf_model
-from fabric_train.model.load_weights import (
-    MetaModel,
-    build_model,
-    build_on_meta,
-    open_in_parts,
-    open_tensors,
-    read_buffers,
-)
+from fabric_train.model import hf_model, load_weights
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights, open_weights
 
 _VOCABULARY_BLOCK = 8192  # rows of the output layer
@@ -101,7 +93,7 @@ def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _Sides:
         dtype=dtype,
         files=open_weights(folder),
         stored=stored,
-        published=published(build_on_meta(shape, dtype), stored),
+        published=published(load_weights.build_on_meta(shape, dtype), stored),
         exported_shape=hf_model.read_shape(str(folder)),
         shape=shape,
         input_ids=_fixed_input(folder, shape),
@@ -135,8 +127,8 @@ def _compare(sides: _Sides) -> VerificationReport:
 def _compare_merged(sides: _Sides) -> tuple[OutputReport, OutputReport]:
     """Compare logits of base and adapter with those of the merged weights, before and after rounding; all in fp32."""
     unmerged, shape = open_unmerged(sides.source.checkpoint, torch.float32)
-    merged = open_tensors(sides.shape, sides.stored, torch.float32)
-    exported = open_in_parts(sides.exported_shape, torch.float32)
+    merged = load_weights.open_tensors(sides.shape, sides.stored, torch.float32)
+    exported = load_weights.open_in_parts(sides.exported_shape, torch.float32)
     assert exported is not None  # written a moment ago, in safetensors
     expected, in_fp32, rounded = (
         layered_forward(model, shape.layer_classes, sides.input_ids, lambda: None).logits
@@ -146,11 +138,7 @@ def _compare_merged(sides: _Sides) -> tuple[OutputReport, OutputReport]:
 
 
 def compare_adapter(folder: Path, source: ExportSource) -> VerificationReport:
-    """Compare an exported adapter with its checkpoint: all tensors, and logits of plain peft with those computed here.
-
-    Raises:
-        InputError: peft is not installed, or cannot open the folder.
-    """
+    """Compare an exported adapter: tensors, and logits of plain peft; an InputError if peft cannot open it."""
     exported, stored = AdapterTensors(folder), AdapterTensors(source.checkpoint)
     common = [name for name in stored if name in {*exported}]
     opened, shape = open_unmerged(source.checkpoint, torch.float32)
@@ -231,7 +219,7 @@ def _compare_outputs(sides: _Sides) -> _Outputs:
 def _compare_whole(sides: _Sides) -> _Outputs:
     """Run the checkpoint's model, then load the export as its users do and run it."""
     weights = {name: sides.stored.read(name).to(sides.dtype) for name in sides.stored}
-    expected = _logits(build_model(sides.shape, weights, sides.dtype), sides.input_ids)
+    expected = _logits(load_weights.build_model(sides.shape, weights, sides.dtype), sides.input_ids)
     del weights
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         sides.folder, dtype="auto", output_loading_info=True, local_files_only=True, trust_remote_code=False
@@ -248,15 +236,15 @@ def _compare_whole(sides: _Sides) -> _Outputs:
 
 def _compare_layers(sides: _Sides) -> _Outputs | None:
     """Run both models layer by layer; return None if transformers does not run this family so."""
-    expected = open_tensors(sides.shape, sides.stored, sides.dtype)
-    exported = open_in_parts(sides.exported_shape, sides.dtype)
+    expected = load_weights.open_tensors(sides.shape, sides.stored, sides.dtype)
+    exported = load_weights.open_in_parts(sides.exported_shape, sides.dtype)
     if exported is None:
         return None
     num_layers = getattr(sides.shape.config.get_text_config(), "num_hidden_layers", None)
     with Progress(console=open_console(stderr=True)) as progress:
         task = progress.add_task("comparing layers", total=2 * num_layers if num_layers else None)
 
-        def run(model: MetaModel, shape: hf_model.ModelShape) -> LayeredOutput:
+        def run(model: load_weights.MetaModel, shape: hf_model.ModelShape) -> LayeredOutput:
             return layered_forward(model, shape.layer_classes, sides.input_ids, lambda: progress.advance(task))
 
         try:
@@ -370,7 +358,10 @@ class LayeredOutput:
 
 @torch.inference_mode()
 def layered_forward(
-    meta: MetaModel, layer_classes: frozenset[type[nn.Module]], input_ids: torch.Tensor, advance: Callable[[], object]
+    meta: load_weights.MetaModel,
+    layer_classes: frozenset[type[nn.Module]],
+    input_ids: torch.Tensor,
+    advance: Callable[[], object],
 ) -> LayeredOutput:
     """Return what a model computes for ``input_ids`` [1, T], reading its weights once, a decoder layer at a time.
 
@@ -379,7 +370,7 @@ def layered_forward(
     model: Any = meta.model
     assert meta.weights is not None
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # the first name of a tied weight
-    read_buffers(model, meta.weights)
+    load_weights.read_buffers(model, meta.weights)
     hidden_states: list[torch.Tensor] = []
 
     def keep_output(module: nn.Module, arguments: object, output: Any) -> None:

@@ -1,4 +1,1 @@
-"""Files and folders: atomic writes, locks, safe paths, JSON of others.
-
-Read ``atomic_folder.py`` first: token datasets, checkpoints and exports are all written through it.
-"""
+"""Atomic writes, locks, safe paths, JSON of others. Read ``atomic_folder.py`` first: all output goes through it."""

@@ -2,16 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from fabric_train.cli.argument_types import (
-    NonNegativeFloat,
-    NonNegativeInt,
-    NonNegativeInt64,
-    PositiveFloat,
-    PositiveInt,
-    RowLength,
-    UnitInterval,
-    parse_size,
-)
+from fabric_train.cli import argument_types
 
 
 @dataclass(frozen=True)
@@ -39,23 +30,23 @@ class GenerateArguments:
     """File of prompts: .txt with one on each line, or .jsonl with a text "prompt" or the "messages" of a chat."""
     output: str | None = None
     """With --prompts: file to write, a JSON line for each prompt in their order. Lines that it has are kept."""
-    batch_size: PositiveInt = 8
+    batch_size: argument_types.PositiveInt = 8
     """With --prompts: prompts that are continued together."""
-    num_tokens: RowLength = 100
+    num_tokens: argument_types.RowLength = 100
     """Largest number of new tokens; 1k is 1024."""
-    temperature: NonNegativeFloat = 0.0
+    temperature: argument_types.NonNegativeFloat = 0.0
     """0 takes the most likely token each time; above 0 samples."""
-    top_p: UnitInterval = 1.0
+    top_p: argument_types.UnitInterval = 1.0
     """Sample from the most likely tokens that together have this probability (nucleus sampling, arXiv:1904.09751)."""
-    top_k: NonNegativeInt = 0
+    top_k: argument_types.NonNegativeInt = 0
     """Sample from this number of most likely tokens; 0 for all."""
-    min_p: UnitInterval = 0.0
+    min_p: argument_types.UnitInterval = 0.0
     """Sample from tokens at least this share as likely as the most likely one (arXiv:2407.01082)."""
-    repetition_penalty: PositiveFloat = 1.0
+    repetition_penalty: argument_types.PositiveFloat = 1.0
     """Above 1 makes tokens that prompt and text have already less likely (arXiv:1909.05858)."""
     stop: list[str] = field(default_factory=list)
     """Texts at which generation ends, in addition to the tokens that end a document or a turn."""
-    seed: NonNegativeInt64 = 0
+    seed: argument_types.NonNegativeInt64 = 0
     """Seed of the sampling. Each prompt of a file has a random stream of its own."""
     device_memory: str | None = None
     """Most memory of a GPU for weights, such as 20GB; default: 85 % of what is free. A model that needs more is spread
@@ -79,6 +70,6 @@ class GenerateArguments:
             faults.append(f"--temperature {self.temperature:g} is too low: give 0 for the most likely tokens")
         if "" in self.stop:
             faults.append("--stop has an empty text, at which every text ends: leave it out")
-        if self.device_memory is not None and not parse_size(self.device_memory):
+        if self.device_memory is not None and not argument_types.parse_size(self.device_memory):
             faults.append(f"--device_memory: expected a size such as 20GB, got {self.device_memory!r}")
         return faults

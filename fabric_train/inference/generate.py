@@ -130,9 +130,7 @@ def generate(
     new = [row[longest:] for row in output.tolist()]
     unfinished: Literal["interrupt", "length"] = "interrupt" if interrupted.happened else "length"
     cut = [(ids, *_cut(tokenizer, ids, row, settings.stop, ends)) for ids, row in zip(encoded, new, strict=True)]
-    return [
-        GeneratedText(ids, new_ids, text, "stop" if ended else unfinished, seconds) for ids, new_ids, text, ended in cut
-    ]
+    return [GeneratedText(ids, own, text, "stop" if ended else unfinished, seconds) for ids, own, text, ended in cut]
 
 
 def _all_ends(model: Any, tokenizer: Any, more: Sequence[int]) -> list[int]:
@@ -186,10 +184,7 @@ class _Interrupted(StoppingCriteria):
 def _cut(
     tokenizer: Any, prompt_ids: list[int], row: list[int], stop: Sequence[str], ends: Sequence[int]
 ) -> tuple[list[int], str, bool]:
-    """Cut a row of new ids where its text ends, for other rows of the batch may have gone on.
-
-    Return the new ids, the text, and whether a token or a text ended it.
-    """
+    """Cut a row of new ids where its text ends; return them, the text, and whether a token or a text ended it."""
     end = next((place for place, id_ in enumerate(row, 1) if id_ in ends), None)
     new_ids = row[:end]
     text = continuation(tokenizer, prompt_ids, new_ids)

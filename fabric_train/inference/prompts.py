@@ -154,11 +154,7 @@ def limits_of(model: Any) -> PromptLimits:
 
 
 def encode_prompts(
-    encoder: PromptEncoder,
-    prompts: Sequence[Prompt],
-    limits: PromptLimits,
-    num_tokens: int,
-    option: str = "--num_tokens",
+    encoder: PromptEncoder, prompts: list[Prompt], limits: PromptLimits, num_tokens: int, option: str = "--num_tokens"
 ) -> list[list[int]]:
     """Return the ids of prompts; an InputError has each that cannot be continued by ``num_tokens`` of ``option``."""
     encoded, faults = [encoder.encode(prompt) for prompt in prompts], []

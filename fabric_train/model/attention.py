@@ -117,22 +117,14 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **more)
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    query_of_rows, key_of_rows, value_of_rows = (
-        heads.transpose(1, 2).flatten(0, 1).to(dtype) for heads in (query, key, value)
-    )
+    queries, keys, values = (heads.transpose(1, 2).flatten(0, 1).to(dtype) for heads in (query, key, value))
     borders, window = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q), (sliding_window or 0) - 1
-    output: Any = varlen_attn(
-        query_of_rows, key_of_rows, value_of_rows, *borders, scale=scaling, window_size=(window, 0), **_GROUPED_HEADS
-    )
+    output: Any = varlen_attn(queries, keys, values, *borders, scale=scaling, window_size=(window, 0), **_GROUPED_HEADS)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
 def choose_attention(shape: "ModelShape", arguments: "TrainArguments") -> str | None:
-    """Replace the ``sdpa`` of a model on a GPU by :func:`attend`, where it works: ``config._attn_implementation``
-    changes.
-
-    Return why the model keeps its masks; None if it does not, or is not to be changed.
-    """
+    """Replace a model's ``sdpa`` on a GPU by :func:`attend`; return why not, None if it is or need not be."""
     if arguments.model.attention != "sdpa":
         return None
     if not arguments.planning.plans_for_others:

@@ -9,6 +9,7 @@ count once: MFU measures how fast the model learns.
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,34 +133,7 @@ def _attention(config: Any, num_below: int) -> tuple[Attention, ...]:
 # Dense peak TFLOP/s from NVIDIA's data sheets (their larger figures are with sparsity). bf16 and fp16: on tensor cores
 # (GeForce: with fp32 accumulation, as torch multiplies). fp32: outside of tensor cores, torch's default. The first
 # pattern that matches a name counts.
-_PEAKS: tuple[tuple[str, float | None, float | None, float], ...] = (
-    # name               bf16     fp16     fp32
-    (r"GB200", 2500.0, 2500.0, 80.0),
-    (r"B200", 2250.0, 2250.0, 75.0),
-    (r"GH200", 989.4, 989.4, 66.9),
-    (r"H200 NVL", 835.5, 835.5, 60.0),
-    (r"H200", 989.4, 989.4, 66.9),
-    (r"H100 NVL", 835.5, 835.5, 60.0),
-    (r"H100 PCIe", 756.0, 756.0, 51.0),
-    (r"H100|H800", 989.4, 989.4, 66.9),
-    (r"H20", 148.0, 148.0, 44.0),
-    (r"A100|A800", 312.0, 312.0, 19.5),
-    (r"A10G", 70.0, 70.0, 35.0),
-    (r"A10", 125.0, 125.0, 31.2),
-    (r"A30", 165.0, 165.0, 10.3),
-    (r"A40", 149.7, 149.7, 37.4),
-    (r"RTX A6000", 154.8, 154.8, 38.7),
-    (r"RTX 6000 Ada Generation", 364.2, 364.2, 91.1),
-    (r"L40S", 362.0, 362.0, 91.6),
-    (r"L40", 181.0, 181.0, 90.5),
-    (r"L4", 121.0, 121.0, 30.3),
-    (r"RTX 5090", 209.5, 209.5, 104.8),
-    (r"RTX 4090", 165.2, 165.2, 82.6),
-    (r"RTX 3090", 71.0, 71.0, 35.6),
-    (r"V100[- ]PCIE", None, 112.0, 14.0),
-    (r"V100", None, 125.0, 15.7),
-    (r"T4", None, 65.0, 8.1),
-)
+_PEAKS = Path(__file__).with_name("gpu_peaks.csv").read_text(encoding="utf-8").splitlines()[1:]
 _OTHER_CHIPS = re.compile(r"Laptop|Max-Q|MIG|RTX (30|40|50)90 (D|Ti)\b")  # slower or faster than their namesakes
 
 
@@ -167,10 +141,10 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
     """Return the dense peak FLOP/s in ``dtype`` of a device by ``torch.cuda.get_device_name``, None if not known."""
     if _OTHER_CHIPS.search(name):
         return None
-    for pattern, bf16, fp16, fp32 in _PEAKS:
+    for pattern, bf16, fp16, fp32 in (line.split(",") for line in _PEAKS):
         if re.search(rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])", name):
             tflops = {torch.bfloat16: bf16, torch.float16: fp16, torch.float32: fp32}[dtype]
-            return tflops * 1e12 if tflops else None
+            return float(tflops) * 1e12 if tflops else None
     return None
 
 

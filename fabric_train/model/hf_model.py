@@ -67,16 +67,12 @@ class ModelShape:
 
 
 def read_shape(
-    source: str,
-    layer_class: str = DEFAULT_LAYER_CLASS,
-    attention: str | None = None,
-    adapter: Adapter | None = None,
+    source: str, layer_class: str = DEFAULT_LAYER_CLASS, attention: str | None = None, adapter: Adapter | None = None
 ) -> ModelShape:
     """Read the configuration of a hub name or folder and return the shape of its model, built on the meta device.
 
     ``layer_class`` is the name of the decoder layer's class. ``attention`` is written into ``config``; None:
-    transformers chooses. An InputError if there is no such model, it is not a causal language model, or it has no such
-    layer or attention.
+    transformers chooses. An InputError if there is no such causal language model, layer or attention.
     """
     quiet_transformers()
     return shape_from_config(_read_config(source), source, layer_class, attention, adapter=adapter)

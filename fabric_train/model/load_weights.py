@@ -1,8 +1,7 @@
 """Build a model on the meta device, and later read each rank's part of its weights; or load it in full.
 
 If a Hugging Face folder uses other names or splits of weights than transformers does now (Mixtral's experts), its own
-mapping is applied to one weight at a time. transformers loads pickles, quantized weights, and some kept in fp32, in
-full.
+mapping is applied to one weight at a time. Pickles, quantized weights, and some kept in fp32 are loaded in full.
 """
 
 import copy
@@ -27,15 +26,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.distributed.ranks import FlatShard, flat_shards, local_part, original_name
+from fabric_train.model import weight_files
 from fabric_train.model.hf_model import ModelShape, check_readable
-from fabric_train.model.weight_files import (
-    CheckpointTensors,
-    StoredTensors,
-    Weights,
-    open_weights,
-    safetensors_files,
-    shard_names,
-)
 
 _progress = logging.getLogger("fabric_train.progress")
 
@@ -45,7 +37,7 @@ class MetaModel:
     """A model on the meta device and its weights; None if it had to be loaded in full, on the CPU."""
 
     model: PreTrainedModel
-    weights: Weights | None
+    weights: weight_files.Weights | None
 
     def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Return the rows ``begin`` to ``end`` of the matrix that the model calls ``name``."""
@@ -67,7 +59,7 @@ def open_in_parts(shape: ModelShape, dtype: torch.dtype) -> MetaModel | None:
     keeps_fp32 = dtype != torch.float32 and model._keep_in_fp32_modules_strict
     if not files or getattr(shape.config, "quantization_config", None) or keeps_fp32:
         return None
-    weights = _PretrainedWeights(model, CheckpointTensors(files, "fetch the model again"))
+    weights = _PretrainedWeights(model, weight_files.CheckpointTensors(files, "fetch the model again"))
     missing = weights.missing()
     if any(re.search(pattern, name) for name in missing for pattern in model._keys_to_ignore_on_load_missing or ()):
         return None
@@ -78,10 +70,10 @@ def open_in_parts(shape: ModelShape, dtype: torch.dtype) -> MetaModel | None:
 
 def open_checkpoint(shape: ModelShape, checkpoint: Path, dtype: torch.dtype) -> MetaModel:
     """Build the model of a checkpoint in ``dtype`` and open its weights."""
-    return open_tensors(shape, open_weights(checkpoint), dtype)
+    return open_tensors(shape, weight_files.open_weights(checkpoint), dtype)
 
 
-def open_tensors(shape: ModelShape, tensors: StoredTensors, dtype: torch.dtype) -> MetaModel:
+def open_tensors(shape: ModelShape, tensors: weight_files.StoredTensors, dtype: torch.dtype) -> MetaModel:
     """Build the model of ``shape`` in ``dtype`` whose weights are ``tensors``; see :func:`open_checkpoint`."""
     model = build_on_meta(shape, dtype)
     check_weights_fit(shape.source, model, {name: tensors.shape(name) for name in tensors})
@@ -104,7 +96,7 @@ def build_on_meta(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def read_weights(model: nn.Module, weights: Weights) -> None:
+def read_weights(model: nn.Module, weights: weight_files.Weights) -> None:
     """Read this rank's part of the weights into a model that Fabric has set up. Call it before any forward pass."""
     cuts, parameters = flat_shards(model), list(model.named_parameters())
     for number, (name, parameter) in enumerate(parameters, 1):
@@ -114,7 +106,7 @@ def read_weights(model: nn.Module, weights: Weights) -> None:
 
 
 @torch.no_grad()
-def read_buffers(model: nn.Module, weights: Weights) -> None:
+def read_buffers(model: nn.Module, weights: weight_files.Weights) -> None:
     """Read the buffers that are stored with the weights; the others are computed."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -191,10 +183,10 @@ def tied_weight_names(model: PreTrainedModel) -> set[str]:
 def find_safetensors(source: str) -> list[Path]:
     """Return the safetensors files of a hub name or folder; none if its weights are a pickle."""
     if Path(source).is_dir():
-        return safetensors_files(Path(source))
+        return weight_files.safetensors_files(Path(source))
     try:
         index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
-        names = shard_names(Path(index)) if index else [SAFE_WEIGHTS_NAME]
+        names = weight_files.shard_names(Path(index)) if index else [SAFE_WEIGHTS_NAME]
         files = [cached_file(source, name, _raise_exceptions_for_missing_entries=False) for name in names]
     except OSError as error:
         raise_reached_limit(error)
@@ -232,11 +224,10 @@ class _Recipe:
 class _PretrainedWeights:
     """The weights of Hugging Face files under the model's names, mapped as ``from_pretrained`` maps them.
 
-    Stored tensors that the model does not know are ignored, as ``from_pretrained`` does. The files may store a tied
-    weight under any of its names.
+    Unknown tensors are ignored, as there. The files may store a tied weight under any of its names.
     """
 
-    def __init__(self, model: PreTrainedModel, tensors: CheckpointTensors) -> None:
+    def __init__(self, model: PreTrainedModel, tensors: weight_files.CheckpointTensors) -> None:
         self._model, self._tensors = model, tensors
         self._names: dict[str, list[str]] = {}  # each name of a parameter → all its names
         by_parameter: dict[int, list[str]] = {}
@@ -294,7 +285,9 @@ class _PretrainedWeights:
         return recipes
 
 
-def read_local_part(weights: Weights, name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> torch.Tensor:
+def read_local_part(
+    weights: weight_files.Weights, name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]
+) -> torch.Tensor:
     """Read this rank's part of a full tensor that is sharded like ``parameter``, a parameter of a set-up model.
 
     ``cuts`` are from :func:`flat_shards`. The CPU tensor has the parameter's shape on this rank, and may be a view of a

@@ -64,8 +64,7 @@ class ModelOrigin:
 class AdapterBase:
     """The model that an adapter is trained on, of which a checkpoint has no copy.
 
-    ``place`` is the hub name or the absolute path of the folder that it was read from. ``fingerprint`` is that of its
-    weights (``checkpoint.adapter_folder``); None if they are a pickle.
+    ``place`` is its hub name or absolute path. ``fingerprint`` (``checkpoint.adapter_folder``) is None for a pickle.
     """
 
     place: str

@@ -1,8 +1,7 @@
 """Which parameters of a model train: all of them, those of an adapter, or those that ``train_only`` chose.
 
 ``choose_trained`` decides, for ``ModelShape.trained``. Before the model is sharded, ``freeze_other_parts`` applies it,
-and ``requires_grad`` carries it from there. A frozen parameter is in a checkpoint, but nothing of it in the optimizer's
-files.
+and ``requires_grad`` carries it on. A frozen parameter is in a checkpoint, but not in the optimizer's files.
 """
 
 from collections.abc import Callable
@@ -28,10 +27,7 @@ def train_only(trains: Callable[[str], bool] | None) -> None:
 
 
 def choose_trained(model: nn.Module, adapter: Adapter | None = None) -> dict[str, torch.Size]:
-    """Return the names and shapes of the parameters that train. The model, with its adapter, may be on meta.
-
-    With an adapter they are its own, and those of the modules that train beside it.
-    """
+    """Return names and shapes of what trains, an adapter and modules beside it included; the model may be on meta."""
     trains = adapter.trains if adapter else _trains
     trained = {name: each.shape for name, each in model.named_parameters() if trains is None or trains(name)}
     if not trained:

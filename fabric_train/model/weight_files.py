@@ -60,8 +60,6 @@ class StoredTensors(Weights, Protocol):
 
     def __iter__(self) -> Iterator[str]: ...
 
-    def __len__(self) -> int: ...
-
     def shape(self, name: str) -> torch.Size:
         """Return the shape of the full tensor without reading it."""
 
@@ -70,13 +68,13 @@ class StoredTensors(Weights, Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """Return the full tensor on the CPU. Do not change it."""
+        return self.read_block(name, (0,) * len(self.shape(name)), self.shape(name))
 
 
-class CheckpointTensors:
+class CheckpointTensors(StoredTensors):
     """The tensors of safetensors files by name, in one piece or several; each is read on request.
 
-    Pages of a mapped file that were read stay in memory, so only the last few files stay mapped. ``advice`` is what the
-    user can do if a file cannot be read.
+    Pages that were read stay in memory, so only the last few files stay mapped. ``advice`` is for an unreadable file.
     """
 
     def __init__(self, files: list[Path], advice: str = "use another checkpoint") -> None:
@@ -95,9 +93,6 @@ class CheckpointTensors:
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)
 
-    def __len__(self) -> int:
-        return len(self._pieces)
-
     def shape(self, name: str) -> torch.Size:
         return self._shapes[name]
 
@@ -109,14 +104,11 @@ class CheckpointTensors:
         return self._pieces[name][0].file
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the full tensor on the CPU in its stored dtype.
-
-        A tensor from one file is a view of the file's mapping. Writing into it does not change the file.
-        """
+        """Return the full tensor on the CPU in its stored dtype, maybe a view of the file, which no write changes."""
         pieces, shape = self._pieces[name], self.shape(name)
         if len(pieces) == 1 and shape and 0 not in shape:
             return self._file(pieces[0].file).get_slice(name)[:]
-        return self.read_block(name, (0,) * len(shape), shape)
+        return super().read(name)
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Read only the block of ``shape`` that begins at ``offsets`` of the full tensor, on the CPU.

@@ -66,15 +66,11 @@ def build_optimizer(
         return _build_other(groups, arguments)
     betas = (arguments.beta1, arguments.beta2)
     dtypes, states = {parameter.dtype for parameter in names}, arguments.optimizer_states
-    weights_dtype = (
-        next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
-    )  # bf16 modules train beside an fp32 adapter
+    # bf16 modules train beside an fp32 adapter
+    weights_dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
     in_8bit = [parameter for parameter, name in names.items() if name in decayed and states == "8bit"]
     moments_dtype = weights_dtype if states is None else getattr(torch, "float32" if states == "8bit" else states)
-    stochastic_rounding = arguments.stochastic_rounding and torch.bfloat16 in (
-        *(each.dtype for each in names),
-        moments_dtype,
-    )
+    stochastic_rounding = arguments.stochastic_rounding and torch.bfloat16 in {*dtypes, moments_dtype}
     if moments_dtype == weights_dtype and not stochastic_rounding and not in_8bit:
         return AdamW(groups, lr=arguments.lr, betas=betas, fused=fused)
     return LowPrecisionAdamW(
@@ -94,8 +90,7 @@ def build_optimizer(
 def use_triton(optimizer: LowPrecisionAdamW) -> str | None:
     """Let one Triton kernel update all parameters if it works on their device; else return why it does not.
 
-    It has to give the same results for small parameters that are stored like the optimizer's. This also compiles the
-    kernel before the first step.
+    It must give the same results for small parameters stored alike, which also compiles it before the first step.
     """
     fault: str | None
     try:

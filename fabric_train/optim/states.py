@@ -15,8 +15,7 @@ class State:
 
     ``name`` is its key in ``optimizer.state[parameter]``, and the end of its name in a checkpoint, where it has
     ``dtype``. A ``shape`` of None is that of the parameter: then it is sharded like the parameter, and starts with
-    zeros; a state of another shape is the same on all ranks. ``held_bytes`` are those of an element in memory, if not
-    of ``dtype``.
+    zeros; a state of another shape is the same on all ranks. ``held_bytes``: of an element in memory.
     """
 
     name: str

@@ -26,10 +26,7 @@ class DatasetCheck:
 
 
 def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: bool) -> DatasetCheck:
-    """Compare a token dataset with its manifest and with the model.
-
-    Without a manifest (an older folder) all token ids are checked instead.
-    """
+    """Compare a token dataset with its manifest and the model; without a manifest (an older folder) check all ids."""
     splits = {"train": dataset.train} | ({"validation": dataset.validation} if dataset.validation else {})
     manifest = dataset.manifest
     faults = [fault for name, rows in splits.items() for fault in _beyond_the_positions(dataset, name, rows, shape)]

@@ -69,10 +69,7 @@ def attention_on_gpu(
 
 
 class _LiveBytes(TorchDispatchMode):
-    """The bytes of the storages that operations have made and that are still alive, now and at the peak.
-
-    Those of the ``model`` do not count.
-    """
+    """The bytes of live storages that operations have made, without those of the ``model``, now and at the peak."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -254,6 +251,11 @@ def _drop_gradients(model: Any, layers: list[nn.Module], live: _LiveBytes, by_un
     """Drop gradients as a strategy takes them away, and return a dict that gets the peaks of the backward pass."""
     peaks: dict[str, int] = {}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+
+    def note_peak(name: str) -> None:
+        peaks[name] = live.most
+        live.restart()
+
     if not by_unit:
         if embedding.weight.requires_grad:  # no gradient of this one, but still that of the embedded tokens
             embedding.register_forward_hook(lambda _, args, hidden: hidden.requires_grad_())
@@ -263,14 +265,11 @@ def _drop_gradients(model: Any, layers: list[nn.Module], live: _LiveBytes, by_un
         def drop(parameter: nn.Parameter) -> None:
             parameter.grad = None
 
-        def end_of_first_pass() -> None:
-            peaks["most"] = live.most
-            live.restart()
-
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(drop)
-        _call_at_last([parameter for layer in layers[1:] for parameter in layer.parameters()], end_of_first_pass)
+        of_first_pass = [parameter for layer in layers[1:] for parameter in layer.parameters()]
+        _call_at_last(of_first_pass, partial(note_peak, "most"))
         return peaks
 
     def end_of_layer(index: int, parameters: list[nn.Parameter]) -> None:
@@ -282,15 +281,11 @@ def _drop_gradients(model: Any, layers: list[nn.Module], live: _LiveBytes, by_un
             parameter.grad = None
         live.restart()
 
-    def end_of_head() -> None:
-        peaks["at_head"] = live.most
-        live.restart()
-
     for index, layer in enumerate(layers):
         parameters = list(layer.parameters())
         _call_at_last(parameters, partial(end_of_layer, index, parameters))
     if head is not None and head.weight is not embedding.weight:
-        _call_at_last([head.weight], end_of_head)
+        _call_at_last([head.weight], partial(note_peak, "at_head"))
     return peaks
 
 

@@ -9,14 +9,7 @@ from fabric_train.distributed.memory import process_memory
 from fabric_train.distributed.precision import compute_dtype, weights_dtype
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.preflight.memory_activations import Activations, MicroBatch, trace_activations
-from fabric_train.preflight.memory_layout import (
-    REDUCED_BYTES,
-    Layout,
-    Units,
-    make_layout,
-    offloaded_bytes,
-    read_units,
-)
+from fabric_train.preflight.memory_layout import REDUCED_BYTES, Layout, Units, make_layout, offloaded_bytes, read_units
 from fabric_train.training.prepared_run import StepPlan
 
 if TYPE_CHECKING:
@@ -208,8 +201,7 @@ def _sharded_phases(units: Units, layout: Layout, activations: Activations, grad
 def _reducing(numel: int, layout: Layout) -> int:
     """Return the bytes that reducing the gradients of a unit takes, besides the gradients themselves.
 
-    These are a copy in fp32, or fsdp's flat gradient if they are fp32 already, and the part that this rank gets, in
-    fp32 and then in the type of the weights.
+    A copy in fp32, or fsdp's flat gradient in fp32, and this rank's part, in fp32 and in the type of the weights.
     """
     return REDUCED_BYTES * numel + (REDUCED_BYTES + layout.held) * numel // layout.num_shards
 

@@ -63,8 +63,7 @@ class Units:
 class Layout:
     """How ranks share a model.
 
-    The model is split among ``world_size // num_data_ranks`` tensor-parallel ranks, then sharded among ``num_shards``
-    ranks, in ``num_copies`` groups.
+    It is split among ``world_size // num_data_ranks`` ranks, then sharded among ``num_shards``, ``num_copies`` times.
     """
 
     name: str  # the parallelism
@@ -99,9 +98,7 @@ def bytes_of_states(shape: ModelShape, arguments: "TrainArguments") -> tuple[int
     if not shape.trained:
         return 0, 0
     weights = {
-        name: nn.Parameter(
-            torch.empty(size, dtype=torch.float32 if is_of_adapter(name) else dtype, device="meta"),
-        )
+        name: nn.Parameter(torch.empty(size, dtype=torch.float32 if is_of_adapter(name) else dtype, device="meta"))
         for name, size in shape.trained.items()
     }
     decayed = {name for name, size in shape.trained.items() if len(size) >= 2}
@@ -130,9 +127,7 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
     all_states, all_saved_states = bytes_of_states(shape, arguments)
     states, saved_states = all_states - adapter_states, all_saved_states - saved_adapter_states
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    trained_in = (
-        sum(each.numel() for each in layer.parameters() if names[id(each)] in shape.trained) for layer in layers
-    )
+    trained_in = (sum(one.numel() for one in layer.parameters() if names[id(one)] in shape.trained) for layer in layers)
     in_4bit = [module for layer in layers for module in layer.modules() if isinstance(module, NF4Linear)]
     return Units(
         parameters=shape.num_parameters,

@@ -26,7 +26,7 @@ from fabric_train.preflight.memory_forecast import Forecast, RunRequest
 from fabric_train.preflight.memory_layout import bytes_of_states, read_units
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 from fabric_train.training.run_log import note, show
-from fabric_train.training.summary import describe_mixture, describe_phases
+from fabric_train.training.summary import describe_mixture, describe_phases, facts_table
 
 _KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations", "communication")
 
@@ -221,7 +221,7 @@ def _split_again(plan: StepPlan, micro_batch_size: int, world_size: int) -> Step
 
 def _counts(forecast: Forecast, plan: StepPlan) -> Table:
     units, layout = forecast.units, forecast.layout
-    table = _table("Plan")
+    table = facts_table("Plan")
     trained = "" if units.trained == units.total else f"; {units.trained + units.adapter:,} train"
     if units.adapter:
         trained += f", {units.adapter:,} of them the adapter's"
@@ -255,7 +255,7 @@ def _memory(forecast: Forecast, device_memory: int) -> Table:
 
 
 def _storage(forecast: Forecast, num_kept: int) -> Table:
-    table = _table("")
+    table = facts_table("")
     per_machine = forecast.layout.world_size // forecast.layout.num_nodes
     table.add_row("host memory", f"{show_size(forecast.host_bytes)} of {per_machine} ranks on a machine")
     size = forecast.budget.checkpoint
@@ -287,13 +287,6 @@ def _numbers(*columns: str) -> Table:
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:,.2f}" if size else ""
-
-
-def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
 
 
 def resolve_automatic(run: PreparedRun) -> PreparedRun:

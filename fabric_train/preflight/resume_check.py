@@ -32,11 +32,7 @@ _DECIDE_THE_LOSSES = (
 )
 _ATTENTION = "fabric_train attention"
 _VALIDATION = "fabric_train validation rows"
-OWN_VERSIONS = {
-    "fabric_train learning rates": SCHEDULES_VERSION,
-    _VALIDATION: VALIDATION_VERSION,
-    _ATTENTION: "1",
-}
+OWN_VERSIONS = {"fabric_train learning rates": SCHEDULES_VERSION, _VALIDATION: VALIDATION_VERSION, _ATTENTION: "1"}
 """Versions of what this program itself computes; checkpoints from before they were counted have version 1."""
 
 _OF_THIS_START = ("resume", "checkpoint", "branch", "weights_only", "allow_changes", "eval_only", "self_check")
@@ -229,10 +225,7 @@ def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, li
 
 
 def _schedule_there(run: PreparedRun, now: Schedule, saved: TrainerJson) -> tuple[float, float, bool]:
-    """Return the steps of the run or phase that a checkpoint was in, those of its schedule, and whether it is ``now``.
-
-    It is if it began at the same step with the same arguments.
-    """
+    """Return the steps of a checkpoint's run or phase and its schedule's, and whether it began as ``now`` does."""
     step = run.start.state.step
     there = next((one for one in saved.phase_schedules if one.first_step <= step <= one.last_step), None)
     here = next((one for one in run.phase_schedules if one.first_step == now.starts_after + 1), None)

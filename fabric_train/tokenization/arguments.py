@@ -4,19 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from fabric_train.cli.argument_types import (
-    NonNegativeInt64,
-    NumProcesses,
-    Overlap,
-    PositiveFloat,
-    PositiveInt64,
-    PositiveShare,
-    PushArguments,
-    RowLength,
-    TokenCount,
-    UnitInterval,
-    not_language_codes,
-)
+from fabric_train.cli import argument_types
 from fabric_train.cli.output import redact
 
 DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion"]
@@ -42,11 +30,11 @@ class CleaningArguments:
     """Leave out documents of text that published rules find to be of low quality: gopher, c4, fineweb, or several, such
     as gopher,fineweb. Those of c4 also remove lines.
     """
-    near_duplicates: PositiveShare | None = None
+    near_duplicates: argument_types.PositiveShare | None = None
     """Leave out texts and chats that nearly repeat an earlier one, of any source: the smallest share of 5-grams of
     words, such as 0.8, that they have in common (estimated by MinHash). System messages do not count.
     """
-    boilerplate: PositiveInt64 | str | None = None
+    boilerplate: argument_types.PositiveInt64 | str | None = None
     """Remove lines of 15 letters or more that are in this number of documents or more, of all sources together: such as
     10 for a small corpus, 1000 for millions of documents. Sources are read twice. With --shard, a number only counts
     lines. A merge adds them up into a folder of repeated lines: then give this folder instead of the number.
@@ -93,7 +81,7 @@ class CleaningArguments:
 
 
 @dataclass(frozen=True)
-class TokenizeArguments(CleaningArguments, PushArguments):
+class TokenizeArguments(CleaningArguments, argument_types.PushArguments):
     """Turn documents or chats into a token dataset
 
     PROGRAM --dataset corpus/ --tokenizer_name meta-llama/Meta-Llama-3-8B --max_length 8k --output_dir data/tokens
@@ -111,13 +99,13 @@ class TokenizeArguments(CleaningArguments, PushArguments):
     """Tokenizer: a hub name, a folder, or a tokenizer.model file."""
     output_dir: str
     """Token dataset to write; must not exist yet."""
-    max_length: RowLength = 2048
+    max_length: argument_types.RowLength = 2048
     """Tokens per row; 8k is 8192."""
     packing: Literal["concat", "best_fit", "none"] | None = None
     """concat joins documents and cuts them at row ends; best_fit fills rows with whole documents; none puts one
     document into each row and pads it. Default: best_fit if a source has chats or instructions, else concat.
     """
-    overlap: Overlap = 0
+    overlap: argument_types.Overlap = 0
     """Tokens repeated from the last row when a document continues in the next; they are not supervised again."""
     data_format: DataFormat = "auto"
     """Content of a source's rows: text in --text_column, a chat or an instruction; auto looks at the first row."""
@@ -131,11 +119,11 @@ class TokenizeArguments(CleaningArguments, PushArguments):
     """Supervised tokens of a chat: the assistant's turns, all tokens, or the assistant's last turn."""
     too_long: Literal["cut_end", "cut_start", "drop"] = "cut_end"
     """Chats longer than --max_length lose turns at the end, or at the start after the system turn, or are dropped."""
-    validation_split: UnitInterval = 0.05
+    validation_split: argument_types.UnitInterval = 0.05
     """Share of the documents for validation/; 0 for none."""
     validation_dataset: list[str] | None = None
     """Sources of validation/ instead of a split; read and named like --dataset."""
-    weights: list[PositiveFloat] | None = None
+    weights: list[argument_types.PositiveFloat] | None = None
     """Relative weight of each --dataset in the tokens of train/; default: every document is used once."""
     deduplicate: bool = False
     """Leave out documents with the same content as an earlier one."""
@@ -143,18 +131,18 @@ class TokenizeArguments(CleaningArguments, PushArguments):
     """Rows that cannot be read: report the first and stop, or count them and leave them out."""
     stream: bool = False
     """Read hub datasets as a stream instead of downloading them first."""
-    num_proc: NumProcesses | None = None
+    num_proc: argument_types.NumProcesses | None = None
     """Processes that encode; default: one per core."""
     shard: str | None = None
     """I/N: only encode slice I of N of the input, into --output_dir. N such tasks, on any number of machines, and
     python -m fabric_train.tokenization.merge of their folders give what one run gives. With --boilerplate, tasks count
     lines first.
     """
-    seed: NonNegativeInt64 = 0
+    seed: argument_types.NonNegativeInt64 = 0
     """Seed of the validation split and of the sampling by --weights."""
-    max_documents: PositiveInt64 | None = None
+    max_documents: argument_types.PositiveInt64 | None = None
     """Stop after this number of documents."""
-    max_tokens: TokenCount | None = None
+    max_tokens: argument_types.TokenCount | None = None
     """Stop after the document that reaches this number of tokens, such as 200k, 5m or 1.5b; with --weights, tokens of
     train/.
     """
@@ -163,7 +151,7 @@ class TokenizeArguments(CleaningArguments, PushArguments):
 
     def faults(self) -> list[str]:
         """Return values that leave nothing to train on, and contradictions."""
-        faults = [*PushArguments.faults(self), *CleaningArguments.faults(self)]
+        faults = [*argument_types.PushArguments.faults(self), *CleaningArguments.faults(self)]
         names = ("dataset", "validation_dataset")
         faults += [f"--{name} names nothing: give a source" for name in names if getattr(self, name) == []]
         if self.validation_split == 1:
@@ -177,7 +165,7 @@ class TokenizeArguments(CleaningArguments, PushArguments):
             )
         if self.overlap >= self.max_length > 1:
             faults.append(f"--overlap {self.overlap} fills rows of --max_length {self.max_length}: give less")
-        faults += not_language_codes("--card_language", self.card_language)
+        faults += argument_types.not_language_codes("--card_language", self.card_language)
         if self.push_to_hub is None:  # the card is written for the hub
             given = [name for name in ("license", "card_language") if getattr(self, name) is not None]
             faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name in given]

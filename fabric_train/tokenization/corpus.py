@@ -17,20 +17,11 @@ from fabric_train.cli.errors import InputError, raise_reached_limit
 from fabric_train.cli.output import redact
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder, hold_lock
 from fabric_train.files.regular_file import check_no_links_in
+from fabric_train.tokenization import documents
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.chats.chat_template import read_chosen_template
 from fabric_train.tokenization.chats.control_tokens import check_surrogates
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
-from fabric_train.tokenization.documents import (
-    BadRowError,
-    columns,
-    detect_format,
-    missing_column,
-    name_in,
-    read_chat,
-    text_of,
-    unexpected_format,
-)
 from fabric_train.tokenization.manifest import SourceRecord
 from fabric_train.tokenization.packing.rows import Packing
 from fabric_train.tokenization.reading.listing import sha256
@@ -195,20 +186,20 @@ def open_corpus(
 
 def find_kind(source: Source, text_column: str, skips_bad_rows: bool) -> str:
     """Return the data format of a source's first row: text if it has that column, else a format of chats."""
-    looked_for = (text_column, *columns("auto"))
+    looked_for = (text_column, *documents.columns("auto"))
     for part in source.parts(1 << 20):
         reader = source.reader(part, looked_for)
         for number, row in reader:
-            if isinstance(row, BadRowError):
+            if isinstance(row, documents.BadRowError):
                 if not skips_bad_rows:
                     raise row.fault()
                 continue
-            if name_in(text_column, row) in row:
+            if documents.name_in(text_column, row) in row:
                 return "text"
-            kind = detect_format(row)
+            kind = documents.detect_format(row)
             if kind is None:
-                no_text = str(missing_column(reader.place(number), text_column, row))
-                raise InputError(unexpected_format(row, "auto", f"{no_text}; and no chat or instruction"))
+                no_text = str(documents.missing_column(reader.place(number), text_column, row))
+                raise InputError(documents.unexpected_format(row, "auto", f"{no_text}; and no chat or instruction"))
             return kind
     return "text"
 
@@ -231,7 +222,7 @@ def open_formats(
             by_parts=by_parts,
             is_chosen=arguments.chat_template is not None,
         )
-        formats[kind] = SourceFormat(kind, columns(kind), encoder)
+        formats[kind] = SourceFormat(kind, documents.columns(kind), encoder)
         set_chat_template(tokenizer_folder, encoder.chat_template)
     return [formats[kind] for kind in kinds]
 
@@ -259,11 +250,11 @@ def _first_texts(source: Source, format_: SourceFormat, part: Any, left: int) ->
             return
         try:
             if format_.chat is None:
-                text = text_of(row, format_.columns[0], partial(reader.place, number))[0]
+                text = documents.text_of(row, format_.columns[0], partial(reader.place, number))[0]
             else:
-                text = "\n".join(message["content"] for message in read_chat(row, format_.kind).messages)
+                text = "\n".join(message["content"] for message in documents.read_chat(row, format_.kind).messages)
                 check_surrogates(text)
-        except BadRowError:
+        except documents.BadRowError:
             continue  # reported or skipped when the shard is encoded
         if text:
             yield text[:left]

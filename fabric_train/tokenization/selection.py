@@ -1,7 +1,6 @@
 """Select the documents of each split, their order and their number of repeats: caps, deduplication, split, mixture.
 
-The result depends only on the order of the documents in the sources, the settings and the seed, not on the number of
-processes or shards.
+The result depends only on the documents' order, the settings and the seed, not on processes or shards.
 """
 
 from collections import Counter, defaultdict
@@ -181,9 +180,7 @@ def _last_within_caps(lengths: np.ndarray, max_documents: int | None, max_tokens
     return last
 
 
-def select(
-    collections: Sequence[Collection], sources: Sequence[Source], arguments: TokenizeArguments
-) -> dict[str, Split]:
+def select(collections: Sequence[Collection], sources: list[Source], arguments: TokenizeArguments) -> dict[str, Split]:
     """Return the documents of each split; InputError if --weights names a source without a document for training."""
     collection = collections[0]
     share = 0.0 if arguments.validation_dataset else arguments.validation_split

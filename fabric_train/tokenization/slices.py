@@ -65,10 +65,8 @@ def merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZE
         lost = [shard.index for shard in shards if shard.key not in folders]
         slice_folder.check_unchanged(slices, corpus, shards, lost)
         assert corpus.cleaner is not None, "--boilerplate is a cleaning step"
-        lines = line_counts.add_up_lines(
-            corpus, shards, [line_counts.lines_file(folders[shard.key], shard) for shard in shards]
-        )
-        lines = lines.redacted(corpus.cleaner.redact)
+        files = [line_counts.lines_file(folders[shard.key], shard) for shard in shards]
+        lines = line_counts.add_up_lines(corpus, shards, files).redacted(corpus.cleaner.redact)
         write_repeated_lines(folder, lines, corpus.arguments.text_column)
     return lines
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fabric_train.cli.argument_types import counted
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console
 from fabric_train.data.row_documents import documents_in
@@ -255,9 +256,8 @@ def print_step(listed: StepDocuments) -> None:
     """Print the documents of a step."""
     console = _console()
     taken = "" if listed.is_taken else ", which no checkpoint has yet"
-    ranks = f"{listed.num_ranks} rank" + ("s" if listed.num_ranks > 1 else "")
     _line(console, f"step {listed.step:,} of {_short(listed.run)}{taken}: epoch {listed.epoch}, {listed.num_rows} rows")
-    _line(console, f"{ranks}, as {_short(listed.checkpoint)} says")
+    _line(console, f"{counted(listed.num_ranks, 'rank')}, as {_short(listed.checkpoint)} says")
     table = _table(("rank", "row", "source", "document", "tokens", "first words"), numbers=("tokens",))
     for one in listed.documents:
         ranks = str(one.ranks[0]) if len(one.ranks) == 1 else f"{one.ranks[0]}-{one.ranks[-1]}"
@@ -297,15 +297,14 @@ def _describe(one: IndexedDocument) -> str:
     placed = sum(row.tokens - row.repeated for row in one.rows)
     copies = "" if one.copies == 1 else f", {one.copies} times"
     whole = one.tokens * one.copies
-    rows = f"{placed:,} of {whole:,} tokens in {len(one.rows)} row{'' if len(one.rows) == 1 else 's'}"
+    rows = f"{placed:,} of {whole:,} tokens in {counted(len(one.rows), 'row')}"
     trained = ", which is not trained on" if one.split != "train" else ""
     where = f"{one.dataset}, {one.split} split{trained}{copies}: {rows}" if one.rows else f"{one.dataset}: in no row"
     return f"{one.source}: {one.file}:{one.line}, {one.tokens:,} tokens, {one.bytes:,} bytes; {where}"
 
 
 def _steps(reads: list[DocumentRead]) -> str:
-    number = len({read.step for read in reads})
-    return f"{number:,} step" + ("" if number == 1 else "s")
+    return counted(len({read.step for read in reads}), "step")
 
 
 def _table_of(reads: list[DocumentRead]) -> Table:

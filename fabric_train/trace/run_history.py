@@ -244,15 +244,13 @@ def _open(checkpoint: Path, order: DataOrder, data_dirs: Sequence[str] | None) -
     return datasets
 
 
-def _window_order(
-    order: DataOrder, datasets: TokenDataset | TokenMixture, ranks: Ranks, starts_after: int
-) -> WindowOrder:
+def _window_order(order: DataOrder, data: TokenDataset | TokenMixture, ranks: Ranks, starts_after: int) -> WindowOrder:
     if order.version not in (1, Mixture.VERSION):
         raise InputError(f"the order of the run has version {order.version}, which this version does not compute")
     mixture = None
-    if isinstance(datasets, TokenMixture) and order.rows_per_epoch is not None:
+    if isinstance(data, TokenMixture) and order.rows_per_epoch is not None:
         window = (order.rows_per_window, order.seed)
-        mixture = order_of_mixture(datasets, order.rows_per_epoch, *window, order.phases, starts_after)
+        mixture = order_of_mixture(data, order.rows_per_epoch, *window, order.phases, starts_after)
     return WindowOrder(
         order.num_rows, order.rows_per_window, ranks.micro_batch_size, ranks.num_data_ranks, 0, order.seed, mixture
     )

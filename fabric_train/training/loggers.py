@@ -62,8 +62,7 @@ class Logger:
 class LoggedRun:
     """The run that loggers are opened for.
 
-    ``last_step`` is the last one that is logged already, or -1. ``columns`` are those of metrics.csv beside the usual
-    ones.
+    ``last_step`` is the last one that is logged already, or -1. ``columns`` are further ones of metrics.csv.
     """
 
     folder: Path
@@ -78,7 +77,6 @@ class GuardedLogger(Logger):
 
     def __init__(self, name: str, open_logger: Callable[[], Logger]) -> None:
         self._name, self.logger = name, Logger()
-
         self._try(lambda _: setattr(self, "logger", open_logger()))
 
     def log(self, metrics: Metrics) -> None:
@@ -188,7 +186,9 @@ class ProgressLine(Logger):
         progress.info("")
         if metrics.val_loss is not None:
             whole = f"validation loss {metrics.val_loss:.4f}, perplexity {metrics.perplexity:.3f}"
-            log.info("step %d: %s%s", metrics.step, whole, _of_sources(metrics))
+            pairs = ((column.partition("val_loss/"), loss) for column, loss in metrics.by_source.items())
+            of_sources = (f"{name} {loss:.4f}" for (before, found, name), loss in pairs if found and not before)
+            log.info("step %d: %s", metrics.step, "; ".join([whole, *of_sources]))
         now, is_last = time.monotonic(), metrics.step == self._num_steps
         if metrics.step == 0:  # an evaluation before the first step
             self._started = now
@@ -231,11 +231,6 @@ class _Bar:
                 break
             line = f"{line} {value}"
         yield Text(line, no_wrap=True, overflow="crop")
-
-
-def _of_sources(metrics: Metrics) -> str:
-    losses = {column: loss for column, loss in metrics.by_source.items() if column.startswith("val_loss/")}
-    return "".join(f"; {column.removeprefix('val_loss/')} {loss:.4f}" for column, loss in losses.items())
 
 
 def _clock(seconds: float) -> str:

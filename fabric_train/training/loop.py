@@ -244,16 +244,14 @@ class Loop:
         before = read_trainer_json(checkpoint)
         return self.checkpoints.save(state, checkpoint, True, before.interim, before.scheduled)
 
-    def _save_unless_saved(
-        self, state: TrainerState, checkpoint: Path | None, cursors: np.ndarray | None
-    ) -> Path | None:
+    def _save_unless_saved(self, state: TrainerState, saved: Path | None, cursors: np.ndarray | None) -> Path | None:
         """Return the checkpoint of a state, complete; save it if there is none yet, unless it is that of step 0."""
         self.stepper.heartbeat.enter(StepPhase.SAVING)
-        if checkpoint is None and state.step:
+        if saved is None and state.step:
             self.outputs.flush()
-            checkpoint = self.checkpoints.save(state, cursors, waits=True)
+            saved = self.checkpoints.save(state, cursors, waits=True)
         self.checkpoints.finish()
-        return checkpoint
+        return saved
 
     def _report(self, fault: str, state: TrainerState, checkpoint: Path | None, cursors: np.ndarray | None) -> None:
         """Warn of a step that is left out; with ``--on_nonfinite stop``, save the state before it and end the run."""

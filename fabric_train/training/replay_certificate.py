@@ -32,8 +32,7 @@ _SHOWN_FAULTS = 20
 class RunLayout:
     """How the computation of steps was split from ``first_step`` on.
 
-    ``device`` is the name of a device, None if it is not known. ``split`` has ``SPLIT_ARGUMENTS``; it is empty for the
-    session of an earlier version of which no checkpoint is left.
+    ``device`` is None if unknown. ``split`` has ``SPLIT_ARGUMENTS``, none for an earlier version without checkpoint.
     """
 
     num_devices: int
@@ -184,7 +183,8 @@ class Certificate:
         """Return the table of the steps and the result for the console."""
         columns = ("step", "loss there", "loss here", "gradient norm there", "here", "largest difference")
         table = Table(*columns, title="Replay", title_justify="left", title_style="bold", box=None, pad_edge=False)
-        for step in self._shown():
+        differing = [step for step in self.steps if step.faults][:_SHOWN_STEPS]
+        for step in differing or self.steps[-_SHOWN_STEPS:]:
             figures = [(row.train_loss, row.grad_norm) if row else (None, None) for row in (step.there, step.here)]
             cells = ["" if value is None else f"{value:.9g}" for pair in zip(*figures, strict=True) for value in pair]
             table.add_row(str(step.there.step), *cells, f"{max(step.differences.values(), default=0.0):.1e}")
@@ -213,10 +213,6 @@ class Certificate:
         }
         return about | ({"other versions": ", ".join(replay.other_versions)} if replay.other_versions else {})
 
-    def _shown(self) -> list[_Compared]:
-        differing = [step for step in self.steps if step.faults][:_SHOWN_STEPS]
-        return differing or self.steps[-_SHOWN_STEPS:]
-
 
 def compare(replay: Replay, trained: Sequence[Metrics]) -> Certificate:
     """Compare all logged steps with those that were trained again."""
@@ -229,9 +225,7 @@ def _compare_step(replay: Replay, there: Metrics, here: Metrics | None) -> _Comp
         return _Compared(there, None, {}, [f"step {there.step}: not reached here"])
     tolerance = replay.tolerance(there.step)
     logged, found = (_exact(row) | _figures(row) for row in (there, here))
-    differences = {
-        name: relative_difference(value, found.get(name, math.nan)) for name, value in _figures(there).items()
-    }
+    differences = {key: relative_difference(value, found.get(key, math.nan)) for key, value in _figures(there).items()}
     wrong = [
         f"step {there.step}, {name}: {value} in metrics.csv, {found.get(name)} here"
         for name, value in logged.items()

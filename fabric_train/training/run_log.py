@@ -34,15 +34,15 @@ SILENT_SECONDS = 8.0
 """After so long without a line, the log says what this process is doing."""
 _MAX_EARLY_LINES = 1000
 _UNLIMITED_WIDTH = 10_000
+_AS_WRITTEN = {"markup": False, "highlight": False, "emoji": False}
 
 
 def start_log(console: Console | None = None) -> Console:
     """Print the lines of both loggers from now on, on rank 0 alone, and return the console that prints them."""
     prints = global_rank() == 0
     if console is None:
-        console = open_console(
-            quiet=not prints, markup=False, highlight=False, emoji=False, force_terminal=os.isatty(1)
-        )  # without force_terminal, an environment variable could bring escape codes into a file
+        # without force_terminal, an environment variable could bring escape codes into a file
+        console = open_console(quiet=not prints, force_terminal=os.isatty(1), **_AS_WRITTEN)
     for logger in (log, progress):
         logger.setLevel(logging.DEBUG if prints else logging.ERROR)
         logger.propagate = False
@@ -189,7 +189,5 @@ def _clean(text: str) -> str:
 
 def _as_text(renderable: RenderableType) -> str:
     text = StringIO()
-    open_console(
-        file=text, width=_UNLIMITED_WIDTH, force_terminal=False, markup=False, highlight=False, emoji=False
-    ).print(renderable)
+    open_console(file=text, width=_UNLIMITED_WIDTH, force_terminal=False, **_AS_WRITTEN).print(renderable)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

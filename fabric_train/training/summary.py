@@ -12,6 +12,7 @@ from rich.text import Text
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train.checkpoint import Evaluation, TokenLoss, TrainerState, perplexity
+from fabric_train.cli.argument_types import counted
 from fabric_train.cli.fabric_command import command_from_here
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
@@ -30,7 +31,7 @@ def describe_start(run: PreparedRun) -> Group:
     """Return the run in short: model, data, devices, steps, learning rate, what it starts from, and its mixture."""
     arguments, plan = run.arguments, run.plan
     layers = ", ".join(sorted(kind.__name__ for kind in run.model.layer_classes))
-    table = _table("Fabric Train")
+    table = facts_table("Fabric Train")
     name = f"a new {arguments.model.family}" if arguments.model.family else arguments.model.model_name
     trained = "" if run.model.num_trained == run.model.num_parameters else f", {run.model.num_trained:,} train"
     table.add_row("model", f"{name}: {run.model.num_parameters:,} parameters{trained}, layers {layers}")
@@ -64,7 +65,7 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
 
     It reads the validation loss of each checkpoint.
     """
-    table = _table("Done")
+    table = facts_table("Done")
     num_tokens = state.num_tokens - run.start.state.num_tokens
     table.add_row("steps", f"{state.step:,}, the last one in {_epoch(state, run)}")
     table.add_row(
@@ -72,7 +73,7 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
         f"{state.num_tokens:,}; {num_tokens / seconds:,.0f} a second over {seconds:,.0f} s with evaluation and saves",
     )
     if state.skipped_steps:
-        table.add_row("left out", f"{_counted(state.skipped_steps, 'step')}, whose loss or gradient was not finite")
+        table.add_row("left out", f"{counted(state.skipped_steps, 'step')}, whose loss or gradient was not finite")
     if state.train_loss is not None:
         table.add_row("training loss", f"{state.train_loss:.4f}")
     if state.val_loss is not None:
@@ -182,16 +183,12 @@ def describe_self_check(check: "SelfCheck") -> Group:
         table.add_row(figure.cut, f"{figure.loss:.8g}", f"{figure.grad_norm:.8g}", *differences)
     of_what = (
         f"{len(check.rows)} rows of {check.tokens_per_row} tokens, {check.num_supervised:,} supervised, "
-        f"{_counted(check.world_size, 'rank')}, {check.seconds:.0f} s; in {check.precision} the figures may differ by "
+        f"{counted(check.world_size, 'rank')}, {check.seconds:.0f} s; in {check.precision} the figures may differ by "
         f"{check.tolerance:.1e}"
     )
     agrees = "holds: loss and gradient are the same, every parameter is finite and gets a gradient"
     verdict = Text(agrees, "bold green") if check.holds else Text("\n".join(["fails:", *check.faults]), "bold red")
     return Group(table, Text(of_what, "dim"), verdict)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' if number > 1 else ''}"
 
 
 def _learning_rate(run: PreparedRun) -> str:
@@ -205,7 +202,7 @@ def _learning_rate(run: PreparedRun) -> str:
             falls += f", but stays at {run.schedules.of_run.rate(num_steps):g} from step {num_steps:,} on"
     if schedule == "wsd":
         decay = num_decay_steps(num_steps, training)
-        rises += f" up to step {num_steps - decay:,}, then {decay_form(training)} over {_counted(decay, 'step')}"
+        rises += f" up to step {num_steps - decay:,}, then {decay_form(training)} over {counted(decay, 'step')}"
     return f"{rises}{falls}, warm-up {training.warmup_steps}"
 
 
@@ -254,7 +251,8 @@ def _source_table(title: str, numbers: list[str], texts: Sequence[str] = ("sourc
     return table
 
 
-def _table(title: str) -> Table:
+def facts_table(title: str) -> Table:
+    """Return an empty table of names and what they stand for."""
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -71,10 +71,7 @@ class LossCurves(Logger):
 
 
 def draw_loss_curves(rows: Sequence[Metrics], picture: Path, title: str, branched_after: Sequence[int] = ()) -> None:
-    """Draw the losses, those of several sources too, and the learning rate, from ``rows`` in order, as a PNG.
-
-    A dotted line marks each step after which the run branched off another.
-    """
+    """Draw losses, also of sources, and the learning rate of ``rows`` as a PNG; dotted lines mark branches."""
     import matplotlib  # slow
 
     matplotlib.use("Agg")  # no display is needed
@@ -201,8 +198,7 @@ class TensorBoardLogger(Logger):
 def _cut_events(path: Path, last_step: int) -> None:
     """Truncate an event file before its first event after ``last_step``, or before a record that is damaged or cut off.
 
-    The file is a sequence of records of tensorboard's ``RecordWriter``: uint64 length, uint32 checksum, content, uint32
-    checksum.
+    Its records are of tensorboard's ``RecordWriter``: uint64 length, uint32 checksum, content, uint32 checksum.
     """
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event
@@ -231,8 +227,7 @@ class WandbLogger(Logger):
 
     A run folder has one W&B run, however often it is resumed. A server keeps the steps that it has after the
     checkpoint; a resumed run repeats those exactly, so they are right. Offline, each start makes a folder, and ``wandb
-    sync`` lets the last one replace the others. So the last one gets all steps, and the others are moved to
-    ``RUN/wandb/replaced``.
+    sync`` lets the last one replace the others. So it gets all steps, and the others go to ``RUN/wandb/replaced``.
     """
 
     def __init__(self, run: LoggedRun) -> None:

@@ -1,4 +1,1 @@
-"""Encode chats and instructions as token ids with labels.
-
-Open ``chat_encoder.py`` first: it uses ``chat_template`` (text) and ``control_tokens`` (ids).
-"""
+"""Encode chats as token ids with labels. Open ``chat_encoder.py`` first, then ``chat_template``, ``control_tokens``."""

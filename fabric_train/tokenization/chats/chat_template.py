@@ -202,9 +202,7 @@ class ChatTemplate:
         written = {token for token in added_tokens if token in frame}
         self.control_tokens = tuple(sorted(written.union(self.control_tokens)))
         after = answered.partition(contents[1])[2].lstrip()
-        self.end_of_turn = max(
-            (token for token in self.control_tokens if after.startswith(token)), key=len, default=None
-        )
+        self.end_of_turn = max((one for one in self.control_tokens if after.startswith(one)), key=len, default=None)
 
     def _mark_turn(self, messages: list[Message], tools: list[Any] | None, turn: int, text: str) -> Span:
         until = text if turn == len(messages) - 1 else self.render(messages[: turn + 1], tools)
@@ -231,9 +229,7 @@ class ChatTemplate:
                 f"the chat template has {{% generation %}} around {len(marked)} of {len(spoken)} turns of the "
                 "assistant; give a corrected one by --chat_template"
             )
-        spans = {
-            turn: self._with_end_of_turn(text, begin, end) for turn, (begin, end) in zip(spoken, marked, strict=True)
-        }
+        spans = {turn: self._with_end_of_turn(text, *span) for turn, span in zip(spoken, marked, strict=True)}
         for turn in turns:
             _check_content_rendered(messages, turn, text, spans[turn])
         return [spans[turn] for turn in turns]

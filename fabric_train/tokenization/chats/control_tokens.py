@@ -123,8 +123,7 @@ class ControlTokens:
     def encode(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a rendering, int32 [T], and which lie at least partly in one of ``spans``, bool [T].
 
-        ``spans``, (start, end) in characters, are in order. BadRowError if the tokenizer makes a control token from
-        text.
+        ``spans``, (start, end) in characters, are in order. BadRowError if text becomes a control token.
         """
         try:
             return self._encode_by_parts(text, spans)

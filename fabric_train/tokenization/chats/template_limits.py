@@ -66,8 +66,7 @@ def _open_statm(_process: int) -> int:
 def find_fault_in_child(attempt: Callable[[], object]) -> str | None:
     """Return the message of the BadRowError that ``attempt`` raises in a forked process, None if it raises none.
 
-    The child is killed when it does not end. It does nothing but ``attempt``, which must touch no device and wait for
-    no other thread.
+    The child is killed if it does not end. ``attempt`` must touch no device and wait for no other thread.
     """
     if sys.platform != "linux":
         return None

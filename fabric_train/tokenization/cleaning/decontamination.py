@@ -65,9 +65,8 @@ def read_task_files(places: Sequence[str]) -> list[TaskFile]:
     """Return files of JSON lines, such as those that lm_eval writes with --log_samples, in the order given.
 
     A line is an object. Its texts are ``text`` if there is one, else ``doc`` and ``target`` of lm_eval, else all
-    strings in it with more than one word, also in lists and objects. ``task`` names the task; by default it has the
-    name of the file. InputError, with one line for each file that is missing, no file of JSON lines, or has a bad line
-    or no text.
+    strings in it with more than one word, also in lists and objects. ``task`` names the task; by default it is the
+    file's name. InputError with a line for each that is missing, of another kind, or has a bad line or no text.
     """
     try:
         return open_each(lambda place: _read_task_file(Path(place).expanduser()), places)
@@ -154,10 +153,7 @@ def split_words(text: str) -> Words:
 
 
 def ngram_hashes(words: Words, lengths: Sequence[int]) -> dict[int, np.ndarray]:
-    """Return 64-bit hashes of all n-grams by their length, uint64 [words - length + 1] each.
-
-    ``lengths`` ascend; the result has none that are longer than the text.
-    """
+    """Return 64-bit hashes by length, ascending, of the n-grams that fit in, uint64 [words - length + 1] each."""
     num_words = len(words.starts)
     lengths = [length for length in lengths if length <= num_words]
     if not lengths:

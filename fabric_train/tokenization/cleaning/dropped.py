@@ -112,11 +112,8 @@ def join_samples(folders: Sequence[Path], target: Path) -> None:
 
 
 def _write(folder: Path, by_reason: Mapping[str, Sequence[str]]) -> None:
-    chosen = []
-    for reason in sorted(by_reason):
-        found = by_reason[reason]
-        chosen += [found[number] + "\n" for number in evenly_spaced(len(found))]
-    if chosen:
+    found = [by_reason[reason] for reason in sorted(by_reason)]
+    if chosen := [of_reason[number] + "\n" for of_reason in found for number in evenly_spaced(len(of_reason))]:
         (folder / DROPPED_FILE).write_text("".join(chosen), encoding="utf-8")
 
 
@@ -161,9 +158,8 @@ def write_hits(folder: Path, hits: Sequence[tuple[TaskHit, Place]], sources: Sou
 
     A line is ``{"task": ..., "item": ..., "place": "SOURCE: FILE:ROW", "num_shared": ..., "words": ...}``.
     """
-    lines = []
-    for hit, (file, row) in hits:
-        place = sources.place(file, row)
-        content = {"task": hit.task, "item": hit.item, "place": place, "num_shared": hit.num_shared, "words": hit.words}
-        lines.append(json.dumps(content, ensure_ascii=False) + "\n")
-    (folder / CONTAMINATION_FILE).write_text("".join(lines), encoding="utf-8")
+    with (folder / CONTAMINATION_FILE).open("w", encoding="utf-8") as file:
+        for hit, place in hits:
+            about, shared = {"task": hit.task, "item": hit.item}, {"num_shared": hit.num_shared, "words": hit.words}
+            content = about | {"place": sources.place(*place)} | shared
+            file.write(json.dumps(content, ensure_ascii=False) + "\n")

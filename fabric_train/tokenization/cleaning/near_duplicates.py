@@ -209,26 +209,27 @@ def sample_duplicates(
     tokenizer = load_fast(tokenizer_folder / "tokenizer.json", special_text_is_plain=False)
     readers = [SpoolReader(collection.documents) for collection in collections]
 
-    def place_of(document: int) -> Place:
+    def find(document: int) -> tuple[int, int]:
         number = int(np.searchsorted(starts, document, side="right")) - 1
-        place = collections[number].places[document - starts[number]]
+        return number, document - int(starts[number])
+
+    def place_of(document: int) -> Place:
+        number, local = find(document)
+        place = collections[number].places[local]
         return int(place["file"]), int(place["row"])
 
     def text_of(document: int) -> str:
-        number = int(np.searchsorted(starts, document, side="right")) - 1
-        local = document - int(starts[number])
+        number, local = find(document)
         length = min(int(collections[number].documents.lengths[local]), TEXT_CHARACTERS)
         piece = (np.array([value], dtype=np.int64) for value in (local, 0, length, 0))
         tokens = np.empty(length, dtype=np.int32)
         readers[number].read(PiecesToCopy(*piece), tokens, None)
         return str(tokenizer.decode(tokens.tolist())[:TEXT_CHARACTERS])
 
-    details = [(DUPLICATE, document, "the same as an earlier document") for document in exact.tolist()]
+    found = [(DUPLICATE, document, "the same as an earlier document") for document in exact.tolist()]
     if near is not None:
         firsts = near.firsts[nearly]
         similarities = near.signatures.similarities(nearly, firsts)
         for document, first, similarity in zip(nearly.tolist(), firsts.tolist(), similarities, strict=True):
-            details.append((NEAR_DUPLICATE, document, f"{similarity:.2f} like {sources.place(*place_of(first))}"))
-    return [
-        (DroppedText(reason, detail, text_of(document)), place_of(document)) for reason, document, detail in details
-    ]
+            found.append((NEAR_DUPLICATE, document, f"{similarity:.2f} like {sources.place(*place_of(first))}"))
+    return [(DroppedText(reason, detail, text_of(document)), place_of(document)) for reason, document, detail in found]

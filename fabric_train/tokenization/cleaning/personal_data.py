@@ -98,9 +98,8 @@ _DNI = re.compile(
 )
 
 _IPV4 = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]{1,3}(?!\w|\.[0-9])")
-_IPV6 = re.compile(
-    r"[23][0-9A-Fa-f]{3}:[0-9A-Fa-f:]{1,33}(?:[0-9A-Fa-f]|::)(?!\w|:[\w:]|\.[0-9])"
-)  # RFC 4291: public is 2000::/3; its last part may be an IPv4 address
+# RFC 4291: public is 2000::/3; its last part may be an IPv4 address
+_IPV6 = re.compile(r"[23][0-9A-Fa-f]{3}:[0-9A-Fa-f:]{1,33}(?:[0-9A-Fa-f]|::)(?!\w|:[\w:]|\.[0-9])")
 _WITHIN_IPV4 = re.compile(r"[\w.]\Z")
 _WITHIN_IPV6 = re.compile(r"(?:[\w.]|::|[0-9A-Fa-f]{4}:)\Z")
 _VERSION = re.compile(r"(?:\b(?:v|ver|versi[oóò]n?|release|build|firmware)[.:]?\s?|[^\W\d_]/)\Z", re.IGNORECASE)

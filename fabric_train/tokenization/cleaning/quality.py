@@ -1,7 +1,4 @@
-"""Drop documents of low quality by the published rules of Gopher, C4 and FineWeb.
-
-``docs/cleaning.md`` lists the rules with their sources.
-"""
+"""Drop documents of low quality by the published rules of Gopher, C4 and FineWeb, see ``docs/cleaning.md``."""
 
 import re
 from collections import Counter
@@ -10,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from operator import mul
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,17 +16,8 @@ from fabric_train.tokenization.cleaning.dropped import Dropped
 from fabric_train.tokenization.cleaning.language import identifier_settings, identify, load_identifier
 
 _WORDS = re.compile(r"\w+(?:[.,:/@'’]+\w+)*")  # 1.000,50 and don't and example.com are one each
-_LISTS = {
-    "en": "the be to of and that have with",
-    "es": "de la en el y a que del los se por un con una las su",
-    "ca": "de el la a i en que va els per un les una amb es",
-    "gl": "de a e o en que do da un no os na é unha como",
-    "pt": "de a e o em do da que um no uma com para na é foi",
-    "oc": "de la e lo en a es per que un una del dins las",
-    "fr": "de la le et à en des du les est un une il dans par au",
-    "it": "di e il la in a del che è della un per nel con da i una",
-}
-STOP_WORDS = {language: frozenset(words.split()) for language, words in _LISTS.items()}
+_LISTS = Path(__file__).with_name("stop_words.txt").read_text(encoding="utf-8").splitlines()
+STOP_WORDS = {language: frozenset(words.split()) for language, words in (line.split(": ") for line in _LISTS)}
 GOPHER_LIMITS = {
     "few_words": 50,
     "many_words": 100_000,

@@ -1,7 +1,6 @@
 """Compare two token datasets: sums and lengths of all documents; languages and words of a sample.
 
-Sums and lengths come from the document index; rows are read only for the sample. ``comparison_tables.py`` makes tables
-of the result.
+Sums and lengths come from the document index; rows are read for the sample. ``comparison_tables.py`` shows them.
 """
 
 from collections import Counter, defaultdict

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from fabric_train.tokenization.cleaning.language import DEFAULT_THRESHOLD
 from fabric_train.tokenization.inspect.comparison import (
@@ -19,6 +20,7 @@ NAMES = ("A", "B")
 _NONE = "–"
 _LANGUAGES_SHOWN = 15
 _UNITS = ("k", "M", "G", "T", "P")
+Cells: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -108,14 +110,10 @@ def _languages(comparison: Comparison) -> TextTable:
 
 
 def _pairs(
-    comparison: Comparison,
-    names: list[list[str]],
-    values: Callable[[CorpusSummary, str], tuple[float, tuple[str, ...]]],
-) -> list[tuple[str, ...]]:
+    comparison: Comparison, names: list[list[str]], values: Callable[[CorpusSummary, str], tuple[float, Cells]]
+) -> list[Cells]:
     """Return lines for A and B under each name that one has; ``values`` gives a name's share in a corpus, and cells."""
-    found = [
-        {name: values(corpus, name) for name in own} for corpus, own in zip(comparison.corpora, names, strict=True)
-    ]
+    found = [{name: values(one, name) for name in own} for one, own in zip(comparison.corpora, names, strict=True)]
     shares = {name: max(own[name][0] for own in found if name in own) for own in found for name in own}
     absent = (_NONE,) * max(len(cells) for own in found for _, cells in own.values())
     return [

@@ -1,7 +1,7 @@
 """Write the report, or a comparison, as one HTML page without other files; the text is in ``templates/``."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +50,6 @@ def html_page(title: str, body: Iterable[str], further_style: str = "") -> str:
     return _render("page.html.j2", title=Markup(title), body=Markup("\n".join(body)), further_style=further_style)
 
 
-def html_facts(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield a list of names and values, which are any text."""
-    yield str(_PARTS.facts(lines)).strip()
-
-
-def html_table(table: reports.TextTable) -> Iterator[str]:
-    """Yield a table of any texts."""
-    yield str(_PARTS.table(table)).strip()
-
-
 def marked(text: str) -> Markup:
     """Escape a token's text; show line breaks and keep them, and mark spaces at its edges."""
     parts = Markup()
@@ -86,7 +76,6 @@ def _title(token: Token) -> str:
 _TEMPLATES = open_templates(Path(__file__).with_name("templates"), keep_trailing_newline=True)
 _TEMPLATES.filters |= {"visible": visible, "marked": marked, "title": _title}
 _TEMPLATES.filters["number"] = "{:,}".format
-_PARTS: Any = _TEMPLATES.get_template("parts.html.j2").module
 
 
 def _render(template: str, **values: Any) -> str:

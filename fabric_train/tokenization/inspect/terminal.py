@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import groupby
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -69,13 +70,8 @@ def _rich_table(table: reports.TextTable) -> Table:
     shown = Table(box=box.SIMPLE)
     for index, name in enumerate(table.columns):
         is_words = index < table.num_words
-        shown.add_column(
-            Text(name),
-            justify="left" if is_words else "right",
-            overflow="fold",
-            no_wrap=not is_words,
-            header_style="dim",
-        )
+        justify: Literal["left", "right"] = "left" if is_words else "right"
+        shown.add_column(Text(name), justify=justify, overflow="fold", no_wrap=not is_words, header_style="dim")
     for depth, line in zip(table.depth, table.lines, strict=True):
         first, *others = (Text(visible(text)) for text in line)
         shown.add_row(Text("  " * depth) + first, *others)
@@ -101,12 +97,10 @@ def _print_lengths(report: reports.DatasetReport, console: Console) -> None:
         return
     bars = reports.histogram(counts.lengths)
     most = max((bar.count for bar in bars), default=1) or 1
-    name_width = max((len(bar.name) for bar in bars), default=0)
+    width = max((len(bar.name) for bar in bars), default=0)
     for bar in bars:
         block = "█" * max(round(_BAR_WIDTH * bar.count / most), 1 if bar.count else 0)
-        console.print(
-            Text(f"{bar.name:>{name_width}} ").append(block, "cyan").append(f" {bar.count:,}"), soft_wrap=True
-        )
+        console.print(Text(f"{bar.name:>{width}} ").append(block, "cyan").append(f" {bar.count:,}"), soft_wrap=True)
     percentiles = "   ".join(f"{name} {value:,}" for name, value in reports.length_facts(counts.lengths))
     for line in (percentiles, *reports.length_notes(report)):
         console.print(Text(line))

@@ -36,8 +36,7 @@ class FileReader:
     A ``BadRowError`` takes the place of a row that cannot be used. ``position`` is the number of the part's bytes up to
     the end of the last row; for compressed files, JSON arrays and parquet it is an estimate, for csv up to 8 KiB more.
     ``num_counted`` is the number of rows; in JSON lines, blank lines count too. ``columns`` are those to read of
-    parquet; a txt or md file is one row with the first of them. InputError if the file is not what its name says, or is
-    damaged.
+    parquet; a txt or md file is one row with the first of them. InputError if the file is damaged or of another kind.
     """
 
     def __init__(self, part: FilePart, columns: tuple[str, ...]) -> None:

@@ -150,9 +150,7 @@ def list_pattern(pattern: str, is_wanted: Callable[[str], bool]) -> Listing:
         except ValueError as error:
             raise InputError(f"{pattern}: {error}; put it between two slashes") from None
         roots = glob.glob(os.path.dirname(head)) if os.path.dirname(head) else [""]
-        found = [
-            path for path in _walk((root for root in roots if os.path.isdir(root or ".")), repeated) if matches(path)
-        ]
+        found = [path for path in _walk((one for one in roots if os.path.isdir(one or ".")), repeated) if matches(path)]
     else:
         found = [path for path in glob.glob(pattern) if not os.path.isdir(path)]
     if str(Path(pattern)) != pattern:  # it has // or ./
@@ -249,8 +247,7 @@ def hashed_files(root: Path, files: ListedFiles, digests: np.ndarray) -> tuple[S
 def check_unchanged(file: ListedFile, digest: bytes | None = None) -> None:
     """Check that size and ``mtime_ns`` of a file are still what they were when it was listed.
 
-    With ``digest``, its SHA-256 of that time, the file is hashed again if only ``ctime_ns`` has changed. InputError if
-    its size, time or content has changed, or it is gone.
+    With ``digest``, its SHA-256, it is hashed again if only ``ctime_ns`` differs. InputError if it changed or is gone.
     """
     try:
         now = list_file(file.name)

@@ -15,18 +15,8 @@ from fabric_train.cli.errors import InputError, first_line
 from fabric_train.cli.output import redact
 from fabric_train.tokenization.manifest import SourceRecord
 from fabric_train.tokenization.reading import hf_datasets
+from fabric_train.tokenization.reading import listing as listings
 from fabric_train.tokenization.reading.files import FileReader, is_readable, readable_suffixes, split_file
-from fabric_train.tokenization.reading.listing import (
-    FilePart,
-    ListedFiles,
-    Listing,
-    PackedParts,
-    hashed_files,
-    is_about_data,
-    list_file,
-    list_folder,
-    list_pattern,
-)
 from fabric_train.tokenization.workers import ThrottledLog
 
 Given = TypeVar("Given")
@@ -55,7 +45,7 @@ class FileSource:
 
     name: str
     root: Path
-    files: ListedFiles
+    files: listings.ListedFiles
     notes: tuple[str, ...] = ()
 
     @property
@@ -66,12 +56,12 @@ class FileSource:
     def num_origins(self) -> int:
         return len(self.files)
 
-    def parts(self, part_bytes: int) -> Iterator[FilePart]:
+    def parts(self, part_bytes: int) -> Iterator[listings.FilePart]:
         for number, file in enumerate(self.files):
             yield from split_file(file, part_bytes, number)
 
-    def pack(self, parts: Iterable[Any]) -> Sequence[FilePart]:
-        return PackedParts(self.files, parts)
+    def pack(self, parts: Iterable[Any]) -> Sequence[listings.FilePart]:
+        return listings.PackedParts(self.files, parts)
 
     def reader(self, part: Any, columns: tuple[str, ...]) -> FileReader:
         return FileReader(part, columns)
@@ -82,7 +72,7 @@ class FileSource:
         return f"{path} {file.size} {file.mtime_ns} {file.ctime_ns} {part.start} {part.stop}"
 
     def record(self, digests: np.ndarray) -> SourceRecord:
-        files = hashed_files(self.root, self.files, digests)
+        files = listings.hashed_files(self.root, self.files, digests)
         folder = None if "://" in self.name else os.fsencode(self.root).decode("utf-8", "backslashreplace")
         return SourceRecord(name=self.name, kind="files", files=files, splits=(), revision=None, folder=folder)
 
@@ -134,10 +124,7 @@ def open_each(open_one: Callable[[Given], Opened], given: Iterable[Given]) -> li
 
 
 def open_sources(names: list[str], option: str, stream: bool, downloads: Path) -> list[Source]:
-    """Open every source of ``option``, in the order of ``names``; ``downloads`` is the folder for files of URLs.
-
-    InputError, with one line for each name that cannot be opened.
-    """
+    """Open every source of ``option``; files of URLs come into ``downloads``. InputError with a line for each fault."""
     return open_each(lambda name: _open(name, option, stream, downloads), names)
 
 
@@ -150,21 +137,21 @@ def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:
             return hf_datasets.open_saved(name, option, path, None)
         if _is_copy_of_hub(path):
             return _open_part_of_folder(name, option, hf_datasets.DatasetName(str(path), None, None, None))
-        return _of_files(name, option, "this folder", path, list_folder(path, _is_document))
+        return _of_files(name, option, "this folder", path, listings.list_folder(path, _is_document))
     if os.path.lexists(path):
-        file = list_file(path)
+        file = listings.list_file(path)
         if not is_readable(path):
             raise InputError(
                 f"{option} {name}: cannot read {path.suffix or 'a file without suffix'}; "
                 f"readable are {readable_suffixes()}"
             )
-        return FileSource(name=name, root=path.parent, files=ListedFiles([file]))
+        return FileSource(name=name, root=path.parent, files=listings.ListedFiles([file]))
     dataset = hf_datasets.parse_dataset_name(name)
     if dataset and Path(dataset.name).expanduser().is_dir():
         return _open_part_of_folder(name, option, dataset)
     if glob.has_magic(name):
-        is_wanted = is_readable if is_about_data(name) else _is_document
-        listing = list_pattern(os.path.expanduser(name), is_wanted)
+        is_wanted = is_readable if listings.is_about_data(name) else _is_document
+        listing = listings.list_pattern(os.path.expanduser(name), is_wanted)
         folders = {os.path.dirname(file.name) for file in listing.files}
         root = Path(os.path.commonpath(folders)) if folders else Path()
         return _of_files(name, option, "what this pattern names", root, listing)
@@ -174,10 +161,10 @@ def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:
 
 
 def _is_document(path: str) -> bool:
-    return is_readable(path) and not is_about_data(path)
+    return is_readable(path) and not listings.is_about_data(path)
 
 
-def _of_files(name: str, option: str, where: str, root: Path, listing: Listing) -> FileSource:
+def _of_files(name: str, option: str, where: str, root: Path, listing: listings.Listing) -> FileSource:
     num_others = listing.others.total()
     if not listing.files:
         raise InputError(
@@ -186,7 +173,7 @@ def _of_files(name: str, option: str, where: str, root: Path, listing: Listing) 
     notes = []
     if num_others:
         listed = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(listing.others.items()))
-        about = next((kind for kind in sorted(listing.others) if is_about_data(kind)), None)
+        about = next((kind for kind in sorted(listing.others) if listings.is_about_data(kind)), None)
         more = f"; a {about} is read if {option} names it" if about else ""
         notes.append(f"{num_others:,} files of other kinds are skipped ({listed}){more}")
     if listing.repeated:
@@ -223,7 +210,7 @@ def _open_part_of_folder(name: str, option: str, dataset: hf_datasets.DatasetNam
         if not is_readable(path):
             raise InputError(f"{option} {name}: cannot read {path.name}; readable are {readable_suffixes()}")
     notes = (f"subset {builder.config.name}, splits read: {', '.join(by_split)}",)
-    return FileSource(name=name, root=folder, files=ListedFiles(map(list_file, paths)), notes=notes)
+    return FileSource(name=name, root=folder, files=listings.ListedFiles(map(listings.list_file, paths)), notes=notes)
 
 
 def _open_url(url: str, option: str, folder: Path) -> FileSource:
@@ -241,11 +228,13 @@ def _open_url(url: str, option: str, folder: Path) -> FileSource:
         is_web = url.startswith("http")  # in a web address, ? begins the query and is no pattern
         is_pattern = glob.has_magic(path.partition("?")[0] if is_web else path)
         paths = sorted(system.glob(path)) if is_pattern else [path]
-        named = [path for path in paths if not is_pattern or is_about_data(url) or not is_about_data(path)]
+        named = [
+            path for path in paths if not is_pattern or listings.is_about_data(url) or not listings.is_about_data(path)
+        ]
         readable = [path for path in named if is_readable(_name(path))]
         if not readable:
             raise InputError(f"{option} {url}: no readable file there; readable are {readable_suffixes()}")
-        files = ListedFiles(list_file(_fetch(system, path, folder)) for path in readable)
+        files = listings.ListedFiles(listings.list_file(_fetch(system, path, folder)) for path in readable)
     except OSError as error:
         raise InputError(f"{option} {url}: cannot be fetched: {_reason(error, url)}") from None
     return FileSource(name=redact(url), root=folder, files=files)

@@ -124,10 +124,7 @@ def find_difference(texts: Iterable[str], expected: "Iterable[Encoding]", ids: I
 
 
 def find_different_document(
-    texts: Iterable[str],
-    expected: "Iterable[Encoding]",
-    documents: Iterable[np.ndarray],
-    borders: text_encoder.Borders,
+    texts: Iterable[str], expected: "Iterable[Encoding]", documents: Iterable[np.ndarray], borders: text_encoder.Borders
 ) -> str | None:
     """Return where an encoder's ids with BOS and EOS first differ from the tokenizer's, or None."""
     for text, encoding, found in zip(texts, expected, documents, strict=True):

@@ -40,28 +40,11 @@ def _codes(ranges: str) -> tuple[int, ...]:
     return tuple(code for pair in pairs for code in range(int(pair[0], 16), int(pair[-1], 16) + 1))
 
 
-# gigatoken 0.10 knows Unicode 17, tokenizers 0.23 knows Unicode 16: the letters, digits and marks that are new in 17
-_NEW_CHARACTERS = _codes(
-    """88F C5C CDC 1ACF-1AEB A7CE-A7D4 A7F1 10940-1095F 10EC5-10EC7 10EFA-10EFB 11B60-11B67 11DB0-11DE9 16EA0-16ED3
-    16FF2-16FF6 187F8-187FF 18D09-18D1E 18D80-18DF2 1E6C0-1E6FF 2B73A-2B73F 2CEA2-2CEAD 323B0-33479"""
-)
-# the symbols that are new in 17, for split patterns with \p{S} (DeepSeek's)
-_NEW_SYMBOLS = _codes(
-    """20C1 2B96 FBC3-FBD2 FD90-FD91 FDC8-FDCE 10ED0-10ED8 1CCFA-1CCFC 1CEBA-1CED0 1CEE0-1CEF0 1F6D8 1F777-1F77A
-    1F8D0-1F8D8 1FA54-1FA57 1FA8A 1FA8E 1FAC8 1FACD 1FAEA 1FAEF 1FBFA"""
-)
-# marks, and letters that are composed with marks, which the older tables of tokenizers' NFC do not know
-_NEW_IN_NFC = _codes(
-    """7FD 897-89F 8CA-8D3 9FE C3C D3B-D3C EBA 1715 1ABF-1ACE 1DF6-1DFA A82C 105D2 105DA 10D24-10D27 10D69-10D6D
-    10EAB-10EAC 10EFD-10EFF 10F46-10F50 10F82-10F85 11070 1133B 11382 11384 1138B 11390 113C2 113CE-113D0 1145E
-    11839-1183A 11935 1193D-1193E 11943 119E0 11A34 11A47 11A99 11D42 11D44-11D45 11D97 11F41-11F42 1611E 16121-16122
-    16129 1612F 16D63 16D67 16D69 16FF0-16FF1 1E08F 1E130-1E136 1E2AE 1E2EC-1E2EF 1E4EC-1E4EF 1E5EE-1E5EF"""
-)
-# numbers that are newer than the Unicode version of the oldest supported Python
-_NEWER_NUMBERS = _codes(
-    """10D40-10D49 116D0-116E3 11BF0-11BF9 11F50-11F59 16130-16139 16D70-16D79 1CCF0-1CCF9 1D2C0-1D2D3 1E4F0-1E4F9
-    1E5F1-1E5FA"""
-)
+# gigatoken 0.10 knows Unicode 17, tokenizers 0.23 Unicode 16. The file has letters, digits and marks that are new in
+# 17; the symbols that are new, for split patterns with \p{S} (DeepSeek's); marks, and letters that are composed with
+# marks, which the older tables of tokenizers' NFC do not know; numbers that the oldest supported Python does not know
+_TABLES = Path(__file__).with_name("unicode_codes.txt").read_text(encoding="utf-8").split("\n\n")
+_NEW_CHARACTERS, _NEW_SYMBOLS, _NEW_IN_NFC, _NEWER_NUMBERS = map(_codes, _TABLES)
 _SPLITS_DIGITS = {"type": "Digits", "individual_digits": True}
 
 

@@ -40,13 +40,8 @@ _HARMLESS_OPTIONS = frozenset(
 # these classes use tokenizer.json unchanged; the classes of some models build another tokenizer from it
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _TOKENIZER_FILES = (
-    "tokenizer*",
-    "*.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "config.json",
+    *("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "config.json"),
 )
 
 

@@ -231,9 +231,8 @@ def _merges(model: Any) -> list[tuple[str, str]]:
     """Return the merges in order: the piece with the best score first, and for one piece the longer left half first.
 
     sentencepiece merges the pair with the best score and, among equal ones, the leftmost. A list of merges cannot say
-    "leftmost". But two pairs of one piece compete only where they overlap: in ``er|e|re``, the piece ``ere`` is
-    ``er + e`` on the left and ``e + re`` on the right. There the left pair has the longer left half, unless the piece
-    repeats itself.
+    "leftmost". But two pairs of one piece compete only where they overlap: in ``er|e|re``, the piece ``ere`` is ``er +
+    e`` on the left and ``e + re`` on the right. There the left pair has the longer left half, unless it repeats itself.
     """
     pieces = {piece.piece: piece.score for piece in model.pieces if piece.type in (NORMAL, USER_DEFINED)}
     return [
