@@ -30,7 +30,7 @@ from fabric_train.model.adapter import (
 )
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.load_weights import MetaModel, find_safetensors, open_checkpoint, open_pretrained
-from fabric_train.model.nf4 import QuantizedWeights, quantize_layers
+from fabric_train.model.nf4 import QuantizedWeights, check_installed, quantize_layers
 from fabric_train.model.origin import AdapterBase
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, open_weights
 
@@ -68,6 +68,13 @@ def is_adapter(folder: Path) -> bool:
 def is_exported_adapter(folder: Path) -> bool:
     """Return whether this is a folder with an adapter that is no checkpoint of a run."""
     return is_adapter(folder) and not (folder / "trainer.json").is_file()
+
+
+def can_be_taken_off(folder: Path) -> bool:
+    """Return whether an adapter is only matrices beside those of its base, which peft can take off again."""
+    config = read_json(folder / CONFIG, dict, _ADVICE)
+    others = any(config.get(name) for name in ("modules_to_save", *_NOT_COMPUTED))
+    return config.get("peft_type") == "LORA" and config.get("bias", "none") == "none" and not others
 
 
 def check_files(folder: Path) -> None:
@@ -136,6 +143,18 @@ def read_adapter(folder: Path) -> Adapter:
         is_rank_stabilized=config.use_rslora,
         train_also=tuple(sorted(whole)),
     )
+
+
+def trained_adapter(checkpoint: Path) -> Adapter:
+    """Return the settings of a checkpoint's adapter; its base weights are as the run had them, also in 4 bits.
+
+    Raises:
+        InputError: the adapter cannot be read, or bitsandbytes is missing.
+    """
+    base_weights = read_trainer_json(checkpoint).arguments.get("base_weights")
+    if base_weights:
+        check_installed()
+    return replace(read_adapter(checkpoint), base_weights=base_weights)
 
 
 class AdapterTensors:
@@ -234,6 +253,18 @@ def open_base(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaM
     return open_pretrained(of_base, dtype)
 
 
+def open_frozen(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaModel:
+    """Build the base of an adapter as :func:`open_base` does, its layers in 4 bits if ``shape.adapter`` says so."""
+    opened = open_base(shape, base, dtype)
+    if shape.adapter is None or not shape.adapter.base_weights:
+        return opened
+    if opened.weights is None:
+        raise InputError(f"--base_weights nf4: the weights of {base.place} cannot be read in parts; save it again")
+    layers = [module for module in opened.model.modules() if type(module) in shape.layer_classes]
+    quantize_layers(layers, dtype, shape.adapter.train_also)
+    return replace(opened, weights=QuantizedWeights(opened.model, opened.weights, dtype))
+
+
 def open_adapted(
     shape: ModelShape, base: AdapterBase, dtype: torch.dtype, seed: int, adapter: Path | None
 ) -> MetaModel:
@@ -242,19 +273,12 @@ def open_adapted(
     ``shape`` is of the model with the adapter; ``seed`` is for the weights of a new one.
     """
     assert shape.adapter is not None
-    opened = open_base(shape, base, dtype)
     stored = AdapterTensors(adapter) if adapter else None
     if stored is not None and adapter is not None:
         check_fits(stored, shape.trained, adapter)
-    of_base = opened.weights
-    if shape.adapter.base_weights:
-        if of_base is None:
-            raise InputError(f"--base_weights nf4: the weights of {base.place} cannot be read in parts; save it again")
-        layers = [module for module in opened.model.modules() if type(module) in shape.layer_classes]
-        quantize_layers(layers, dtype, shape.adapter.train_also)
-        of_base = QuantizedWeights(opened.model, of_base, dtype)
+    opened = open_frozen(shape, base, dtype)
     attach(opened.model, shape.adapter, base.place)
-    weights = AdaptedWeights(of_base, seed, stored)
+    weights = AdaptedWeights(opened.weights, seed, stored)
     if opened.weights is not None:
         return MetaModel(opened.model, weights)
     materialize(opened.model, torch.device("cpu"))

@@ -1,5 +1,6 @@
 """Adapters leave a run in two ways, verified: as a folder of peft, and merged into the weights of their base."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,22 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.parser import parse_arguments
+from fabric_train.evaluation import models_in_turn
+from fabric_train.evaluation.arguments import EvaluateArguments
+from fabric_train.evaluation.compare_models import compare_models
 from fabric_train.evaluation.models import find_model
 from fabric_train.export.average import ExportSource
 from fabric_train.export.convert import convert, plan_average, plan_targets
 from fabric_train.export.model_card import CardFacts
 from fabric_train.export.model_comparison import compare
-from fabric_train.inference.load_model import load_for_inference
+from fabric_train.inference import load_model
+from fabric_train.inference.load_model import load_for_inference, load_onto_devices
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.exports import verify_in_this_process
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv
+from tests.support.token_datasets import write_jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +44,20 @@ def checkpoint(
     given = {"adapter": "dora", "lora_rank": 4, "lr": 3e-2, "max_step": 4, "save_step_interval": 2}
     forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, parallelism="single", **given), 1).finish()
     return run / "checkpoints" / "step-00000004"
+
+
+@pytest.fixture(scope="module")
+def whole_module(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model_dir: Path,
+    tiny_tokens_dir: Path,
+    forked_runs: ForkedRuns,
+) -> Path:
+    """A checkpoint of LoRA beside a tied embedding that trains whole."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    given = {"lora_rank": 2, "lora_targets": "q_proj", "train_also": "embed_tokens", "lr": 3e-2, "max_step": 2}
+    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, parallelism="single", **given), 1).finish()
+    return run / "checkpoints" / "step-00000002"
 
 
 def exported(source: ExportSource, target: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -107,3 +128,32 @@ def test_a_whole_model_is_not_merged(tmp_path: Path, tiny_model_dir: Path) -> No
 
 def test_checkpoints_of_an_adapter_are_models_of_their_own(checkpoint: Path) -> None:
     assert find_model(str(checkpoint)).identity != find_model(str(checkpoint.with_name("step-00000002"))).identity
+
+
+def test_models_of_one_base_read_it_once_and_have_the_losses_that_they_have_alone(
+    tmp_path: Path, tiny_model_dir: Path, checkpoint: Path, whole_module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported(ExportSource(checkpoint), tmp_path / "export")
+    text = write_jsonl(tmp_path / "texts.jsonl", ["To be, or not to be, that is the question.", "Words, words."])
+    models = [whole_module, tiny_model_dir, checkpoint, tmp_path / "export", checkpoint.with_name("step-00000002")]
+    loaded: list[object] = []
+
+    def load(*given: Any) -> Any:
+        loaded.append(given)
+        return load_onto_devices(*given)
+
+    for module in (models_in_turn, load_model):
+        monkeypatch.setattr(module, "load_onto_devices", load)
+
+    def losses(name: str, *models: object) -> dict[str, bytes]:
+        words = ["--models", *models, "--texts", f"text={text}", "--output_dir", tmp_path / name]
+        compare_models(parse_arguments(EvaluateArguments, [*map(str, words)]))
+        return {file.name: file.read_bytes() for file in (tmp_path / name / "token_losses").iterdir()}
+
+    together = losses("together", *models)
+    assert len(loaded) == 1
+    alone = [losses(f"alone-{number}", model) for number, model in enumerate(models)]
+    assert len(loaded) == 1 + len(models)
+    assert together == {name: content for one in alone for name, content in one.items()}
+    assert len(together) == len({*together.values()}) == len(models)
+    assert [*json.loads((tmp_path / "together" / "evaluation.json").read_text())] == [*map(str, models)]
