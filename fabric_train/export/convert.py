@@ -27,6 +27,7 @@ from fabric_train.checkpoint.adapter_folder import CONFIG, WEIGHTS
 from fabric_train.cli.errors import InputError
 from fabric_train.export.average import AveragePart, ExportSource, check_one_model
 from fabric_train.export.hub_format import add_former_names, published, write_weights
+from fabric_train.export.merged import MergeInto, is_in_4_bits
 from fabric_train.export.model_card import CardFacts, write_card
 from fabric_train.export.verification import VerificationReport, is_verified_export, verify_in_fresh_process
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
@@ -61,7 +62,10 @@ def convert(
             write_adapter(source, folder, facts)
         else:
             write_export(source, folder, dtype, max_shard_size, facts)
-        return verify_in_fresh_process(folder, source, dtype)
+        report = verify_in_fresh_process(folder, source, dtype)
+        if report.trained:
+            write_card(source, folder, facts)  # again, with the difference from what was trained
+        return report
 
 
 def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts) -> None:
@@ -107,7 +111,7 @@ def write_adapter(source: ExportSource, folder: Path, facts: CardFacts) -> None:
 
 
 def plan_targets(
-    paths: list[Path], output_dir: Path, dtype: torch.dtype, push: bool = False, merges: bool = False
+    paths: list[Path], output_dir: Path, dtype: torch.dtype, push: bool = False, merges: MergeInto | None = None
 ) -> tuple[dict[Path, ExportSource], list[str]]:
     """Return what to export for each folder to write, and the names of damaged checkpoints of ``RUN/all``.
 
@@ -126,7 +130,7 @@ def plan_targets(
             whole, left_out = checkpoints_of_all(path) if means_all(path) else ([find_whole_checkpoint(path)], [])
             damaged += [checkpoint.name for checkpoint in left_out]
             for checkpoint in whole:
-                source = ExportSource(checkpoint, merges=_merges(checkpoint, merges))
+                source = ExportSource(checkpoint, merges=_check_merge(checkpoint, merges))
                 target = output_dir if is_single else output_dir / checkpoint.name
                 if target in targets:
                     other = targets[target].checkpoint
@@ -156,7 +160,7 @@ def plan_average(
     decay: float,
     dtype: torch.dtype,
     push: bool = False,
-    merges: bool = False,
+    merges: MergeInto | None = None,
 ) -> dict[Path, ExportSource]:
     """Return the average that ``--average`` asks for, to be written as ``output_dir``.
 
@@ -188,7 +192,7 @@ def plan_average(
     check_one_model(checkpoints)
     ages = reversed(range(len(checkpoints)))
     parts = [AveragePart(checkpoint, decay**age) for checkpoint, age in zip(checkpoints, ages, strict=True)]
-    source = ExportSource(checkpoints[-1], tuple(parts), merges=_merges(checkpoints[-1], merges))
+    source = ExportSource(checkpoints[-1], tuple(parts), merges=_check_merge(checkpoints[-1], merges))
     if source.is_adapter:
         raise InputError(
             f"--average {average}: the product of averaged matrices is not the average of the adapters; average whole "
@@ -199,10 +203,12 @@ def plan_average(
     return {output_dir: source}
 
 
-def _merges(checkpoint: Path, wanted: bool) -> bool:
-    if wanted and not is_adapter(checkpoint):
+def _check_merge(checkpoint: Path, into: MergeInto | None) -> MergeInto | None:
+    if into and not is_adapter(checkpoint):
         raise InputError(f"--merge true: {checkpoint} is a whole model, without an adapter; leave it out")
-    return wanted
+    if into == "dequantized" and not is_in_4_bits(checkpoint):
+        raise InputError(f"--merge_into dequantized: the base of {checkpoint} was not in 4 bits; leave it out")
+    return into
 
 
 def _is_scheduled(checkpoint: Path) -> bool:
