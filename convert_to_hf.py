@@ -201,9 +201,7 @@ def print_report(report: "VerificationReport", name: str) -> None:
         table.add_row("a logit, adapter merged in fp32", f"{report.adapted.max_difference:g} from base + adapter")
         table.add_row(f"a logit, then rounded to {report.dtype}", f"{report.rounded.max_difference:g} from them")
     if report.trained:
-        table.add_row(
-            "a logit, rounded", f"{report.trained.max_difference:g} from adapter + base in 4 bits, as trained"
-        )
+        table.add_row("the same", f"{report.trained.max_difference:g} from base in 4 bits + adapter")
     if logits:
         table.add_row("largest difference of a logit", f"{logits.max_difference:g} of {logits.compared:,} logits")
     table.add_row("settings that differ", ", ".join(report.settings) or "none")

@@ -4,6 +4,7 @@ The adapter is the same on all ranks, and is written once, in one file. Its base
 and has a fingerprint of its weights, by which one that has moved or changed is found.
 """
 
+import copy
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,11 +29,17 @@ from fabric_train.model.adapter import (
     materialize,
     start_magnitudes,
 )
-from fabric_train.model.hf_model import ModelShape
-from fabric_train.model.load_weights import MetaModel, find_safetensors, open_checkpoint, open_pretrained
+from fabric_train.model.hf_model import ModelShape, read_shape, trains_head_apart
+from fabric_train.model.load_weights import (
+    MetaModel,
+    build_on_meta,
+    find_safetensors,
+    open_checkpoint,
+    open_pretrained,
+)
 from fabric_train.model.nf4 import QuantizedWeights, check_installed, quantize_layers
 from fabric_train.model.origin import AdapterBase
-from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, open_weights
+from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights, open_weights
 
 if TYPE_CHECKING:
     from arguments import AdapterArguments
@@ -40,6 +47,8 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What peft's names begin with, before the name in transformers' model."""
+TIED = "tied"
+"""The key in the file's metadata for second names of tied weights: peft takes embedding and head for two modules."""
 _NOT_COMPUTED = (
     *("rank_pattern", "alpha_pattern", "layer_replication", "target_parameters", "trainable_token_indices"),
     *("lora_bias", "use_qalora", "eva_config", "corda_config"),
@@ -163,7 +172,8 @@ class AdapterTensors:
     def __init__(self, folder: Path) -> None:
         check_files(folder)
         self._tensors = CheckpointTensors([folder / WEIGHTS], _ADVICE)
-        self._stored = {name.removeprefix(PREFIX): name for name in self._tensors}
+        tied = self._tensors.metadata.get(TIED, "").split()
+        self._stored = {name.removeprefix(PREFIX): name for name in self._tensors if name not in tied}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -246,11 +256,48 @@ def _base_at(name: str) -> AdapterBase:
 
 
 def open_base(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaModel:
-    """Build the base of an adapter in ``dtype``, without the adapter; ``shape`` may have one."""
+    """Build the base of an adapter in ``dtype``, without the adapter; ``shape`` may have one.
+
+    A head that the adapter trains apart from the embedding begins with the embedding's weights.
+    """
     of_base = replace(shape, source=base.place)
-    if (Path(base.place) / "trainer.json").is_file():
-        return open_checkpoint(of_base, Path(base.place), dtype)
-    return open_pretrained(of_base, dtype)
+    if shape.adapter is None or not (tied := _untied_head(shape, base)):
+        return _open_whole(of_base, dtype)
+    as_stored = copy.deepcopy(shape.config)
+    as_stored.tie_word_embeddings = True
+    opened = _open_whole(replace(of_base, config=as_stored), dtype)
+    if opened.weights is None:
+        raise InputError(f"{base.place}: its weights cannot be read in parts; save it again with save_pretrained")
+    return MetaModel(build_on_meta(of_base, dtype), _Renamed(opened.weights, tied))
+
+
+def _open_whole(shape: ModelShape, dtype: torch.dtype) -> MetaModel:
+    if (Path(shape.source) / "trainer.json").is_file():
+        return open_checkpoint(shape, Path(shape.source), dtype)
+    return open_pretrained(shape, dtype)
+
+
+def _untied_head(shape: ModelShape, base: AdapterBase) -> dict[str, str]:
+    """Return the embedding's name for the head's, if the adapter's model has a head apart and its base has not."""
+    assert shape.adapter is not None
+    if shape.config.tie_word_embeddings or not shape.adapter.train_also:
+        return {}
+    own: Any = build_on_meta(read_shape(base.place), torch.float32)
+    if not trains_head_apart(own, shape.adapter):
+        return {}
+    head, named = own.get_output_embeddings().weight, own.named_parameters(remove_duplicate=False)
+    first, *others = (name for name, parameter in named if parameter is head)
+    return dict.fromkeys(others, first)
+
+
+class _Renamed:
+    """Weights of which some are read under other names; see ``Weights``."""
+
+    def __init__(self, weights: Weights, names: dict[str, str]) -> None:
+        self._weights, self._names = weights, names
+
+    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        return self._weights.read_block(self._names.get(name, name), offsets, shape)
 
 
 def open_frozen(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaModel:

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -23,7 +24,7 @@ from fabric_train.checkpoint import (
     saved_checkpoints,
     whole_checkpoints,
 )
-from fabric_train.checkpoint.adapter_folder import CONFIG, WEIGHTS
+from fabric_train.checkpoint.adapter_folder import CONFIG, PREFIX, TIED, WEIGHTS, AdapterTensors
 from fabric_train.cli.errors import InputError
 from fabric_train.export.average import AveragePart, ExportSource, check_one_model
 from fabric_train.export.hub_format import add_former_names, published, write_weights
@@ -98,8 +99,12 @@ def write_adapter(source: ExportSource, folder: Path, facts: CardFacts) -> None:
     Its configuration names the base on the hub, if that is known, and else the folder that it was trained on.
     """
     checkpoint, saved = source.checkpoint, read_trainer_json(source.checkpoint)
-    shutil.copyfile(checkpoint / WEIGHTS, folder / WEIGHTS)
     config = read_json(checkpoint / CONFIG, dict, "use another checkpoint")
+    if tied := _tied_names(checkpoint):
+        _write_apart(checkpoint, folder / WEIGHTS, tied)
+        config["modules_to_save"] = [*config["modules_to_save"], *(name.rpartition(".")[0] for name in tied)]
+    else:
+        shutil.copyfile(checkpoint / WEIGHTS, folder / WEIGHTS)
     if saved.base_model and saved.base_model.repository and not saved.stages:
         config |= {"base_model_name_or_path": saved.base_model.repository, "revision": saved.base_model.revision}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -108,6 +113,21 @@ def write_adapter(source: ExportSource, folder: Path, facts: CardFacts) -> None:
     for file in legal_files(checkpoint):
         shutil.copyfile(file, folder / file.name)
     write_card(source, folder, facts)
+
+
+def _tied_names(checkpoint: Path) -> dict[str, str]:
+    """Return the second names of weights that trained whole, such as a tied head's, with their first names."""
+    model = build_on_meta(hf_model.read_shape(str(checkpoint)), torch.float32)
+    trained, named = {*AdapterTensors(checkpoint)}, {*model.named_parameters(remove_duplicate=False)}
+    first = {id(parameter): name for name, parameter in named if name in trained}
+    return {name: first[id(parameter)] for name, parameter in named if first.get(id(parameter), name) != name}
+
+
+def _write_apart(checkpoint: Path, file: Path, tied: dict[str, str]) -> None:
+    """Write an adapter with tied weights under each of their names, which peft takes for those of two modules."""
+    stored = load_file(checkpoint / WEIGHTS)
+    twins = {f"{PREFIX}{name}": stored[f"{PREFIX}{first}"].clone() for name, first in tied.items()}
+    save_file(stored | twins, file, metadata={"format": "pt", TIED: " ".join(twins)})
 
 
 def plan_targets(

@@ -10,9 +10,10 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from huggingface_hub import metadata_load
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import convert_to_hf
+from fabric_train.checkpoint.adapter_folder import AdapterTensors, read_adapter
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.evaluation import models_in_turn
@@ -76,6 +77,23 @@ def in_4_bits(
     given = {"lora_rank": 4, "base_weights": "nf4", "precision": "bf16-true", "lr": 3e-2, "max_step": 3}
     forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, parallelism="single", **given), 1).finish()
     return run / "checkpoints" / "step-00000003"
+
+
+@pytest.fixture(scope="module")
+def head_apart(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model_dir: Path,
+    tiny_tokens_dir: Path,
+    forked_runs: ForkedRuns,
+) -> Path:
+    """A checkpoint of LoRA beside a head that trains apart from the embedding, to which the base ties it."""
+    run = tmp_path_factory.mktemp("head") / "run"
+    given = {"lora_rank": 2, "lora_targets": "q_proj", "train_also": "lm_head", "lr": 3e-2, "max_step": 2}
+    for step in (1, 2):  # the second time, it goes on
+        resumed = {"checkpoint": run.with_name("1") / "checkpoints" / "step-00000001"} if step == 2 else {}
+        line = argv(tiny_model_dir, tiny_tokens_dir, run.with_name(str(step)), parallelism="single", **given, **resumed)
+        forked_runs.start([*line, "--save_step_interval", "1"], 1).finish()
+    return run.with_name("2") / "checkpoints" / "step-00000002"
 
 
 def base_in_4_bits(model: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -218,7 +236,7 @@ def test_an_adapter_of_4_bits_is_merged_into_original_or_dequantized_weights(
         reports[into] = exported(source, tmp_path / into)
         convert_to_hf.print_report(reports[into], into)
         measured = reports[into].trained.max_difference
-        assert f"{measured:g} from base in 4 bits" in capsys.readouterr().out
+        assert f"{measured:g} from base in 4 bits + adapter" in capsys.readouterr().out
         card = (tmp_path / into / "README.md").read_text()
         assert f"differ by {measured:.3g} at most from those of the model as it was trained" in card
         assert ("merged into what the 4 bits stand for" in card) == (into == "dequantized")
@@ -248,3 +266,42 @@ def test_merge_into_is_for_merging_and_for_weights_in_4_bits(tmp_path: Path, che
         )
     with pytest.raises(InputError, match="step-00000004 was not in 4 bits; leave it out"):
         plan_targets([checkpoint], tmp_path / "out", torch.float32, merges="dequantized")
+
+
+def test_a_tied_embedding_that_trained_whole_stays_tied(
+    tmp_path: Path, tiny_model_dir: Path, whole_module: Path
+) -> None:
+    report = exported(ExportSource(whole_module), tmp_path / "export")  # fails if the logits of plain peft differ
+    assert report.logits.max_difference <= 1e-6 < report.logits.max_value
+    config = json.loads((tmp_path / "export" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["embed_tokens", "lm_head"]
+    assert read_adapter(tmp_path / "export").train_also == read_adapter(whole_module).train_also
+    assert {*AdapterTensors(tmp_path / "export")} == {*AdapterTensors(whole_module)}
+    exported(ExportSource(whole_module, merges="original"), tmp_path / "whole")
+    assert "lm_head.weight" not in load_file(tmp_path / "whole" / "model.safetensors")
+    assert AutoConfig.from_pretrained(tmp_path / "whole").tie_word_embeddings
+    ids = torch.arange(20)[None]
+    plain = base_with_adapter(tiny_model_dir, tmp_path / "export")
+    with torch.inference_mode():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(ids).logits
+        torch.testing.assert_close(merged, plain(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_a_head_that_trained_apart_from_the_embedding_is_untied(
+    tmp_path: Path, tiny_model_dir: Path, head_apart: Path
+) -> None:
+    base = load_file(tiny_model_dir / "model.safetensors")["model.embed_tokens.weight"]
+    head = load_file(head_apart / "adapter_model.safetensors")["base_model.model.lm_head.weight"]
+    assert 1e-3 < (head - base).abs().max() < 0.2  # it began with the embedding's weights
+    exported(ExportSource(head_apart), tmp_path / "export")
+    exported(ExportSource(head_apart, merges="original"), tmp_path / "whole")
+    assert not AutoConfig.from_pretrained(tmp_path / "whole").tie_word_embeddings
+    found = load_file(tmp_path / "whole" / "model.safetensors")
+    assert torch.equal(found["lm_head.weight"], head)
+    assert torch.equal(found["model.embed_tokens.weight"], base)
+    ids = torch.arange(20)[None]
+    plain, (ours, _) = base_with_adapter(tiny_model_dir, tmp_path / "export"), load_for_inference(str(head_apart))
+    with torch.inference_mode():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(ids).logits
+        torch.testing.assert_close(merged, plain(ids).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
