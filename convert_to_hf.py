@@ -138,7 +138,7 @@ def export(source: "ExportSource", target: Path, arguments: ConvertArguments) ->
     """Convert and verify a checkpoint or an average and print the report; a finished export only gets a new card."""
     import torch
 
-    from fabric_train.export.convert import convert
+    from fabric_train.export.convert import convert, write_adapter_config
     from fabric_train.export.model_card import CardFacts, renew_card
     from fabric_train.export.verification import is_verified_export
 
@@ -151,6 +151,8 @@ def export(source: "ExportSource", target: Path, arguments: ConvertArguments) ->
     dtype = torch.float32 if source.is_adapter else getattr(torch, arguments.dtype)
     if is_verified_export(target, source, dtype):
         renew_card(source, target, facts)
+        if source.is_adapter:
+            write_adapter_config(source, target, facts)
         print(f"{target} is a verified export already, of {source.describe()}: it is only pushed")
         return
     report = convert(source, target, dtype, arguments.max_shard_size, facts)

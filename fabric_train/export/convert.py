@@ -94,25 +94,33 @@ def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_sha
 
 
 def write_adapter(source: ExportSource, folder: Path, facts: CardFacts) -> None:
-    """Write an adapter for peft, with tokenizer, licence and model card, into ``folder`` without verification.
-
-    Its configuration names the base on the hub, if that is known, and else the folder that it was trained on.
-    """
-    checkpoint, saved = source.checkpoint, read_trainer_json(source.checkpoint)
-    config = read_json(checkpoint / CONFIG, dict, "use another checkpoint")
+    """Write an adapter for peft, with tokenizer, licence and model card, into ``folder`` without verification."""
+    checkpoint = source.checkpoint
     if tied := _tied_names(checkpoint):
         _write_apart(checkpoint, folder / WEIGHTS, tied)
-        config["modules_to_save"] = [*config["modules_to_save"], *(name.rpartition(".")[0] for name in tied)]
     else:
         shutil.copyfile(checkpoint / WEIGHTS, folder / WEIGHTS)
-    if saved.base_model and saved.base_model.repository and not saved.stages:
-        config |= {"base_model_name_or_path": saved.base_model.repository, "revision": saved.base_model.revision}
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_adapter_config(source, folder, facts)
     if (checkpoint / "tokenizer").is_dir():
         copy_folder(checkpoint / "tokenizer", folder)
     for file in legal_files(checkpoint):
         shutil.copyfile(file, folder / file.name)
     write_card(source, folder, facts)
+
+
+def write_adapter_config(source: ExportSource, folder: Path, facts: CardFacts) -> None:
+    """Write the configuration of an exported adapter; it names the base on the hub, if known, or else its folder."""
+    checkpoint, origin = source.checkpoint, read_trainer_json(source.checkpoint)
+    config = read_json(checkpoint / CONFIG, dict, "use another checkpoint")
+    if tied := _tied_names(checkpoint):
+        config["modules_to_save"] = [*config["modules_to_save"], *(name.rpartition(".")[0] for name in tied)]
+    known = origin.base_model if origin.base_model and not origin.stages else None
+    repository, revision = (known.repository, known.revision) if known else (None, None)
+    if facts.base_model not in (None, repository):
+        repository, revision = facts.base_model, None
+    if repository:
+        config |= {"base_model_name_or_path": repository, "revision": revision}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _tied_names(checkpoint: Path) -> dict[str, str]:

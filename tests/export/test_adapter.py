@@ -32,6 +32,7 @@ from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.exports import verify_in_this_process
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv
+from tests.support.stand_in_hub import StandInHub
 from tests.support.token_datasets import write_jsonl
 
 pytestmark = pytest.mark.slow
@@ -305,3 +306,26 @@ def test_a_head_that_trained_apart_from_the_embedding_is_untied(
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(ids).logits
         torch.testing.assert_close(merged, plain(ids).logits, rtol=0, atol=1e-5)
         torch.testing.assert_close(ours(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_is_pushed_with_a_card_that_names_base_and_quantization(
+    tmp_path: Path, in_4_bits: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["convert_to_hf.py", "--checkpoint", str(in_4_bits), "--output_dir", str(tmp_path / "out")]
+    with verify_in_this_process():
+        monkeypatch.setattr("sys.argv", line)
+        convert_to_hf.main()
+        monkeypatch.setattr("sys.argv", [*line, "--push_to_hub", "alice/adapter", "--base_model", "meta/base"])
+        convert_to_hf.main()
+    files = hub.repositories["models/alice/adapter"].files("main")
+    assert {*files} - {".gitattributes"} == {file.name for file in (tmp_path / "out").iterdir()}
+    assert files["adapter_model.safetensors"] == (in_4_bits / "adapter_model.safetensors").read_bytes()
+    config = json.loads(files["adapter_config.json"])
+    assert config["base_model_name_or_path"] == "meta/base"
+    card = metadata_load(tmp_path / "out" / "README.md") or {}
+    expected = {"library_name": "peft", "base_model": "meta/base", "base_model_relation": "adapter"}
+    assert {name: card[name] for name in expected} == expected
+    text = files["README.md"].decode()
+    assert "trained beside weights of the base model in 4 bits (NF4 of bitsandbytes)" in text
+    assert "bnb_4bit_quant_type=" in text
+    assert "| `base_weights` | nf4 |" in text
