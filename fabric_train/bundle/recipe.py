@@ -51,13 +51,14 @@ class Recipe:
         if faults:
             raise InputError(*faults)
 
-    def write(self, data: Sequence[str], folder: Path, more: Mapping[str, Any]) -> None:
+    def write(self, data: Sequence[str], folder: Path, added: Mapping[str, Any]) -> None:
         """Write ``train.yaml`` and the files that it names.
 
-        ``data`` are the bundle's token datasets, in its order; ``more`` are arguments that the recipe may have.
+        ``data`` are the bundle's token datasets, in its order; ``added`` are arguments of
+        its run; of those, the recipe may have its own, but for ``init_adapter``.
         """
         places = dict(zip(self.data or data, data, strict=False))
-        given = {**more, **self.given, **{name: value for name, value in more.items() if name == "init_adapter"}}
+        given = {**added, **self.given, **{name: added[name] for name in ("init_adapter",) if name in added}}
         for name in _OF_SHARES:
             if given.get(name) is not None:
                 given[name] = _with_places(Shares(f"--recipe {self.path}: {name}", given[name]), places)

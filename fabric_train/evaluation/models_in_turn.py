@@ -6,6 +6,7 @@ before the next model, so each model has the bits that it has when it is loaded 
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class ModelsInTurn:
                 if is_of_adapter(name):
                     parameter.data.copy_(tensor)
                     continue
-                self._undo.append(lambda parameter=parameter, own=parameter.data: setattr(parameter, "data", own))
+                self._undo.append(partial(setattr, parameter, "data", parameter.data))
                 parameter.data = tensor.to(described.dtype).to(parameter.data)
 
 

@@ -214,9 +214,8 @@ def describe(name: str, checkpoint: Path | None, base_model: str | None = None) 
         dtype = torch.bfloat16 if on_gpu else getattr(torch, saved.content["weights_dtype"])
         return Described(shape, base, dtype, checkpoint)
     shape = hf_model.read_shape(str(checkpoint or name))
+    stored: Any = shape.config.dtype or torch.float32
     if checkpoint is not None:
         weights = open_weights(checkpoint)
         stored = weights.dtype(next(iter(weights)))
-    else:
-        stored = shape.config.dtype or torch.float32
     return Described(shape, AdapterBase(str(checkpoint or name)), torch.bfloat16 if on_gpu else stored)
