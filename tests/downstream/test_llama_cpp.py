@@ -18,10 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fabric_train.files.atomic_folder import complete_folder
 from sample_data.real_data import CACHE
 from tests.support.checkpoint_examples import CHAT_TEMPLATE, TOKENIZER_FILES, write_full
-from tests.support.downstream_uses import Checked, Used, assert_same, use_in_llama_cpp, use_in_transformers
+from tests.support.downstream_uses import OPTIONS, Checked, Used, assert_same, use_in_llama_cpp, use_in_transformers
 from tests.support.environments import downstream_environment
 from tests.support.exports import convert_run
 from tests.support.forked_runs import ForkedRuns
+from tests.support.short_runs import argv
 
 pytestmark = [pytest.mark.slow, pytest.mark.downstream]
 
@@ -45,6 +46,7 @@ LLAMA_3: dict[str, Any] = {
     },
 }
 RELEASE = "llama_cpp_python-0.3.36"
+LORA_CONVERTER = "convert_lora_to_gguf.py"
 TOLERANCE = 1e-3
 
 
@@ -56,8 +58,8 @@ def llama_cpp() -> Path:
 
 @pytest.fixture(scope="session")
 def converter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program convert_hf_to_gguf.py, with the packages that it needs beside it."""
-    target = CACHE / "downstream" / f"{RELEASE}-converter"
+    """The program convert_hf_to_gguf.py, with convert_lora_to_gguf.py and the packages that they need beside it."""
+    target = CACHE / "downstream" / f"{RELEASE}-converters"
     if not target.exists():
         folder = tmp_path_factory.mktemp("llama-cpp")
         requirement = RELEASE.replace("-", "==")
@@ -65,14 +67,17 @@ def converter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run([*pip, requirement], check=True)
         with complete_folder(target) as unpacked, tarfile.open(folder / f"{RELEASE}.tar.gz") as archive:
             within = f"{RELEASE}/vendor/llama.cpp/"
-            parts = tuple(within + part for part in ("convert_hf_to_gguf.py", "conversion/", "gguf-py/"))
+            parts = tuple(
+                within + part for part in ("convert_hf_to_gguf.py", LORA_CONVERTER, "conversion/", "gguf-py/")
+            )
             archive.extractall(unpacked, [file for file in archive if file.name.startswith(parts)], filter="data")
     return target / RELEASE / "vendor" / "llama.cpp" / "convert_hf_to_gguf.py"
 
 
-def to_gguf(converter: Path, folder: Path, file: Path) -> Path:
-    """Convert a Hugging Face folder to GGUF with fp32 weights."""
+def to_gguf(converter: Path, folder: Path, file: Path, *words: object) -> Path:
+    """Convert a Hugging Face folder, or a folder of peft, to GGUF with fp32 weights."""
     command = [sys.executable, str(converter), str(folder), "--outtype", "f32", "--outfile", str(file)]
+    command += map(str, words)
     ended = subprocess.run(command, text=True, capture_output=True, timeout=1200, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
     return file
@@ -113,4 +118,27 @@ def test_llama_cpp_reads_the_tokenizer_and_positions_of_llama_3(
     np.testing.assert_allclose(found.logits, expected.logits, rtol=0, atol=TOLERANCE)
     assert found.template == CHAT_TEMPLATE
     what = f"GGUF of a small random Llama-3.1, untied: ids, and logits within {TOLERANCE:g} of transformers; template"
+    checked("llama.cpp (llama-cpp-python)", found.version, what)
+
+
+def test_llama_cpp_puts_an_adapter_on_its_base(
+    tmp_path: Path,
+    converter: Path,
+    llama_cpp: Path,
+    run: Path,
+    smollm2_dir: Path,
+    forked_runs: ForkedRuns,
+    checked: Checked,
+) -> None:
+    options = {**OPTIONS, "lora_rank": 8, "lr": 1e-2}
+    forked_runs.start(argv(smollm2_dir, run.parent / "tokens", tmp_path / "run", **options), 1).finish(900)
+    adapter = convert_run(forked_runs, tmp_path / "adapter", "--checkpoint", tmp_path / "run")
+    lora = to_gguf(converter.with_name(LORA_CONVERTER), adapter, tmp_path / "lora.gguf", "--base", smollm2_dir)
+    base = to_gguf(converter, smollm2_dir, tmp_path / "base.gguf")
+    expected, plain = (use_in_transformers(sys.executable, folder) for folder in (adapter, smollm2_dir))
+    assert abs(expected.logits - plain.logits).max() > 100 * TOLERANCE
+    found = use_in_llama_cpp(llama_cpp, base, lora)
+    np.testing.assert_allclose(found.logits, expected.logits, rtol=0, atol=TOLERANCE)
+    assert (found.ids, found.text) == (expected.ids, expected.text)
+    what = f"an adapter by {LORA_CONVERTER} on its base in fp32: logits within {TOLERANCE:g} of peft; same text"
     checked("llama.cpp (llama-cpp-python)", found.version, what)

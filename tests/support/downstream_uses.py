@@ -44,9 +44,9 @@ def use_in_transformers(python: Path | str, folder: Path) -> Used:
     return _use(python, "in_transformers.py", folder)
 
 
-def use_in_llama_cpp(python: Path, file: Path) -> Used:
-    """Use a GGUF file."""
-    return _use(python, "in_llama_cpp.py", file)
+def use_in_llama_cpp(python: Path, file: Path, *adapter: Path) -> Used:
+    """Use a GGUF file, with that of an adapter on it if there is one."""
+    return _use(python, "in_llama_cpp.py", file, *adapter)
 
 
 def assert_same(found: Used, expected: Used, tolerance: float) -> None:
@@ -57,7 +57,7 @@ def assert_same(found: Used, expected: Used, tolerance: float) -> None:
     assert found.template == expected.template
 
 
-def _use(python: Path | str, program: str, model: Path) -> Used:
+def _use(python: Path | str, program: str, model: Path, *more: Path) -> Used:
     logits = model.parent / f"{model.name}-{program}.npy"
-    found = run_inside(python, program, model, TEXT, QUESTION, NUM_TOKENS, logits)
+    found = run_inside(python, program, model, TEXT, QUESTION, NUM_TOKENS, logits, *more)
     return Used(logits=np.load(logits), **found)

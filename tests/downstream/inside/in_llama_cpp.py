@@ -1,4 +1,4 @@
-"""Use a GGUF file in llama.cpp: ``FILE TEXT QUESTION TOKENS LOGITS_FILE``; prints JSON.
+"""Use a GGUF file in llama.cpp: ``FILE TEXT QUESTION TOKENS LOGITS_FILE [ADAPTER]``; prints JSON.
 
 It has the ids of the text, TOKENS greedy tokens after it, and the answer to the question.
 """
@@ -15,9 +15,10 @@ FP32 = 0  # of ggml_type
 
 def main() -> None:
     """Compute, continue and answer."""
-    file, text, question, tokens, logits_file = sys.argv[1:]
+    file, text, question, tokens, logits_file, *adapter = sys.argv[1:]
+    given: dict[str, Any] = {"lora_path": adapter[0]} if adapter else {}
     # the cache of keys and values would have fp16
-    model: Any = llama_cpp.Llama(file, n_ctx=256, logits_all=True, type_k=FP32, type_v=FP32, verbose=False)
+    model: Any = llama_cpp.Llama(file, n_ctx=256, logits_all=True, type_k=FP32, type_v=FP32, verbose=False, **given)
     ids = model.tokenize(text.encode(), special=True)
     model.eval(ids)
     np.save(logits_file, model.scores[: len(ids)])
