@@ -210,6 +210,12 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
         with unset_fake_temporarily():  # it computes numbers with CPU tensors
             return offset_of(*args, **kwargs)
 
+    swap_tensors = torch.utils.swap_tensors
+
+    def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        if tensor.device != other.device:  # else FSDP2 only asks for the parameters again; others may refer to them
+            swap_tensors(tensor, other)
+
     def pin(tensor: torch.Tensor, device: None = None) -> torch.Tensor:
         counter.pinned.append(tensor.untyped_storage())
         return tensor
@@ -218,6 +224,7 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
         for owner, name, new in (
             (FakeTensor, "tolist", read_zeros),
             (torch.Tensor, "pin_memory", pin),
+            (torch.utils, "swap_tensors", swap),
             (torch.backends.cuda, "is_flash_attention_available", lambda: True),
             (build_run, "use_triton", use_triton),
             (adamw, "tensor_table", make_table),

@@ -1,11 +1,14 @@
 """Layers converted to float8 keep their names and nearly their loss; where they cannot be used, a run says so."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoModelForCausalLM
 
 from arguments import TrainArguments, parse
@@ -63,6 +66,32 @@ def test_an_adapter_is_added_to_the_output_of_a_float8_layer(tiny_model_dir: Pat
     assert torch.equal(layer.lora_B.weight.grad, b.grad)
     assert layer.lora_A.weight.dtype == torch.float32
     assert layer.weight.grad is None
+
+
+def test_compiled_float8_layers_take_no_product_for_frozen_weights(tiny_model_dir: Path) -> None:
+    """Without the compiler, torchao's backward pass computes the gradient of every weight."""
+    pytest.importorskip("torchao")
+    numbers = []
+    for in_float8 in (False, True):
+        products: list[str] = []
+
+        def count(graph: torch.fx.GraphModule, _: object, products: list[str] = products) -> Any:
+            products += [node.name for node in graph.graph.nodes if str(node.target).endswith("mm.default")]
+            return make_boxed_func(graph.forward)
+
+        model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
+        adapter = Adapter("lora", rank=16, alpha=32)
+        attach(model, adapter, "the model", "cpu")
+        freeze_other_parts(model, adapter)
+        if in_float8:
+            with without_adapters(model):
+                convert_to_float8(model.model.layers, emulate=True)
+        mlp = model.model.layers[0].mlp
+        mlp.compile(backend=aot_autograd(fw_compiler=count))
+        inputs = torch.randn(1, 24, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        mlp(inputs).float().sum().backward()
+        numbers.append(len(products))
+    assert numbers[0] == numbers[1] > 9
 
 
 @pytest.mark.parametrize(
