@@ -281,8 +281,8 @@ class AdapterArguments:
     lora_rslora: bool = False
     """Scale by alpha / √rank, with which higher ranks learn as fast as lower ones."""
     base_weights: Literal["nf4"] | None = None
-    """Keep the frozen matrices of the decoder layers in 4 bits by bitsandbytes (QLoRA): 4.5 bits a weight in memory;
-    needs --precision bf16-true or 32-true, and --adapter lora. Default: as --precision says.
+    """Keep the frozen matrices of the decoder layers in 4 bits by bitsandbytes (QLoRA): 4.5 bits a weight in memory.
+    Default: as --precision says.
     """
     train_also: list[str] | None = None
     """Modules of the model that train as a whole beside the adapter, such as embed_tokens lm_head."""
@@ -303,8 +303,6 @@ class AdapterArguments:
 
     def faults(self) -> list[str]:
         """Return values that are of an adapter where there is none, and values that no adapter has."""
-        if self.base_weights and self.adapter == "dora":
-            return [f"--base_weights {self.base_weights} does not work with --adapter dora; use lora"]
         faults = ["--lora_dropout must be below 1"] if self.lora_dropout == 1 else []
         faults += ["--lora_targets names nothing: give layers, or leave it out"] if not self.lora_targets else []
         if not self.is_given:

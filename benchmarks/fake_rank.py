@@ -68,6 +68,8 @@ def run_fake_rank(argv: list[str], work: Path, length: int = LENGTH, documents: 
     added += " --log_step_interval 1 --save_step_interval 1000 --compile false"
     arguments = parse(TrainArguments, [*argv, *added.split()])
     _have_cuda(int(arguments.device.devices))
+    if arguments.adapter.is_given:
+        arguments = _with_base(arguments, work / "base")
     world_size = int(arguments.device.devices) * arguments.device.num_nodes
     num_rows = (_STEPS + 1) * world_size * arguments.training.micro_batch_size
     num_rows *= arguments.training.gradient_accumulation_steps
@@ -75,6 +77,31 @@ def run_fake_rank(argv: list[str], work: Path, length: int = LENGTH, documents: 
     _become_rank_0(world_size, arguments.device.num_nodes)
     with _fake_devices(int(arguments.device.devices)) as counter:
         return _train(arguments, counter)
+
+
+def _with_base(arguments: "TrainArguments", folder: Path) -> "TrainArguments":
+    """Write a base of the sizes in the arguments, and return arguments for an adapter of it.
+
+    Its weights are a hole in a file: nothing reads them but the fingerprint.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from fabric_train.checkpoint.tensors import safetensors_header
+    from fabric_train.model.init_weights import new_shape
+
+    given = arguments.model
+    config = new_shape(given, arguments.fsdp.auto_wrap_policy).config
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+    entries = [(name, torch.bfloat16, tuple(each.shape)) for name, each in parameters.items()]
+    header, _ = safetensors_header(entries, {"format": "pt"})
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 2 * sum(each.numel() for each in parameters.values()))
+    base = type(given)(model_name=str(folder), attention=given.attention, precision=given.precision)
+    return replace(arguments, model=base)
 
 
 def _train(arguments: "TrainArguments", counter: "StepCounter") -> FakeRun:
@@ -183,6 +210,12 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
         with unset_fake_temporarily():  # it computes numbers with CPU tensors
             return offset_of(*args, **kwargs)
 
+    swap_tensors = torch.utils.swap_tensors
+
+    def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        if tensor.device != other.device:  # else FSDP2 only asks for the parameters again; others may refer to them
+            swap_tensors(tensor, other)
+
     def pin(tensor: torch.Tensor, device: None = None) -> torch.Tensor:
         counter.pinned.append(tensor.untyped_storage())
         return tensor
@@ -191,6 +224,7 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
         for owner, name, new in (
             (FakeTensor, "tolist", read_zeros),
             (torch.Tensor, "pin_memory", pin),
+            (torch.utils, "swap_tensors", swap),
             (torch.backends.cuda, "is_flash_attention_available", lambda: True),
             (build_run, "use_triton", use_triton),
             (adamw, "tensor_table", make_table),

@@ -1,4 +1,4 @@
-"""Train Llama shapes on one GPU: speed and model FLOPs utilization (MFU), transformers' Trainer, the largest shape.
+"""Train Llama shapes on one GPU: speed and model FLOPs utilization (MFU), adapters, other trainers, the largest shape.
 
 All in bf16 on rows of 4,096 tokens.
 """
@@ -7,7 +7,7 @@ import csv
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +15,14 @@ from rich import box
 from rich.table import Table
 
 from arguments import TrainArguments, parse
+from benchmarks.large_checkpoint import LLAMA_8B, write_checkpoint
 from benchmarks.measure import ROOT, Command, Spread, interleave, run, spread
+from benchmarks.packages import install_packages
 from benchmarks.report import Report
 from fabric_train.cli.errors import InputError
 from fabric_train.model.init_weights import new_shape
 from tests.support.plan_accuracy import write_rows
+from tests.support.tiny_model import write_tokenizer
 
 REPETITIONS = 2
 STEPS, WARM_UP_STEPS = 10, 4
@@ -37,6 +40,11 @@ WAYS: dict[str, tuple[str, str]] = {  # preset and options
     for compiled in (False, True)
 }
 PEERS = {f"{SMALL}, transformers": "", f"{SMALL}, transformers, compiled": "--compile"}  # and options
+ADAPTED = {  # options of ours, and of TRL with peft
+    f"{MIDDLE}, LoRA": ("--adapter lora --lora_rank 16", "--lora_rank 16"),
+    f"{MIDDLE}, QLoRA": ("--adapter lora --lora_rank 16 --base_weights nf4", "--lora_rank 16 --nf4"),
+}
+OF_PEFT = ", TRL with peft"
 LAYERS_OF_LARGE = (30, 28, 26, 24, 22, 20)  # each of width 8,192; the first number that trains is the result
 LARGE_OPTIONS = "--parallelism single --activation_checkpointing full --optimizer_states 8bit"
 
@@ -96,11 +104,12 @@ def measure(work: Path) -> Report:
     new_shape(given.model, given.fsdp.auto_wrap_policy).config.save_pretrained(ROOT / config)
     commands = {name: our_command(preset, options, rows, work / "run") for name, (preset, options) in WAYS.items()}
     commands |= {name: peer_command(SMALL, options, rows, config) for name, options in PEERS.items()}
+    left_out: dict[str, str] = {}
+    commands |= _adapter_commands(work, rows, left_out)
     systems: dict[str, Callable[[], GpuRun]] = {
-        name: partial(_run_peer if name in PEERS else partial(_run_ours, work / "run"), command)
+        name: partial(_run_peer if _is_peer(name) else partial(_run_ours, work / "run"), command)
         for name, command in commands.items()
     }
-    left_out: dict[str, str] = {}
     runs = interleave(systems, dict.fromkeys(systems, REPETITIONS), "gpu", left_out)
     for layers in LAYERS_OF_LARGE:
         name = f"{LARGE} with {layers} layers, single, 8-bit moments, full checkpointing"
@@ -140,9 +149,10 @@ def table(report: Report) -> Table:
     return shown
 
 
-def our_command(preset: str, options: str, rows: Path, target: Path) -> Command:
-    """Return the command that trains a preset with random weights into the run folder ``target``."""
-    words = f"python -m benchmarks.peers.train_without_saving --config configs/{preset}.yaml --train_data_dir {rows}"
+def our_command(preset: str, options: str, rows: Path, target: Path, base: Path | None = None) -> Command:
+    """Return the command that trains a preset with random weights, or the ``base``, into the run folder ``target``."""
+    model = f"--model_name {base}" if base else f"--config configs/{preset}.yaml"
+    words = f"python -m benchmarks.peers.train_without_saving {model} --train_data_dir {rows}"
     words += f" --output_dir {target} --accelerator cuda --devices 1 --precision bf16-true --max_step {STEPS}"
     words += f" --micro_batch_size {ROWS[preset]} --gradient_accumulation_steps {ACCUMULATION}"
     words += f" --lr {LR} --lr_schedule constant --loggers csv {options}"
@@ -150,10 +160,46 @@ def our_command(preset: str, options: str, rows: Path, target: Path) -> Command:
 
 
 def peer_command(preset: str, options: str, rows: Path, config: Path) -> Command:
-    """Return the command that trains a model like the preset, of the configuration in ``config``, with a peer."""
+    """Return the command that trains a model like the preset, of the configuration in ``config``, with a peer.
+
+    Adapters are of the model in that folder, which has weights too.
+    """
     words = f"python -m benchmarks.peers.huggingface_gpu --config {config} --train_data_dir {rows} --steps {STEPS}"
     words += f" --accumulation {ACCUMULATION} --micro_batch_size {ROWS[preset]} --lr {LR} {options}"
     return Command(tuple(words.split()))
+
+
+def _adapter_commands(work: Path, rows: Path, left_out: dict[str, str]) -> dict[str, Command]:
+    """Write a base of the middle shape, and return the commands that train its adapters, ours and TRL's."""
+    base, tokenizer = work / "base", work / "tokenizer"
+    write_tokenizer(ROOT / tokenizer, ["one two three"])
+    write_checkpoint(ROOT / base, LLAMA_8B, ROOT / tokenizer, sharded=False)
+    shutil.copytree(ROOT / tokenizer, ROOT / base, dirs_exist_ok=True)  # trl asks for one; the rows are token ids
+    commands = adapter_commands(rows, base, work / "run")
+    try:
+        packages = str(install_packages("trl").relative_to(ROOT))
+    except ChildProcessError as error:
+        peers = [name for name in commands if _is_peer(name)]
+        left_out |= dict.fromkeys(peers, str(error))
+        return {name: command for name, command in commands.items() if name not in peers}
+    return {
+        name: replace(command, environment={"PYTHONPATH": packages}) if _is_peer(name) else command
+        for name, command in commands.items()
+    }
+
+
+def adapter_commands(rows: Path, base: Path, target: Path) -> dict[str, Command]:
+    """Return the commands that train adapters of ``base``: ours into the run folder ``target``, and the peer's."""
+    commands = {}
+    for name, (ours, peer) in ADAPTED.items():
+        commands[name] = our_command(MIDDLE, f"--parallelism single {ours}", rows, target, base)
+        options = f"--trl --gradient_checkpointing {peer}"
+        commands[f"{name}{OF_PEFT}"] = peer_command(MIDDLE, options, rows, base)
+    return commands
+
+
+def _is_peer(name: str) -> bool:
+    return name in PEERS or name.endswith(OF_PEFT)
 
 
 def _run_ours(target: Path, command: Command) -> GpuRun:
@@ -187,17 +233,23 @@ def summarize(runs: dict[str, list[GpuRun]], left_out: dict[str, str], gpu: str)
     Raises:
         ChildProcessError: none of our runs trained.
     """
-    if not runs.keys() - PEERS.keys():
+    if all(map(_is_peer, runs)):
         raise ChildProcessError("; ".join(left_out.values()))
-    mfu_per_speed = {  # MFU at one token per second, which depends on the shape alone
-        name.split(",")[0]: of_way[0].mfu[-1] / of_way[0].tokens_per_second[-1]
+    mfu_per_speed = {  # MFU at one token per second, which depends on the shape and on what trains alone
+        _trained(name): of_way[0].mfu[-1] / of_way[0].tokens_per_second[-1]
         for name, of_way in runs.items()
         if of_way[0].mfu
     }
     ways = {}
     for name, of_way in runs.items():
         speeds = spread([spread(found.tokens_per_second[WARM_UP_STEPS:]).median for found in of_way])
-        factor = mfu_per_speed.get(name.split(",")[0])
+        factor = mfu_per_speed.get(_trained(name))
         mfu = factor * speeds.median if factor else None
         ways[name] = WaySummary(speeds, mfu, spread([found.peak_bytes for found in of_way]))
     return GpuSummary(gpu, ways, left_out)
+
+
+def _trained(name: str) -> str:
+    """Return the part of a system's name that says what it trains: a shape, or an adapter of one."""
+    name = name.removesuffix(OF_PEFT)
+    return name if name in ADAPTED else name.split(",")[0]

@@ -21,17 +21,22 @@ TOLERANCE = 0.05
 """Of the plan's peak memory, relative to the counted one."""
 
 
+ADAPTERS = {"LoRA": "--adapter lora", "QLoRA": "--adapter lora --base_weights nf4"}
+
+
 @dataclass(frozen=True)
 class Case:
-    """A preset on ``num_nodes`` machines of 8 devices."""
+    """A preset on ``num_nodes`` machines of 8 devices, with all weights trained or one of ``ADAPTERS``."""
 
     preset: str
     num_nodes: int
     parallelism: str
     checkpointing: str
+    adapter: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.preset} of {8 * self.num_nodes}, {self.parallelism}, {self.checkpointing}"
+        adapter = f", {self.adapter}" if self.adapter else ""
+        return f"{self.preset} of {8 * self.num_nodes}, {self.parallelism}, {self.checkpointing}{adapter}"
 
     @property
     def argv(self) -> list[str]:
@@ -39,14 +44,17 @@ class Case:
         words = f"--config configs/{self.preset}.yaml --devices 8 --num_nodes {self.num_nodes}"
         words += f" --parallelism {self.parallelism} --activation_checkpointing {self.checkpointing}"
         words += " --micro_batch_size 1 --gradient_accumulation_steps 1"
-        return words.split()
+        return [*words.split(), *ADAPTERS.get(self.adapter or "", "").split()]
 
 
 CASES = [
-    Case(preset, num_nodes, parallelism, checkpointing)
-    for preset, num_nodes in (("llama-3-8b", 1), ("llama-3-8b", 32), ("llama-3-70b", 8))
-    for parallelism in ("fsdp", "fsdp2")
-    for checkpointing in ("none", "selective", "full")
+    *(
+        Case(preset, num_nodes, parallelism, checkpointing)
+        for preset, num_nodes in (("llama-3-8b", 1), ("llama-3-8b", 32), ("llama-3-70b", 8))
+        for parallelism in ("fsdp", "fsdp2")
+        for checkpointing in ("none", "selective", "full")
+    ),
+    *(Case("llama-3-8b", 1, parallelism, "full", adapter) for parallelism in ("fsdp", "fsdp2") for adapter in ADAPTERS),
 ]
 
 

@@ -1,11 +1,18 @@
-"""Train a random model in bf16 on a GPU with transformers' Trainer, or TRL's SFTTrainer; print speed and memory."""
+"""Train a random model in bf16, or an adapter, on a GPU with transformers' Trainer or TRL's; print speed and memory."""
 
 import argparse
 from typing import Any
 
 import torch
 from datasets import Dataset, load_from_disk
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from benchmarks.peers.huggingface_trainers import InOrder, train, trainer_options
 
@@ -18,18 +25,35 @@ def main() -> None:
     for name in ("--steps", "--accumulation", "--micro_batch_size"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
-    for name in ("--compile", "--gradient_checkpointing", "--trl"):
+    parser.add_argument("--lora_rank", type=int, default=0)
+    for name in ("--compile", "--gradient_checkpointing", "--trl", "--nf4"):
         parser.add_argument(name, action="store_true")
     given = parser.parse_args()
 
     rows = load_from_disk(given.train_data_dir)["train"].select_columns("input_ids")
     rows = rows.select(range(given.steps * given.accumulation * given.micro_batch_size))
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(given.config), dtype=torch.bfloat16)
+    if given.lora_rank:
+        model = _adapted(given.config, given.lora_rank, in_4bit=given.nf4)
+    else:
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(given.config), dtype=torch.bfloat16)
     options: dict[str, Any] = trainer_options(given.accumulation, given.lr, compiles=given.compile)
     options |= {"use_cpu": False, "per_device_train_batch_size": given.micro_batch_size, "optim": "adamw_torch_fused"}
     options |= {"gradient_checkpointing": given.gradient_checkpointing}
     train(_trl_trainer(model, options, rows) if given.trl else _trainer(model, options, rows))
+
+
+def _adapted(folder: str, rank: int, *, in_4bit: bool) -> Any:
+    """Return the model in a folder with a new adapter; its inputs need a gradient for checkpointed layers."""
+    from peft import LoraConfig, get_peft_model
+
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, device_map={"": "cuda:0"}, quantization_config=nf4 if in_4bit else None
+    )
+    model.enable_input_require_grads()
+    config = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    return get_peft_model(model, config)
 
 
 def _trainer(model: Any, options: dict[str, Any], rows: Dataset) -> Any:

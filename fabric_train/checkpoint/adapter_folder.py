@@ -7,13 +7,13 @@ and has a fingerprint of its weights, by which one that has moved or changed is 
 import copy
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import xxhash
-from pydantic import Field
+from pydantic import BaseModel, Field
 from torch import nn
 
 from fabric_train.checkpoint.trainer_json import read_trainer_json
@@ -56,9 +56,8 @@ _NOT_COMPUTED = (
 _ADVICE = "save the adapter again with peft's save_pretrained"
 
 
-@dataclass(frozen=True)
-class _LoraConfig:
-    """What is read of an adapter_config.json, with the names in peft's ``LoraConfig``."""
+class _LoraConfig(BaseModel, extra="allow", frozen=True):
+    """What is read of an adapter_config.json, with the names in peft's ``LoraConfig``; the rest is ``model_extra``."""
 
     peft_type: str
     r: Annotated[int, Field(gt=0)]
@@ -89,6 +88,10 @@ def can_be_taken_off(folder: Path) -> bool:
 def check_files(folder: Path) -> None:
     """Raise an InputError if a folder's adapter has no weights, or only a pickle, or its configuration is damaged."""
     read_json(folder / CONFIG, dict, _ADVICE)
+    _check_weights(folder)
+
+
+def _check_weights(folder: Path) -> None:
     if not (folder / WEIGHTS).is_file():
         pickled = " (adapter_model.bin is a pickle, which is never read)" if any(folder.glob("*.bin")) else ""
         raise InputError(f"{folder}: no {WEIGHTS} in it{pickled}; {_ADVICE}")
@@ -133,11 +136,12 @@ def read_adapter(folder: Path) -> Adapter:
         InputError: it is damaged, or of a kind that is not computed here.
     """
     file = folder / CONFIG
-    content, config = read_json(file, dict, _ADVICE), read_json(file, _LoraConfig, _ADVICE)
+    config = read_json(file, _LoraConfig, _ADVICE)
     if config.peft_type != "LORA":
         raise InputError(f"{file}: it is of a {config.peft_type} adapter; give one of LORA")
-    unknown = [name for name in _NOT_COMPUTED if content.get(name)]
-    unknown += [f"bias {content['bias']}"] if content.get("bias", "none") != "none" else []
+    others = config.model_extra or {}
+    unknown = [name for name in _NOT_COMPUTED if others.get(name)]
+    unknown += [f"bias {others['bias']}"] if others.get("bias", "none") != "none" else []
     if unknown:
         raise InputError(f"{file}: {', '.join(unknown)} is not supported here; merge that adapter with peft")
     # peft's own rule for modules_to_save is the end of a name, also within a word
@@ -170,7 +174,7 @@ class AdapterTensors:
     """The tensors of an adapter_model.safetensors by the names in transformers' model; see ``StoredTensors``."""
 
     def __init__(self, folder: Path) -> None:
-        check_files(folder)
+        _check_weights(folder)
         self._tensors = CheckpointTensors([folder / WEIGHTS], _ADVICE)
         tied = self._tensors.metadata.get(TIED, "").split()
         self._stored = {name.removeprefix(PREFIX): name for name in self._tensors if name not in tied}
@@ -334,7 +338,7 @@ def open_adapted(
             if name in shape.trained and (stored is not None or is_of_adapter(name)):
                 parameter.copy_(weights.read_block(name, (0,) * parameter.dim(), parameter.shape))
     if weights.is_new:
-        start_magnitudes(opened.model)
+        start_magnitudes(opened.model, None)
     return MetaModel(opened.model, None)
 
 

@@ -7,6 +7,7 @@ wrong by 0.9 rad at position 512.
 
 import importlib.util
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +35,27 @@ def compute_dtype(precision: str) -> torch.dtype:
     return {"32-true": torch.float32, "16-mixed": torch.float16}.get(precision, torch.bfloat16)
 
 
-def precision_plugin(parallelism: str, precision: str, accelerator: str) -> Precision:
+def gathered_dtype(arguments: "TrainArguments", parallelism: str) -> torch.dtype | None:
+    """Return the dtype that fsdp and fsdp2 cast gathered weights to; None: nothing is cast but by autocast.
+
+    Weights in 4 bits are stored as numbers of the dtype of the other weights. To cast them would destroy them.
+    """
+    precision = arguments.model.precision
+    keeps_bytes = arguments.adapter.base_weights is not None and precision.endswith("mixed")
+    return None if keeps_bytes or parallelism not in ("fsdp", "fsdp2") else compute_dtype(precision)
+
+
+def precision_plugin(arguments: "TrainArguments", parallelism: str, accelerator: str) -> Precision:
     """Return Fabric's precision plugin; for ``parallelism`` and ``accelerator`` see ``prepared_run.DevicePlan``."""
+    precision = arguments.model.precision
     if parallelism == "xla":
         return XLAPrecision("32-true")  # torch-xla's FSDP does the rest
+    autocasts = precision.endswith("mixed") and gathered_dtype(arguments, parallelism) is None
     if parallelism == "fsdp":
+        if autocasts:
+            return _FSDPAutocastPrecision(precision, accelerator)
         return _FSDPPrecisionAsLoaded("16-mixed" if precision == "16-mixed" else "32-true")
-    if parallelism != "fsdp2" and precision in ("bf16-mixed", "16-mixed"):
+    if autocasts:
         return _AutocastPrecision(precision, device=accelerator)  # type: ignore[arg-type]
     return Precision()
 
@@ -61,6 +76,17 @@ class _FSDPPrecisionAsLoaded(FSDPPrecision):
 
     def convert_output(self, data: Any) -> Any:
         return data
+
+
+class _FSDPAutocastPrecision(_FSDPPrecisionAsLoaded):
+    """Autocast on a device beside FSDP1, which casts nothing."""
+
+    def __init__(self, precision: str, device: str) -> None:
+        super().__init__(precision)  # type: ignore[arg-type]
+        self._device = device
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        return torch.autocast(self._device, compute_dtype(self.precision))
 
 
 class _AutocastPrecision(MixedPrecision):

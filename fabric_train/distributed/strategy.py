@@ -17,7 +17,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import clear_launcher_options, under_fabric_run
 from fabric_train.distributed.cluster_environment import find_cluster_environment, init_process_group
 from fabric_train.distributed.devices import count_devices, resolve_accelerator, single_gpu_index
-from fabric_train.distributed.precision import compute_dtype, precision_plugin
+from fabric_train.distributed.precision import gathered_dtype, precision_plugin
 from fabric_train.distributed.watchdog import SLOW_PHASE_FACTOR
 from fabric_train.distributed.xla import OneDeviceXLAStrategy, OneXLADevice, check_xla_arguments
 
@@ -123,7 +123,7 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
         devices=device.devices if accelerator == "cuda" else num_devices,
         num_nodes=device.num_nodes,
         strategy=_strategy(parallelism, arguments, layer_classes, accelerator),
-        plugins=[precision_plugin(parallelism, arguments.model.precision, accelerator), *environments],
+        plugins=[precision_plugin(arguments, parallelism, accelerator), *environments],
     )
     if not under_fabric_run():
         init_process_group(fabric, accelerator, num_processes, collective_timeout(arguments))
@@ -191,9 +191,10 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
             f"--{compiled} true: fsdp cannot compile layers with {obstacle}; use --parallelism fsdp2, or leave one of "
             "them out"
         )
-    refused = {"tensor_parallel_size": fsdp.tensor_parallel_size > 1, "float8": arguments.model.float8}
-    for name in (name for name, is_set in refused.items() if is_set and arguments.adapter.is_given):
-        raise InputError(f"--{name} does not work with an adapter; leave one of them out")
+    if fsdp.tensor_parallel_size > 1 and arguments.adapter.is_given:
+        raise InputError("--tensor_parallel_size does not work with an adapter; leave one of them out")
+    if arguments.model.float8 and arguments.adapter.base_weights:
+        raise InputError("--float8 does not work with --base_weights nf4; leave one of them out")
     devices_per_node = num_processes // arguments.device.num_nodes
     if devices_per_node % fsdp.tensor_parallel_size:
         raise InputError(
@@ -220,7 +221,7 @@ def _strategy(parallelism: str, arguments: "TrainArguments", layer_classes: Laye
             state_dict_type=fsdp.state_dict_type,
             limit_all_gathers=fsdp.limit_all_gathers,
             cpu_offload=fsdp.cpu_offload,
-            mixed_precision=FSDPMixedPrecision(compute_dtype(arguments.model.precision), torch.float32, torch.float32),
+            mixed_precision=FSDPMixedPrecision(gathered_dtype(arguments, parallelism), torch.float32, torch.float32),
         )
     if parallelism == "fsdp2":
         return FSDP2Strategy(

@@ -12,6 +12,7 @@ import functools
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -20,17 +21,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fabric_train.cli.errors import InputError
-from fabric_train.distributed.ranks import FlatShard, flat_shards, local_part, original_name
+from fabric_train.distributed.ranks import original_name
+from fabric_train.model.nf4 import NF4Linear, dequantize, stored_rows
 from fabric_train.model.weight_files import StoredTensors, Weights
 
 ALL_LINEAR = "all-linear"
 """The target that means every linear layer except the head."""
 _MAGNITUDE = "lora_magnitude_vector"
 _ADAPTER_NAME = re.compile(r"\.(lora_[AB]\.weight|lora_magnitude_vector)$")
+_ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,9 @@ class AdaptedLayer(nn.Module):
         if adapter.kind != "dora":
             return base + change
         ratio = (self.lora_magnitude_vector / self._row_norms()).to(dtype)
-        direction = base if self.bias is None else base - self.bias.to(dtype)
-        if drops:
-            direction = F.linear(seen.to(dtype), self.weight.to(dtype))
+        direction: torch.Tensor = super().forward(seen) if drops else base
+        if self.bias is not None:
+            direction = direction - self.bias.to(dtype)
         return base + (ratio - 1) * direction + ratio * change
 
     @torch.no_grad()
@@ -103,7 +104,8 @@ class AdaptedLayer(nn.Module):
         It is a constant to the gradient, as in section 4.3 of the paper.
         """
         with torch.autocast(self.weight.device.type, enabled=False):
-            weight, a, b = self.weight.float(), self.lora_A.weight, self.lora_B.weight * self.adapter.scale
+            weight = self.dequantized() if isinstance(self, NF4Linear) else self.weight.float()
+            a, b = self.lora_A.weight, self.lora_B.weight * self.adapter.scale
             crossed = ((weight @ a.t()) * b).sum(dim=1)
             of_adapter = ((b @ (a @ a.t())) * b).sum(dim=1)
             return (weight.square().sum(dim=1) + 2 * crossed + of_adapter).clamp(min=0).sqrt()
@@ -118,10 +120,11 @@ def attach(model: Any, adapter: Adapter, source: str, device: str = "meta") -> N
     """Give each target of a model, which nothing wraps yet, an adapter on a device; freeze nothing.
 
     Raises:
-        InputError: a target or a module of ``train_also`` is not in the model, which ``source`` names.
+        InputError: a target or a module of ``train_also`` is not in the model, which ``source`` names; a module is
+            both; or one of ``train_also`` has only the weight of another.
     """
     modules = find_targets(model, adapter, source)
-    _check_train_also(model, adapter, source)
+    _check_train_also(model, adapter, source, modules)
     linear: Any
     for linear in modules.values():
         num_outputs, num_inputs = linear.out_features, linear.in_features
@@ -132,6 +135,25 @@ def attach(model: Any, adapter: Adapter, source: str, device: str = "meta") -> N
             linear.lora_magnitude_vector = nn.Parameter(torch.empty(num_outputs, dtype=torch.float32, device=device))
         linear.adapter = adapter
         linear.__class__ = _adapted_class(linear.__class__)  # its parameters and hooks stay
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Take the adapters off the layers meanwhile, so that others of the same names may replace them."""
+    taken: dict[str, tuple[Adapter, nn.Linear, nn.Linear, nn.Parameter | None]] = {}
+    layer: Any
+    for name, layer in model.named_modules():
+        if isinstance(layer, AdaptedLayer):
+            children = (layer._modules.pop("lora_A"), layer._modules.pop("lora_B"))
+            taken[name] = (layer.adapter, *children, layer._parameters.pop(_MAGNITUDE, None))  # type: ignore[arg-type]
+            layer.__class__ = type(layer).__bases__[1]
+    yield
+    for name, (adapter, lora_a, lora_b, magnitudes) in taken.items():
+        layer = model.get_submodule(name)
+        layer.adapter, layer.lora_A, layer.lora_B = adapter, lora_a, lora_b
+        if magnitudes is not None:
+            layer.lora_magnitude_vector = magnitudes
+        layer.__class__ = _adapted_class(layer.__class__)
 
 
 def find_targets(model: Any, adapter: Adapter, source: str) -> dict[str, nn.Linear]:
@@ -170,12 +192,16 @@ def _is_named(name: str, wanted: str) -> bool:
     return name == wanted or name.endswith(f".{wanted}")
 
 
-def _check_train_also(model: Any, adapter: Adapter, source: str) -> None:
-    names = [name for name, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None]
+def _check_train_also(model: Any, adapter: Adapter, source: str, adapted: Collection[str]) -> None:
+    names = [name for name, module in model.named_modules() if [*module.parameters(recurse=False)]]
     for wanted in adapter.train_also:
-        if not any(_is_named(name, wanted) for name in names):
+        found = [name for name in names if _is_named(name, wanted)]
+        if not found:
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
             raise InputError(f"--train_also {wanted}: {source} has no such module; it has {known}")
+        if twice := next((name for name in found if name in adapted), None):
+            fault = f"{twice} has an adapter by --lora_targets {' '.join(adapter.targets)}"
+            raise InputError(f"--train_also {wanted}: {fault}; leave it out of one of them")
 
 
 class AdaptedWeights:
@@ -234,43 +260,35 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
 
 
 @torch.no_grad()
-def start_magnitudes(model: nn.Module) -> None:
-    """Set DoRA's magnitudes to the norms of the rows of the base's weights, of which each rank may have a part.
+def start_magnitudes(model: nn.Module, weights: Weights | None) -> None:
+    """Set DoRA's magnitudes to the norms of the rows of the base's ``weights``; None: the model has them whole.
 
-    All ranks call this. Sums are in fp64, so that they hardly depend on where the ranks' parts begin and end.
+    All ranks call this. Each reads a share of the rows, so the norms do not depend on how ranks hold the weights.
     """
-    cuts, num_ranks = flat_shards(model), dist.get_world_size() if dist.is_initialized() else 1
-    for _, layer in adapted_layers(model):
-        if layer.adapter.kind == "dora":
-            squares, num_copies = _squared_rows(layer, cuts)
-            if num_copies < num_ranks:
-                dist.all_reduce(squares)
-                squares /= num_copies
-            layer.lora_magnitude_vector.copy_(squares.sqrt())
+    is_shared = weights is not None and dist.is_initialized()
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if is_shared else (0, 1)
+    for name, layer in adapted_layers(model):
+        if layer.adapter.kind != "dora":
+            continue
+        magnitudes, num_rows = layer.lora_magnitude_vector, layer.lora_B.out_features
+        norms = torch.zeros(num_rows, dtype=torch.float64, device=magnitudes.device)
+        first, last = (num_rows * number // num_ranks for number in (rank, rank + 1))
+        for begin in range(first, last, _ROWS_AT_ONCE):
+            end = min(begin + _ROWS_AT_ONCE, last)
+            rows = layer.weight[begin:end] if weights is None else _read_rows(weights, name, layer, begin, end)
+            norms[begin:end] = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+        if num_ranks > 1:
+            dist.all_reduce(norms)
+        magnitudes.copy_(norms)
 
 
-def _squared_rows(layer: AdaptedLayer, cuts: dict[int, FlatShard]) -> tuple[torch.Tensor, int]:
-    """Return the sum of squares of each row in this rank's part, fp64 [out], and how many ranks have the same part."""
-    weight, (num_rows, row) = layer.weight, (layer.lora_B.out_features, layer.lora_A.in_features)
-    squares = torch.zeros(num_rows, dtype=torch.float64, device=layer.lora_magnitude_vector.device)
-    local, begin, num_copies = local_part(weight.detach()).flatten(), 0, 1
-    if isinstance(weight, DTensor):
-        begin = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)[1][0] * row
-        sizes = zip(weight.device_mesh.shape, weight.placements, strict=True)
-        num_copies = math.prod(size for size, placement in sizes if placement.is_replicate())
-    elif id(weight) in cuts:
-        cut = cuts[id(weight)]
-        begin, end = cut.range(cut.rank)
-        first = max(cut.start - cut.rank * cut.size, 0)
-        local, num_copies = cut.local[first : first + end - begin], dist.get_world_size() // cut.num_ranks
-    elif dist.is_initialized():
-        num_copies = dist.get_world_size()
-    while len(local):  # a row that is cut, then whole rows, then a row that is cut
-        place, inside = divmod(begin, row)
-        whole = 0 if inside else len(local) // row
-        size = whole * row or min(row - inside, len(local))
-        rows = local[:size].view(max(whole, 1), -1)
-        sums = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
-        squares[place : place + len(rows)] += sums.to(squares.device)
-        local, begin = local[size:], begin + size
-    return squares, num_copies
+def _read_rows(weights: Weights, name: str, layer: AdaptedLayer, begin: int, end: int) -> torch.Tensor:
+    """Return rows of a layer's weight as the layer computes with them; those in 4 bits are dequantized."""
+    row, dtype = layer.lora_A.in_features, layer.weight.dtype
+
+    def read(of: str, number: int) -> torch.Tensor:
+        return weights.read_block(f"{name}.{of}", (begin, 0), (end - begin, number))
+
+    if not isinstance(layer, NF4Linear):
+        return read("weight", row).to(dtype)
+    return dequantize(*(read(of, number) for of, number in stored_rows(row, dtype).items()), row)

@@ -2,11 +2,12 @@
 
 A weight [out, in] is cut into blocks of 64 numbers, which lie within its rows. Each block has an fp32 scale, its
 largest absolute value, and 4 bits for each number: 4.5 bits in all. So any rows of a weight can be quantized alone, and
-each rank reads and quantizes its own. The bytes are stored as numbers of the dtype of the matrix products: strategies
-that shard a model send and copy them, and never compute with them.
+each rank reads and quantizes its own. The bytes are stored as numbers of the dtype of the weights: strategies that
+shard a model send and copy them, and never compute with them or cast them (``distributed.precision.gathered_dtype``).
 """
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,23 +30,45 @@ class NF4Linear(nn.Linear):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return ``inputs`` [..., in] times the weight, [..., out] in their dtype, or in that of autocast."""
         from bitsandbytes import matmul_4bit
-        from bitsandbytes.functional import QuantState, get_4bit_type
 
         kind = inputs.device.type
         if torch.is_autocast_enabled(kind):
             inputs = inputs.to(torch.get_autocast_dtype(kind))
-        state = QuantState(
-            absmax=self.weight_scales.view(torch.float32).reshape(-1),
-            shape=torch.Size((self.out_features, self.in_features)),
-            code=get_4bit_type("nf4", device=inputs.device),
-            blocksize=BLOCK,
-            quant_type="nf4",
-            dtype=inputs.dtype,
-        )
+        state = _state(self.weight_scales, (self.out_features, self.in_features), inputs.dtype)
         packed = self.weight.view(torch.uint8).reshape(-1, 1)
         bias = None if self.bias is None else self.bias.to(inputs.dtype)
         result: torch.Tensor = matmul_4bit(inputs, packed.t(), quant_state=state, bias=bias)
         return result
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the weight, fp32 [out, in]."""
+        return dequantize(self.weight, self.weight_scales, self.in_features)
+
+
+def _state(scales: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Any:
+    from bitsandbytes.functional import QuantState
+
+    return QuantState(
+        absmax=scales.view(torch.float32).reshape(-1),
+        shape=torch.Size(shape),
+        blocksize=BLOCK,
+        quant_type="nf4",
+        dtype=dtype,
+    )
+
+
+def stored_rows(row: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return how many numbers of a dtype store a row of ``row`` weights, and its scales, by the parameter's name."""
+    return {"weight": row // 2 // dtype.itemsize, _SCALES: row // BLOCK * 4 // dtype.itemsize}
+
+
+def dequantize(packed: torch.Tensor, scales: torch.Tensor, row: int) -> torch.Tensor:
+    """Return rows of a weight, fp32 [rows, ``row``], from those of both parameters of an ``NF4Linear``."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = _state(scales, (len(packed), row), torch.float32)
+    rows: torch.Tensor = dequantize_4bit(packed.view(torch.uint8).reshape(-1, 1), state)
+    return rows
 
 
 def quantize_layers(layers: Collection[nn.Module], dtype: torch.dtype, but: Collection[str] = ()) -> None:
@@ -66,11 +89,10 @@ def quantize_layers(layers: Collection[nn.Module], dtype: torch.dtype, but: Coll
                     f"--base_weights nf4: {name} has rows of {module.in_features} numbers, which are no blocks of "
                     f"{BLOCK}; leave it out"
                 )
-            shapes = {"weight": module.in_features // 2, _SCALES: module.in_features // BLOCK * 4}
-            for of_parameter, num_bytes in shapes.items():
-                empty = torch.empty(module.out_features, num_bytes // dtype.itemsize, dtype=dtype, device="meta")
-                setattr(module, of_parameter, nn.Parameter(empty, requires_grad=False))
             module.__class__ = NF4Linear
+            for of_parameter, number in stored_rows(module.in_features, dtype).items():
+                empty = torch.empty(module.out_features, number, dtype=dtype, device="meta")
+                setattr(module, of_parameter, nn.Parameter(empty, requires_grad=False))
 
 
 class QuantizedWeights:

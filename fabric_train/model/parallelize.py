@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.cluster_environment import set_group_timeouts
 from fabric_train.distributed.decoder_layers import checkpoint_layers, compile_layers, kept_share
-from fabric_train.distributed.precision import average_in_fp32, check_gpu_has_float8, compute_dtype, convert_to_float8
+from fabric_train.distributed.precision import average_in_fp32, check_gpu_has_float8, convert_to_float8, gathered_dtype
 from fabric_train.distributed.strategy import (
     FSDP1Strategy,
     FSDP2Strategy,
@@ -23,7 +23,7 @@ from fabric_train.distributed.strategy import (
     ParameterMaterializer,
     collective_timeout,
 )
-from fabric_train.model.adapter import AdaptedWeights, materialize, start_magnitudes
+from fabric_train.model.adapter import AdaptedWeights, materialize, start_magnitudes, without_adapters
 from fabric_train.model.lm_head_loss import compute_loss_in_head, use_sparse_embedding_grad
 from fabric_train.model.load_weights import read_weights
 from fabric_train.model.weight_files import Weights
@@ -82,7 +82,8 @@ def setup_model(
             use_sparse_embedding_grad(model)
     if arguments.model.float8:
         check_gpu_has_float8(fabric.device)
-        convert_to_float8(_layers(model, layer_classes))
+        with without_adapters(model):
+            convert_to_float8(_layers(model, layer_classes))
     if isinstance(fabric.strategy, FSDP2Strategy) and arguments.fsdp.tensor_parallel_size > 1:
         parallelize_layers(model, fabric.strategy.device_mesh["tensor"])
     layers, budget, compiles = _layers(model, layer_classes), kept_share(arguments.fsdp), arguments.fsdp.compile is True
@@ -107,7 +108,7 @@ def setup_model(
     if weights:
         read_weights(wrapped, weights)
     if isinstance(weights, AdaptedWeights) and weights.is_new:
-        start_magnitudes(wrapped)
+        start_magnitudes(wrapped, weights)
     if isinstance(fabric.strategy, DDPStrategy) and arguments.model.precision == "bf16-true":
         wrapped._forward_module.register_comm_hook(None, average_in_fp32)
     return wrapped
@@ -132,7 +133,7 @@ def _fully_shard(
     """
     reshard_after_forward, cpu_offload = not arguments.fsdp.keeps_gathered, arguments.fsdp.cpu_offload
     options: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(compute_dtype(arguments.model.precision), torch.float32),
+        "mp_policy": MixedPrecisionPolicy(gathered_dtype(arguments, "fsdp2"), torch.float32),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
         "ignored_params": replicated,
     }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fabric_train.distributed.memory import process_memory
-from fabric_train.distributed.precision import compute_dtype, weights_dtype
+from fabric_train.distributed.precision import compute_dtype, gathered_dtype, weights_dtype
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.preflight.memory_activations import Activations, MicroBatch, trace_activations
 from fabric_train.preflight.memory_layout import REDUCED_BYTES, Layout, Units, make_layout, offloaded_bytes, read_units
@@ -287,12 +287,12 @@ class RunRequest:
     def _micro_batch(self) -> MicroBatch:
         precision = self.arguments.model.precision
         held, computed = weights_dtype(precision), compute_dtype(precision)
-        casts_whole_units = self.parallelism in ("fsdp", "fsdp2")
+        gathered = gathered_dtype(self.arguments, self.parallelism)
         return MicroBatch(
             num_rows=self.arguments.training.micro_batch_size,
             length=self.plan.tokens_per_row,
-            dtype=computed if casts_whole_units else held,
-            autocast=computed if computed != held and not casts_whole_units else None,
+            dtype=gathered or held,
+            autocast=computed if computed != held and gathered is None else None,
             has_borders=self.isolates,
             on_gpu=self.on_gpu,
             by_unit=self.layout().is_sharded,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fabric_train.distributed.precision import compute_dtype, weights_dtype
+from fabric_train.distributed.precision import gathered_dtype, weights_dtype
 from fabric_train.model.adapter import is_of_adapter
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.nf4 import NF4Linear, quantize_layers
@@ -129,6 +129,8 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained_in = (sum(one.numel() for one in layer.parameters() if names[id(one)] in shape.trained) for layer in layers)
     in_4bit = [module for layer in layers for module in layer.modules() if isinstance(module, NF4Linear)]
+    if arguments.model.precision.endswith("mixed"):
+        in_4bit = []  # the activations have the copy that autocast makes of a weight
     return Units(
         parameters=shape.num_parameters,
         dequantized=max((each.in_features * each.out_features for each in in_4bit), default=0),
@@ -184,7 +186,7 @@ def make_layout(arguments: "TrainArguments", plan: StepPlan, parallelism: str) -
         num_shards=num_shards,
         gathers_at_once=fsdp.keeps_gathered,
         held=held,
-        computed=compute_dtype(precision).itemsize,
+        computed=(gathered_dtype(arguments, parallelism) or weights_dtype(precision)).itemsize,
         accumulation=plan.accumulation,
         offloads=fsdp.cpu_offload,
         reduces_each=fsdp.gradient_reduction == "micro_batch",

@@ -290,8 +290,6 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
         )
     if adapter and adapter.base_weights:
         check_installed()
-        if given.precision.endswith("mixed"):
-            raise InputError(f"--base_weights nf4: --precision {given.precision} keeps weights in fp32; use bf16-true")
     if adapter and given.family and not checkpoint:
         raise InputError("--adapter: a new model has no weights that an adapter could change; give --model_name")
     if not given.family or checkpoint:

@@ -1,5 +1,7 @@
 """What a step on a GPU may take: kernels, host waits, memory. Counted on fake tensors, which have no content."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.fake_rank import FakeRun
@@ -44,3 +46,17 @@ def test_step_takes_no_more_than_its_budget(parallelism: str, checkpointing: str
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plan_is_within_5_percent_of_tensors_on_a_gpu(case: Case) -> None:
     assert plan_error(fake_step(case)) == pytest.approx(0, abs=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_rehearsal
+@pytest.mark.parametrize("case", [case for case in CASES if case.adapter], ids=str)
+def test_step_of_an_adapter_has_no_work_for_frozen_weights(case: Case) -> None:
+    found = fake_step(case, "--num_layers", str(LAYERS))
+    whole = fake_step(replace(case, adapter=None), "--num_layers", str(LAYERS))
+    assert found.step.parts["optimizer"].number <= MOST_KERNELS["optimizer"]
+    gradients, of_adapter = (
+        sum(work.read for name, work in each.step.collectives.items() if "reduce" in name) for each in (whole, found)
+    )
+    assert 0 < of_adapter <= 0.01 * gradients
+    assert plan_error(found) == pytest.approx(0, abs=TOLERANCE)

@@ -1,14 +1,21 @@
 """Layers converted to float8 keep their names and nearly their loss; where they cannot be used, a run says so."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoModelForCausalLM
 
 from arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.precision import check_float8, convert_to_float8
+from fabric_train.model.adapter import Adapter, attach, without_adapters
+from fabric_train.model.trained_parts import freeze_other_parts
 
 
 def test_products_of_the_layers_alone_are_in_float8_and_names_stay(tiny_model_dir: Path) -> None:
@@ -26,6 +33,65 @@ def test_products_of_the_layers_alone_are_in_float8_and_names_stay(tiny_model_di
     assert converted.item() == pytest.approx(loss.item(), rel=0.01)
     converted.backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_an_adapter_is_added_to_the_output_of_a_float8_layer(tiny_model_dir: Path) -> None:
+    pytest.importorskip("torchao")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
+    adapter = Adapter("lora", rank=16, alpha=32)
+    attach(model, adapter, "the model", "cpu")
+    freeze_other_parts(model, adapter)
+    names, layer = sorted(model.state_dict()), model.model.layers[0].mlp.up_proj
+    with torch.no_grad():
+        layer.lora_B.weight.uniform_(-0.1, 0.1)
+    alone = nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=torch.bfloat16)
+    alone.weight = layer.weight
+    by_hand = nn.Sequential(alone)
+    with without_adapters(model):
+        convert_to_float8(model.model.layers, emulate=True)
+    convert_to_float8([by_hand], emulate=True)
+    layer = model.model.layers[0].mlp.up_proj
+    assert type(layer).__name__ == "AdaptedFloat8Linear"
+    assert type(layer.lora_A) is nn.Linear
+    assert sorted(model.state_dict()) == names
+    inputs = torch.randn(2, 24, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+    a, b = (each.weight.detach().clone().requires_grad_() for each in (layer.lora_A, layer.lora_B))
+    change = F.linear(F.linear(inputs, a.bfloat16()), b.bfloat16()) * adapter.scale
+    output, expected = layer(inputs), by_hand(inputs) + change
+    assert torch.equal(output, expected)
+    assert not torch.equal(by_hand(inputs), F.linear(inputs, layer.weight))  # it is float8
+    for each in (output, expected):
+        each.float().square().sum().backward()
+    assert torch.equal(layer.lora_A.weight.grad, a.grad)
+    assert torch.equal(layer.lora_B.weight.grad, b.grad)
+    assert layer.lora_A.weight.dtype == torch.float32
+    assert layer.weight.grad is None
+
+
+def test_compiled_float8_layers_take_no_product_for_frozen_weights(tiny_model_dir: Path) -> None:
+    """Without the compiler, torchao's backward pass computes the gradient of every weight."""
+    pytest.importorskip("torchao")
+    numbers = []
+    for in_float8 in (False, True):
+        products: list[str] = []
+
+        def count(graph: torch.fx.GraphModule, _: object, products: list[str] = products) -> Any:
+            products += [node.name for node in graph.graph.nodes if str(node.target).endswith("mm.default")]
+            return make_boxed_func(graph.forward)
+
+        model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
+        adapter = Adapter("lora", rank=16, alpha=32)
+        attach(model, adapter, "the model", "cpu")
+        freeze_other_parts(model, adapter)
+        if in_float8:
+            with without_adapters(model):
+                convert_to_float8(model.model.layers, emulate=True)
+        mlp = model.model.layers[0].mlp
+        mlp.compile(backend=aot_autograd(fw_compiler=count))
+        inputs = torch.randn(1, 24, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        mlp(inputs).float().sum().backward()
+        numbers.append(len(products))
+    assert numbers[0] == numbers[1] > 9
 
 
 @pytest.mark.parametrize(

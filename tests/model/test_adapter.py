@@ -10,16 +10,18 @@ from typing import Any
 import peft
 import pytest
 import torch
-from bitsandbytes.functional import quantize_4bit
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from arguments import TrainArguments, parse
+from fabric_train.checkpoint.adapter_folder import read_adapter
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, Targets
-from fabric_train.model.adapter import Adapter, attach
+from fabric_train.export.merged import MergedTensors
+from fabric_train.model.adapter import Adapter, attach, without_adapters
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.nf4 import quantize_rows
@@ -31,6 +33,7 @@ from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, train_plai
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
 STEPS, ROWS_PER_WINDOW = 10, 6  # on one, two or three ranks
+SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 SETTINGS: dict[str, Any] = {"lr": LR, "grad_clip": GRAD_CLIP, "weight_decay": WEIGHT_DECAY, "max_step": STEPS}
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
@@ -39,6 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "whole modules": {"r": 2, "lora_alpha": 8, "target_modules": ["v_proj"], "modules_to_save": ["lm_head", "norm"]},
     "dropout": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.1},
     "4 bits": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "dora in 4 bits": {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "use_dora": True},
     "dora with dropout": {"r": 4, "lora_alpha": 8, "target_modules": ["o_proj"], "lora_dropout": 0.1, "use_dora": True},
 }
 
@@ -63,16 +67,17 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def of_peft(
     tmp_path_factory: pytest.TempPathFactory, model: Path, wide_model: Path, tokens: Path
-) -> Callable[[str], tuple[Path, list[float], list[float], dict[str, torch.Tensor]]]:
+) -> Callable[..., tuple[Path, list[float], list[float], dict[str, torch.Tensor]]]:
     """Return an adapter of peft to begin with, and the losses, norms and adapter of peft's model in a plain loop."""
-    done: dict[str, Any] = {}
+    done: dict[tuple[Any, ...], Any] = {}
 
-    def train(kind: str) -> Any:
-        if kind not in done:
+    def train(kind: str, num_ranks: int = 1, autocast: torch.dtype | None = None) -> Any:
+        case = (kind, num_ranks if "dropout" in kind else 1, autocast)
+        if case not in done:
             folder = tmp_path_factory.mktemp("peft")
-            if kind == "4 bits":
+            if "4 bits" in kind:
                 nf4 = BitsAndBytesConfig(
-                    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+                    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=autocast or torch.float32
                 )
                 base = AutoModelForCausalLM.from_pretrained(
                     wide_model, dtype=torch.float32, quantization_config=nf4, device_map="cpu"
@@ -83,10 +88,11 @@ def of_peft(
             config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **KINDS[kind])
             adapted = peft.get_peft_model(base, config)
             adapted.save_pretrained(str(folder / "start"))
-            losses, norms = train_plainly(adapted, tokens, ROWS_PER_WINDOW, STEPS)
+            with torch.autocast("cpu", autocast, enabled=autocast is not None):
+                losses, norms = train_plainly(adapted, tokens, ROWS_PER_WINDOW, STEPS, case[1])
             adapted.save_pretrained(str(folder / "end"))
-            done[kind] = folder / "start", losses, norms, load_file(folder / "end" / "adapter_model.safetensors")
-        return done[kind]
+            done[case] = folder / "start", losses, norms, load_file(folder / "end" / "adapter_model.safetensors")
+        return done[case]
 
     return train
 
@@ -102,8 +108,10 @@ def of_peft(
         ("whole modules", "fsdp", 2),
         pytest.param("whole modules", "fsdp2", 2, marks=pytest.mark.cuda_rehearsal),
         ("dropout", "single", 1),
+        ("dropout", "fsdp", 2),
         pytest.param("4 bits", "fsdp", 2, marks=pytest.mark.cuda_rehearsal),
         ("4 bits", "fsdp2", 2),
+        ("dora in 4 bits", "fsdp", 2),
         ("dora with dropout", "single", 1),
     ],
 )
@@ -113,14 +121,14 @@ def test_losses_gradients_and_adapter_are_those_of_peft(
     model: Path,
     wide_model: Path,
     tokens: Path,
-    of_peft: Callable[[str], Any],
+    of_peft: Callable[..., Any],
     kind: str,
     parallelism: str,
     num_ranks: int,
 ) -> None:
-    start, losses, norms, expected = of_peft(kind)
+    start, losses, norms, expected = of_peft(kind, num_ranks)
     given = SETTINGS | {"parallelism": parallelism, "lora_dropout": KINDS[kind].get("lora_dropout", 0)}
-    if kind == "4 bits":
+    if "4 bits" in kind:
         model, given = wide_model, given | {"base_weights": "nf4"}
     # dropout draws numbers for each forward pass, in the plain loop for each row
     micro_batch = 1 if "dropout" in kind else ROWS_PER_WINDOW // num_ranks
@@ -247,6 +255,127 @@ def test_a_base_that_moved_is_found_and_one_that_changed_is_refused(
     assert "elsewhere has other weights" in stopped.stderr()
 
 
+@pytest.mark.slow
+def test_a_tied_embedding_that_trained_is_in_the_merged_model(
+    forked_runs: ForkedRuns, tmp_path: Path, tokens: Path
+) -> None:
+    model = write_model(tmp_path / "tied", tie_word_embeddings=True)
+    given = {"lora_rank": 2, "train_also": "embed_tokens", "lr": 1e-2, "max_step": 2}
+    forked_runs.start(argv(model, tokens, tmp_path / "run", parallelism="fsdp2", **given), 2).finish()
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    merged, name = MergedTensors(checkpoint), "model.embed_tokens.weight"
+    trained = load_file(checkpoint / "adapter_model.safetensors")
+    assert torch.equal(merged.read(name), trained[f"base_model.model.{name}"])
+    assert (merged.read(name) - load_file(model / "model.safetensors")[name]).abs().max() > 1e-3
+    assert "lm_head.weight" not in set(merged)  # it is the embedding
+    grown = trained | {f"base_model.model.{name}": torch.zeros(308, 32)}
+    save_file(grown, checkpoint / "adapter_model.safetensors")
+    with pytest.raises(InputError, match=r"embed_tokens.weight first: \(308, 32\) there, \(300, 32\) here"):
+        MergedTensors(checkpoint)
+
+
+def test_dropout_is_of_training_alone() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = [LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **SMALL)) for _ in range(2)]
+        for model, dropout in zip(layers, (0.0, 0.5), strict=True):
+            model.load_state_dict(layers[0].state_dict(), strict=False)
+            attach(model, Adapter("lora", rank=4, alpha=8, dropout=dropout), "the model", "cpu")
+            for name, parameter in model.named_parameters():
+                if "lora" in name:
+                    torch.nn.init.constant_(parameter, 0.1)
+        ids = torch.arange(3, 40)[None]
+        plain, dropped = ((model.eval()(ids).logits, model.train()(ids).logits) for model in layers)
+    assert torch.equal(plain[0], dropped[0])
+    assert torch.equal(*plain)
+    assert not torch.allclose(*dropped, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is not supported here; merge that adapter with peft"),
+        ({"bias": "all"}, "bias all is not supported here"),
+        ({"peft_type": "IA3"}, "it is of a IA3 adapter; give one of LORA"),
+        ({"r": 0}, "damaged"),
+    ],
+)
+def test_adapters_of_peft_that_are_computed_otherwise_are_refused(
+    tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none", **values}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=message):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.slow
+def test_weights_in_4_bits_are_multiplied_in_16_bits_under_mixed_precision(
+    forked_runs: ForkedRuns, tmp_path: Path, wide_model: Path, tokens: Path, of_peft: Callable[..., Any]
+) -> None:
+    start, losses, norms, _ = of_peft("4 bits", autocast=torch.bfloat16)
+    given = SETTINGS | {"init_adapter": start, "total_batch_size": ROWS_PER_WINDOW, "micro_batch_size": 1}
+    given |= {"base_weights": "nf4", "precision": "bf16-mixed", "max_step": 3}
+    found = []
+    for parallelism, num_ranks in (("single", 1), ("fsdp", 2), ("fsdp2", 2)):
+        line = argv(wide_model, tokens, tmp_path / parallelism, parallelism=parallelism, **given)
+        forked_runs.start(line, num_ranks).finish()
+        rows = metrics(tmp_path / parallelism)
+        found.append([float(row["train_loss"]) for row in rows])
+        # later steps of any two programs differ: in bf16, AdamW's first steps depend on how gradients are rounded
+        assert float(rows[0]["train_loss"]) == pytest.approx(losses[0], abs=1e-3)
+        assert float(rows[0]["grad_norm"]) == pytest.approx(norms[0], rel=2e-2)
+        assert found[-1] == pytest.approx(found[0], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_4bit", [False, True])
+def test_new_magnitudes_are_the_norms_of_the_weights_that_are_multiplied(
+    forked_runs: ForkedRuns, tmp_path: Path, wide_model: Path, tokens: Path, in_4bit: bool
+) -> None:
+    given = {"adapter": "dora", "parallelism": "fsdp", "max_step": 1, "lr": 1e-9, "total_batch_size": 3}
+    given |= {"base_weights": "nf4"} if in_4bit else {}
+    forked_runs.start(argv(wide_model, tokens, tmp_path / "run", **given), 3).finish()
+    found = load_file(tmp_path / "run" / "checkpoints" / "step-00000001" / "adapter_model.safetensors")
+    base = load_file(wide_model / "model.safetensors")
+    magnitudes = {name: tensor for name, tensor in found.items() if name.endswith("lora_magnitude_vector")}
+    assert len(magnitudes) == 14
+    for name, tensor in magnitudes.items():
+        weight = base[name.removeprefix("base_model.model.").replace("lora_magnitude_vector", "weight")]
+        if in_4bit:
+            weight = dequantize_4bit(*quantize_4bit(weight, blocksize=64, quant_type="nf4"))
+        torch.testing.assert_close(tensor, weight.norm(dim=1), rtol=1e-6, atol=0)
+
+
+def test_layers_are_replaced_below_their_adapters() -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(inputs)
+
+    block = torch.nn.Module()
+    block.q_proj = torch.nn.Linear(8, 8, bias=False)
+    model: Any = torch.nn.Module()
+    model.block, model.get_output_embeddings = block, lambda: None
+    attach(model, Adapter("dora", rank=2, alpha=4), "the model", "cpu")
+    layer, names = model.block.q_proj, list(model.state_dict())
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.uniform_(0.1, 1)
+    with without_adapters(model):
+        assert type(model.block.q_proj) is torch.nn.Linear
+        assert list(model.state_dict()) == ["block.q_proj.weight"]
+        block.q_proj = Doubled(8, 8, bias=False)
+        block.q_proj.weight = layer.weight
+    assert sorted(model.state_dict()) == sorted(names)
+    inputs = torch.randn(3, 8)
+    of_base = 2 * inputs @ layer.weight.t()
+    replaced = model.block.q_proj
+    change = 2 * inputs @ replaced.lora_A.weight.t() @ replaced.lora_B.weight.t()
+    norms = (replaced.weight + 2 * replaced.lora_B.weight @ replaced.lora_A.weight).norm(dim=1)
+    ratio = replaced.lora_magnitude_vector / norms
+    torch.testing.assert_close(replaced(inputs), ratio * (of_base + change))
+
+
 TENSOR_PARALLEL = ("--parallelism", "fsdp2", "--tensor_parallel_size", "2")
 
 
@@ -266,6 +395,14 @@ TENSOR_PARALLEL = ("--parallelism", "fsdp2", "--tensor_parallel_size", "2")
         (
             ["--lora_rank", "2", "--lora_targets", "(["],
             "it is no name and no regular expression",
+        ),
+        (
+            ["--lora_rank", "2", "--train_also", "o_proj"],
+            "o_proj has an adapter by --lora_targets all-linear; leave it out of one of them",
+        ),
+        (
+            ["--lora_rank", "2", "--base_weights", "nf4", "--float8", "true"],
+            "--float8 does not work with --base_weights nf4; leave one of them out",
         ),
         (["--lora_rank", "2", "--lora_dropout", "1"], "--lora_dropout must be below 1"),
         (["--lora_rank", "2", "--from_scratch", "llama"], "--from_scratch llama needs"),
@@ -298,7 +435,7 @@ def test_scale_and_names_are_as_in_peft(model: Path) -> None:
 def test_rows_are_quantized_as_the_whole_matrix_is() -> None:
     weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     packed, state = quantize_4bit(weight, blocksize=64, quant_type="nf4")
-    for begin, end in ((0, 96), (0, 1), (17, 60), (95, 96)):
+    for begin, end in ((0, 96), (0, 1), (17, 60), (95, 96), (5, 5)):
         rows, scales = quantize_rows(weight[begin:end])
         assert torch.equal(rows, packed.view(96, 64)[begin:end])
         assert torch.equal(scales, state.absmax.view(96, 2)[begin:end])

@@ -151,6 +151,18 @@ def test_every_gpu_training_command_is_valid(name: str) -> None:
     assert given.model.family == "llama"
 
 
+@pytest.mark.parametrize("name", gpu.ADAPTED)
+def test_both_commands_for_an_adapter_on_a_gpu_are_valid(name: str) -> None:
+    commands = gpu.adapter_commands(Path("rows"), Path("base"), Path("run"))
+    given = parse(TrainArguments, list(commands[name].words[3:]))
+    assert (given.model.model_name, given.model.family, given.adapter.lora_rank) == ("base", None, 16)
+    assert (given.adapter.base_weights == "nf4") == ("QLoRA" in name)
+    words = commands[f"{name}{gpu.OF_PEFT}"].words
+    script = (ROOT / "benchmarks" / "peers" / "huggingface_gpu.py").read_text(encoding="utf-8")
+    assert {word for word in words if word.startswith("--")} <= set(re.findall(r'"(--\w+)"', script))
+    assert ("--nf4" in words) == ("QLoRA" in name)
+
+
 def test_gpu_without_a_known_peak_has_speeds_and_no_mfu(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("tokens_per_second,mfu,peak_memory_gb\n" + "100,,1.5\n" * gpu.STEPS)
     ours = gpu.read_run(tmp_path)
@@ -163,6 +175,11 @@ def test_gpu_without_a_known_peak_has_speeds_and_no_mfu(tmp_path: Path) -> None:
     with console.capture() as captured:
         console.print(gpu.table(report.Report("gpu", {}, {}, {}, summary)))
     assert "no MFU: the peak of this device is not in fabric_train/model/flops.py" in captured.get()
+    full, lora = f"{gpu.MIDDLE}, single", next(iter(gpu.ADAPTED))
+    measured = {full: gpu.GpuRun([10.0] * 10, [0.4] * 10, 1), lora: gpu.GpuRun([10.0] * 10, [0.3] * 10, 1)}
+    peers = {f"{lora}{gpu.OF_PEFT}": gpu.GpuRun([20.0] * 10, None, 1)}
+    ways = gpu.summarize({name: [run] for name, run in {**measured, **peers}.items()}, {}, "a GPU").ways
+    assert [way.mfu for way in ways.values()] == pytest.approx([0.4, 0.3, 0.6])  # that of what trains
     with pytest.raises(ChildProcessError, match="out of memory"):
         gpu.summarize({peer_name: [peer]}, {name: "out of memory"}, "a GPU of tomorrow")
 

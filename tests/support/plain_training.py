@@ -29,9 +29,12 @@ def plain_pytorch(
 
 
 def train_plainly(
-    model: torch.nn.Module, tokens: Path, rows_per_window: int, num_steps: int
+    model: torch.nn.Module, tokens: Path, rows_per_window: int, num_steps: int, num_ranks: int = 1
 ) -> tuple[list[float], list[float]]:
-    """Do as :func:`plain_pytorch` does with the parameters of a model that train."""
+    """Do as :func:`plain_pytorch` does with the parameters of a model that train.
+
+    Dropout draws the numbers of ``num_ranks`` ranks with micro-batches of one row.
+    """
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.dim() > 1]
@@ -48,8 +51,11 @@ def train_plainly(
     for step, window in zip(range(1, num_steps + 1), windows, strict=False):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, num_steps, TrainingArguments(lr=LR))
-        torch.manual_seed(int(np.random.SeedSequence([0, step, 0]).generate_state(1)[0]))  # seed, step, rank: dropout
-        loss = torch.cat([document_losses(model, rows[row]) for row in window]).mean()
+        of_rows = []
+        for rank in range(num_ranks):
+            torch.manual_seed(int(np.random.SeedSequence([0, step, rank]).generate_state(1)[0]))  # seed, step, rank
+            of_rows += [document_losses(model, rows[row]) for row in window[rank::num_ranks]]
+        loss = torch.cat(of_rows).mean()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, GRAD_CLIP)))
         optimizer.step()
