@@ -53,11 +53,9 @@ def test_an_adapter_is_added_to_the_output_of_a_float8_layer(tiny_model_dir: Pat
     convert_to_float8([by_hand], emulate=True)
     layer = model.model.layers[0].mlp.up_proj
     assert type(layer).__name__ == "AdaptedFloat8Linear"
-    assert type(layer.lora_A) is nn.Linear
+    assert type(layer.lora_A).__name__ == "Linear"
     assert sorted(model.state_dict()) == names
     inputs = torch.randn(2, 24, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
-    a: Any
-    b: Any
     a, b = (each.weight.detach().clone().requires_grad_() for each in (layer.lora_A, layer.lora_B))
     low = F.linear(inputs, a.bfloat16()) * adapter.scale
     output, base = layer(inputs), by_hand(inputs)
