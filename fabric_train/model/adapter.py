@@ -87,15 +87,15 @@ class AdaptedLayer(nn.Module):
         dtype, adapter = base.dtype, self.adapter
         drops = adapter.dropout > 0 and self.training
         seen = F.dropout(inputs, adapter.dropout) if drops else inputs
-        low = F.linear(seen.to(dtype), self.lora_A.weight.to(dtype))
-        change = F.linear(low, self.lora_B.weight.to(dtype)) * adapter.scale
-        if adapter.kind != "dora":
-            return base + change
+        low = F.linear(seen.to(dtype), self.lora_A.weight.to(dtype)) * adapter.scale
+        up = self.lora_B.weight.to(dtype)
+        if adapter.kind != "dora":  # added within the product, so nothing else is as large as the output
+            return torch.addmm(base.flatten(0, -2), low.flatten(0, -2), up.t()).view_as(base)
         ratio = (self.lora_magnitude_vector / self._row_norms()).to(dtype)
         direction: torch.Tensor = super().forward(seen) if drops else base
         if self.bias is not None:
             direction = direction - self.bias.to(dtype)
-        return base + (ratio - 1) * direction + ratio * change
+        return base + (ratio - 1) * direction + ratio * F.linear(low, up)
 
     @torch.no_grad()
     def _row_norms(self) -> torch.Tensor:
@@ -140,12 +140,12 @@ def attach(model: Any, adapter: Adapter, source: str, device: str = "meta") -> N
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Take the adapters off the layers meanwhile, so that others of the same names may replace them."""
-    taken: dict[str, tuple[Adapter, nn.Linear, nn.Linear, nn.Parameter | None]] = {}
+    taken: dict[str, tuple[Any, ...]] = {}
     layer: Any
     for name, layer in model.named_modules():
         if isinstance(layer, AdaptedLayer):
             children = (layer._modules.pop("lora_A"), layer._modules.pop("lora_B"))
-            taken[name] = (layer.adapter, *children, layer._parameters.pop(_MAGNITUDE, None))  # type: ignore[arg-type]
+            taken[name] = (layer.adapter, *children, layer._parameters.pop(_MAGNITUDE, None))
             layer.__class__ = type(layer).__bases__[1]
     yield
     for name, (adapter, lora_a, lora_b, magnitudes) in taken.items():

@@ -369,7 +369,7 @@ def test_layers_are_replaced_below_their_adapters() -> None:
     assert sorted(model.state_dict()) == sorted(names)
     inputs = torch.randn(3, 8)
     of_base = 2 * inputs @ layer.weight.t()
-    replaced = model.block.q_proj
+    replaced: Any = model.block.q_proj
     change = 2 * inputs @ replaced.lora_A.weight.t() @ replaced.lora_B.weight.t()
     norms = (replaced.weight + 2 * replaced.lora_B.weight @ replaced.lora_A.weight).norm(dim=1)
     ratio = replaced.lora_magnitude_vector / norms
