@@ -21,12 +21,12 @@ from fabric_train.model.hf_model import read_shape
 from fabric_train.model.load_weights import load_model
 from fabric_train.model.weight_files import CheckpointTensors, open_weights
 from fabric_train.training.objective import CrossEntropy
+from tests.support.compiler_backend import NO_CODE
 from tests.support.forked_runs import ForkedRuns
 from tests.support.kills import Course, Training, differences, train_at_once, train_through
 from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, plain_pytorch
 from tests.support.unequal_rows import ROWS_PER_WINDOW, metrics, write_model, write_rows
 from tests.support.varlen_kernel import varlen_kernel_on_cpu
-from tests.support.warm_compiler import NO_CODE
 
 pytestmark = pytest.mark.slow
 

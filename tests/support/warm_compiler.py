@@ -4,11 +4,7 @@ import torch
 import torch._inductor.compile_fx  # and all that it imports
 from torch import nn
 
-NO_CODE = "aot_eager_decomp_partition"
-"""A backend that traces graphs and cuts them into forward and backward as ever, but writes no C++.
-
-The compiler of C++ takes a minute.
-"""
+from tests.support.compiler_backend import NO_CODE
 
 _layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
 torch.compile(_layer, backend=NO_CODE)(torch.ones(1, 3, 8))

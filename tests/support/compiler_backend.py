@@ -1,0 +1,7 @@
+"""The backend of ``torch.compile`` in tests that need no C++; to import it takes no time."""
+
+NO_CODE = "aot_eager_decomp_partition"
+"""A backend that traces graphs and cuts them into forward and backward as ever, but writes no C++.
+
+The compiler of C++ takes a minute.
+"""
