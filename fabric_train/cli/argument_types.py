@@ -1,10 +1,11 @@
 """Types of arguments and the conversion of a value of the command line or of YAML to its type; what programs share."""
 
 import dataclasses
+import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -282,6 +283,12 @@ def parse_size(text: str) -> int | None:
 def show_size(num_bytes: float) -> str:
     """Return bytes as GB, or as MB below one GB."""
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
+
+
+def nearest_name(name: str, known: Collection[str]) -> str:
+    """Return a hint at the known name that is most like ``name``, empty if none is."""
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def counted(number: int, noun: str) -> str:

@@ -7,7 +7,7 @@ tensor parallelism give every rank a block of each parameter. DDP and a single d
 """
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -80,10 +80,7 @@ def first_text(fabric: Fabric, text: str | None) -> str | None:
 
 
 def exchange_bytes(
-    outgoing: Mapping[int, torch.Tensor],
-    incoming: Mapping[int, int],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
+    outgoing: dict[int, torch.Tensor], incoming: dict[int, int], group: dist.ProcessGroup | None, device: torch.device
 ) -> dict[int, torch.Tensor]:
     """Send uint8 messages to ranks of a group and receive others, at most one to and from each.
 

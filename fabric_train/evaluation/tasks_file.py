@@ -11,10 +11,9 @@
         - {task: quiz_ca.yaml, num_fewshot: 5, limit: 100, metric: acc}
 """
 
-import difflib
 import hashlib
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import yaml
 
 from fabric_train.cli import yaml_core
-from fabric_train.cli.argument_types import NonNegativeInt, PositiveInt, WrongValueError, convert
+from fabric_train.cli.argument_types import NonNegativeInt, PositiveInt, WrongValueError, convert, nearest_name
 from fabric_train.cli.errors import InputError
 
 _SETTINGS: dict[str, Any] = {"num_fewshot": NonNegativeInt, "limit": PositiveInt}
@@ -80,12 +79,6 @@ def read_tasks(path: str) -> list[LanguageTask]:
 def is_task_file(task: str) -> bool:
     """Whether a task is a file, and not a name of lm_eval."""
     return task.endswith((".yaml", ".yml"))
-
-
-def nearest_name(name: str, known: Collection[str]) -> str:
-    """Return a hint at the known name that is most like ``name``, empty if none is."""
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def _converted(given: Mapping[Any, Any], kinds: Mapping[str, Any], where: str, faults: list[str]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _compare(sides: _Sides) -> VerificationReport:
     checkpoint = sides.source.checkpoint
     settings = [*_compare_configurations(sides), *_compare_index(sides.folder, sides.files)]
     of_tokenizer = _compare_tokenizers(sides.folder, checkpoint / "tokenizer")
-    tensors = _compare_tensors(sides)
+    tensors = _compare_tensors(sides.published, sides.files, sides.dtype)
     fits = not (settings or tensors.missing or tensors.unexpected or tensors.max_difference == math.inf)
     outputs = _compare_outputs(sides) if fits else _NOT_RUN
     report = VerificationReport(
@@ -147,8 +147,6 @@ def _compare_merged(sides: _Sides, into: MergeInto) -> tuple[OutputReport, Outpu
 
 def compare_adapter(folder: Path, source: ExportSource) -> VerificationReport:
     """Compare an exported adapter: tensors, and logits of plain peft; an InputError if peft cannot open it."""
-    exported, stored = AdapterTensors(folder), AdapterTensors(source.checkpoint)
-    common = [name for name in stored if name in {*exported}]
     opened, shape = open_unmerged(source.checkpoint, torch.float32)
     input_ids = _fixed_input(folder, shape)
     expected = layered_forward(opened, shape.layer_classes, input_ids, lambda: None).logits
@@ -160,14 +158,7 @@ def compare_adapter(folder: Path, source: ExportSource) -> VerificationReport:
     report = VerificationReport(
         dtype="float32",
         method="whole model",
-        tensors=TensorReport(
-            compared=len(common),
-            parameters=sum(stored.shape(name).numel() for name in common),
-            missing=[name for name in stored if name not in {*exported}],
-            unexpected=[name for name in exported if name not in {*stored}],
-            different=[name for name in common if not same_bits(stored.read(name), exported.read(name))],
-            max_difference=0.0,
-        ),
+        tensors=_compare_tensors(AdapterTensors(source.checkpoint), AdapterTensors(folder)),
         layers=[],
         logits=_difference(expected, found),
         settings=[f"{difference} of the tokenizer" for difference in of_tokenizer or ()],
@@ -178,36 +169,36 @@ def compare_adapter(folder: Path, source: ExportSource) -> VerificationReport:
     return replace(report, faults=find_faults(report, torch.float32))
 
 
-def _compare_tensors(sides: _Sides) -> TensorReport:
-    """Compare the tensors in the files with the stored tensors cast to the dtype, block by block."""
-    names = set(sides.files)
-    common = [name for name in sides.published if name in names]
+def _compare_tensors(stored: StoredTensors, found: StoredTensors, dtype: torch.dtype | None = None) -> TensorReport:
+    """Compare the tensors in an export's files with the stored ones, cast to ``dtype`` if it is given, by blocks."""
+    names, wanted = set(found), set(stored)
+    common = [name for name in stored if name in names]
     different, max_difference = [], 0.0
     for name in track(common, "comparing tensors", console=open_console(stderr=True)):
-        difference = _tensor_difference(sides, name)
+        difference = _tensor_difference(stored, found, name, dtype or stored.dtype(name))
         if difference is not None:
             different.append(name)
             max_difference = max(max_difference, difference)
     return TensorReport(
         compared=len(common),
-        parameters=sum(math.prod(sides.files.shape(name)) for name in common),
-        missing=[name for name in sides.published if name not in names],
-        unexpected=[name for name in sides.files if name not in {*sides.published}],
+        parameters=sum(math.prod(found.shape(name)) for name in common),
+        missing=[name for name in stored if name not in names],
+        unexpected=[name for name in found if name not in wanted],
         different=different,
         max_difference=max_difference,
     )
 
 
-def _tensor_difference(sides: _Sides, name: str) -> float | None:
+def _tensor_difference(stored: StoredTensors, found: StoredTensors, name: str, dtype: torch.dtype) -> float | None:
     """Return the largest difference of a tensor that is not equal in every bit, infinite for another shape; or None."""
-    shape = sides.published.shape(name)
-    if sides.files.shape(name) != shape:
+    shape = stored.shape(name)
+    if found.shape(name) != shape:
         return math.inf
-    is_equal, largest = sides.files.dtype(name) == sides.dtype, 0.0
-    for wanted, found in zip(blocks(sides.published, name, shape), blocks(sides.files, name, shape), strict=True):
-        cast = wanted.to(sides.dtype)
-        if not same_bits(cast, found):
-            is_equal, largest = False, max(largest, (cast.double() - found.double()).abs().max().item())
+    is_equal, largest = found.dtype(name) == dtype, 0.0
+    for wanted, part in zip(blocks(stored, name, shape), blocks(found, name, shape), strict=True):
+        cast = wanted.to(dtype)
+        if not same_bits(cast, part):
+            is_equal, largest = False, max(largest, (cast.double() - part.double()).abs().max().item())
     return None if is_equal else largest
 
 

@@ -5,7 +5,6 @@ parameter. The numbers are then drawn in chunks. Each chunk has its own random s
 of a parameter, and gets the same numbers as a single process that draws all of it.
 """
 
-import difflib
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from tokenizers import Tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedModel
 
+from fabric_train.cli.argument_types import nearest_name
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.model.hf_model import ModelShape, shape_from_config
@@ -76,8 +76,7 @@ def new_shape(
     known = default.to_dict()
     for name in arguments.architecture or {}:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            hint = nearest_name(name, known)
             raise InputError(f"--architecture {name}: the configuration of a {family} has no such value{hint}")
     values |= arguments.architecture or {}
     try:

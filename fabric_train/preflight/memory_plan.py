@@ -208,14 +208,10 @@ def _changes(request: RunRequest) -> Iterator[dict[str, Any]]:
 
 def _split_again(plan: StepPlan, micro_batch_size: int, world_size: int) -> StepPlan:
     """Split the same window among other ranks or into other micro-batches."""
-    num_data_ranks = world_size * plan.num_data_ranks // plan.world_size
-    accumulation = max(1, plan.rows_per_window // (micro_batch_size * num_data_ranks))
+    ranks = world_size * plan.num_data_ranks // plan.world_size
+    accumulation = max(1, plan.rows_per_window // (micro_batch_size * ranks))
     return replace(
-        plan,
-        accumulation=accumulation,
-        micro_batch_size=micro_batch_size,
-        world_size=world_size,
-        num_data_ranks=num_data_ranks,
+        plan, accumulation=accumulation, micro_batch_size=micro_batch_size, world_size=world_size, num_data_ranks=ranks
     )
 
 

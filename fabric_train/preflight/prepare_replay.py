@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train.checkpoint.trainer_json import find_unreadable
+from fabric_train.checkpoint.trainer_json import TrainerJson, find_unreadable
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.data.streaming import Stream
@@ -114,7 +114,7 @@ def _arguments(
     device: "DeviceArguments",
     there: RunLayout,
     start: Path | None,
-    saved: checkpoints.TrainerJson,
+    saved: TrainerJson,
     temporary: Path,
 ) -> "TrainArguments":
     """Return the run's arguments on these devices: with the same windows, and without outputs of its own."""
@@ -156,9 +156,7 @@ def _on_other_devices(fsdp: "FSDPArguments", num_devices: int) -> "FSDPArguments
     return replace(fsdp, parallelism=parallelism, tensor_parallel_size=size)
 
 
-def _layouts_there(
-    newest: checkpoints.TrainerJson, saved: checkpoints.TrainerJson, first: int, last: int
-) -> list[RunLayout]:
+def _layouts_there(newest: TrainerJson, saved: TrainerJson, first: int, last: int) -> list[RunLayout]:
     """Return how the steps ``first`` to ``last`` were split, by session.
 
     ``newest`` has all sessions of the run; ``saved``, of the checkpoint after the steps, is for one without arguments.
@@ -176,7 +174,7 @@ def _layouts_there(
     return layouts or [_layout_of_checkpoint(saved)]
 
 
-def _layout_of_checkpoint(saved: checkpoints.TrainerJson) -> RunLayout:
+def _layout_of_checkpoint(saved: TrainerJson) -> RunLayout:
     """Return how the last steps before a checkpoint were split, from the arguments in its trainer.json."""
     arguments = saved.arguments
     of_rank = arguments["micro_batch_size"] * arguments["gradient_accumulation_steps"]
@@ -188,7 +186,7 @@ def _layout_of_checkpoint(saved: checkpoints.TrainerJson) -> RunLayout:
 
 
 def _missing_rows(
-    logged: list[Metrics], newest: checkpoints.TrainerJson, saved: checkpoints.TrainerJson, after_step: int, last: int
+    logged: list[Metrics], newest: TrainerJson, saved: TrainerJson, after_step: int, last: int
 ) -> Iterator[str]:
     """Yield a line for each step after ``after_step`` up to ``last`` that the run's interval logs and has no row."""
     there = {row.step for row in logged}
@@ -212,12 +210,7 @@ def _evaluations(folder: Path, after_step: int, last: int) -> dict[int, float]:
 
 
 def _faults_of_arguments(
-    given: "TrainArguments",
-    saved: checkpoints.TrainerJson,
-    newest: checkpoints.TrainerJson,
-    run: PreparedRun,
-    witness: Path,
-    last: int,
+    given: "TrainArguments", saved: TrainerJson, newest: TrainerJson, run: PreparedRun, witness: Path, last: int
 ) -> list[str]:
     """Return a line for each argument of config.yaml, which ``newest`` wrote, that makes other losses."""
     also = ["total_batch_size"]

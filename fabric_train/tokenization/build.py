@@ -224,21 +224,18 @@ def _sum_counts(all_counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _with_shares(
-    sources: Sequence[manifests.SourceRecord],
-    found: Sequence[Collection],
-    splits: dict[str, Split],
-    arguments: TokenizeArguments,
+    sources: list[manifests.SourceRecord], found: list[Collection], splits: dict[str, Split], given: TokenizeArguments
 ) -> list[manifests.SourceRecord]:
     """Return the sources' records with their documents and tokens, and with their shares of the train split."""
     train = splits["train"]
-    tokens_in_train = tokens_by_source(train.collection, train.order, len(arguments.dataset))
-    left_for_train = tokens_by_source(found[0], found[0].kept, len(arguments.dataset))
+    tokens_in_train = tokens_by_source(train.collection, train.order, len(given.dataset))
+    left_for_train = tokens_by_source(found[0], found[0].kept, len(given.dataset))
     for name, split in splits.items():
         if name != "train" and split.collection is found[0]:
-            left_for_train -= tokens_by_source(split.collection, split.order, len(arguments.dataset))
+            left_for_train -= tokens_by_source(split.collection, split.order, len(given.dataset))
     records = []
     for number, record in enumerate(sources):
-        is_train = number < len(arguments.dataset)
+        is_train = number < len(given.dataset)
         collection = found[0] if is_train else found[-1]
         own = collection.kept[collection.sources[collection.kept] == number]
         sampled = int(tokens_in_train[number]) if is_train else 0
@@ -250,9 +247,9 @@ def _with_shares(
             train_tokens=sampled,
             share_reached=round(sampled / int(tokens_in_train.sum()), 6),
         )
-        if is_train and arguments.weights:
-            weight = arguments.weights[number]
-            share = round(weight / sum(arguments.weights), 6)
+        if is_train and given.weights:
+            weight = given.weights[number]
+            share = round(weight / sum(given.weights), 6)
             epochs = round(sampled / int(left_for_train[number]), 4)
             record = replace(record, weight=weight, share_asked=share, epochs=epochs)
         records.append(record)
