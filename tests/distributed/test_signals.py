@@ -211,7 +211,7 @@ def test_ranks_save_when_their_launcher_ends(forked_runs: ForkedRuns, tmp_path: 
     assert checkpoints(run) == [1]
 
 
-@pytest.mark.parametrize("parallelism", ["fsdp", "fsdp2", "ddp"])
+@pytest.mark.parametrize("parallelism", [pytest.param("fsdp", marks=pytest.mark.launchers), "fsdp2", "ddp"])
 def test_a_long_window_is_left_at_the_next_micro_batch(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, parallelism: str
 ) -> None:

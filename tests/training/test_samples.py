@@ -48,7 +48,9 @@ def _greedy(checkpoint: Path) -> list[str]:
     return [text.text for text in generate(model, tokenizer, encoded, GenerateArguments("", num_tokens=NUM_TOKENS))]
 
 
-@pytest.mark.parametrize("parallelism, num_ranks", [("single", 1), ("fsdp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    "parallelism, num_ranks", [("single", 1), pytest.param("fsdp", 2, marks=pytest.mark.launchers), ("fsdp2", 2)]
+)
 def test_samples_are_the_models_texts_and_training_stays_the_same(
     tmp_path: Path,
     prompts: Path,
