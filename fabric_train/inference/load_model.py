@@ -211,7 +211,9 @@ def describe(name: str, checkpoint: Path | None, base_model: str | None = None) 
         saved = read_trainer_json(checkpoint)
         base = find_base(base_model or saved.arguments["model_name"], checkpoint)
         shape = hf_model.read_shape(str(checkpoint), adapter=trained_adapter(checkpoint))
-        dtype = torch.bfloat16 if on_gpu else getattr(torch, saved.content["weights_dtype"])
+        of_training = getattr(torch, saved.content["weights_dtype"])
+        in_4_bits = shape.adapter is not None and shape.adapter.base_weights  # of weights in the dtype of training
+        dtype = torch.bfloat16 if on_gpu and not in_4_bits else of_training
         return Described(shape, base, dtype, checkpoint)
     shape = hf_model.read_shape(str(checkpoint or name))
     stored: Any = shape.config.dtype or torch.float32
