@@ -161,6 +161,11 @@ def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
         + _parts(ledger.edits, "changed")
         + "".join(f"; {count:,} share words with {task}" for task, count in ledger.contaminated.items())
         + _parts(ledger.tokens_cut, "tokens cut off"),
+        *(
+            f"pairs      {name}: {one.pairs.describe(one.documents)}"
+            for name, one in ledger.splits.items()
+            if one.pairs
+        ),
         *(f"source     {_describe(source, len(outcome.manifest.sources))}" for source in outcome.manifest.sources),
         f"tokenizer  {tokenizer.name}: {tokenizer.vocab_size:,} tokens; documents {begin} and end with "
         f"{tokenizer.eos_token}",

@@ -72,3 +72,11 @@ def test_a_pair_has_the_tokens_and_labels_of_two_chats(tmp_path: Path, tokenizer
     )
     assert sorted(sequences_of(rows["train"])) == sorted(sequences_of(alone["train"]))
     assert manifest_of(tmp_path / "out").has_pairs
+
+
+def test_y(tmp_path: Path, tokenizer_dir: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [pair_of(n) | {"score_chosen": n, "score_rejected": 2} for n in range(30)])
+    run(tmp_path / "out", tokenizer_dir, source)
+    from fabric_train.tokenization.inspect.__main__ import main
+
+    main([str(tmp_path / "out"), "--html", "/tmp/pairs_page.html"])
