@@ -175,7 +175,7 @@ def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
         *(f"warning    {loss}" for loss in outcome.manifest.losses()),
         f"written    {arguments.output_dir}",
         f"next       {command_from_here('train')} --devices N --train_data_dir {shlex.quote(arguments.output_dir)} "
-        "--model_name MODEL --output_dir RUN",
+        f"--model_name MODEL{' --objective dpo' if outcome.manifest.has_pairs else ''} --output_dir RUN",
     )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
