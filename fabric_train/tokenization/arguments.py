@@ -4,10 +4,22 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from fabric_train.cli import argument_types
+from fabric_train.cli.argument_types import (
+    NonNegativeInt64,
+    NumProcesses,
+    Overlap,
+    PositiveFloat,
+    PositiveInt64,
+    PositiveShare,
+    PushArguments,
+    RowLength,
+    TokenCount,
+    UnitInterval,
+    not_language_codes,
+)
 from fabric_train.cli.output import redact
 
-DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion"]
+DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion", "preference"]
 _LANGUAGES = r"[a-z]{2,3}(,[a-z]{2,3})*(:(0(\.[0-9]{1,6})?|1(\.0{1,6})?))?"
 _QUALITY_RULES = ("gopher", "c4", "fineweb")
 _PERSONAL_DATA = ("email", "phone", "iban", "dni", "ip")
@@ -30,11 +42,11 @@ class CleaningArguments:
     """Leave out documents of text that published rules find to be of low quality: gopher, c4, fineweb, or several, such
     as gopher,fineweb. Those of c4 also remove lines.
     """
-    near_duplicates: argument_types.PositiveShare | None = None
+    near_duplicates: PositiveShare | None = None
     """Leave out texts and chats that nearly repeat an earlier one, of any source: the smallest share of 5-grams of
     words, such as 0.8, that they have in common (estimated by MinHash). System messages do not count.
     """
-    boilerplate: argument_types.PositiveInt64 | str | None = None
+    boilerplate: PositiveInt64 | str | None = None
     """Remove lines of 15 letters or more that are in this number of documents or more, of all sources together: such as
     10 for a small corpus, 1000 for millions of documents. Sources are read twice. With --shard, a number only counts
     lines. A merge adds them up into a folder of repeated lines: then give this folder instead of the number.
@@ -81,8 +93,8 @@ class CleaningArguments:
 
 
 @dataclass(frozen=True)
-class TokenizeArguments(CleaningArguments, argument_types.PushArguments):
-    """Turn documents or chats into a token dataset
+class TokenizeArguments(CleaningArguments, PushArguments):
+    """Turn documents, chats or preference pairs into a token dataset
 
     PROGRAM --dataset corpus/ --tokenizer_name meta-llama/Meta-Llama-3-8B --max_length 8k --output_dir data/tokens
     PROGRAM --dataset chats.jsonl --tokenizer_name TOKENIZER --packing best_fit --output_dir data/chats
@@ -99,16 +111,19 @@ class TokenizeArguments(CleaningArguments, argument_types.PushArguments):
     """Tokenizer: a hub name, a folder, or a tokenizer.model file."""
     output_dir: str
     """Token dataset to write; must not exist yet."""
-    max_length: argument_types.RowLength = 2048
+    max_length: RowLength = 2048
     """Tokens per row; 8k is 8192."""
     packing: Literal["concat", "best_fit", "none"] | None = None
     """concat joins documents and cuts them at row ends; best_fit fills rows with whole documents; none puts one
-    document into each row and pads it. Default: best_fit if a source has chats or instructions, else concat.
+    document into each row and pads it. Default: best_fit if a source has chats, instructions or preference pairs, else
+    concat.
     """
-    overlap: argument_types.Overlap = 0
+    overlap: Overlap = 0
     """Tokens repeated from the last row when a document continues in the next; they are not supervised again."""
     data_format: DataFormat = "auto"
-    """Content of a source's rows: text in --text_column, a chat or an instruction; auto looks at the first row."""
+    """Content of a source's rows: text in --text_column, a chat, an instruction or a preference pair; auto looks at the
+    first row.
+    """
     text_column: str = "text"
     """Column with the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts, such as
     'moves: ' with a space.
@@ -116,14 +131,19 @@ class TokenizeArguments(CleaningArguments, argument_types.PushArguments):
     chat_template: str | None = None
     """Jinja file with the chat template to use instead of the tokenizer's own; checkpoints and exports get it too."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
-    """Supervised tokens of a chat: the assistant's turns, all tokens, or the assistant's last turn."""
+    """Supervised tokens of a chat: the assistant's turns, all tokens, or the assistant's last turn; of a preference
+    pair, the turns or the last turn of each answer.
+    """
     too_long: Literal["cut_end", "cut_start", "drop"] = "cut_end"
-    """Chats longer than --max_length lose turns at the end, or at the start after the system turn, or are dropped."""
-    validation_split: argument_types.UnitInterval = 0.05
+    """Chats longer than --max_length lose turns at the end, or at the start after the system turn, or are dropped. The
+    two sequences of a preference pair together have at most --max_length tokens: cut_start removes turns of the prompt
+    from both; cut_end drops the pair too, for an answer is never cut.
+    """
+    validation_split: UnitInterval = 0.05
     """Share of the documents for validation/; 0 for none."""
     validation_dataset: list[str] | None = None
     """Sources of validation/ instead of a split; read and named like --dataset."""
-    weights: list[argument_types.PositiveFloat] | None = None
+    weights: list[PositiveFloat] | None = None
     """Relative weight of each --dataset in the tokens of train/; default: every document is used once."""
     deduplicate: bool = False
     """Leave out documents with the same content as an earlier one."""
@@ -131,18 +151,18 @@ class TokenizeArguments(CleaningArguments, argument_types.PushArguments):
     """Rows that cannot be read: report the first and stop, or count them and leave them out."""
     stream: bool = False
     """Read hub datasets as a stream instead of downloading them first."""
-    num_proc: argument_types.NumProcesses | None = None
+    num_proc: NumProcesses | None = None
     """Processes that encode; default: one per core."""
     shard: str | None = None
     """I/N: only encode slice I of N of the input, into --output_dir. N such tasks, on any number of machines, and
     python -m fabric_train.tokenization.merge of their folders give what one run gives. With --boilerplate, tasks count
     lines first.
     """
-    seed: argument_types.NonNegativeInt64 = 0
+    seed: NonNegativeInt64 = 0
     """Seed of the validation split and of the sampling by --weights."""
-    max_documents: argument_types.PositiveInt64 | None = None
+    max_documents: PositiveInt64 | None = None
     """Stop after this number of documents."""
-    max_tokens: argument_types.TokenCount | None = None
+    max_tokens: TokenCount | None = None
     """Stop after the document that reaches this number of tokens, such as 200k, 5m or 1.5b; with --weights, tokens of
     train/.
     """
@@ -151,7 +171,7 @@ class TokenizeArguments(CleaningArguments, argument_types.PushArguments):
 
     def faults(self) -> list[str]:
         """Return values that leave nothing to train on, and contradictions."""
-        faults = [*argument_types.PushArguments.faults(self), *CleaningArguments.faults(self)]
+        faults = [*PushArguments.faults(self), *CleaningArguments.faults(self)]
         names = ("dataset", "validation_dataset")
         faults += [f"--{name} names nothing: give a source" for name in names if getattr(self, name) == []]
         if self.validation_split == 1:
@@ -165,7 +185,7 @@ class TokenizeArguments(CleaningArguments, argument_types.PushArguments):
             )
         if self.overlap >= self.max_length > 1:
             faults.append(f"--overlap {self.overlap} fills rows of --max_length {self.max_length}: give less")
-        faults += argument_types.not_language_codes("--card_language", self.card_language)
+        faults += not_language_codes("--card_language", self.card_language)
         if self.push_to_hub is None:  # the card is written for the hub
             given = [name for name in ("license", "card_language") if getattr(self, name) is not None]
             faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name in given]

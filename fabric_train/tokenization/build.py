@@ -11,13 +11,25 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
-from fabric_train.tokenization import manifest as manifests
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.cleaning.dropped import count_by_task, write_hits, write_sample
 from fabric_train.tokenization.cleaning.line_counts import find_boilerplate
 from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, find_near_duplicates, sample_duplicates
 from fabric_train.tokenization.corpus import OpenedCorpus, opened_corpus
 from fabric_train.tokenization.encoding import EncodedSources, encode_sources
+from fabric_train.tokenization.manifest import (
+    BAD_ROWS,
+    EMPTY,
+    Ledger,
+    Manifest,
+    PairLedger,
+    Settings,
+    SourceRecord,
+    SplitLedger,
+    TokenizerRecord,
+    read_manifest,
+    write_manifest,
+)
 from fabric_train.tokenization.packing.arrow_folder import (
     check_disk_space,
     count_severed_chats,
@@ -38,7 +50,7 @@ _VERSIONS_OF = ("fabric-train", "gigatoken", "tokenizers", "transformers", "data
 class Outcome:
     """The result of a build: the manifest, notes for the user, and the seconds and processes that encoding took."""
 
-    manifest: manifests.Manifest
+    manifest: Manifest
     notes: tuple[str, ...]
     encode_seconds: float
     num_proc: int
@@ -61,8 +73,11 @@ def build_token_dataset(arguments: TokenizeArguments, check: ParityCheck, sizes:
     return Outcome(manifest, tuple(notes), seconds, encoded.num_proc)
 
 
-def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSources) -> manifests.Manifest:
-    """Select each split's documents, pack them, write all but the tokenizer; ``encoded`` has no records afterwards."""
+def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSources) -> Manifest:
+    """Select the documents of each split, pack them into rows, and write all but the tokenizer into ``folder``.
+
+    ``encoded`` has no records afterwards.
+    """
     arguments = corpus.arguments
     tokenizer = _tokenizer_record(corpus, encoded)
     near = None
@@ -83,19 +98,20 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
         write_sample(folder, dropped, table)
     if hits:
         write_hits(folder, hits, table)
-    settings = {field.name: getattr(arguments, field.name) for field in fields(manifests.Settings)}
+    settings = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
     if arguments.validation_dataset:  # a URL may hold a password
         settings["validation_dataset"] = [redact(name) for name in arguments.validation_dataset]
-    manifest = manifests.Manifest(
+    manifest = Manifest(
         ledger=_ledger(collections, splits, ledgers),
         sources=tuple(_with_shares(sources, collections, splits, arguments)),
         tokenizer=tokenizer,
-        settings=manifests.Settings(**settings),
+        settings=Settings(**settings),
         versions={name: version(name) for name in _VERSIONS_OF},
         has_index=True,
         cleaning={} if corpus.cleaner is None else corpus.cleaner.settings(),
+        has_pairs=any(format_.pairs is not None for format_ in corpus.formats),
     )
-    manifests.write_manifest(folder, manifest)
+    write_manifest(folder, manifest)
     return manifest
 
 
@@ -140,7 +156,7 @@ def _check_not_empty(sources: Sequence[Source], encoded: EncodedSources, num_tra
 
 
 def _nothing_left(left_out: Counter[str]) -> str:
-    if not left_out.keys() - {manifests.EMPTY, manifests.BAD_ROW}:
+    if not left_out.keys() - {EMPTY, *BAD_ROWS}:
         return "no document with any text in it"
     counts = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in left_out.most_common())
     return f"every document is left out ({counts}); leave out the source, or what drops them"
@@ -148,7 +164,7 @@ def _nothing_left(left_out: Counter[str]) -> str:
 
 def _write_splits(
     splits: dict[str, Split], folder: Path, corpus: OpenedCorpus, sources: SourceTable
-) -> dict[str, manifests.SplitLedger]:
+) -> dict[str, SplitLedger]:
     """Pack and write each split with its document index, and return its ledger."""
     arguments, tokenizer = corpus.arguments, corpus.tokenizer
     assert arguments.packing is not None, "the default depends on the sources, which are open"
@@ -171,7 +187,7 @@ def _write_splits(
         num_severed = count_severed_chats(collection.documents, plan, is_chat[collection.sources])
         documents = collection.places[plan.order]
         write_index(folder / name, plan, documents, checksums)
-        ledgers[name] = manifests.SplitLedger(
+        ledgers[name] = SplitLedger(
             documents=len(splits[name].order),
             characters=int(collection.characters[splits[name].order].sum()),
             tokens_in=plan.tokens_in,
@@ -183,9 +199,25 @@ def _write_splits(
             rows=plan.num_rows,
             chats_severed=num_severed,
             sources=count_sources(plan, documents, sources),
+            pairs=None if collection.pairs is None else _count_pairs(collection.pairs[splits[name].order]),
         )
     write_dataset_dict(folder, splits)
     return ledgers
+
+
+def _count_pairs(pairs: np.ndarray) -> PairLedger:
+    """Return the ledger of PAIR [pairs]."""
+    chosen, rejected = (pairs[name].astype(np.int64) for name in ("chosen", "rejected"))
+    margins = pairs["rating_margin"][~np.isnan(pairs["rating_margin"])]
+    return PairLedger(
+        chosen_tokens=int(chosen.sum()),
+        rejected_tokens=int(rejected.sum()),
+        chosen_longer=int((chosen > rejected).sum()),
+        equal_lengths=int((chosen == rejected).sum()),
+        prefixes=int(pairs["is_prefix"].sum()),
+        rated=len(margins),
+        rating_margin=float(margins.sum()),
+    )
 
 
 def _too_short(name: str, split: Split, plan: RowPlan, arguments: TokenizeArguments) -> str:
@@ -198,12 +230,10 @@ def _too_short(name: str, split: Split, plan: RowPlan, arguments: TokenizeArgume
     )
 
 
-def _ledger(
-    collections: Sequence[Collection], splits: dict[str, Split], ledgers: dict[str, manifests.SplitLedger]
-) -> manifests.Ledger:
+def _ledger(collections: Sequence[Collection], splits: dict[str, Split], ledgers: dict[str, SplitLedger]) -> Ledger:
     num_kept = sum(len(collection.kept) for collection in collections)
     num_distinct = sum(len(np.unique(split.order)) for split in splits.values())
-    return manifests.Ledger(
+    return Ledger(
         splits=ledgers,
         documents_read=sum(collection.num_read for collection in collections),
         documents_kept=num_kept,
@@ -224,19 +254,22 @@ def _sum_counts(all_counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _with_shares(
-    sources: list[manifests.SourceRecord], found: list[Collection], splits: dict[str, Split], given: TokenizeArguments
-) -> list[manifests.SourceRecord]:
+    sources: Sequence[SourceRecord],
+    collections: Sequence[Collection],
+    splits: dict[str, Split],
+    arguments: TokenizeArguments,
+) -> list[SourceRecord]:
     """Return the sources' records with their documents and tokens, and with their shares of the train split."""
     train = splits["train"]
-    tokens_in_train = tokens_by_source(train.collection, train.order, len(given.dataset))
-    left_for_train = tokens_by_source(found[0], found[0].kept, len(given.dataset))
+    tokens_in_train = tokens_by_source(train.collection, train.order, len(arguments.dataset))
+    left_for_train = tokens_by_source(collections[0], collections[0].kept, len(arguments.dataset))
     for name, split in splits.items():
-        if name != "train" and split.collection is found[0]:
-            left_for_train -= tokens_by_source(split.collection, split.order, len(given.dataset))
+        if name != "train" and split.collection is collections[0]:
+            left_for_train -= tokens_by_source(split.collection, split.order, len(arguments.dataset))
     records = []
     for number, record in enumerate(sources):
-        is_train = number < len(given.dataset)
-        collection = found[0] if is_train else found[-1]
+        is_train = number < len(arguments.dataset)
+        collection = collections[0] if is_train else collections[-1]
         own = collection.kept[collection.sources[collection.kept] == number]
         sampled = int(tokens_in_train[number]) if is_train else 0
         record = replace(
@@ -247,19 +280,19 @@ def _with_shares(
             train_tokens=sampled,
             share_reached=round(sampled / int(tokens_in_train.sum()), 6),
         )
-        if is_train and given.weights:
-            weight = given.weights[number]
-            share = round(weight / sum(given.weights), 6)
+        if is_train and arguments.weights:
+            weight = arguments.weights[number]
+            share = round(weight / sum(arguments.weights), 6)
             epochs = round(sampled / int(left_for_train[number]), 4)
             record = replace(record, weight=weight, share_asked=share, epochs=epochs)
         records.append(record)
     return records
 
 
-def _tokenizer_record(corpus: OpenedCorpus, encoded: EncodedSources) -> manifests.TokenizerRecord:
+def _tokenizer_record(corpus: OpenedCorpus, encoded: EncodedSources) -> TokenizerRecord:
     tokenizer = corpus.tokenizer
     chat = next((format_.chat for format_ in corpus.formats if format_.chat is not None), None)
-    return manifests.TokenizerRecord(
+    return TokenizerRecord(
         name=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
         bos_token_id=tokenizer.bos_token_id,
@@ -283,7 +316,7 @@ def notes_of(corpus: OpenedCorpus, encoded: EncodedSources) -> list[str]:
     return [*dict.fromkeys(notes), *([f"the first bad row left out: {bad}"] if bad else [])]
 
 
-def find_finished(arguments: TokenizeArguments) -> manifests.Manifest | None:
+def find_finished(arguments: TokenizeArguments) -> Manifest | None:
     """Return the manifest of the token dataset in --output_dir, or None if nothing is there.
 
     Only arguments are compared, not the content of the sources, which takes as long as reading them. InputError if the
@@ -292,7 +325,7 @@ def find_finished(arguments: TokenizeArguments) -> manifests.Manifest | None:
     folder = Path(arguments.output_dir).expanduser()
     if not any(folder.glob("*")):
         return None
-    manifest = manifests.read_manifest(folder)
+    manifest = read_manifest(folder)
     if manifest is None or manifest.parts:
         raise InputError(f"{folder} already exists and is not a token dataset of this program; choose another folder")
     differences = [f"--{name} {made}, not {asked}" for name, made, asked in _differences(manifest, arguments)]
@@ -301,7 +334,7 @@ def find_finished(arguments: TokenizeArguments) -> manifests.Manifest | None:
     return manifest
 
 
-def _differences(manifest: manifests.Manifest, arguments: TokenizeArguments) -> Iterator[tuple[str, object, object]]:
+def _differences(manifest: Manifest, arguments: TokenizeArguments) -> Iterator[tuple[str, object, object]]:
     if manifest.tokenizer.name != arguments.tokenizer_name:
         yield "tokenizer_name", manifest.tokenizer.name, arguments.tokenizer_name
     made = [(source.name, source.place) for source in manifest.sources]

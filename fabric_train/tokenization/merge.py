@@ -21,8 +21,20 @@ from fabric_train.cli.output import open_console
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.regular_file import copy_folder, read_json
-from fabric_train.tokenization import manifest as manifests
 from fabric_train.tokenization.cleaning.dropped import CONTAMINATION_FILE, join_samples
+from fabric_train.tokenization.manifest import (
+    FILE_NAME,
+    Ledger,
+    Manifest,
+    MergedPart,
+    PairLedger,
+    SourceLedger,
+    SplitLedger,
+    TokenizerRecord,
+    changed_tokenizer,
+    read_manifest,
+    write_manifest,
+)
 from fabric_train.tokenization.packing.arrow_folder import write_dataset_dict, write_json
 from fabric_train.tokenization.packing.document_index import join_indexes, open_index
 from fabric_train.tokenization.packing.token_folder import Split, open_splits, read_arrow
@@ -62,17 +74,17 @@ class MergeInput:
     """A token dataset to merge."""
 
     folder: Path
-    manifest: manifests.Manifest
+    manifest: Manifest
     splits: dict[str, Split]
 
-    def parts(self) -> tuple[manifests.MergedPart, ...]:
+    def parts(self) -> tuple[MergedPart, ...]:
         """Return the parts that were merged into this token dataset, or the dataset itself as the only part."""
         if self.manifest.parts:
             return self.manifest.parts
         return (
-            manifests.MergedPart(
+            MergedPart(
                 name=str(self.folder),
-                manifest_sha256=hashlib.sha256((self.folder / manifests.FILE_NAME).read_bytes()).hexdigest(),
+                manifest_sha256=hashlib.sha256((self.folder / FILE_NAME).read_bytes()).hexdigest(),
                 rows={name: split.num_rows for name, split in self.splits.items()},
                 settings=self.manifest.settings,
                 versions=self.manifest.versions,
@@ -82,7 +94,7 @@ class MergeInput:
 
 
 def open_inputs(
-    folders: Sequence[Path], manifest_of: Callable[[Path], manifests.Manifest | None] = manifests.read_manifest
+    folders: Sequence[Path], manifest_of: Callable[[Path], Manifest | None] = read_manifest
 ) -> list[MergeInput]:
     """Open token datasets that can be read as one, with what ``manifest_of`` returns for the folder of each.
 
@@ -105,10 +117,10 @@ def open_inputs(
     return opened
 
 
-def merge_manifests(merged: Sequence[MergeInput]) -> manifests.Manifest:
+def merge_manifests(merged: Sequence[MergeInput]) -> Manifest:
     """Return the manifest of all rows of the token datasets together; it has a document index if each has one."""
     has_index = all(dataset.manifest.has_index for dataset in merged)
-    return manifests.Manifest(
+    return Manifest(
         ledger=_sum([dataset.manifest.ledger for dataset in merged], with_sources=has_index),
         # weights and shares are relative to the other sources of one part; the part's settings keep the weights
         sources=tuple(
@@ -121,6 +133,7 @@ def merge_manifests(merged: Sequence[MergeInput]) -> manifests.Manifest:
         versions={name: version(name) for name in _VERSIONS_OF},
         parts=tuple(part for dataset in merged for part in dataset.parts()),
         has_index=has_index,
+        has_pairs=merged[0].manifest.has_pairs,
     )
 
 
@@ -132,6 +145,9 @@ def _differences(first: MergeInput, other: MergeInput) -> Iterator[str]:
             f"{other.folder}: its rows have {theirs.settings.max_length:,} tokens, those of {first.folder} have "
             f"{ours.settings.max_length:,}; tokenize one of them again with the --max_length of the other"
         )
+    if ours.has_pairs != theirs.has_pairs:
+        has, lacks = (first, other) if ours.has_pairs else (other, first)
+        yield f"{has.folder} has preference pairs, {lacks.folder} has none; keep them apart"
     digests, others = ours.tokenizer.sha256, theirs.tokenizer.sha256
     names = [name for name in sorted({*digests, *others}) if digests.get(name) != others.get(name)]
     if names == [CHAT_TEMPLATE_FILE]:
@@ -158,33 +174,35 @@ def _differences(first: MergeInput, other: MergeInput) -> Iterator[str]:
             yield f"{other.folder}: {name} has other columns than that of {first.folder}; tokenize again"
 
 
-def _sum(ledgers: Sequence[manifests.Ledger], with_sources: bool) -> manifests.Ledger:
+def _sum(ledgers: Sequence[Ledger], with_sources: bool) -> Ledger:
     splits = {}
     for name in dict.fromkeys(name for ledger in ledgers for name in ledger.splits):
         of_split = [ledger.splits[name] for ledger in ledgers if name in ledger.splits]
         names = dict.fromkeys(source for one in of_split for source in one.sources) if with_sources else ()
         of_sources = {source: [one.sources[source] for one in of_split if source in one.sources] for source in names}
-        sources = {source: manifests.SourceLedger(**_totals(own)) for source, own in of_sources.items()}
-        splits[name] = manifests.SplitLedger(**_totals(of_split), sources=sources)
-    return manifests.Ledger(splits=splits, **_totals(ledgers))
+        sources = {source: SourceLedger(**_totals(own)) for source, own in of_sources.items()}
+        pairs = [one.pairs for one in of_split if one.pairs is not None]
+        of_pairs = PairLedger(**_totals(pairs)) if pairs else None
+        splits[name] = SplitLedger(**_totals(of_split), sources=sources, pairs=of_pairs)
+    return Ledger(splits=splits, **_totals(ledgers))
 
 
 def _totals(
-    ledgers: Sequence[manifests.Ledger] | Sequence[manifests.SplitLedger] | Sequence[manifests.SourceLedger],
+    ledgers: Sequence[Ledger] | Sequence[SplitLedger] | Sequence[SourceLedger] | Sequence[PairLedger],
 ) -> dict:
     """Return the sum of each count, and per reason the sums of the counts by reason."""
     totals: dict = {}
     for ledger in ledgers:
         for counted in fields(ledger):
             value = getattr(ledger, counted.name)
-            if isinstance(value, int):
+            if isinstance(value, int | float):
                 totals[counted.name] = totals.get(counted.name, 0) + value
-            elif counted.name not in ("splits", "sources"):
+            elif counted.name not in ("splits", "sources", "pairs"):
                 totals[counted.name] = dict(Counter(totals.get(counted.name, {})) + Counter(value))
     return totals
 
 
-def _tokenizer(merged: Sequence[MergeInput]) -> manifests.TokenizerRecord:
+def _tokenizer(merged: Sequence[MergeInput]) -> TokenizerRecord:
     """Return the first tokenizer record with a chat template, or the first record, with the ends of all turns."""
     records = [dataset.manifest.tokenizer for dataset in merged]
     ends = {end for record in records for end in record.turn_end_token_ids}
@@ -226,21 +244,24 @@ def _merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes) -> N
     )
 
 
-def merge(folders: Sequence[Path], target: Path) -> tuple[manifests.Manifest, list[str]]:
+def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
     """Write the rows of ``folders``, in this order, as the token dataset ``target``, which is complete or absent.
 
-    Documents are not compared: one that is in two datasets comes twice. Return the manifest and notes.
+    Documents are not compared: one that is in two of the datasets comes twice. Return the manifest, and notes for the
+    user.
     """
     check_not_taken(target)
     for folder in folders:
         check_not_inside(target, folder)
     merged = open_inputs(folders)
-    faults = [fault for one in merged for fault in manifests.changed_tokenizer(one.folder, one.manifest.tokenizer)]
+    faults = [fault for one in merged for fault in changed_tokenizer(one.folder, one.manifest.tokenizer)]
     if faults:
         raise InputError(*faults)
     first, manifest = merged[0], merge_manifests(merged)
     without_index = [dataset.folder for dataset in merged if not dataset.manifest.has_index]
-    num_bytes = sum(file.stat().st_size for one in merged for split in one.splits.values() for file in split.files)
+    num_bytes = sum(
+        file.stat().st_size for dataset in merged for split in dataset.splits.values() for file in split.files
+    )
     columns = (DownloadColumn(), TimeRemainingColumn())
     with complete_folder(target) as folder, transient_bar("copying", *columns) as (bar, task):
         bar.update(task, total=num_bytes)
@@ -256,7 +277,7 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[manifests.Manifest, li
         if hits := b"".join(file.read_bytes() for file in lists if file.exists()):
             (folder / CONTAMINATION_FILE).write_bytes(hits)
         join_samples([dataset.folder for dataset in merged], folder)
-        manifests.write_manifest(folder, manifest)
+        write_manifest(folder, manifest)
     notes = [
         f"{folder} has no document index, because an older version wrote it, so {target} has none; tokenize it again "
         "to have one"
@@ -305,7 +326,7 @@ def _join_indexes(merged: Sequence[MergeInput], split: str, folder: Path) -> Non
     join_indexes(folder, [index for index, _ in opened], [first for _, first in opened])
 
 
-def _settings_that_differ(parts: Sequence[manifests.MergedPart]) -> Iterator[str]:
+def _settings_that_differ(parts: Sequence[MergedPart]) -> Iterator[str]:
     settings = [asdict(part.settings) for part in parts]
     for name in settings[0]:
         values = list(dict.fromkeys(json.dumps(given[name]) for given in settings))
