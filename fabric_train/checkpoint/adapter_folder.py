@@ -70,6 +70,11 @@ def is_exported_adapter(folder: Path) -> bool:
     return is_adapter(folder) and not (folder / "trainer.json").is_file()
 
 
+def files_of_adapter(folder: Path) -> list[Path]:
+    """Return the two files of an adapter."""
+    return [folder / CONFIG, folder / WEIGHTS]
+
+
 def check_files(folder: Path) -> None:
     """Raise an InputError if a folder's adapter has no weights, or only a pickle, or its configuration is damaged."""
     read_json(folder / CONFIG, dict, _ADVICE)

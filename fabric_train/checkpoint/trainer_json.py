@@ -122,7 +122,9 @@ def to_content(record: Any) -> dict[str, Any]:
     """Return one of these dataclasses as trainer.json has it: without ``further`` and ``of_pairs`` where empty."""
     return asdict(
         record,
-        dict_factory=lambda pairs: {name: value for name, value in pairs if name not in ("further", "of_pairs") or value},
+        dict_factory=lambda pairs: {
+            name: value for name, value in pairs if name not in ("further", "of_pairs") or value
+        },
     )
 
 
