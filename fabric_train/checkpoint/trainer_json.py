@@ -104,7 +104,9 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class LossProgress:
-    """The validation loss of a source, or "all", or a figure: ``best`` after ``best_step``, ``num_since`` evaluations ago."""
+    """The validation loss of a source, or "all", or a figure: ``best`` after ``best_step``, ``num_since`` evaluations
+    ago.
+    """
 
     source: str
     best: float | None = None
@@ -120,11 +122,9 @@ class LossProgress:
 
 def to_content(record: Any) -> dict[str, Any]:
     """Return one of these dataclasses as trainer.json has it: without ``further`` and ``of_pairs`` where empty."""
+    left_out = ("further", "of_pairs")
     return asdict(
-        record,
-        dict_factory=lambda pairs: {
-            name: value for name, value in pairs if name not in ("further", "of_pairs") or value
-        },
+        record, dict_factory=lambda pairs: {name: value for name, value in pairs if value or name not in left_out}
     )
 
 

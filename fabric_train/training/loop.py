@@ -202,11 +202,8 @@ class Loop:
             for name, of_source in zip(sources, report.metrics_of_sources, strict=True)
             if of_source
         }
-        means, of_sources = (
-            dict(zip(keys, values, strict=True))
-            for keys, values in ((names, report.metrics), (sources, report.of_sources))
-        )
-        return with_objective(metrics, means, of_sources, further)
+        means = dict(zip(names, report.metrics, strict=True))
+        return with_objective(metrics, means, dict(zip(sources, report.of_sources, strict=True)), further)
 
     def _evaluate_and_log(self, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
         """Evaluate if it is due, and log the step; after a signal, return a state with the unlogged metrics instead."""

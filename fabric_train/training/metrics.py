@@ -25,11 +25,12 @@ _RECORDED_EVENTS = 200_000  # of the GPU's allocator; older ones are dropped
 class Metrics:
     """One row of metrics.csv. None is an empty cell: not measured at this step.
 
-    Losses are in nats per token, or per preference pair, over all ranks. ``num_tokens`` counts from the run's first step, without padding.
-    ``step_time`` is in seconds, ``data_wait`` the share of it spent waiting for batches. ``peak_memory_gb`` is in 1e9
-    bytes on rank 0. Samples are rows. ``mfu`` is between 0 and 1, None if the device's peak is unknown. ``rows_hash``
-    is that of ``TrainerState``. ``further`` has the columns of an objective's metrics and of ``evaluation.METRICS``,
-    ``train_NAME`` and ``val_NAME``; ``by_source`` those of sources, as ``val_loss/SOURCE``.
+    Losses are in nats per token, or of a preference pair, over all ranks. ``num_tokens`` counts from the run's first
+    step, without padding. ``step_time`` is in seconds, ``data_wait`` the share of it spent waiting for batches.
+    ``peak_memory_gb`` is in 1e9 bytes on rank 0. Samples are rows. ``mfu`` is between 0 and 1, None if the device's
+    peak is unknown. ``rows_hash`` is that of ``TrainerState``. ``further`` has the columns of an objective's metrics
+    and of ``evaluation.METRICS``, ``train_NAME`` and ``val_NAME``; ``by_source`` those of sources, as
+    ``val_loss/SOURCE``.
     """
 
     step: int

@@ -28,7 +28,7 @@ from fabric_train.training.metrics import Metrics
 from fabric_train.training.objective import Objective, objective_of
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.reference import compare_with_reference
-from fabric_train.training.run_log import log, progress, show, write_log
+from fabric_train.training.run_log import log, progress, show, warn, write_log
 from fabric_train.training.self_check import check_cuts
 
 
@@ -97,6 +97,8 @@ def _train(loop: Loop) -> int:
     seconds = time.monotonic() - started
     if loop.stepper.fabric.is_global_zero:
         show(summary.describe_end(end.state, seconds, run, end.checkpoint))
+        if displaced := summary.warn_of_displacement(end.state):
+            warn(displaced)
     return 0
 
 
@@ -115,9 +117,8 @@ def _evaluate(fabric: Fabric, run: PreparedRun, validation: Validation, heartbea
         if len(sources) > 1:
             show(summary.describe_evaluation(evaluation))
         result = f"validation loss {whole.loss:.4f}"
-        result += (
-            f", accuracy {whole.further['accuracy']:.2%}" if whole.of_pairs else f", perplexity {whole.perplexity:.3f}"
-        )
+        shown = {name: whole.figures().get(name) for name in ("perplexity", "accuracy")}
+        result += "".join(f", {name} {value:.3f}" for name, value in shown.items() if value is not None)
         log.info(f"{result} over {whole.num_tokens:,} {whole.unit}s → {path}")
         data = run.data.held_out if isinstance(run.data, Stream) else run.data
         reason = unpredicted_tokens(data.parts, whole.num_tokens) if data and not whole.of_pairs else ""
