@@ -103,20 +103,6 @@ def resample(values: Sequence[np.ndarray], seed: int) -> np.ndarray:
     return np.concatenate(sums)
 
 
-def bootstrap_accuracy(accuracy: float, ties: float, num_pairs: int) -> Interval | None:
-    """Return the interval of a share of pairs in order, in which a tie counts one half; None of too few pairs.
-
-    The numbers of right, tied and wrong pairs among pairs that are drawn with replacement are multinomial, so they are
-    drawn at once.
-    """
-    if num_pairs < FEWEST_DOCUMENTS:
-        return None
-    right = min(max(accuracy - ties / 2, 0.0), 1.0)
-    shares = [right, min(ties, 1 - right), max(1 - right - ties, 0.0)]
-    drawn = np.random.default_rng(0).multinomial(num_pairs, shares, NUM_RESAMPLES)
-    return _interval((drawn[:, 0] + drawn[:, 1] / 2) / num_pairs)
-
-
 def _interval(values: np.ndarray) -> Interval:
     tail = (100 - LEVEL) / 2
     low, high = np.percentile(values, [tail, 100 - tail]).tolist()

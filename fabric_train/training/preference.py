@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from fabric_train.data.batch import Batch, find_targets
 from fabric_train.model.attention import forward
 from fabric_train.model.lm_head_loss import has_loss_in_head
-from fabric_train.training.objective import BatchLoss, sum_segments
+from fabric_train.training.batch_loss import BatchLoss, sum_segments
 
 if TYPE_CHECKING:
     from arguments import PreferenceArguments
@@ -104,6 +105,7 @@ LOSSES: dict[str, Callable[[Pairs, "PreferenceArguments"], torch.Tensor]] = {
     "simpo": simpo,
     "orpo": orpo,
 }
+_FEWEST_PAIRS, _NUM_RESAMPLES = 10, 2000
 _METRICS = (
     *("reward_chosen", "reward_rejected", "margin", "accuracy", "ties"),
     *("logp_chosen", "logp_rejected", "length_chosen", "length_rejected", "sft_loss"),
@@ -188,3 +190,18 @@ def answers_of(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     ends = torch.searchsorted(targets.positions + 1, batch.documents.borders.long())
     lengths = ends.diff()
     return -sum_segments(losses.double(), lengths).view(-1, 2), lengths.double().view(-1, 2)
+
+
+def accuracy_interval(accuracy: float, ties: float, num_pairs: int) -> tuple[float, float] | None:
+    """Return the 95 % bootstrap interval of a share of pairs in order, in which a tie counts one half.
+
+    The numbers of right, tied and wrong pairs among pairs that are drawn with replacement are multinomial, so they are
+    drawn at once. None of too few pairs, see ``evaluation.bootstrap``.
+    """
+    if num_pairs < _FEWEST_PAIRS:
+        return None
+    right = min(max(accuracy - ties / 2, 0.0), 1.0)
+    shares = [right, min(ties, 1 - right), max(1 - right - ties, 0.0)]
+    drawn = np.random.default_rng(0).multinomial(num_pairs, shares, _NUM_RESAMPLES)
+    low, high = np.percentile((drawn[:, 0] + drawn[:, 1] / 2) / num_pairs, [2.5, 97.5]).tolist()
+    return low, high

@@ -16,10 +16,10 @@ from fabric_train.cli.fabric_command import command_from_here
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.signals import describe_signal
-from fabric_train.evaluation.bootstrap import bootstrap_accuracy
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import decay_form, num_decay_steps
 from fabric_train.training.loggers import describe_loggers
+from fabric_train.training.preference import accuracy_interval
 from fabric_train.training.prepared_run import PreparedRun
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _accuracies(state: TrainerState) -> str | None:
 
 def _accuracy(whole: TokenLoss) -> str:
     accuracy, ties = whole.further["accuracy"] or 0.0, whole.further["ties"] or 0.0
-    interval = bootstrap_accuracy(accuracy, ties, whole.num_tokens)
+    interval = accuracy_interval(accuracy, ties, whole.num_tokens)
     tied = f", {ties:.1%} ties" if ties else ""
     shown = f" ({interval[0]:.1%} to {interval[1]:.1%}{tied})" if interval else ""
     return f"{accuracy:.1%}{shown}"
