@@ -161,6 +161,11 @@ def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
         + _parts(ledger.edits, "changed")
         + "".join(f"; {count:,} share words with {task}" for task, count in ledger.contaminated.items())
         + _parts(ledger.tokens_cut, "tokens cut off"),
+        *(
+            f"pairs      {name}: {one.pairs.describe(one.documents)}"
+            for name, one in ledger.splits.items()
+            if one.pairs
+        ),
         *(f"source     {_describe(source, len(outcome.manifest.sources))}" for source in outcome.manifest.sources),
         f"tokenizer  {tokenizer.name}: {tokenizer.vocab_size:,} tokens; documents {begin} and end with "
         f"{tokenizer.eos_token}",
@@ -170,7 +175,7 @@ def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
         *(f"warning    {loss}" for loss in outcome.manifest.losses()),
         f"written    {arguments.output_dir}",
         f"next       {command_from_here('train')} --devices N --train_data_dir {shlex.quote(arguments.output_dir)} "
-        "--model_name MODEL --output_dir RUN",
+        f"--model_name MODEL{' --objective dpo' if outcome.manifest.has_pairs else ''} --output_dir RUN",
     )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

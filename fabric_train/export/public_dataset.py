@@ -39,6 +39,7 @@ def dataset_card(manifest: Manifest, repository: str, license: str | None, langu
         tokenizer=manifest.tokenizer,
         ledger=manifest.ledger,
         versions=manifest.versions,
+        has_pairs=manifest.has_pairs,
         source_rows=list(map(_source_row, manifest.sources)),
         cleaning=read_cleaning(manifest),
     )

@@ -163,6 +163,20 @@ class PairLedger:
     rated: int  # pairs with a rating of both answers
     rating_margin: float  # the sum of rating of the chosen answer minus rating of the rejected one
 
+    def describe(self, num_pairs: int) -> str:
+        """Return the means over the pairs of the split, of which there are ``num_pairs``, in one line."""
+        chosen, rejected = self.chosen_tokens / num_pairs, self.rejected_tokens / num_pairs
+        parts = [
+            f"{num_pairs:,} with answers of {chosen:,.1f} tokens (chosen) and {rejected:,.1f} (rejected)",
+            f"the chosen one is longer in {self.chosen_longer / num_pairs:.1%}, as long in "
+            f"{self.equal_lengths / num_pairs:.1%}",
+        ]
+        if self.prefixes:
+            parts.append(f"one begins the other in {self.prefixes:,}")
+        if self.rated:
+            parts.append(f"it is rated {self.rating_margin / self.rated:+.3g} above the other, {self.rated:,} rated")
+        return "; ".join(parts)
+
 
 @dataclass(frozen=True)
 class SplitLedger:
@@ -276,15 +290,15 @@ class Manifest:
         return faults
 
     def losses(self) -> list[str]:
-        """Return a line if more than 5 % of the tokens were cut off chats, and one if chats are cut by rows."""
+        """Return a line if more than 5 % of the tokens were cut off, and one if chats are cut by rows."""
         cut = sum(self.ledger.tokens_cut.values())
         total = cut + sum(source.tokens for source in self.sources)
         severed = sum(split.chats_severed for split in self.ledger.splits.values())
         documents = sum(split.documents for split in self.ledger.splits.values())
-        losses = []
+        losses, kind = [], "preference pairs" if self.has_pairs else "chats"
         if cut > _TOLERATED_CUT * total:
             losses.append(
-                f"{cut:,} of {total:,} tokens ({cut / total:.0%}) were cut off because chats are longer than a row of "
+                f"{cut:,} of {total:,} tokens ({cut / total:.0%}) were cut off because {kind} are longer than a row of "
                 f"{self.settings.max_length:,}; give a larger --max_length"
             )
         if severed:

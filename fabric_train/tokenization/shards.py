@@ -21,7 +21,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from fabric_train.tokenization import manifest
 from fabric_train.tokenization.cleaning.dropped import (
     PER_SHARD,
     TEXT_CHARACTERS,
@@ -335,7 +334,7 @@ class ShardWriter:
         if not self._skips_bad_rows:
             raise error.fault() from None
         self._first_bad_row = self._first_bad_row or str(error)
-        self.skip(ordinal, LeftOut(manifest.BAD_ROW))
+        self.skip(ordinal, LeftOut(error.reason))
 
     def write(
         self,

@@ -50,6 +50,10 @@ CASES = {
         2,
         "--dataset texts/en chats=chats.jsonl --validation_dataset texts/es --num_proc 2",
     ),
+    "preference pairs, some of them bad or too long": (
+        2,
+        "--dataset chats=pairs.jsonl --too_long cut_start --on_bad_rows skip --deduplicate true --max_length 160",
+    ),
 }
 
 
@@ -68,6 +72,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chats = [[{"role": role, "content": f"{content} {n}"} for role, content in turns[: 2 + n % 3]] for n in range(30)]
     lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
     (folder / "chats.jsonl").write_text(lines, encoding="utf-8")
+    rejected = {"role": "assistant", "content": "More than some. " * 3}
+    pairs = [
+        {"chosen": chat, "rejected": [*chat[:-1], rejected], "score_chosen": n, "score_rejected": 0.1}
+        for n, chat in enumerate(chats)
+        if chat[-1]["role"] == "assistant" or n % 2
+    ]
+    lines = "".join(json.dumps(pair) + "\n" for pair in pairs)
+    (folder / "pairs.jsonl").write_text(lines, encoding="utf-8")
     return folder
 
 

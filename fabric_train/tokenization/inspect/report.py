@@ -63,6 +63,7 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
     if rows and rows.start >= splits[shown].num_rows:
         raise InputError(f"--start {rows.start}: {shown} has {splits[shown].num_rows:,} rows, numbered from 0")
     manifest = load_manifest(folder)
+    has_pairs = manifest is not None and manifest.has_pairs
     vocabulary = load_vocabulary(folder / "tokenizer")
     total = sum(entry.num_rows for entry in splits.values())
     counts: dict[str, Counts] = {}
@@ -77,7 +78,7 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
         check = SplitCheck(name, parts[0])
         index, faults = _open_index(folder, manifest, name)
         problems += faults
-        index_check = IndexCheck(name, index) if index else None
+        index_check = IndexCheck(name, index, has_pairs) if index else None
         for batch in entry.batches():
             if batch.first_row in parts:  # a file, and so a batch, belongs to one part
                 check.begin_part(parts[batch.first_row])
@@ -152,7 +153,7 @@ def _ledger_problems(manifest: Manifest, counts: dict[str, Counts]) -> list[Prob
             if in_ledger != counted
         ]
         whole = (count.documents or 0) - count.pieces
-        if whole > ledger.documents:
+        if whole > ledger.documents * (2 if manifest.has_pairs else 1):
             text = f"the ledger has {ledger.documents:,} documents, {whole:,} begin in the rows"
             problems.append(Problem(name, text))
     return problems
@@ -187,6 +188,8 @@ def _expectation(settings: Settings | None, manifest: Manifest | None, vocabular
         ends=tokenizer.stop_token_ids if tokenizer else _known(eos),
         is_ended=manifest is not None,
         fillers=_known(pad, eos, tokenizer.eos_token_id if tokenizer else None),
+        has_pairs=manifest is not None and manifest.has_pairs,
+        with_prompts=settings is None or settings.train_on != "last",
     )
 
 
@@ -218,6 +221,8 @@ def facts(report: DatasetReport) -> list[tuple[str, str]]:
         ("documents", f"data format {setting('data_format')}; text {begin} and ends with {tokenizer.eos_token}"),
         ("tokenizer", f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens, encoded by {tokenizer.encoder}"),
     ]
+    splits = manifest.ledger.splits.items()
+    lines += [(f"pairs of {name}", one.pairs.describe(one.documents)) for name, one in splits if one.pairs]
     lines += [(f"--{name}", _setting_text(settings)) for name, settings in manifest.cleaning.items()]
     if not manifest.has_index:
         lines.append(("document index", "none: an older version wrote this dataset, or a part of it"))
@@ -275,6 +280,9 @@ def ledger_table(report: DatasetReport) -> TextTable:
             summed(1, f"dropped: {_words_of(reason)}", [split.tokens_dropped.get(reason, 0) for split in splits])
         summed(0, "tokens in rows", [split.tokens_in_rows for split in splits])
         summed(1, "supervised", [split.tokens_supervised for split in splits])
+        if pairs := [split.pairs for split in splits if split.pairs]:
+            summed(2, "chosen answers", [one.chosen_tokens for one in pairs])
+            summed(2, "rejected answers", [one.rejected_tokens for one in pairs])
         summed(0, "padding", [split.tokens_padding for split in splits])
         summed(0, "rows", [split.rows for split in splits])
     return TextTable(("", "all", *names), tuple(texts for _, texts in lines), tuple(depth for depth, _ in lines))
@@ -360,6 +368,8 @@ def length_notes(report: DatasetReport) -> list[str]:
     counts = report.counts[report.split]
     ledger = report.manifest.ledger.splits.get(report.split) if report.manifest else None
     documents = counts.documents or 0
+    if ledger and ledger.pairs:
+        return [f"{documents:,} sequences, two of each of {ledger.documents:,} preference pairs."]
     if counts.pieces and ledger and documents != ledger.documents:
         return [f"best_fit splits documents longer than a row; these are {documents:,} pieces of documents."]
     notes = [f"{counts.documents_over_rows:,} of {documents:,} documents continue in the next row."]

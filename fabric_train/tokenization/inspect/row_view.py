@@ -37,6 +37,24 @@ class RowPiece:
 
 
 @dataclass(frozen=True)
+class PairView:
+    """A preference pair in one row: the prompt, which both sequences begin with, and the other tokens of each.
+
+    ``differs_at`` has the positions in the row of the first tokens that differ, of the chosen sequence and of the
+    rejected one; each may be where the sequence ends.
+    """
+
+    prompt: RowPiece
+    chosen: tuple[Token, ...]
+    rejected: tuple[Token, ...]
+    differs_at: tuple[int, int]
+
+    def begins_to_differ(self, token: Token) -> bool:
+        """Return whether the first token that differs is this one, or a part of it."""
+        return any(0 <= position - token.position < len(token.ids) for position in self.differs_at)
+
+
+@dataclass(frozen=True)
 class RowView:
     """A row of a split."""
 
@@ -48,13 +66,17 @@ class RowView:
     padding: str  # the text of the padding token
     continues: bool  # whether the next row continues its last document
     origins: tuple[str, ...] = ()  # where the document of each piece comes from; empty without a document index
+    pairs: tuple[PairView, ...] = ()  # the pieces, two by two, if they are preference pairs
 
 
 def view_rows(batch: RowBatch, wanted: range, vocabulary: Vocabulary | None, expected: Expectation) -> list[RowView]:
     """Return the rows of the batch whose numbers in the split are ``wanted``, all with ``continues`` False."""
     inside = range(max(wanted.start - batch.first_row, 0), min(wanted.stop - batch.first_row, len(batch.offsets) - 1))
     ends = content_ends(batch, expected) if inside else batch.offsets[1:]
-    return [_view(batch, row, int(ends[row]), vocabulary) for row in inside]
+    views = [_view(batch, row, int(ends[row]), vocabulary) for row in inside]
+    if not expected.has_pairs:
+        return views
+    return [replace(view, pairs=tuple(map(_pair, view.pieces[::2], view.pieces[1::2]))) for view in views]
 
 
 def with_continuations(rows: list[RowView], wanted: range) -> list[RowView]:
@@ -108,6 +130,27 @@ def _view(batch: RowBatch, row: int, end: int, vocabulary: Vocabulary | None) ->
         num_padding=stop - end,
         padding="" if filler is None else _text_of(filler, vocabulary),
         continues=False,
+    )
+
+
+def _pair(chosen: RowPiece, rejected: RowPiece) -> PairView:
+    ids = [[one for token in piece.tokens for one in token.ids] for piece in (chosen, rejected)]
+    shorter = min(map(len, ids))
+    num_common = next((at for at in range(shorter) if ids[0][at] != ids[1][at]), shorter)
+    targets = (token.position - chosen.position for token in chosen.tokens if token.is_supervised)
+    shared = min(num_common, next(targets, num_common))
+    begins = [
+        next(
+            (at for at, token in enumerate(piece.tokens) if token.position - piece.position + len(token.ids) > shared),
+            None,
+        )
+        for piece in (chosen, rejected)
+    ]
+    return PairView(
+        prompt=replace(chosen, tokens=chosen.tokens[: begins[0]]),
+        chosen=() if begins[0] is None else chosen.tokens[begins[0] :],
+        rejected=() if begins[1] is None else rejected.tokens[begins[1] :],
+        differs_at=(chosen.position + num_common, rejected.position + num_common),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fabric_train.tokenization.inspect.pair_check import pair_faults
 from fabric_train.tokenization.manifest import SourceLedger
 from fabric_train.tokenization.packing.document_index import DocumentIndex, altered_rows, chunks
 from fabric_train.tokenization.packing.token_folder import RowBatch
@@ -36,6 +37,8 @@ class Expectation:
     ends: tuple[int, ...]
     is_ended: bool  # whether the documents are known to have been written with such an end
     fillers: tuple[int, ...]  # ids that padding may consist of
+    has_pairs: bool = False  # whether two sequences in a row are a preference pair
+    with_prompts: bool = True  # whether all that follows the prompt of a pair is supervised
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ class SplitCheck:
         if batch.document_starts is None or batch.start_rows is None:
             self._has_borders = False
         else:
-            self._follow_documents(batch, ends)
+            self._follow_documents(batch, supervised, ends)
 
     def begin_part(self, expected: Expectation) -> None:
         """Start a part that was written separately: its first row continues no document."""
@@ -219,7 +222,7 @@ class SplitCheck:
             rows = _rows_at(batch, unknown)
             self._note(_UNKNOWN, batch.first_row + rows[unknown < ends[rows]])
 
-    def _follow_documents(self, batch: RowBatch, ends: np.ndarray) -> None:
+    def _follow_documents(self, batch: RowBatch, supervised: np.ndarray, ends: np.ndarray) -> None:
         """Find the pieces between borders and ends of rows, and count them."""
         starts, start_rows = self._valid_starts(batch, ends)
         self._check_starts(batch, starts, start_rows)
@@ -236,6 +239,9 @@ class SplitCheck:
         pieces["is_inside"] = stops < batch.offsets[1:][rows]
         pieces["ends_exactly"] = self._ends_document(batch.input_ids[stops - 1])
         pieces["ends_nearly"] = self._ends_document(batch.input_ids[np.maximum(stops - 2, begins)])
+        if self.expected.has_pairs:
+            for kind, found in pair_faults(batch, supervised, begins, stops, rows, self.expected.with_prompts):
+                self._note(kind, batch.first_row + found)
         if self.expected.in_sequence:
             self._documents.add(pieces, self.expected.overlap)
         else:
@@ -306,10 +312,13 @@ def _rows_at(batch: RowBatch, positions: np.ndarray) -> np.ndarray:
 
 
 class IndexCheck:
-    """A check of one split's index. Call ``add`` with all batches of rows, ``finish`` last."""
+    """A check of one split's index. Call ``add`` with all batches of rows, ``finish`` last.
 
-    def __init__(self, split: str, index: DocumentIndex) -> None:
-        self._split, self._index = split, index
+    Each document ``has_pairs`` of borders: one where it begins and another one.
+    """
+
+    def __init__(self, split: str, index: DocumentIndex, has_pairs: bool = False) -> None:
+        self._split, self._index, self._has_pairs = split, index, has_pairs
         self._wrong_rows: dict[str, list[int]] = {}
         self._found = {name: np.zeros(len(index.sources.names), np.int64) for name in _COUNTED}
 
@@ -321,6 +330,9 @@ class IndexCheck:
             is_border = (pieces.positions > 0) | (pieces.starts + pieces.repeated == 0)
             expected = (pieces.rows << 32 | pieces.positions)[is_border]
             found = batch.start_rows << 32 | batch.document_starts.astype(np.int64)
+            if self._has_pairs:  # the index does not know where rejected sequences begin
+                firsts = np.searchsorted(batch.start_rows, batch.start_rows)
+                found = found[(np.arange(len(found)) - firsts) % 2 == 0]
             self._note("documents begin elsewhere in", batch.first_row + np.unique(np.setxor1d(expected, found) >> 32))
         num_tokens = np.bincount(pieces.rows, weights=pieces.lengths, minlength=num_rows).astype(np.int64)
         wrong = np.flatnonzero(num_tokens != ends - batch.offsets[:-1])

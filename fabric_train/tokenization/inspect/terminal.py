@@ -1,6 +1,6 @@
 """Print the report or a comparison on a terminal. Every colour has a sign next to it, for readers without colours."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from rich import box
@@ -12,7 +12,7 @@ from rich.text import Text
 from fabric_train.tokenization.inspect import report as reports
 from fabric_train.tokenization.inspect.comparison import Comparison
 from fabric_train.tokenization.inspect.comparison_tables import NAMES, sections
-from fabric_train.tokenization.inspect.row_view import RowPiece, RowView, Token, visible
+from fabric_train.tokenization.inspect.row_view import PairView, RowView, Token, visible
 
 _BAR_WIDTH = 40
 _LONGEST_STRETCH = 400  # tokens with the same supervision; in a longer stretch, the middle is left out
@@ -22,6 +22,7 @@ _SHOWN_DROPPED, _DROPPED_CHARACTERS = 3, 160  # of a reason, and of each documen
 _STYLES = {"bos": "bold magenta", "eos": "bold magenta", "special": "bold yellow"}
 _BORDER = "bold cyan"
 _SUPERVISED, _UNSUPERVISED, _PADDING = "green", "bright_black", "dim red"
+_DIFFERENT = "bold reverse"
 
 
 def print_report(report: reports.DatasetReport, console: Console) -> None:
@@ -34,7 +35,7 @@ def print_report(report: reports.DatasetReport, console: Console) -> None:
     _print_dropped(report, console)
     _print_lengths(report, console)
     if report.rows:
-        _print_legend(console)
+        _print_legend(report, console)
     for row in report.rows:
         _print_row(row, report.split, console)
     console.rule(Text("problems"), align="left", style="dim")
@@ -112,7 +113,7 @@ def _print_lengths(report: reports.DatasetReport, console: Console) -> None:
         console.print(Text(line))
 
 
-def _print_legend(console: Console) -> None:
+def _print_legend(report: reports.DatasetReport, console: Console) -> None:
     console.rule(Text("rows as the model sees them"), align="left", style="dim")
     signs = [
         Text("supervised", _SUPERVISED),
@@ -122,6 +123,7 @@ def _print_legend(console: Console) -> None:
         Text("<bos or eos>", _STYLES["bos"]),
         Text("<other special>", _STYLES["special"]),
         Text("░ padding", _PADDING),
+        *([Text("▸ first token that differs", _DIFFERENT)] if report.manifest and report.manifest.has_pairs else []),
         Text("↵ line break  ⇥ tab  ⋯ left out here"),
     ]
     console.print(Text("  ").join(signs))
@@ -131,11 +133,13 @@ def _print_row(row: RowView, split: str, console: Console) -> None:
     console.print()
     head = f"{split}, row {row.index:,}: {row.num_tokens:,} tokens, {row.num_supervised:,} supervised"
     console.print(Text(head + (f", {row.num_padding:,} of padding" if row.num_padding else ""), style="bold"))
+    for pair in row.pairs:
+        _print_pair(pair, console)
     shown = Text()
-    for piece in row.pieces:
+    for piece in () if row.pairs else row.pieces:
         if piece.begins is not None:
             shown.append("┃" if piece.begins else "┆", _BORDER)
-        _append_piece(shown, piece)
+        _append_tokens(shown, piece.tokens)
     if row.continues:
         shown.append("┆", _BORDER)
     if row.num_padding:
@@ -148,12 +152,27 @@ def _print_row(row: RowView, split: str, console: Console) -> None:
         console.print(Text(f"  and {more:,} more documents; --html lists all", style=_UNSUPERVISED))
 
 
-def _append_piece(shown: Text, piece: RowPiece) -> None:
-    for is_supervised, tokens in groupby(piece.tokens, lambda token: token.is_supervised):
+def _print_pair(pair: PairView, console: Console) -> None:
+    """Print the prompt of a pair, and its two answers side by side."""
+    begins = Text("┃", _BORDER)
+    _append_tokens(begins, pair.prompt.tokens)
+    console.print(begins)
+    table = Table(box=box.MINIMAL, padding=(0, 1))
+    for name, position in zip(("chosen", "rejected"), pair.differs_at, strict=True):
+        table.add_column(Text(f"{name}, differs from position {position:,} on"), overflow="fold", header_style="dim")
+    answers = [Text(), Text()]
+    for shown, tokens in zip(answers, (pair.chosen, pair.rejected), strict=True):
+        _append_tokens(shown, tokens, pair)
+    table.add_row(*answers)
+    console.print(table)
+
+
+def _append_tokens(shown: Text, all_tokens: Sequence[Token], pair: PairView | None = None) -> None:
+    for is_supervised, tokens in groupby(all_tokens, lambda token: token.is_supervised):
         stretch = list(tokens)
         shown.append("" if is_supervised else "‹", _UNSUPERVISED)
         for token in stretch if len(stretch) <= _LONGEST_STRETCH else stretch[:_SHOWN_BEFORE]:
-            _append_token(shown, token)
+            _append_token(shown, token, pair)
         if len(stretch) > _LONGEST_STRETCH:
             left_out = sum(len(token.ids) for token in stretch[_SHOWN_BEFORE:-_SHOWN_AFTER])
             shown.append(f" ⋯ {left_out:,} tokens ⋯ ", "italic")
@@ -162,6 +181,8 @@ def _append_piece(shown: Text, piece: RowPiece) -> None:
         shown.append("" if is_supervised else "›", _UNSUPERVISED)
 
 
-def _append_token(shown: Text, token: Token) -> None:
+def _append_token(shown: Text, token: Token, pair: PairView | None = None) -> None:
+    if pair is not None and pair.begins_to_differ(token):
+        shown.append("▸", _DIFFERENT)
     plain = _SUPERVISED if token.is_supervised else _UNSUPERVISED
     shown.append(visible(token.text), _STYLES.get(token.role, plain))
