@@ -53,6 +53,7 @@ class FSDP1Strategy(FSDPStrategy):
         FSDP divides whole gradients by one factor before it sums them over the ranks, and shards by another one after
         it, because a sum in fp16 may overflow. Gradients are reduced in fp32 here, so only shards are divided.
         """
+        given_before = dict(self._fsdp_kwargs)  # a run may set up a second model
         if self.replicated:
             self._fsdp_kwargs["ignored_states"] = list(self.replicated)
         if self.root_device.type == "cpu":
@@ -61,6 +62,7 @@ class FSDP1Strategy(FSDPStrategy):
             module = FullyShardedDataParallel(module, **given, **self._fsdp_kwargs)
             self._fsdp_kwargs.pop("auto_wrap_policy")  # else the base class warns that it does not apply it again
         wrapped = super().setup_module(module)
+        self._fsdp_kwargs = given_before
         for unit in FullyShardedDataParallel.fsdp_modules(wrapped):
             unit._gradient_postdivide_factor *= unit._gradient_predivide_factor
             unit._gradient_predivide_factor = 1

@@ -185,7 +185,9 @@ class ProgressLine(Logger):
     def log(self, metrics: Metrics) -> None:
         progress.info("")
         if metrics.val_loss is not None:
-            whole = f"validation loss {metrics.val_loss:.4f}, perplexity {metrics.perplexity:.3f}"
+            whole = f"validation loss {metrics.val_loss:.4f}"
+            whole += "" if metrics.perplexity is None else f", perplexity {metrics.perplexity:.3f}"
+            whole += f", accuracy {metrics.further['val_accuracy']:.3f}" if "val_accuracy" in metrics.further else ""
             pairs = ((column.partition("val_loss/"), loss) for column, loss in metrics.by_source.items())
             of_sources = (f"{name} {loss:.4f}" for (before, found, name), loss in pairs if found and not before)
             log.info("step %d: %s", metrics.step, "; ".join([whole, *of_sources]))

@@ -6,7 +6,7 @@ a quarter of its supervised tokens, so a loop that gives micro-batches or ranks 
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
 from fabric_train.data.step_sampler import Window, positions
 from fabric_train.data.token_dataset import IndexedRows
 from fabric_train.distributed.ranks import clip_grad_norm, data_ranks, gather_over_ranks, local_part, original_name
-from fabric_train.training.objective import Objective
+from fabric_train.training.objective import Objective, counts_pieces
+from fabric_train.training.preference import answers_of
 from fabric_train.training.step import accumulate
 
 TOLERANCES = {"32-true": 1e-5, "16-mixed": 2**-10, "bf16-mixed": 2**-8, "bf16-true": 2**-7}
@@ -34,7 +35,7 @@ _LISTED = 3
 
 @dataclass(frozen=True)
 class Figure:
-    """The result of one split: loss in nats per token, and the global gradient norm."""
+    """The result of one split: loss in nats per token, or of a preference pair, and the global gradient norm."""
 
     cut: str
     loss: float
@@ -68,18 +69,26 @@ class SelfCheck:
 
 @dataclass(frozen=True)
 class _Row:
-    """Ids and labels, int64 [T], and the positions at which its documents begin."""
+    """Ids and labels, int64 [T], the positions at which its documents begin, and fp64 [pairs, 2] of its pairs."""
 
     input_ids: np.ndarray
     labels: np.ndarray
     starts: np.ndarray
+    reference: np.ndarray | None = None
 
     def part(self, begin: int, end: int) -> "_Row":
-        starts = self.starts[(self.starts > begin) & (self.starts < end)] - begin
-        return _Row(self.input_ids[begin:end], self.labels[begin:end], np.insert(starts, 0, 0))
+        inside = (self.starts > begin) & (self.starts < end)
+        starts = self.starts[inside] - begin
+        reference = None
+        if self.reference is not None:  # of whole pairs
+            first = int(np.searchsorted(self.starts, begin)) // 2
+            reference = self.reference[first : first + (len(starts) + 1) // 2]
+        return _Row(self.input_ids[begin:end], self.labels[begin:end], np.insert(starts, 0, 0), reference)
 
-    def documents(self) -> list["_Row"]:
-        return [self.part(*ends) for ends in zip(self.starts, [*self.starts[1:], len(self.labels)], strict=True)]
+    def documents(self, together: int) -> list["_Row"]:
+        """Return the documents, so many of them together: the two of a pair."""
+        begins = self.starts[::together]
+        return [self.part(*ends) for ends in zip(begins, [*begins[1:], len(self.labels)], strict=True)]
 
     def thinned(self) -> "_Row":
         labels, supervised = self.labels.copy(), np.flatnonzero(self.labels[1:] != IGNORED_LABEL) + 1
@@ -108,17 +117,23 @@ def check_cuts(
     started = time.monotonic()
     indices = indices[: _ROWS_OF_RANK * data_ranks(fabric).size]
     # all rows of a rank are no larger than one micro-batch of the user
-    together = min(_TOKENS_OF_RANK.get(fabric.device.type, _TOKENS_OF_RANK["cuda"]), rows.longest() * micro_batch_size)
-    length = min(rows.longest(), max(_SHORTEST, together // _ROWS_OF_RANK))
-    whole = [_read(rows, index, length) for index in indices]
-    whole[1::2] = [row.thinned() for row in whole[1::2]]
+    at_once = min(_TOKENS_OF_RANK.get(fabric.device.type, _TOKENS_OF_RANK["cuda"]), rows.longest() * micro_batch_size)
+    length = min(rows.longest(), max(_SHORTEST, at_once // _ROWS_OF_RANK))
+    if counts_pieces(objective):
+        whole = [_read_pairs(rows, index, 1 + number % 2) for number, index in enumerate(indices)]
+        whole = _with_reference(fabric, model, whole)
+        length = max(len(row.labels) for row in whole)
+    else:
+        whole = [_read(rows, index, length) for index in indices]
+        whole[1::2] = [row.thinned() for row in whole[1::2]]
     num_supervised = sum(row.num_supervised for row in whole)
     if num_supervised == 0:
         listed = ", ".join(map(str, indices))
         raise InputError(f"--self_check true: no token of rows {listed} is supervised; another --seed takes other rows")
     model.eval()
     figures, faults = [], []
-    for name, parts, size in _cuts(whole, micro_batch_size, rows.isolates):
+    together = 2 if counts_pieces(objective) else 1
+    for name, parts, size in _cuts(whole, micro_batch_size, rows.isolates, together):
         figures.append(_compute(fabric, model, optimizer, objective, name, _share(parts, size, fabric)))
         if len(figures) == 1:
             faults += _faults_of_parameters(fabric, model)
@@ -154,17 +169,39 @@ def _read(rows: IndexedRows, index: int, length: int) -> _Row:
     return row.part(begin, begin + length)
 
 
-def _cuts(rows: list[_Row], micro_batch_size: int, isolates: bool) -> list[tuple[str, list[_Row], int]]:
-    """Return the name of every split, its rows in the order in which ranks take them, and its micro-batch size."""
+def _read_pairs(rows: IndexedRows, index: int, num_pairs: int) -> _Row:
+    """Return the first preference pairs of a row."""
+    batch = rows.__getitems__([index])
+    assert batch.documents is not None  # a pair is two documents
+    starts = np.flatnonzero(batch.documents.position_ids[0].numpy() == 0)
+    row = _Row(batch.input_ids[0].numpy(), batch.labels[0].numpy(), starts)
+    return row.part(0, int([*starts, len(row.labels)][min(2 * num_pairs, len(starts))]))
+
+
+@torch.no_grad()
+def _with_reference(fabric: Fabric, model: Any, rows: list[_Row]) -> list[_Row]:
+    """Return the rows with the log-probabilities that the model itself gives their pairs; all ranks compute all."""
+    found = []
+    for row in rows:
+        batch = pad_rows([row.input_ids], [row.labels], [row.starts])
+        found.append(replace(row, reference=answers_of(model, batch.to(fabric.device))[0].cpu().numpy()))
+    return found
+
+
+def _cuts(rows: list[_Row], micro_batch_size: int, isolates: bool, together: int) -> list[tuple[str, list[_Row], int]]:
+    """Return the name of every split, its rows in the order in which ranks take them, and its micro-batch size.
+
+    Of documents alone, so many are ``together``.
+    """
     most = _ROWS_OF_RANK
     sizes = sorted({1, 2, min(micro_batch_size, most), most})
     cuts = [(f"{size} row{'s' if size > 1 else ''} a micro-batch", rows, size) for size in sizes]
     richest = sorted(rows, key=lambda row: -row.num_supervised)
     cuts.append((f"{most} rows, dealt by their labels", richest, most))
-    documents = [document for row in rows for document in row.documents()]
+    documents = [document for row in rows for document in row.documents(together)]
     if isolates and len(documents) > len(rows):
         alone = sorted(documents, key=lambda document: len(document.labels))
-        cuts.append((f"{len(documents)} documents alone", alone, most))
+        cuts.append((f"{len(documents)} {'documents' if together == 1 else 'pairs'} alone", alone, most))
     return cuts
 
 
@@ -175,7 +212,10 @@ def _share(rows: list[_Row], size: int, fabric: Fabric) -> list[Batch]:
         place = positions(number, size, ranks.size, ranks.rank)
         part = rows[place.start : place.stop]
         starts = [row.starts for row in part]
-        batches.append(pad_rows([row.input_ids for row in part], [row.labels for row in part], starts))
+        batch = pad_rows([row.input_ids for row in part], [row.labels for row in part], starts)
+        of_pairs = [row.reference for row in part if row.reference is not None]
+        reference = torch.from_numpy(np.concatenate(of_pairs)) if of_pairs else None
+        batches.append(replace(batch, reference=reference))
     return batches
 
 

@@ -20,11 +20,17 @@ from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import decay_form, num_decay_steps
 from fabric_train.training.loggers import describe_loggers
+from fabric_train.training.preference import accuracy_interval
 from fabric_train.training.prepared_run import PreparedRun
 
 if TYPE_CHECKING:
     from fabric_train.training.loop import End
     from fabric_train.training.self_check import SelfCheck
+
+
+DISPLACED_NATS = 0.1
+"""A fall of the chosen answers' log-probability per token that is warned of: a tenth of each token's probability."""
+_OF_PAIRS = ("loss", "accuracy", "margin", "reward_chosen", "reward_rejected", "sft_loss")
 
 
 def describe_start(run: PreparedRun) -> Group:
@@ -77,7 +83,11 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
     if state.train_loss is not None:
         table.add_row("training loss", f"{state.train_loss:.4f}")
     if state.val_loss is not None:
-        table.add_row("validation loss", f"{state.val_loss:.4f}, perplexity {perplexity(state.val_loss):.3f}")
+        of_pairs = state.evaluation is not None and state.evaluation.whole.of_pairs
+        shown = "" if of_pairs else f", perplexity {perplexity(state.val_loss):.3f}"
+        table.add_row("validation loss", f"{state.val_loss:.4f}{shown}")
+    if accuracy := _accuracies(state):
+        table.add_row("pair accuracy", accuracy)
     table.add_row("checkpoint", str(checkpoint))
     if best := checkpoints.best_checkpoint(run.folder):
         saved = checkpoints.read_trainer_json(best)
@@ -94,7 +104,7 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
 def describe_evaluation(now: Evaluation, first: Evaluation | None = None) -> Table:
     """Return the table of the figures of each source, such as loss, perplexity and bits per byte, also at the first."""
     first = first if first and first.step != now.step else None
-    figures = list(now.whole.figures())
+    figures = [*_OF_PAIRS] if "accuracy" in now.whole.further else list(now.whole.figures())
     names = [figure.replace("_", " ") for figure in figures]
     there = [f"{name} at step {first.step:,}" for name in names] if first else []
     columns = [name for pair in zip(there, names, strict=True) for name in pair] if first else names
@@ -110,6 +120,41 @@ def describe_evaluation(now: Evaluation, first: Evaluation | None = None) -> Tab
 def _cells(loss: TokenLoss | None, figures: list[str]) -> list[str]:
     values = [loss.figures().get(figure) if loss else None for figure in figures]
     return ["" if value is None else f"{value:.4f}" for value in values]
+
+
+def _accuracies(state: TrainerState) -> str | None:
+    """Return the pair accuracy of the last evaluation, after that of the first, each with its interval."""
+    now, first = state.evaluation, state.first_evaluation
+    if now is None or not now.whole.of_pairs or "accuracy" not in now.whole.further:
+        return None
+    before = f"{_accuracy(first.whole)} → " if first and first.step != now.step else ""
+    return f"{before}{_accuracy(now.whole)}, over {now.whole.num_tokens:,} pairs"
+
+
+def _accuracy(whole: TokenLoss) -> str:
+    accuracy, ties = whole.further["accuracy"] or 0.0, whole.further["ties"] or 0.0
+    interval = accuracy_interval(accuracy, ties, whole.num_tokens)
+    tied = f", {ties:.1%} ties" if ties else ""
+    shown = f" ({interval[0]:.1%} to {interval[1]:.1%}{tied})" if interval else ""
+    return f"{accuracy:.1%}{shown}"
+
+
+def warn_of_displacement(state: TrainerState) -> str | None:
+    """Return a warning if the chosen answers have become much less likely; None if not (arXiv:2410.08847).
+
+    The loss of a pair can fall although both answers become less likely, and others more likely.
+    """
+    now, first = state.evaluation, state.first_evaluation
+    if now is None or first is None or not now.whole.of_pairs:
+        return None
+    before, after = (evaluation.whole.further.get("sft_loss") for evaluation in (first, now))
+    if before is None or after is None or after - before <= DISPLACED_NATS:
+        return None
+    return (
+        f"the log-probability of the chosen answers fell by {after - before:.3f} nats per token since step "
+        f"{first.step}, more than {DISPLACED_NATS}: their likelihood moves to other answers (likelihood displacement); "
+        "a larger --dpo_beta, a smaller --lr or --sft_weight 0.2 keeps it"
+    )
 
 
 def describe_mixture(run: PreparedRun, seen: list[int] | None = None) -> list[Table]:

@@ -1,0 +1,302 @@
+"""Preference objectives: their formulas, and runs on pairs that do not depend on packing, ranks or interruptions."""
+
+import csv
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM
+
+from arguments import PreferenceArguments
+from fabric_train.data.batch import Batch
+from fabric_train.data.token_dataset import open_dataset
+from fabric_train.model.lm_head_loss import compute_loss_in_head
+from fabric_train.training.objective import sum_by_source
+from fabric_train.training.preference import LOSSES, Pairs, Preference, answers_of
+from tests.support import short_runs
+from tests.support.forked_runs import ForkedRuns
+from tests.support.pair_datasets import tokenize, write_model, write_source
+
+GIVEN = {
+    "dpo": PreferenceArguments(objective="dpo", dpo_beta=0.3, label_smoothing=0.2, sft_weight=0.5),
+    "dpo_norm": PreferenceArguments(objective="dpo", dpo_beta=5.0, length_normalised=True),
+    "ipo": PreferenceArguments(objective="ipo", dpo_beta=0.4),
+    "simpo": PreferenceArguments(objective="simpo", dpo_beta=2.0, simpo_gamma=1.1, label_smoothing=0.1),
+    "orpo": PreferenceArguments(objective="orpo", dpo_beta=0.7),
+}
+FIGURES = ("train_loss", "grad_norm", "train_margin", "train_logp_chosen", "train_accuracy", "train_length_rejected")
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x))
+
+
+def by_hand(name: str, logs: tuple[float, float], reference: tuple[float, float], tokens: tuple[int, int]) -> float:
+    """Return the loss of a pair as TRL computes it, without the part of ``sft_weight``."""
+    given = GIVEN[name]
+    beta, smoothing = given.dpo_beta, given.label_smoothing
+    mean = [value / count for value, count in zip(logs, tokens, strict=True)]
+    ratios = [value - other for value, other in zip(logs, reference, strict=True)]
+    mean_ratios = [value / count for value, count in zip(ratios, tokens, strict=True)]
+    if name == "ipo":
+        return (mean_ratios[0] - mean_ratios[1] - 1 / (2 * beta)) ** 2
+    if name == "orpo":
+        odds = [math.log(math.exp(one) / (1 - math.exp(one))) for one in mean]
+        return -mean[0] - beta * log_sigmoid(odds[0] - odds[1])
+    if name == "simpo":
+        margin = beta * (mean[0] - mean[1]) - given.simpo_gamma
+    else:
+        chosen, rejected = mean_ratios if name == "dpo_norm" else ratios
+        margin = beta * (chosen - rejected)
+    return -(1 - smoothing) * log_sigmoid(margin) - smoothing * log_sigmoid(-margin)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_loss_is_that_of_its_paper(name: str) -> None:
+    pairs = [((-9.0, -11.5), (-10.0, -10.2), (5, 8)), ((-2.0, -1.0), (-1.5, -2.5), (4, 2))]
+    columns = zip(*((*logs, *reference, *tokens) for logs, reference, tokens in pairs), strict=True)
+    given = GIVEN[name]
+    losses = LOSSES[given.objective](Pairs(*(torch.tensor(one, dtype=torch.float64) for one in columns)), given)
+    assert losses.tolist() == pytest.approx([by_hand(name, *pair) for pair in pairs], rel=1e-12)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("sources")
+    return [write_source(folder / "a.jsonl", range(12)), write_source(folder / "b.jsonl", range(40, 47))]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, sources: list[Path]) -> Path:
+    return tokenize(tmp_path_factory.mktemp("packed") / "tokens", model_dir, sources)
+
+
+@pytest.fixture(scope="module")
+def one_a_row(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, sources: list[Path]) -> Path:
+    return tokenize(tmp_path_factory.mktemp("padded") / "tokens", model_dir, sources, packing="none", max_length=96)
+
+
+def sums_alone(model: Any, batch: Batch) -> torch.Tensor:
+    """Return the log-probabilities of both answers of each pair, [P, 2]: each sequence alone, by full logits."""
+    assert batch.documents is not None
+    ids, labels = batch.input_ids.flatten(), batch.labels.flatten()
+    sums = []
+    for begin, end in zip(batch.documents.borders[:-1].tolist(), batch.documents.borders[1:].tolist(), strict=True):
+        logits = model(input_ids=ids[None, begin:end]).logits[0, :-1]
+        losses = F.cross_entropy(logits, labels[begin + 1 : end], reduction="none", ignore_index=-100)
+        sums.append(-losses.double().sum())
+    return torch.stack(sums).view(-1, 2)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_loss_and_gradient_are_those_of_each_answer_alone_by_full_logits(
+    name: str, model_dir: Path, packed: Path
+) -> None:
+    batch = open_dataset(str(packed)).train.__getitems__([0, 1, 2])
+    reference = torch.randn(batch.num_pairs, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 30
+    model, plain = (LlamaForCausalLM.from_pretrained(model_dir).eval() for _ in range(2))
+    assert compute_loss_in_head(model)
+    objective = Preference(GIVEN[name])
+    found = objective.loss(model, replace(batch, reference=reference))
+    found.total.backward()
+    sums = sums_alone(plain, batch)
+    tokens = torch.tensor([(part != -100).sum() for part in _answers(batch)]).double().view(-1, 2)
+    pairs = Pairs(*sums.T, *(reference if GIVEN[name].needs_reference else 0 * reference).T, *tokens.T)
+    losses = LOSSES[GIVEN[name].objective](pairs, GIVEN[name])
+    losses = losses - GIVEN[name].sft_weight * sums[:, 0] / tokens[:, 0]
+    losses.sum().backward()
+    assert batch.pieces is not None
+    assert found.of_pieces is not None
+    torch.testing.assert_close(found.of_pieces, losses.detach(), rtol=1e-5, atol=1e-6)
+    by_source = sum_by_source(found.of_pieces, batch.pieces.sources, 2)
+    assert by_source.sum().item() == pytest.approx(float(found.total.detach()), rel=1e-12)
+    for (parameter, weight), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert weight.grad is not None and other.grad is not None  # noqa: PT018 - of one weight
+        difference = (weight.grad - other.grad).norm() / other.grad.norm()
+        assert difference < 1e-5, (parameter, difference)
+
+
+def _answers(batch: Batch) -> list[torch.Tensor]:
+    assert batch.documents is not None
+    return list(batch.labels.flatten().tensor_split(batch.documents.borders[1:-1].tolist()))
+
+
+def test_a_rank_without_rows_takes_part_in_the_backward_pass(model_dir: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(model_dir)
+    compute_loss_in_head(model)
+    empty = Batch(torch.zeros(1, 2, dtype=torch.int64), torch.full((1, 2), -100))
+    loss = Preference(GIVEN["orpo"]).loss(model, empty)
+    loss.total.backward()
+    assert (loss.total.item(), loss.of_pieces) == (0, None)
+    assert not any(weight.grad.any() for weight in model.parameters() if weight.grad is not None)
+
+
+def argv(model: Path, tokens: Path, run: Path, **options: object) -> list[str]:
+    given: dict[str, object] = {
+        "objective": "dpo",
+        "eval_at_start": "true",
+        "eval_iters": None,
+        "max_step": 3,
+        "number_epochs": 9,
+    }
+    given |= {"total_batch_size": None, "save_step_interval": 2, "eval_step_interval": 3, "lr": 3e-3}
+    return short_runs.argv(model, tokens, run, **(given | options))
+
+
+def table(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def whole_windows(tokens: Path, ranks: int, rows: int) -> dict[str, object]:
+    """Return the options with which a window has all rows, so that it has the same pairs however they are packed."""
+    together = ranks * rows
+    accumulation = -(-len(open_dataset(str(tokens)).train) // together)
+    return {"micro_batch_size": rows, "gradient_accumulation_steps": accumulation, "eval_batch_size": rows}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, model_dir: Path, packed: Path) -> Path:
+    """A run on packed pairs by one process."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    forked_runs.start(argv(model_dir, packed, run, **whole_windows(packed, 1, 2)), 1).finish()
+    return run
+
+
+def test_the_first_loss_is_ln_2_and_the_reward_0(straight: Path) -> None:
+    start, first, *_ = table(straight)
+    for row, split in ((start, "val"), (first, "train")):
+        assert float(row[f"{split}_loss"]) == pytest.approx(math.log(2), abs=1e-6)
+        assert float(row[f"{split}_margin"]) == pytest.approx(0, abs=1e-6)
+    assert float(table(straight)[-1]["train_loss"]) < 0.65
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "parallelism", "rows"),
+    [("packed", 2, "fsdp", 1), ("one_a_row", 2, "fsdp2", 2), ("one_a_row", 2, "ddp", 3), ("one_a_row", 1, "single", 1)],
+)
+def test_losses_do_not_depend_on_packing_ranks_or_micro_batches(
+    request: pytest.FixtureRequest,
+    forked_runs: ForkedRuns,
+    tmp_path: Path,
+    model_dir: Path,
+    straight: Path,
+    layout: str,
+    ranks: int,
+    parallelism: str,
+    rows: int,
+) -> None:
+    tokens = request.getfixturevalue(layout)
+    given = {"parallelism": parallelism, **whole_windows(tokens, ranks, rows)}
+    forked_runs.start(argv(model_dir, tokens, tmp_path / "run", **given), ranks).finish()
+    for row, other in zip(table(straight), table(tmp_path / "run"), strict=True):
+        columns = [name for name in row if name in FIGURES or name.startswith(("train_loss/", "val_"))]
+        found, expected = ([float(one[name] or "nan") for name in columns] for one in (other, row))
+        assert found == pytest.approx(expected, rel=2e-6, abs=2e-6, nan_ok=True), dict(zip(columns, found, strict=True))
+
+
+def test_a_killed_run_whose_reference_is_deleted_goes_on_as_if_nothing_had_happened(
+    forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, straight: Path
+) -> None:
+    tokens, run = Path(shutil.copytree(packed, tmp_path / "tokens")), tmp_path / "run"
+    shutil.rmtree(tokens / "reference", ignore_errors=True)
+    given = argv(model_dir, tokens, run, **whole_windows(tokens, 1, 2))
+    kill = short_runs.at_point("os.kill(os.getpid(), signal.SIGKILL)", 3, "OPTIMIZER", ranks=(0,))
+    assert forked_runs.start(given, 1, before=kill).wait() == [-9]
+    assert short_runs.checkpoints(run)[-1] in (1, 2)
+    (folder,) = (tokens / "reference").iterdir()
+    before = (folder / "train.npy").read_bytes()
+    shutil.rmtree(tokens / "reference")
+    forked_runs.start([*given, "--resume", "true"], 1).finish()
+    assert (folder / "train.npy").read_bytes() == before
+    assert short_runs.metrics(run) == short_runs.metrics(straight)
+    weights = (one / "checkpoints" / "step-00000003" / "model.safetensors" for one in (run, straight))
+    first, second = (one.read_bytes() for one in weights)
+    assert first == second
+
+
+def test_a_reference_of_something_else_is_refused_by_name(
+    forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, straight: Path
+) -> None:
+    del straight  # has written the reference
+    tokens = Path(shutil.copytree(packed, tmp_path / "tokens"))
+    (folder,) = (tokens / "reference").iterdir()
+    content = json.loads((folder / "reference.json").read_text())
+    assert content["made_of"]["dtype"] == "32-true"
+    for what in ("model", "dtype", "token dataset", "attention"):
+        changed = content | {"made_of": content["made_of"] | {what: "another"}}
+        (folder / "reference.json").write_text(json.dumps(changed))
+        run = forked_runs.start(argv(model_dir, tokens, tmp_path / "run"), 1)
+        assert run.wait() == [2]
+        assert f"reference.json: of another {what}" in run.stderr()
+    (folder / "reference.json").write_text(json.dumps(content))
+    values = bytearray((folder / "train.npy").read_bytes())
+    values[-1] ^= 1
+    (folder / "train.npy").write_bytes(values)
+    run = forked_runs.start(argv(model_dir, tokens, tmp_path / "run"), 1)
+    assert run.wait() == [2]
+    assert "train.npy: damaged" in run.stderr()
+
+
+def test_the_reference_of_an_adapter_is_its_base_without_dropout(
+    forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, straight: Path
+) -> None:
+    (folder,) = (packed / "reference").iterdir()
+    given = {**whole_windows(packed, 1, 2), "adapter": "lora", "lora_rank": 4, "lora_dropout": 0.5, "lr": 3e-2}
+    run = forked_runs.start(argv(model_dir, packed, tmp_path / "run", **given), 1)
+    run.finish()
+    assert list((packed / "reference").iterdir()) == [folder]  # that of the run of all weights is read
+    assert "reference log-probabilities of" not in run.stdout()
+    start, first, *_ = table(tmp_path / "run")
+    assert float(start["val_loss"]) == float(table(straight)[0]["val_loss"])
+    assert float(first["train_loss"]) == pytest.approx(math.log(2), abs=1e-6)  # B of the adapter is 0
+
+
+def test_another_reference_is_compared_with_and_named(
+    forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, straight: Path
+) -> None:
+    given = {"reference": straight / "latest", "best_by": "accuracy", "max_step": 1}
+    given |= whole_windows(packed, 1, 2) | {"label_smoothing": 0.1, "sft_weight": 0.2, "dpo_beta": 0.5}
+    forked_runs.start(argv(model_dir, packed, tmp_path / "run", **given), 1).finish()
+    first = table(tmp_path / "run")[1]
+    model, latest = (
+        LlamaForCausalLM.from_pretrained(one).eval() for one in (model_dir, straight / "checkpoints" / "step-00000003")
+    )
+    rows = open_dataset(str(packed)).train
+    batch = rows.__getitems__(range(len(rows)))
+    with torch.no_grad():
+        ratios = answers_of(model, batch)[0] - answers_of(latest, batch)[0]
+    assert float(first["train_margin"]) == pytest.approx(0.5 * float(ratios.diff(dim=1).mean().neg()), rel=1e-4)
+    saved = json.loads((tmp_path / "run" / "checkpoints" / "step-00000001" / "trainer.json").read_text())
+    assert saved["reference"]["place"].endswith("step-00000003")
+    assert saved["arguments"]["best_by"] == "accuracy"
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"objective": "sft"}, "preference pairs, which --objective sft does not train on"),
+        ({"isolate_documents": "false"}, "leave --isolate_documents false out"),
+        ({"objective": "simpo", "reference": "x"}, "--reference is of --objective dpo, ipo, not simpo"),
+        ({"objective": "sft", "dpo_beta": 0.2}, "--dpo_beta is of --objective dpo, ipo, simpo, orpo, not sft"),
+        ({"reference": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(
+    forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, options: dict[str, object], fault: str
+) -> None:
+    run = forked_runs.start(argv(model_dir, packed, tmp_path / "run", **options), 1)
+    assert run.wait() == [2]
+    assert fault in run.stderr()
+    assert len(run.stderr().strip().splitlines()) == 1
