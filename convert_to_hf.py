@@ -47,6 +47,10 @@ class ConvertArguments(PushArguments):
     """Of a run with an adapter, export the whole model, with the adapter merged into its weights; without this, export
     the adapter as a folder of peft.
     """
+    merge_into: Literal["original", "dequantized"] = "original"
+    """With --merge true, of an adapter that was trained on weights in 4 bits: merge it into the original weights, or
+    into what the 4 bits stand for. The difference from the model as it was trained is measured.
+    """
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of the exported weights; an adapter keeps its own, float32."""
     max_shard_size: str = "5GB"
@@ -69,6 +73,8 @@ class ConvertArguments(PushArguments):
             faults.append(f"--average: expected last:K such as last:5, or all; got {self.average!r}")
         if self.average_decay != 1 and self.average is None:
             faults.append(f"--average_decay {self.average_decay:g} needs --average: last:K, or all")
+        if self.merge_into != "original" and not self.merge:
+            faults.append(f"--merge_into {self.merge_into} needs --merge true")
         are_several = len(self.checkpoint) > 1 or any(os.path.basename(path) == "all" for path in self.checkpoint)
         if are_several and self.average is None and (self.revision or self.create_pr):
             faults.append(
@@ -93,12 +99,13 @@ def main() -> None:
     paths, output_dir = [Path(path) for path in arguments.checkpoint], Path(arguments.output_dir)
     dtype = getattr(torch, arguments.dtype)
     request = PushRequest.of(arguments, "model") if arguments.push_to_hub else None
+    merges = arguments.merge_into if arguments.merge else None
     if arguments.average:
         targets = plan_average(
-            paths, output_dir, arguments.average, arguments.average_decay, dtype, request is not None, arguments.merge
+            paths, output_dir, arguments.average, arguments.average_decay, dtype, request is not None, merges
         )
     else:
-        targets, damaged = plan_targets(paths, output_dir, dtype, request is not None, arguments.merge)
+        targets, damaged = plan_targets(paths, output_dir, dtype, request is not None, merges)
     if request:
         check_push(request)
     quiet_transformers()
@@ -193,6 +200,8 @@ def print_report(report: "VerificationReport", name: str) -> None:
     if report.adapted and report.rounded:
         table.add_row("a logit, adapter merged in fp32", f"{report.adapted.max_difference:g} from base + adapter")
         table.add_row(f"a logit, then rounded to {report.dtype}", f"{report.rounded.max_difference:g} from them")
+    if report.trained:
+        table.add_row("the same", f"{report.trained.max_difference:g} from base in 4 bits + adapter")
     if logits:
         table.add_row("largest difference of a logit", f"{logits.max_difference:g} of {logits.compared:,} logits")
     table.add_row("settings that differ", ", ".join(report.settings) or "none")

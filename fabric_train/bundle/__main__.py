@@ -26,7 +26,8 @@ class BundleArguments:
     """Folder to write; must not exist yet."""
     model: str | None = None
     """Model and tokenizer: a hub name, a Hugging Face folder with safetensors, or a full checkpoint: RUN, RUN/best,
-    RUN/latest, RUN/step-500 or its folder. Default: model_name of the recipe.
+    RUN/latest, RUN/step-500 or its folder. Of an adapter, also a folder of peft, the bundle has the base model too, and
+    its run begins with both. Default: model_name of the recipe.
     """
     data: list[str] | None = None
     """Token datasets from tokenize_dataset.py: for a recipe that mixes, those of its train_data_dir in the same order;
@@ -64,6 +65,14 @@ def main(argv: list[str] | None = None) -> None:
     if faults:
         raise InputError(*faults)
     recipe.check(data)
+
+    from fabric_train.bundle.adapter import find_adapter  # slow
+    from fabric_train.checkpoint import find_whole_checkpoint, means_checkpoint
+
+    if means_checkpoint(Path(model)):
+        model = str(find_whole_checkpoint(Path(model)))
+    adapter = find_adapter(model, recipe)
+    model = adapter.base if adapter else model
     if recipe.path:  # as training will, with this model and these token datasets
         trained = data if recipe.mixes else data[:1]
         try:
@@ -73,13 +82,11 @@ def main(argv: list[str] | None = None) -> None:
 
     from fabric_train.bundle.collect import Request, collect  # slow
     from fabric_train.bundle.wheels import Target
-    from fabric_train.checkpoint import find_whole_checkpoint, means_checkpoint
 
-    if means_checkpoint(Path(model)):
-        model = str(find_whole_checkpoint(Path(model)))
     target = Target(arguments.python, arguments.cuda)
     output = Path(arguments.output)
-    parts, notes, digest = collect(Request(model, tuple(map(Path, data)), target, recipe, arguments.tasks), output)
+    request = Request(model, tuple(map(Path, data)), target, recipe, arguments.tasks, adapter)
+    parts, notes, digest = collect(request, output)
     width = max(len(part.name) for part in parts)
     for part in parts:
         print(f"{part.name:<{width}} {show_size(part.num_bytes):>10}  {part.num_files:>4} files  {part.description}")

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fabric_train.bundle.recipe import CONFIGURATION, Recipe
+from fabric_train.bundle.adapter import BundledAdapter
+from fabric_train.bundle.recipe import ADAPTER, CONFIGURATION, Recipe
 from fabric_train.bundle.wheels import Target, download_wheels, estimated_bytes, installed_bytes
 from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.argument_types import show_size
@@ -52,6 +53,22 @@ class Request:
     target: Target
     recipe: Recipe  # arguments of a run; model, data and output become those of the bundle
     tasks: str | None = None  # file of ``evaluate.py --tasks``
+    adapter: BundledAdapter | None = None  # of the model
+
+    @property
+    def of_adapter(self) -> dict[str, str]:
+        """The arguments of a run that begins with the adapter; the recipe may have another ``base_weights``."""
+        if self.adapter is None:
+            return {}
+        return {"init_adapter": ADAPTER, **({"base_weights": kind} if (kind := self.adapter.base_weights) else {})}
+
+    @property
+    def extras(self) -> list[str]:
+        """The extras of this program that the run and what follows it need."""
+        given = {**self.of_adapter, **self.recipe.given}
+        trains_adapter = any(given.get(name) is not None for name in ("adapter", "lora_rank", "init_adapter"))
+        needed = {"eval": self.tasks, "peft": trains_adapter, "bitsandbytes": given.get("base_weights")}
+        return [name for name, is_needed in needed.items() if is_needed]
 
     @property
     def places(self) -> list[str]:  # of the token datasets in the bundle
@@ -96,24 +113,26 @@ def collect(request: Request, output: Path) -> tuple[list[Part], list[str], str]
         else:
             with with_own_names():
                 download(request.model, folder / "model")
+        if request.adapter:
+            _copy(list(request.adapter.files()), folder)
+            request.adapter.finish(folder)
         print_errors("[2/5] token datasets and source")
         tops = [(_ROOT / name, Path("source", name)) for name in _SOURCE]
         program = [file for top, place in tops for file in _files_in(top, place)]
         _copy([*data, *program, *tasks], folder)
-        request.recipe.write(request.places, folder)
+        request.recipe.write(request.places, folder, request.of_adapter)
         print_errors(f"[3/5] check a run with {CONFIGURATION} in the bundle")
         _check_inside(request.target, folder)
         print_errors(f"[4/5] wheels for {request.target}")
         with _spinner() as show:
-            extras = ["eval"] if request.tasks else []
-            download_wheels(request.target, _ROOT / "requirements.txt", folder / "wheels", show, extras)
+            download_wheels(request.target, _ROOT / "requirements.txt", folder / "wheels", show, request.extras)
         print_errors(f"[5/5] {_CHECKSUMS}")
         num_files = _write_checksums(folder)
         installer = Path(__file__).with_name(_INSTALLER).read_text(encoding="utf-8")
         for name, value in {
             "PYTHON": request.target.python,
             "MACHINE": request.target.machine,
-            "SOURCE": "source[eval]" if request.tasks else "source",
+            "SOURCE": f"source[{','.join(request.extras)}]" if request.extras else "source",
             "CHECKSUMS_SHA256": sha256(folder / _CHECKSUMS),
             "NUM_FILES": num_files,
             "INSTALLED_BYTES": installed_bytes(folder / "wheels"),
@@ -220,6 +239,7 @@ def _write_checksums(folder: Path) -> int:
 def _parts(request: Request, folder: Path) -> list[Part]:
     described = {
         "model": request.model,
+        **({ADAPTER: str(request.adapter.folder)} if request.adapter else {}),
         **{place: str(path) for place, path in zip(request.places, request.data, strict=True)},
         "wheels": str(request.target),
         "source": "this project, with configs/, docker/ and launch/",

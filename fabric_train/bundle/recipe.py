@@ -9,7 +9,8 @@ from fabric_train.cli import yaml_core
 from fabric_train.cli.argument_types import GivenShares, Shares, split_name
 from fabric_train.cli.errors import InputError
 
-CONFIGURATION = "train.yaml"
+CONFIGURATION, MODEL, ADAPTER = "train.yaml", "model", "adapter"
+"""The names of the configuration and of the folders of model and adapter in a bundle."""
 _OF_SHARES = ("shares", "token_shares")
 _NOT_IN_A_BUNDLE = {
     "streaming_dataset": "tokenize its texts, and give --data",
@@ -50,10 +51,13 @@ class Recipe:
         if faults:
             raise InputError(*faults)
 
-    def write(self, data: Sequence[str], folder: Path) -> None:
-        """Write ``train.yaml`` and the files that it names; ``data`` are the bundle's token datasets, in its order."""
+    def write(self, data: Sequence[str], folder: Path, more: Mapping[str, Any]) -> None:
+        """Write ``train.yaml`` and the files that it names.
+
+        ``data`` are the bundle's token datasets, in its order; ``more`` are arguments that the recipe may have.
+        """
         places = dict(zip(self.data or data, data, strict=False))
-        given = dict(self.given)
+        given = {**more, **self.given, **{name: value for name, value in more.items() if name == "init_adapter"}}
         for name in _OF_SHARES:
             if given.get(name) is not None:
                 given[name] = _with_places(Shares(f"--recipe {self.path}: {name}", given[name]), places)
@@ -64,7 +68,7 @@ class Recipe:
                 (folder / "recipe").mkdir(exist_ok=True)
                 (folder / given[name]).write_text(text, encoding="utf-8")
         trained = list(data) if self.mixes and len(data) > 1 else data[0]
-        given |= {"model_name": "model", "train_data_dir": trained, "output_dir": "runs/1"}
+        given |= {"model_name": MODEL, "train_data_dir": trained, "output_dir": "runs/1"}
         more = [] if self.mixes else data[1:]
         others = f"# Other token datasets: {', '.join(more)}\n" if more else ""
         text = f"# python -m fabric_train --config {CONFIGURATION}, in this folder\n{others}{yaml_core.dump(given)}"

@@ -22,6 +22,7 @@ from fabric_train.checkpoint.adapter_folder import (
     is_adapter,
     is_exported_adapter,
     open_adapted,
+    open_frozen,
     read_base_name,
 )
 from fabric_train.checkpoint.discovery import (

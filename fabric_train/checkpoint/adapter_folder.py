@@ -4,6 +4,7 @@ The adapter is the same on all ranks, and is written once, in one file. Its base
 and has a fingerprint of its weights, by which one that has moved or changed is found.
 """
 
+import copy
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,11 +29,17 @@ from fabric_train.model.adapter import (
     materialize,
     start_magnitudes,
 )
-from fabric_train.model.hf_model import ModelShape
-from fabric_train.model.load_weights import MetaModel, find_safetensors, open_checkpoint, open_pretrained
-from fabric_train.model.nf4 import QuantizedWeights, quantize_layers
+from fabric_train.model.hf_model import ModelShape, read_shape, trains_head_apart
+from fabric_train.model.load_weights import (
+    MetaModel,
+    build_on_meta,
+    find_safetensors,
+    open_checkpoint,
+    open_pretrained,
+)
+from fabric_train.model.nf4 import QuantizedWeights, check_installed, quantize_layers
 from fabric_train.model.origin import AdapterBase
-from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, open_weights
+from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights, open_weights
 
 if TYPE_CHECKING:
     from arguments import AdapterArguments
@@ -40,6 +47,8 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What peft's names begin with, before the name in transformers' model."""
+TIED = "tied"
+"""The key in the file's metadata for second names of tied weights: peft takes embedding and head for two modules."""
 _NOT_COMPUTED = (
     *("rank_pattern", "alpha_pattern", "layer_replication", "target_parameters", "trainable_token_indices"),
     *("lora_bias", "use_qalora", "eva_config", "corda_config"),
@@ -68,6 +77,13 @@ def is_adapter(folder: Path) -> bool:
 def is_exported_adapter(folder: Path) -> bool:
     """Return whether this is a folder with an adapter that is no checkpoint of a run."""
     return is_adapter(folder) and not (folder / "trainer.json").is_file()
+
+
+def can_be_taken_off(folder: Path) -> bool:
+    """Return whether an adapter is only matrices beside those of its base, which peft can take off again."""
+    config = read_json(folder / CONFIG, dict, _ADVICE)
+    others = any(config.get(name) for name in ("modules_to_save", *_NOT_COMPUTED))
+    return config.get("peft_type") == "LORA" and config.get("bias", "none") == "none" and not others
 
 
 def check_files(folder: Path) -> None:
@@ -138,13 +154,26 @@ def read_adapter(folder: Path) -> Adapter:
     )
 
 
+def trained_adapter(checkpoint: Path) -> Adapter:
+    """Return the settings of a checkpoint's adapter; its base weights are as the run had them, also in 4 bits.
+
+    Raises:
+        InputError: the adapter cannot be read, or bitsandbytes is missing.
+    """
+    base_weights = read_trainer_json(checkpoint).arguments.get("base_weights")
+    if base_weights:
+        check_installed()
+    return replace(read_adapter(checkpoint), base_weights=base_weights)
+
+
 class AdapterTensors:
     """The tensors of an adapter_model.safetensors by the names in transformers' model; see ``StoredTensors``."""
 
     def __init__(self, folder: Path) -> None:
         check_files(folder)
         self._tensors = CheckpointTensors([folder / WEIGHTS], _ADVICE)
-        self._stored = {name.removeprefix(PREFIX): name for name in self._tensors}
+        tied = self._tensors.metadata.get(TIED, "").split()
+        self._stored = {name.removeprefix(PREFIX): name for name in self._tensors if name not in tied}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -227,11 +256,60 @@ def _base_at(name: str) -> AdapterBase:
 
 
 def open_base(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaModel:
-    """Build the base of an adapter in ``dtype``, without the adapter; ``shape`` may have one."""
+    """Build the base of an adapter in ``dtype``, without the adapter; ``shape`` may have one.
+
+    A head that the adapter trains apart from the embedding begins with the embedding's weights.
+    """
     of_base = replace(shape, source=base.place)
-    if (Path(base.place) / "trainer.json").is_file():
-        return open_checkpoint(of_base, Path(base.place), dtype)
-    return open_pretrained(of_base, dtype)
+    if shape.adapter is None or not (tied := _untied_head(shape, base)):
+        return _open_whole(of_base, dtype)
+    as_stored = copy.deepcopy(shape.config)
+    as_stored.tie_word_embeddings = True
+    opened = _open_whole(replace(of_base, config=as_stored), dtype)
+    if opened.weights is None:
+        raise InputError(f"{base.place}: its weights cannot be read in parts; save it again with save_pretrained")
+    return MetaModel(build_on_meta(of_base, dtype), _Renamed(opened.weights, tied))
+
+
+def _open_whole(shape: ModelShape, dtype: torch.dtype) -> MetaModel:
+    if (Path(shape.source) / "trainer.json").is_file():
+        return open_checkpoint(shape, Path(shape.source), dtype)
+    return open_pretrained(shape, dtype)
+
+
+def _untied_head(shape: ModelShape, base: AdapterBase) -> dict[str, str]:
+    """Return the embedding's name for the head's, if the adapter's model has a head apart and its base has not."""
+    assert shape.adapter is not None
+    if shape.config.tie_word_embeddings or not shape.adapter.train_also:
+        return {}
+    own: Any = build_on_meta(read_shape(base.place), torch.float32)
+    if not trains_head_apart(own, shape.adapter):
+        return {}
+    head, named = own.get_output_embeddings().weight, own.named_parameters(remove_duplicate=False)
+    first, *others = (name for name, parameter in named if parameter is head)
+    return dict.fromkeys(others, first)
+
+
+class _Renamed:
+    """Weights of which some are read under other names; see ``Weights``."""
+
+    def __init__(self, weights: Weights, names: dict[str, str]) -> None:
+        self._weights, self._names = weights, names
+
+    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        return self._weights.read_block(self._names.get(name, name), offsets, shape)
+
+
+def open_frozen(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaModel:
+    """Build the base of an adapter as :func:`open_base` does, its layers in 4 bits if ``shape.adapter`` says so."""
+    opened = open_base(shape, base, dtype)
+    if shape.adapter is None or not shape.adapter.base_weights:
+        return opened
+    if opened.weights is None:
+        raise InputError(f"--base_weights nf4: the weights of {base.place} cannot be read in parts; save it again")
+    layers = [module for module in opened.model.modules() if type(module) in shape.layer_classes]
+    quantize_layers(layers, dtype, shape.adapter.train_also)
+    return replace(opened, weights=QuantizedWeights(opened.model, opened.weights, dtype))
 
 
 def open_adapted(
@@ -242,19 +320,12 @@ def open_adapted(
     ``shape`` is of the model with the adapter; ``seed`` is for the weights of a new one.
     """
     assert shape.adapter is not None
-    opened = open_base(shape, base, dtype)
     stored = AdapterTensors(adapter) if adapter else None
     if stored is not None and adapter is not None:
         check_fits(stored, shape.trained, adapter)
-    of_base = opened.weights
-    if shape.adapter.base_weights:
-        if of_base is None:
-            raise InputError(f"--base_weights nf4: the weights of {base.place} cannot be read in parts; save it again")
-        layers = [module for module in opened.model.modules() if type(module) in shape.layer_classes]
-        quantize_layers(layers, dtype, shape.adapter.train_also)
-        of_base = QuantizedWeights(opened.model, of_base, dtype)
+    opened = open_frozen(shape, base, dtype)
     attach(opened.model, shape.adapter, base.place)
-    weights = AdaptedWeights(of_base, seed, stored)
+    weights = AdaptedWeights(opened.weights, seed, stored)
     if opened.weights is not None:
         return MetaModel(opened.model, weights)
     materialize(opened.model, torch.device("cpu"))

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from fabric_train.cli.errors import InputError
 from fabric_train.evaluation import loss_table
 from fabric_train.evaluation.arguments import EvaluateArguments
@@ -19,6 +21,7 @@ from fabric_train.evaluation.models import (
     score_texts,
     scoring_progress,
 )
+from fabric_train.evaluation.models_in_turn import ModelsInTurn
 from fabric_train.evaluation.texts import (
     EncodedText,
     EvaluatedText,
@@ -61,7 +64,10 @@ def compare_models(arguments: EvaluateArguments) -> None:
     cache, batch_tokens = LossCache(folder / FOLDER), arguments.batch_tokens
     parts = ((model, part) for model in models for text in encoded[model.name] for part in text.parts())
     with scoring_progress(sum(len(part.tokens) for model, part in parts if not cache.has(model, part))) as show:
-        losses = {model.name: score_texts(model, encoded[model.name], cache, batch_tokens, show) for model in models}
+        in_turn, losses, bases = ModelsInTurn(), dict[str, list[np.ndarray]](), [model.base for model in models]
+        for model in sorted(models, key=lambda model: bases.index(model.base)):  # those of one base follow each other
+            losses[model.name] = score_texts(model, encoded[model.name], cache, batch_tokens, show, in_turn)
+        del in_turn
     new = {
         model.name: loss_table.document_losses(model.name, model.weights, encoded[model.name], losses[model.name])
         for model in models

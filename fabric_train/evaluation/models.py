@@ -27,15 +27,15 @@ from fabric_train.checkpoint import (
     is_short_name,
     means_all,
     read_base_name,
+    read_trainer_json,
 )
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.cli.output import open_console
 from fabric_train.data.batch import Batch
 from fabric_train.data.token_dataset import TokenDataset
+from fabric_train.evaluation.models_in_turn import ModelsInTurn
 from fabric_train.evaluation.texts import NUM_DIGITS, EncodedText, ScoredPart, device_kind, full_digest
-from fabric_train.inference.load_model import load_for_inference
 from fabric_train.model.hf_model import check_readable, load_hf_tokenizer, read_shape
-from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenizers
 from fabric_train.tokenization.workers import ThrottledLog
 from fabric_train.training.objective import CrossEntropy
@@ -56,6 +56,7 @@ class ComparedModel:
     tokenizer_id: str  # the same for tokenizers that give the same ids
     max_positions: int | None  # None without a limit
     vocab_size: int  # rows of its embedding
+    base: str  # the place of its weights, or of those that its adapter is put on
 
     @property
     def weights(self) -> str:
@@ -117,7 +118,10 @@ def _find_whole(name: str) -> ComparedModel:
         raise InputError(f"--models {name}: its tokenizer has neither BOS nor EOS, which begins a text; add one")
     identity = identity_of_files(Path(source)) if Path(source).is_dir() else f"{source} {shape.config._commit_hash}"
     of_tokenizer = (tokenizer, _tokenizer_id(tokenizer))
-    return ComparedModel(name, source, is_checkpoint, identity, *of_tokenizer, shape.max_positions, shape.vocab_size)
+    saved = read_trainer_json(Path(source)).adapter_base if is_checkpoint else None
+    base = saved.place if saved else os.path.realpath(source) if Path(source).is_dir() else source
+    sizes = (shape.max_positions, shape.vocab_size)
+    return ComparedModel(name, source, is_checkpoint, identity, *of_tokenizer, *sizes, base)
 
 
 def check_tokenizer(model: ComparedModel, dataset: TokenDataset) -> None:
@@ -213,7 +217,12 @@ class LossCache:
 
 
 def score_texts(
-    model: ComparedModel, texts: Sequence[EncodedText], cache: LossCache, batch_tokens: int, show: ShowScored
+    model: ComparedModel,
+    texts: Sequence[EncodedText],
+    cache: LossCache,
+    batch_tokens: int,
+    show: ShowScored,
+    in_turn: ModelsInTurn,
 ) -> list[np.ndarray]:
     """Return the loss of each predicted token of texts in nats, fp32 [N] for each; a RunError if one is not finite.
 
@@ -226,7 +235,7 @@ def score_texts(
         for part in text.parts():
             losses = cache.read(model, part)
             if losses is None:
-                loaded = loaded or load_to_score(model)
+                loaded = loaded or in_turn.load(model.source)
                 losses = score_part(loaded, text, part, batch_tokens, partial(show, model.name))
                 if not (is_finite := np.isfinite(losses)).all():
                     place = text.place(int(text.owners[part.tokens.start + int(np.argmin(is_finite))]))
@@ -238,25 +247,11 @@ def score_texts(
     return of_texts
 
 
-def load_to_score(model: ComparedModel) -> Any:
-    """Load a model so that its logits are fp32: all in fp32 on a CPU; on a GPU the layers are in bfloat16.
-
-    The head of a model that is spread over devices, or that ``compute_loss_in_head`` leaves alone, stays as it is.
-    """
-    loaded, _ = load_for_inference(model.source)
-    if loaded.device.type == "cpu":
-        loaded = loaded.float()
-    is_spread = hasattr(loaded, "hf_device_map")  # there, accelerate moves the head's input in its forward
-    if not is_spread and compute_loss_in_head(loaded):
-        loaded.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
-    return loaded
-
-
 @torch.no_grad()
 def score_part(
     model: Any, text: EncodedText, part: ScoredPart, batch_tokens: int, advance: Callable[[int], None]
 ) -> np.ndarray:
-    """Return the loss of each predicted token of a part in nats, fp32 [its tokens], by ``load_to_score``'s model."""
+    """Return the loss of each predicted token of a part in nats, fp32 [its tokens], by a model of ``ModelsInTurn``."""
     losses = np.zeros(len(part.tokens), dtype=np.float32)
     for batch in text.batches(part, batch_tokens):
         input_ids = batch.input_ids.to(model.device)

@@ -16,7 +16,7 @@ import xxhash
 from fabric_train.checkpoint import is_adapter, read_trainer_json
 from fabric_train.checkpoint.files import CHECKSUMS
 from fabric_train.cli.errors import InputError
-from fabric_train.export.merged import open_whole
+from fabric_train.export.merged import MergeInto, open_whole
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import load_hf_tokenizer
 from fabric_train.model.weight_files import StoredTensors
@@ -40,8 +40,8 @@ class AveragedTensors:
     or shapes.
     """
 
-    def __init__(self, parts: Sequence[AveragePart]) -> None:
-        self._parts: list[StoredTensors] = [open_whole(part.checkpoint) for part in parts]
+    def __init__(self, parts: Sequence[AveragePart], merges: MergeInto | None = None) -> None:
+        self._parts: list[StoredTensors] = [open_whole(part.checkpoint, merges) for part in parts]
         self._weights, self._last = [part.weight for part in parts], self._parts[-1]
         wanted = {name: list(self._last.shape(name)) for name in self._last}
         for part, tensors in zip(parts, self._parts, strict=True):
@@ -131,12 +131,12 @@ def _cannot_be_averaged(one: Path, other: Path, fault: str) -> InputError:
 class ExportSource:
     """A complete checkpoint, full or sharded, whose weights are exported; with ``parts``, up to it, their average.
 
-    One of an adapter is exported as an adapter, unless it ``merges`` it into the weights of its base.
+    One of an adapter is exported as an adapter, unless ``merges`` says into which weights of its base it is merged.
     """
 
     checkpoint: Path
     parts: tuple[AveragePart, ...] = ()
-    merges: bool = False
+    merges: MergeInto | None = None
 
     @property
     def is_adapter(self) -> bool:
@@ -144,11 +144,11 @@ class ExportSource:
         return is_adapter(self.checkpoint) and not self.merges
 
     def open_tensors(self) -> StoredTensors:
-        return AveragedTensors(self.parts) if self.parts else open_whole(self.checkpoint)
+        return AveragedTensors(self.parts, self.merges) if self.parts else open_whole(self.checkpoint, self.merges)
 
     def open_reference(self) -> StoredTensors:
         """Open the tensors to verify an export with: an average is computed in another way than for the export."""
-        return PlainAverage(self.parts) if self.parts else open_whole(self.checkpoint)
+        return PlainAverage(self.parts, self.merges) if self.parts else open_whole(self.checkpoint, self.merges)
 
     def identity(self) -> str:
         """Return a hash of the content that is exported, from the checksums of the checkpoints and their weights."""
@@ -156,11 +156,12 @@ class ExportSource:
         for part in self.parts or (AveragePart(self.checkpoint),):
             digest.update((part.checkpoint / CHECKSUMS).read_bytes() + repr(part.weight).encode())
         if self.merges:
-            digest.update(b"merged")
+            digest.update(b"merged" if self.merges == "original" else b"merged, dequantized")
         return digest.hexdigest()
 
     def describe(self) -> str:
         """Return the step, or the number of parts, in words."""
         step = f"step {read_trainer_json(self.checkpoint).state.step}"
-        merged = ", its adapter merged" if self.merges else ""
+        into = " into the dequantized weights" if self.merges == "dequantized" else ""
+        merged = f", its adapter merged{into}" if self.merges else ""
         return f"average of {len(self.parts)} checkpoints up to {step}{merged}" if self.parts else f"{step}{merged}"

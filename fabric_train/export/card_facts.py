@@ -22,6 +22,7 @@ from fabric_train.export.card_text import (
     last_part,
     listed,
 )
+from fabric_train.export.merged import MergeInto
 from fabric_train.model.origin import STAGES, ModelOrigin
 from fabric_train.tokenization.manifest import Manifest, SourceRecord, read_manifest
 from fabric_train.tokenization.reading.sources import place_of
@@ -48,6 +49,7 @@ class ModelRecord:
     certificate: StoredCertificate | None
     names: PublicNames  # of the sources
     parts: tuple[AveragePart, ...]  # whose average the weights are, this one the last; none if the weights are its own
+    merges: MergeInto | None  # the weights that its adapter is merged into; None for an adapter or a whole model
 
     def part_name(self, part: str) -> str:
         """Return the public name of a part of the last validation, see ``Evaluation.parts``."""
@@ -91,11 +93,13 @@ class ModelRecord:
         return list(dict.fromkeys([*before, *streamed, *stored]))
 
 
-def read_record(checkpoint: Path, parts: Sequence[AveragePart] = ()) -> ModelRecord:
+def read_record(checkpoint: Path, parts: Sequence[AveragePart] = (), merges: MergeInto | None = None) -> ModelRecord:
     """Return what a complete checkpoint says about its model."""
     saved, manifest = checkpoints.read_trainer_json(checkpoint), read_manifest(checkpoint)
     certificate = read_certificate(checkpoints.run_of(checkpoint), saved.state.step)
-    return ModelRecord(checkpoint, saved, manifest, saved.base_model, certificate, PublicNames(manifest), tuple(parts))
+    return ModelRecord(
+        checkpoint, saved, manifest, saved.base_model, certificate, PublicNames(manifest), tuple(parts), merges
+    )
 
 
 def stages_through(checkpoint: Path) -> tuple[checkpoints.TrainingStage, ...]:

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -23,10 +24,11 @@ from fabric_train.checkpoint import (
     saved_checkpoints,
     whole_checkpoints,
 )
-from fabric_train.checkpoint.adapter_folder import CONFIG, WEIGHTS
+from fabric_train.checkpoint.adapter_folder import CONFIG, PREFIX, TIED, WEIGHTS, AdapterTensors
 from fabric_train.cli.errors import InputError
 from fabric_train.export.average import AveragePart, ExportSource, check_one_model
 from fabric_train.export.hub_format import add_former_names, published, write_weights
+from fabric_train.export.merged import MergeInto, is_in_4_bits
 from fabric_train.export.model_card import CardFacts, write_card
 from fabric_train.export.verification import VerificationReport, is_verified_export, verify_in_fresh_process
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
@@ -61,7 +63,10 @@ def convert(
             write_adapter(source, folder, facts)
         else:
             write_export(source, folder, dtype, max_shard_size, facts)
-        return verify_in_fresh_process(folder, source, dtype)
+        report = verify_in_fresh_process(folder, source, dtype)
+        if report.trained:
+            write_card(source, folder, facts)  # again, with the difference from what was trained
+        return report
 
 
 def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts) -> None:
@@ -94,8 +99,12 @@ def write_adapter(source: ExportSource, folder: Path, facts: CardFacts) -> None:
     Its configuration names the base on the hub, if that is known, and else the folder that it was trained on.
     """
     checkpoint, saved = source.checkpoint, read_trainer_json(source.checkpoint)
-    shutil.copyfile(checkpoint / WEIGHTS, folder / WEIGHTS)
     config = read_json(checkpoint / CONFIG, dict, "use another checkpoint")
+    if tied := _tied_names(checkpoint):
+        _write_apart(checkpoint, folder / WEIGHTS, tied)
+        config["modules_to_save"] = [*config["modules_to_save"], *(name.rpartition(".")[0] for name in tied)]
+    else:
+        shutil.copyfile(checkpoint / WEIGHTS, folder / WEIGHTS)
     if saved.base_model and saved.base_model.repository and not saved.stages:
         config |= {"base_model_name_or_path": saved.base_model.repository, "revision": saved.base_model.revision}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -106,8 +115,23 @@ def write_adapter(source: ExportSource, folder: Path, facts: CardFacts) -> None:
     write_card(source, folder, facts)
 
 
+def _tied_names(checkpoint: Path) -> dict[str, str]:
+    """Return the second names of weights that trained whole, such as a tied head's, with their first names."""
+    model = build_on_meta(hf_model.read_shape(str(checkpoint)), torch.float32)
+    trained, named = {*AdapterTensors(checkpoint)}, {*model.named_parameters(remove_duplicate=False)}
+    first = {id(parameter): name for name, parameter in named if name in trained}
+    return {name: first[id(parameter)] for name, parameter in named if first.get(id(parameter), name) != name}
+
+
+def _write_apart(checkpoint: Path, file: Path, tied: dict[str, str]) -> None:
+    """Write an adapter with tied weights under each of their names, which peft takes for those of two modules."""
+    stored = load_file(checkpoint / WEIGHTS)
+    twins = {f"{PREFIX}{name}": stored[f"{PREFIX}{first}"].clone() for name, first in tied.items()}
+    save_file(stored | twins, file, metadata={"format": "pt", TIED: " ".join(twins)})
+
+
 def plan_targets(
-    paths: list[Path], output_dir: Path, dtype: torch.dtype, push: bool = False, merges: bool = False
+    paths: list[Path], output_dir: Path, dtype: torch.dtype, push: bool = False, merges: MergeInto | None = None
 ) -> tuple[dict[Path, ExportSource], list[str]]:
     """Return what to export for each folder to write, and the names of damaged checkpoints of ``RUN/all``.
 
@@ -126,7 +150,7 @@ def plan_targets(
             whole, left_out = checkpoints_of_all(path) if means_all(path) else ([find_whole_checkpoint(path)], [])
             damaged += [checkpoint.name for checkpoint in left_out]
             for checkpoint in whole:
-                source = ExportSource(checkpoint, merges=_merges(checkpoint, merges))
+                source = ExportSource(checkpoint, merges=_check_merge(checkpoint, merges))
                 target = output_dir if is_single else output_dir / checkpoint.name
                 if target in targets:
                     other = targets[target].checkpoint
@@ -156,7 +180,7 @@ def plan_average(
     decay: float,
     dtype: torch.dtype,
     push: bool = False,
-    merges: bool = False,
+    merges: MergeInto | None = None,
 ) -> dict[Path, ExportSource]:
     """Return the average that ``--average`` asks for, to be written as ``output_dir``.
 
@@ -188,7 +212,7 @@ def plan_average(
     check_one_model(checkpoints)
     ages = reversed(range(len(checkpoints)))
     parts = [AveragePart(checkpoint, decay**age) for checkpoint, age in zip(checkpoints, ages, strict=True)]
-    source = ExportSource(checkpoints[-1], tuple(parts), merges=_merges(checkpoints[-1], merges))
+    source = ExportSource(checkpoints[-1], tuple(parts), merges=_check_merge(checkpoints[-1], merges))
     if source.is_adapter:
         raise InputError(
             f"--average {average}: the product of averaged matrices is not the average of the adapters; average whole "
@@ -199,10 +223,12 @@ def plan_average(
     return {output_dir: source}
 
 
-def _merges(checkpoint: Path, wanted: bool) -> bool:
-    if wanted and not is_adapter(checkpoint):
+def _check_merge(checkpoint: Path, into: MergeInto | None) -> MergeInto | None:
+    if into and not is_adapter(checkpoint):
         raise InputError(f"--merge true: {checkpoint} is a whole model, without an adapter; leave it out")
-    return wanted
+    if into == "dequantized" and not is_in_4_bits(checkpoint):
+        raise InputError(f"--merge_into dequantized: the base of {checkpoint} was not in 4 bits; leave it out")
+    return into
 
 
 def _is_scheduled(checkpoint: Path) -> bool:

@@ -28,6 +28,8 @@ from fabric_train.export import card_facts
 from fabric_train.export.average import AveragePart, ExportSource
 from fabric_train.export.card_facts import ModelRecord, Row, read_record
 from fabric_train.export.card_text import Markdown, code, escaped, last_part, link, public_value, render
+from fabric_train.export.merged import MergeInto
+from fabric_train.export.verification import REPORT_NAME, OutputReport, VerificationReport
 from fabric_train.files.regular_file import read_json, write_atomically
 from fabric_train.model.origin import ModelOrigin, legal_files
 from fabric_train.training.metrics import Metrics, read_metrics
@@ -35,7 +37,10 @@ from fabric_train.training.trackers import PICTURE, draw_loss_curves
 
 _METRICS = {"loss": "Loss (nats per token)", "perplexity": "Perplexity", "bits_per_byte": "Bits per byte"}
 _HYPERPARAMETERS = ("precision", "parallelism", "seed", *(field.name for field in fields(TrainingArguments)))
-_OF_ADAPTERS = ("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "lora_targets", "train_also")
+_OF_ADAPTERS = (
+    *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "lora_targets", "train_also"),
+    "base_weights",
+)
 _DATA = ("train_data_dir", "streaming_dataset", "phases")
 _MARK = re.compile(r"\n<!-- written by Fabric Train; SHA-256 of the text above: ([0-9a-f]{64}) -->\n\Z")
 
@@ -53,7 +58,7 @@ class CardFacts:
 def write_card(source: ExportSource, folder: Path, facts: CardFacts) -> None:
     """Write the model card ``README.md`` into the export ``folder``, with its picture and a hidden last line."""
     draw_card_picture(source.checkpoint, folder, facts)
-    write_model_card(source.checkpoint, folder, facts, source.parts)
+    write_model_card(source.checkpoint, folder, facts, source.parts, source.merges)
     text = (folder / "README.md").read_text(encoding="utf-8")
     mark = f"\n<!-- written by Fabric Train; SHA-256 of the text above: {_sha256(text)} -->\n"
     write_atomically(folder / "README.md", text + mark)
@@ -74,13 +79,20 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def write_model_card(checkpoint: Path, folder: Path, facts: CardFacts, parts: Sequence[AveragePart] = ()) -> None:
+def write_model_card(
+    checkpoint: Path,
+    folder: Path,
+    facts: CardFacts,
+    parts: Sequence[AveragePart] = (),
+    merges: MergeInto | None = None,
+) -> None:
     """Write ``README.md`` into ``folder``, and the hashes of the training data and the stages of training beside it.
 
     The export ``folder`` has the licence's files, and the picture of the losses if the card shall show it. ``parts``
-    are the checkpoints whose average is exported; none if it is the checkpoint itself.
+    are the checkpoints whose average is exported; none if it is the checkpoint itself. ``merges`` says which weights
+    its adapter is merged into. A report of the verification that lies in ``folder`` gives the difference.
     """
-    record = read_record(checkpoint, parts)
+    record = read_record(checkpoint, parts, merges)
     if name := facts.base_model:  # the revision stays if the name is the same
         origin = record.origin or ModelOrigin(name)
         revision = origin.revision if origin.repository == name else None
@@ -185,12 +197,21 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
         picture=PICTURE if (folder / PICTURE).is_file() else None,
         hyperparameters=(*(_OF_ADAPTERS if saved.adapter_base else ()), *_HYPERPARAMETERS),
         is_adapter=is_adapter(folder),
+        in_4_bits=saved.adapter_base is not None and saved.arguments.get("base_weights") is not None,
+        difference=_difference_from_training(folder),
         lineage_rows=list(map(_lineage_row, saved.lineage)),
         export_versions={one.__name__: one.__version__ for one in (torch, transformers, huggingface_hub, safetensors)},
         source_rows=list(map(card_facts.source_row, sources)),
         most_files=max((len(source.files) for source in sources), default=0),
         **_results(record),
     )
+
+
+def _difference_from_training(folder: Path) -> OutputReport | None:
+    """Return how far logits are from those of the model as it was trained; None if that is not measured, or not yet."""
+    if not (folder / REPORT_NAME).is_file():
+        return None
+    return read_json(folder / REPORT_NAME, VerificationReport, "convert again").trained
 
 
 def _trained_on(record: ModelRecord) -> list[Markdown]:

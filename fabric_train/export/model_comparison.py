@@ -27,7 +27,7 @@ from fabric_train.cli.output import open_console
 from fabric_train.distributed.memory import available_memory
 from fabric_train.export.average import ExportSource
 from fabric_train.export.hub_format import INDEX_NAME, blocks, former_names, published
-from fabric_train.export.merged import open_unmerged
+from fabric_train.export.merged import MergeInto, is_in_4_bits, open_unmerged
 from fabric_train.export.verification import Method, OutputReport, TensorReport, VerificationReport, find_faults
 from fabric_train.files.regular_file import read_json
 from fabric_train.inference.load_model import add_adapter, load_onto_devices
@@ -127,22 +127,30 @@ def _compare(sides: _Sides) -> VerificationReport:
         source=sides.source.identity(),
     )
     if fits and sides.source.merges and not sides.source.parts:
-        adapted, rounded = _compare_merged(sides)
-        report = replace(report, adapted=adapted, rounded=rounded)
+        adapted, rounded, trained = _compare_merged(sides, sides.source.merges)
+        report = replace(report, adapted=adapted, rounded=rounded, trained=trained)
     return replace(report, faults=find_faults(report, sides.dtype))
 
 
-def _compare_merged(sides: _Sides) -> tuple[OutputReport, OutputReport]:
-    """Compare logits of base and adapter with those of the merged weights, before and after rounding; all in fp32."""
-    unmerged, shape = open_unmerged(sides.source.checkpoint, torch.float32)
-    merged = open_tensors(sides.shape, sides.stored, torch.float32)
-    exported = open_in_parts(sides.exported_shape, torch.float32)
+def _compare_merged(sides: _Sides, into: MergeInto) -> tuple[OutputReport, OutputReport, OutputReport | None]:
+    """Compare logits of base and adapter with those of the merged weights, before and after rounding; all in fp32.
+
+    The third is of the rounded weights against what was trained, if that were weights in 4 bits.
+    """
+    checkpoint, dtype = sides.source.checkpoint, torch.float32
+
+    def logits(model: MetaModel) -> torch.Tensor:
+        return layered_forward(model, sides.shape.layer_classes, sides.input_ids, lambda: None).logits
+
+    exported = open_in_parts(sides.exported_shape, dtype)
     assert exported is not None  # written a moment ago, in safetensors
-    expected, in_fp32, rounded = (
-        layered_forward(model, shape.layer_classes, sides.input_ids, lambda: None).logits
-        for model in (unmerged, merged, exported)
-    )
-    return _difference(expected, in_fp32), _difference(expected, rounded)
+    merged, rounded = logits(open_tensors(sides.shape, sides.stored, dtype)), logits(exported)
+    adapted = logits(open_unmerged(checkpoint, dtype, into)[0])
+    found = _difference(adapted, merged), _difference(adapted, rounded)
+    if not is_in_4_bits(checkpoint):
+        return *found, None
+    trained = adapted if into == "dequantized" else logits(open_unmerged(checkpoint, dtype, "dequantized")[0])
+    return *found, _difference(trained, rounded)
 
 
 def compare_adapter(folder: Path, source: ExportSource) -> VerificationReport:

@@ -1,7 +1,8 @@
 """Verify an export in a process that has nothing of the one that wrote it, and decide what in its report is a fault.
 
-``python -m fabric_train.export.verification EXPORT CHECKPOINT DTYPE [--merged] [PART=WEIGHT ...]``: an adapter is
-merged, and there is a part for each checkpoint of an average. ``model_comparison.py`` says what it compares.
+``python -m fabric_train.export.verification EXPORT CHECKPOINT DTYPE [--merged INTO] [PART=WEIGHT ...]``: an
+adapter is merged into original or dequantized weights, and there is a part for each checkpoint of an average.
+``model_comparison.py`` says what it compares.
 """
 
 import json
@@ -11,13 +12,14 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
 from fabric_train.cli.errors import FAILURE, InputError, run_program
 from fabric_train.cli.fabric_command import project_first
 from fabric_train.export.average import AveragePart, ExportSource
+from fabric_train.export.merged import MergeInto
 from fabric_train.files.regular_file import read_json
 
 REPORT_NAME = "verification.json"
@@ -60,6 +62,7 @@ class VerificationReport:
     faults: list[str]  # what does not match, in words
     adapted: OutputReport | None = None  # logits in fp32 with the adapter merged, against base and adapter
     rounded: OutputReport | None = None  # the same, with the merged weights rounded to the dtype
+    trained: OutputReport | None = None  # the latter, against adapter and base in 4 bits, as they were in training
     source: str = ""  # ``ExportSource.identity`` of what was exported; empty in reports of earlier versions
 
 
@@ -71,7 +74,7 @@ def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dty
     """Compare the export ``folder`` with ``source`` in a new Python process, which also writes its report there."""
     report_file, checkpoint = folder / REPORT_NAME, source.checkpoint
     command = [sys.executable, "-m", __name__, str(folder), str(checkpoint), str(dtype).removeprefix("torch.")]
-    command += ["--merged"] if source.merges else []
+    command += ["--merged", source.merges] if source.merges else []
     parts = [f"{part.checkpoint}={part.weight!r}" for part in source.parts]
     process = subprocess.run([*command, *parts], env={**os.environ, **project_first()}, check=False)
     if not report_file.is_file():
@@ -130,15 +133,15 @@ def main() -> None:
     """Write the report into the export's folder; exit with 0 if they match, else with 1."""
     from fabric_train.export.model_comparison import compare  # needs this module
 
-    if len(sys.argv) < 4:
-        raise InputError(
-            f"usage: python -m {__spec__.name} EXPORT CHECKPOINT float32|bfloat16|float16 [--merged] [PART=WEIGHT ...]"
-        )
-    merges = "--merged" in sys.argv[4:5]
-    parts = (word.rpartition("=") for word in sys.argv[4 + merges :])
+    words = sys.argv[1:]
+    if len(words) < 3:
+        usage = "EXPORT CHECKPOINT float32|bfloat16|float16 [--merged original|dequantized] [PART=WEIGHT ...]"
+        raise InputError(f"usage: python -m {__spec__.name} {usage}")
+    merges, words = (words[4], [*words[:3], *words[5:]]) if "--merged" in words[3:4] else (None, words)
+    parts = (word.rpartition("=") for word in words[3:])
     averaged = tuple(AveragePart(Path(checkpoint), float(weight)) for checkpoint, _, weight in parts)
-    folder, source = Path(sys.argv[1]), ExportSource(Path(sys.argv[2]), averaged, merges)
-    report = compare(folder, source, getattr(torch, sys.argv[3]))
+    folder, source = Path(words[0]), ExportSource(Path(words[1]), averaged, cast(MergeInto | None, merges))
+    report = compare(folder, source, getattr(torch, words[2]))
     (folder / REPORT_NAME).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     for fault in report.faults:
         print(f"error: {fault}", file=sys.stderr)

@@ -4,6 +4,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from fabric_train.checkpoint import (
     read_base_name,
     read_trainer_json,
 )
-from fabric_train.checkpoint.adapter_folder import check_files, read_adapter
+from fabric_train.checkpoint.adapter_folder import check_files, open_base, trained_adapter
 from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_no_pipes
 from fabric_train.model import hf_model
-from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained, read_weights
+from fabric_train.model.load_weights import MetaModel, read_weights
+from fabric_train.model.origin import AdapterBase
 from fabric_train.model.weight_files import open_weights
 
 _SHARE_FOR_WEIGHTS = 0.85  # of a GPU's free memory; the rest is for activations and the cache of keys and values
@@ -60,17 +62,26 @@ def load_onto_devices(opened: MetaModel, gpu_bytes: int | None = None) -> Any:
     there stays in host memory, and is copied to a GPU each time it is used. accelerate moves the activations.
     ``gpu_bytes`` is the largest size of the weights on one GPU; by default 85 % of its free memory.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    free = (torch.cuda.mem_get_info(index)[0] for index in range(num_gpus))
-    room = {index: gpu_bytes or int(num_bytes * _SHARE_FOR_WEIGHTS) for index, num_bytes in enumerate(free)}
-    model = opened.model
+    model, room = opened.model, _gpu_room(gpu_bytes)
     places: dict[str, Any] = {"": "cpu"}
-    if num_gpus:
-        places = {"": "cuda:0"} if _num_bytes(model) <= room[0] else spread(model, room)
+    if room:
+        places = {"": "cuda:0"} if fits_one_device(model, gpu_bytes) else spread(model, room)
     _materialize(model, places)
     if opened.weights is not None:
         read_weights(model, opened.weights)
     return _dispatch(model, places).eval()
+
+
+def fits_one_device(model: nn.Module, gpu_bytes: int | None = None) -> bool:
+    """Return whether a model's weights fit into the first GPU; without one, they stay on the CPU."""
+    room = _gpu_room(gpu_bytes)
+    return not room or _num_bytes(model) <= room[0]
+
+
+def _gpu_room(gpu_bytes: int | None) -> dict[int, int]:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    free = (torch.cuda.mem_get_info(index)[0] for index in range(num_gpus))
+    return {index: gpu_bytes or int(num_bytes * _SHARE_FOR_WEIGHTS) for index, num_bytes in enumerate(free)}
 
 
 def spread(model: Any, room: Mapping[int, int]) -> dict[str, str]:
@@ -150,38 +161,62 @@ def load_for_inference(name: str, *, base_model: str | None = None, gpu_bytes: i
         model, tokenizer = load_for_inference(base, gpu_bytes=gpu_bytes)
         has_own = (folder / "tokenizer_config.json").is_file()
         return add_adapter(model, folder, base), hf_model.load_hf_tokenizer(folder) if has_own else tokenizer
-    on_gpu = torch.cuda.is_available()
-    is_export = (folder / "config.json").is_file() and not (folder / "trainer.json").is_file()
-    if is_short_name(folder) or (folder.is_dir() and not is_export):
-        checkpoint = find_whole_checkpoint(folder)
-        if is_adapter(checkpoint):
-            return _load_adapted(checkpoint, base_model, on_gpu, gpu_bytes)
-        _check_no_base(name, base_model)
-        weights = open_weights(checkpoint)
-        dtype = torch.bfloat16 if on_gpu else weights.dtype(next(iter(weights)))
-        shape = hf_model.read_shape(str(checkpoint))
-        model = load_onto_devices(open_checkpoint(shape, checkpoint, dtype), gpu_bytes)
-        model.generation_config = hf_model.checkpoint_generation_config(checkpoint, shape.config)
-        return model, hf_model.load_hf_tokenizer(checkpoint / "tokenizer")
-    _check_no_base(name, base_model)
-    shape = hf_model.read_shape(name)
-    stored: Any = shape.config.dtype or torch.float32
-    model = load_onto_devices(open_pretrained(shape, torch.bfloat16 if on_gpu else stored), gpu_bytes)
-    model.generation_config = hf_model.read_generation_config(name, shape.config)
-    return model, hf_model.load_hf_tokenizer(name)
-
-
-def _check_no_base(name: str, base_model: str | None) -> None:
-    if base_model is not None:
+    checkpoint = find_own_checkpoint(name)
+    if base_model is not None and not (checkpoint and is_adapter(checkpoint)):
         raise InputError(f"--base_model {base_model}: {name} is not a folder with an adapter; leave it out")
-
-
-def _load_adapted(checkpoint: Path, base_model: str | None, on_gpu: bool, gpu_bytes: int | None) -> tuple[Any, Any]:
-    """Load the adapter of a checkpoint and its base, which may have moved to ``base_model``."""
-    saved = read_trainer_json(checkpoint)
-    base = find_base(base_model or saved.arguments["model_name"], checkpoint)
-    shape = hf_model.read_shape(str(checkpoint), adapter=read_adapter(checkpoint))
-    dtype = torch.bfloat16 if on_gpu else getattr(torch, saved.content["weights_dtype"])
-    model = load_onto_devices(open_adapted(shape, base, dtype, 0, checkpoint), gpu_bytes)
-    model.generation_config = hf_model.checkpoint_generation_config(checkpoint, shape.config)
+    described = describe(name, checkpoint, base_model)
+    model = load_onto_devices(described.open(), gpu_bytes)
+    if checkpoint is None:
+        model.generation_config = hf_model.read_generation_config(name, described.shape.config)
+        return model, hf_model.load_hf_tokenizer(name)
+    model.generation_config = hf_model.checkpoint_generation_config(checkpoint, described.shape.config)
     return model, hf_model.load_hf_tokenizer(checkpoint / "tokenizer")
+
+
+def find_own_checkpoint(name: str) -> Path | None:
+    """Return the checkpoint that a name means (see ``find_checkpoint``); None for a hub name or Hugging Face folder."""
+    folder = Path(name)
+    is_export = (folder / "config.json").is_file() and not (folder / "trainer.json").is_file()
+    is_ours = is_short_name(folder) or (folder.is_dir() and not is_export)
+    return find_whole_checkpoint(folder) if is_ours else None
+
+
+@dataclass(frozen=True)
+class Described:
+    """What is known of a model before its weights are read.
+
+    ``base`` is where they come from, ``dtype`` the one in which they are read, and ``adapter`` the checkpoint whose
+    adapter is put on them, if any.
+    """
+
+    shape: hf_model.ModelShape
+    base: AdapterBase
+    dtype: torch.dtype
+    adapter: Path | None = None
+
+    def open(self) -> MetaModel:
+        """Open the model, with its adapter."""
+        if self.adapter is not None:
+            return open_adapted(self.shape, self.base, self.dtype, 0, self.adapter)
+        return open_base(self.shape, self.base, self.dtype)
+
+
+def describe(name: str, checkpoint: Path | None, base_model: str | None = None) -> Described:
+    """Describe the model of a ``checkpoint``, or else of a Hugging Face folder or the hub.
+
+    The base of an adapter may have moved to ``base_model``. An adapter that was trained on weights in 4 bits gets them.
+    """
+    on_gpu = torch.cuda.is_available()
+    if checkpoint is not None and is_adapter(checkpoint):
+        saved = read_trainer_json(checkpoint)
+        base = find_base(base_model or saved.arguments["model_name"], checkpoint)
+        shape = hf_model.read_shape(str(checkpoint), adapter=trained_adapter(checkpoint))
+        dtype = torch.bfloat16 if on_gpu else getattr(torch, saved.content["weights_dtype"])
+        return Described(shape, base, dtype, checkpoint)
+    shape = hf_model.read_shape(str(checkpoint or name))
+    if checkpoint is not None:
+        weights = open_weights(checkpoint)
+        stored = weights.dtype(next(iter(weights)))
+    else:
+        stored = shape.config.dtype or torch.float32
+    return Described(shape, AdapterBase(str(checkpoint or name)), torch.bfloat16 if on_gpu else stored)

@@ -1,5 +1,6 @@
 """The Hugging Face causal language model: its configurations, the shape that they give it, and its tokenizer."""
 
+import copy
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -109,6 +110,11 @@ def shape_from_config(
         option = f" with --attention {attention}" if attention else ""
         advice = "install it or use --attention sdpa" if isinstance(error, ImportError) else "use another"
         raise InputError(f"{name}{option}: {first_line(error).rstrip('.')}; {advice}") from error
+    if adapter and trains_head_apart(model, adapter):
+        config = copy.deepcopy(config)
+        config.tie_word_embeddings = False
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if adapter:
         attach(model, adapter, source)
@@ -125,6 +131,15 @@ def shape_from_config(
         is_new=is_new,
         adapter=adapter,
     )
+
+
+def trains_head_apart(model: Any, adapter: Adapter) -> bool:
+    """Return whether an adapter trains a head without the embedding that the model ties it to."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return False
+    names = {module: name for name, module in model.named_modules()}
+    return adapter.trains(f"{names[head]}.weight") and not adapter.trains(f"{names[embedding]}.weight")
 
 
 def check_readable(source: str) -> None:

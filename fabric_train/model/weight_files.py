@@ -81,6 +81,7 @@ class CheckpointTensors:
 
     def __init__(self, files: list[Path], advice: str = "use another checkpoint") -> None:
         self._pieces: dict[str, list[_Piece]] = {}
+        self.metadata: dict[str, str] = {}  # of the files
         self._advice = advice
         self._file = functools.lru_cache(maxsize=_OPEN_FILES)(functools.partial(_open_file, advice=advice))
         for path in files:
@@ -154,7 +155,9 @@ class CheckpointTensors:
 
     def _add_pieces(self, path: Path) -> None:
         file = self._file(path)
-        begins = self._offsets(path, (file.metadata() or {}).get(SHARDING_INFO, "{}"))
+        metadata: dict[str, str] = file.metadata() or {}
+        begins = self._offsets(path, metadata.pop(SHARDING_INFO, "{}"))
+        self.metadata |= metadata
         with path.open("rb") as opened:
             position = 8 + int.from_bytes(opened.read(8), "little")  # after the header: the format's first 8 bytes
         for name in file.offset_keys():  # tensors follow each other without gaps, as safe_open has checked

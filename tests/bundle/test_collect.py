@@ -1,5 +1,6 @@
 """python -m fabric_train.bundle refuses what cannot become a run elsewhere, before it fetches or writes anything."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from arguments import TrainArguments, parse
 from fabric_train.bundle import collect
@@ -19,6 +22,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.preflight.prepare import prepare
 from tests.support.forked_commands import run_in_fork
 from tests.support.forked_runs import ForkedRuns
+from tests.support.short_runs import argv
 
 MIXTURE = """
 model_name: model
@@ -125,6 +129,48 @@ def test_what_a_recipe_names_is_in_the_bundle(place: Path, monkeypatch: pytest.M
     listed = (place / "bundle" / "SHA256SUMS").read_text()
     assert "  recipe/phases.yaml\n" in listed
     assert ".pyc" not in listed
+
+
+def test_a_run_with_an_adapter_is_bundled_with_its_base(
+    place: Path, forked_runs: ForkedRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"lora_rank": 2, "lora_targets": "q_proj", "base_weights": "nf4", "max_step": 1, "parallelism": "single"}
+    forked_runs.start(argv(place / "model", place / "tokens", place / "run", **given), 1).finish()
+    extras: list[str] = []
+
+    def fetch(*words: Any) -> None:
+        extras.extend(words[-1])
+        without_wheels(*words)
+
+    monkeypatch.setattr(collect, "download_wheels", fetch)
+    monkeypatch.setattr(collect, "_check_inside", check_in_this_process)
+    words = ["--data", "tokens", "--recipe", "run/config.yaml", "--cuda", "none", "--output"]
+    main(["--model", "run", *words, "bundle"])
+    written = yaml.safe_load((place / "bundle" / "train.yaml").read_text())
+    expected = {
+        "model_name": "model",
+        "init_adapter": "adapter",
+        "base_weights": "nf4",
+        "train_data_dir": "data/tokens",
+    }
+    assert {name: written[name] for name in expected} == expected
+    assert extras == ["peft", "bitsandbytes"]
+    assert "\nsource=source[peft,bitsandbytes]\n" in (place / "bundle" / "install.sh").read_text()
+    for file, original in {
+        "model/model.safetensors": place / "model",
+        "adapter/adapter_model.safetensors": place / "run" / "checkpoints" / "step-00000001",
+    }.items():
+        assert (place / "bundle" / file).read_bytes() == (original / Path(file).name).read_bytes()
+    assert (
+        json.loads((place / "bundle" / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+        == "model"
+    )
+    line = ["--config", "train.yaml", "--output_dir", place / "again", "--accelerator", "cpu"]
+    forked_runs.start(line, 1, before=f"import os; os.chdir({str(place / 'bundle')!r})").finish()
+    assert (place / "again" / "checkpoints" / "step-00000001" / "adapter_model.safetensors").is_file()
+    save_file({"weight": torch.zeros(1)}, place / "model" / "model.safetensors")
+    with pytest.raises(InputError, match=r"step-00000001: its base .* has other weights; put back the weights"):
+        main(["--model", "run", *words, "other"])
 
 
 def test_tasks_lie_in_the_bundle_as_here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

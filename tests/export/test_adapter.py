@@ -1,26 +1,38 @@
 """Adapters leave a run in two ways, verified: as a folder of peft, and merged into the weights of their base."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from huggingface_hub import metadata_load
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+import convert_to_hf
+from fabric_train.checkpoint.adapter_folder import AdapterTensors, read_adapter
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.parser import parse_arguments
+from fabric_train.evaluation import models_in_turn
+from fabric_train.evaluation.arguments import EvaluateArguments
+from fabric_train.evaluation.compare_models import compare_models
 from fabric_train.evaluation.models import find_model
 from fabric_train.export.average import ExportSource
 from fabric_train.export.convert import convert, plan_average, plan_targets
+from fabric_train.export.merged import MergeInto, open_unmerged
 from fabric_train.export.model_card import CardFacts
-from fabric_train.export.model_comparison import compare
-from fabric_train.inference.load_model import load_for_inference
+from fabric_train.export.model_comparison import compare, layered_forward
+from fabric_train.inference import load_model
+from fabric_train.inference.load_model import load_for_inference, load_onto_devices
+from fabric_train.model.nf4 import NF4Linear
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.exports import verify_in_this_process
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv
+from tests.support.token_datasets import write_jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +49,57 @@ def checkpoint(
     given = {"adapter": "dora", "lora_rank": 4, "lr": 3e-2, "max_step": 4, "save_step_interval": 2}
     forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, parallelism="single", **given), 1).finish()
     return run / "checkpoints" / "step-00000004"
+
+
+@pytest.fixture(scope="module")
+def whole_module(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model_dir: Path,
+    tiny_tokens_dir: Path,
+    forked_runs: ForkedRuns,
+) -> Path:
+    """A checkpoint of LoRA beside a tied embedding that trains whole."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    given = {"lora_rank": 2, "lora_targets": "q_proj", "train_also": "embed_tokens", "lr": 3e-2, "max_step": 2}
+    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, parallelism="single", **given), 1).finish()
+    return run / "checkpoints" / "step-00000002"
+
+
+@pytest.fixture(scope="module")
+def in_4_bits(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model_dir: Path,
+    tiny_tokens_dir: Path,
+    forked_runs: ForkedRuns,
+) -> Path:
+    """A checkpoint of LoRA that was trained in bf16 beside weights in 4 bits."""
+    run = tmp_path_factory.mktemp("nf4") / "run"
+    given = {"lora_rank": 4, "base_weights": "nf4", "precision": "bf16-true", "lr": 3e-2, "max_step": 3}
+    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, parallelism="single", **given), 1).finish()
+    return run / "checkpoints" / "step-00000003"
+
+
+@pytest.fixture(scope="module")
+def head_apart(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model_dir: Path,
+    tiny_tokens_dir: Path,
+    forked_runs: ForkedRuns,
+) -> Path:
+    """A checkpoint of LoRA beside a head that trains apart from the embedding, to which the base ties it."""
+    run = tmp_path_factory.mktemp("head") / "run"
+    given = {"lora_rank": 2, "lora_targets": "q_proj", "train_also": "lm_head", "lr": 3e-2, "max_step": 2}
+    for step in (1, 2):  # the second time, it goes on
+        resumed = {"checkpoint": run.with_name("1") / "checkpoints" / "step-00000001"} if step == 2 else {}
+        line = argv(tiny_model_dir, tiny_tokens_dir, run.with_name(str(step)), parallelism="single", **given, **resumed)
+        forked_runs.start([*line, "--save_step_interval", "1"], 1).finish()
+    return run.with_name("2") / "checkpoints" / "step-00000002"
+
+
+def base_in_4_bits(model: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Return what transformers and bitsandbytes make of a model in 4 bits."""
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, quantization_config=nf4, device_map="cpu")
 
 
 def exported(source: ExportSource, target: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -72,14 +135,14 @@ def test_an_adapter_is_exported_as_a_folder_of_peft(tmp_path: Path, tiny_model_d
 
 
 def test_a_merged_model_is_base_and_adapter(tmp_path: Path, tiny_model_dir: Path, checkpoint: Path) -> None:
-    report = exported(ExportSource(checkpoint, merges=True), tmp_path / "whole")
+    report = exported(ExportSource(checkpoint, merges="original"), tmp_path / "whole")
     merged = base_with_adapter(tiny_model_dir, checkpoint).merge_and_unload().state_dict()
     found = load_file(tmp_path / "whole" / "model.safetensors")
     assert found.keys() == merged.keys() - {"lm_head.weight"}  # tied, as in the base
     for name, weight in found.items():
         torch.testing.assert_close(weight, merged[name], rtol=0, atol=2e-6)
     assert report.adapted.max_difference <= 1e-4 * report.adapted.max_value
-    rounded = exported(ExportSource(checkpoint, merges=True), tmp_path / "rounded", torch.bfloat16)
+    rounded = exported(ExportSource(checkpoint, merges="original"), tmp_path / "rounded", torch.bfloat16)
     stored = load_file(tmp_path / "rounded" / "model.safetensors")
     assert all(torch.equal(stored[name], weight.bfloat16()) for name, weight in found.items())  # rounded once
     assert rounded.adapted.max_difference <= 1e-4 * rounded.adapted.max_value < rounded.rounded.max_value
@@ -90,7 +153,7 @@ def test_an_average_is_of_merged_models(tmp_path: Path, tiny_model_dir: Path, ch
     run, words = checkpoint.parents[1], ("last:2", 1.0, torch.float32)
     with pytest.raises(InputError, match="average whole models, with --merge true"):
         plan_average([run], tmp_path / "out", *words)
-    (source,) = plan_average([run], tmp_path / "out", *words, merges=True).values()
+    (source,) = plan_average([run], tmp_path / "out", *words, merges="original").values()
     exported(source, tmp_path / "out")
     parts = [
         base_with_adapter(tiny_model_dir, part).merge_and_unload().state_dict() for part in run.glob("checkpoints/*")
@@ -102,8 +165,143 @@ def test_an_average_is_of_merged_models(tmp_path: Path, tiny_model_dir: Path, ch
 def test_a_whole_model_is_not_merged(tmp_path: Path, tiny_model_dir: Path) -> None:
     whole = write_full(tmp_path / "step-00000001", tiny_model_dir, trained_weights(tiny_model_dir), step=1)
     with pytest.raises(InputError, match="step-00000001 is a whole model, without an adapter; leave it out"):
-        plan_targets([whole], tmp_path / "out", torch.float32, merges=True)
+        plan_targets([whole], tmp_path / "out", torch.float32, merges="original")
 
 
 def test_checkpoints_of_an_adapter_are_models_of_their_own(checkpoint: Path) -> None:
     assert find_model(str(checkpoint)).identity != find_model(str(checkpoint.with_name("step-00000002"))).identity
+
+
+def test_models_of_one_base_read_it_once_and_have_the_losses_that_they_have_alone(
+    tmp_path: Path, tiny_model_dir: Path, checkpoint: Path, whole_module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported(ExportSource(checkpoint), tmp_path / "export")
+    text = write_jsonl(tmp_path / "texts.jsonl", ["To be, or not to be, that is the question.", "Words, words."])
+    models = [whole_module, tiny_model_dir, checkpoint, tmp_path / "export", checkpoint.with_name("step-00000002")]
+    loaded: list[object] = []
+
+    def load(*given: Any) -> Any:
+        loaded.append(given)
+        return load_onto_devices(*given)
+
+    for module in (models_in_turn, load_model):
+        monkeypatch.setattr(module, "load_onto_devices", load)
+
+    def losses(name: str, *models: object) -> dict[str, bytes]:
+        words = ["--models", *models, "--texts", f"text={text}", "--output_dir", tmp_path / name]
+        compare_models(parse_arguments(EvaluateArguments, [*map(str, words)]))
+        return {file.name: file.read_bytes() for file in (tmp_path / name / "token_losses").iterdir()}
+
+    together = losses("together", *models)
+    assert len(loaded) == 1
+    alone = [losses(f"alone-{number}", model) for number, model in enumerate(models)]
+    assert len(loaded) == 1 + len(models)
+    assert together == {name: content for one in alone for name, content in one.items()}
+    assert len(together) == len({*together.values()}) == len(models)
+    assert [*json.loads((tmp_path / "together" / "evaluation.json").read_text())] == [*map(str, models)]
+
+
+def test_a_model_in_4_bits_generates_and_is_evaluated_in_4_bits(
+    tmp_path: Path, tiny_model_dir: Path, in_4_bits: Path
+) -> None:
+    ours, tokenizer = load_for_inference(str(in_4_bits))
+    layers = [module for module in ours.modules() if isinstance(module, NF4Linear)]
+    assert len(layers) == 14
+    assert all(layer.weight.nbytes * 2 == layer.in_features * layer.out_features for layer in layers)
+    adapted = peft.PeftModel.from_pretrained(base_in_4_bits(tiny_model_dir), str(in_4_bits))
+    ids = tokenizer("To be, or not to be", return_tensors="pt")["input_ids"]
+    given = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    assert ours.generate(ids, **given).tolist() == adapted.generate(input_ids=ids, **given).tolist()
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(ids).logits, adapted(ids).logits, rtol=0, atol=0.02)  # of about 1, in bf16
+        scored = models_in_turn.ModelsInTurn().load(str(in_4_bits))(ids).logits
+        expected = layered(open_unmerged(in_4_bits, torch.float32, "dequantized"), ids)
+        original = layered(open_unmerged(in_4_bits, torch.float32), ids)
+    # the embedding is in bf16, as in training
+    assert 20 * (scored - expected).abs().max() < (original - expected).abs().max()
+
+
+def layered(opened: Any, ids: torch.Tensor) -> torch.Tensor:
+    model, shape = opened
+    return layered_forward(model, shape.layer_classes, ids, lambda: None).logits
+
+
+def test_an_adapter_of_4_bits_is_merged_into_original_or_dequantized_weights(
+    tmp_path: Path, tiny_model_dir: Path, in_4_bits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reports: dict[str, Any] = {}
+    into: MergeInto
+    for into in ("original", "dequantized"):
+        (source,) = plan_targets([in_4_bits], tmp_path / into, torch.float32, merges=into)[0].values()
+        reports[into] = exported(source, tmp_path / into)
+        convert_to_hf.print_report(reports[into], into)
+        measured = reports[into].trained.max_difference
+        assert f"{measured:g} from base in 4 bits + adapter" in capsys.readouterr().out
+        card = (tmp_path / into / "README.md").read_text()
+        assert f"differ by {measured:.3g} at most from those of the model as it was trained" in card
+        assert ("merged into what the 4 bits stand for" in card) == (into == "dequantized")
+        assert "| `base_weights` | nf4 |" in card
+    original, dequantized = (reports[into].trained for into in ("original", "dequantized"))
+    assert dequantized.max_difference <= 1e-5 * dequantized.max_value < 1e-3 < original.max_difference
+    assert dequantized.compared == original.compared
+    plain, merged = (load_file(tmp_path / into / "model.safetensors") for into in ("original", "dequantized"))
+    expected = base_with_adapter(tiny_model_dir, in_4_bits).merge_and_unload().state_dict()
+    changes = load_file(tiny_model_dir / "model.safetensors")
+    rounded = {name: weight.bfloat16() for name, weight in changes.items()}
+    for name, weight in plain.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-6)
+        if name.endswith("_proj.weight"):
+            packed, state = quantize_4bit(rounded[name], blocksize=64, quant_type="nf4")
+            state.dtype = torch.float32
+            difference = dequantize_4bit(packed, state) - changes[name]
+            torch.testing.assert_close(merged[name] - weight, difference, rtol=0, atol=2e-6)
+        else:
+            assert torch.equal(merged[name], weight)
+
+
+def test_merge_into_is_for_merging_and_for_weights_in_4_bits(tmp_path: Path, checkpoint: Path) -> None:
+    with pytest.raises(InputError, match="--merge_into dequantized needs --merge true"):
+        parse_arguments(
+            convert_to_hf.ConvertArguments, ["--checkpoint", "x", "--output_dir", "y", "--merge_into", "dequantized"]
+        )
+    with pytest.raises(InputError, match="step-00000004 was not in 4 bits; leave it out"):
+        plan_targets([checkpoint], tmp_path / "out", torch.float32, merges="dequantized")
+
+
+def test_a_tied_embedding_that_trained_whole_stays_tied(
+    tmp_path: Path, tiny_model_dir: Path, whole_module: Path
+) -> None:
+    report = exported(ExportSource(whole_module), tmp_path / "export")  # fails if the logits of plain peft differ
+    assert report.logits.max_difference <= 1e-6 < report.logits.max_value
+    config = json.loads((tmp_path / "export" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["embed_tokens", "lm_head"]
+    assert read_adapter(tmp_path / "export").train_also == read_adapter(whole_module).train_also
+    assert {*AdapterTensors(tmp_path / "export")} == {*AdapterTensors(whole_module)}
+    exported(ExportSource(whole_module, merges="original"), tmp_path / "whole")
+    assert "lm_head.weight" not in load_file(tmp_path / "whole" / "model.safetensors")
+    assert AutoConfig.from_pretrained(tmp_path / "whole").tie_word_embeddings
+    ids = torch.arange(20)[None]
+    plain = base_with_adapter(tiny_model_dir, tmp_path / "export")
+    with torch.inference_mode():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(ids).logits
+        torch.testing.assert_close(merged, plain(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_a_head_that_trained_apart_from_the_embedding_is_untied(
+    tmp_path: Path, tiny_model_dir: Path, head_apart: Path
+) -> None:
+    base = load_file(tiny_model_dir / "model.safetensors")["model.embed_tokens.weight"]
+    head = load_file(head_apart / "adapter_model.safetensors")["base_model.model.lm_head.weight"]
+    assert 1e-3 < (head - base).abs().max() < 0.2  # it began with the embedding's weights
+    exported(ExportSource(head_apart), tmp_path / "export")
+    exported(ExportSource(head_apart, merges="original"), tmp_path / "whole")
+    assert not AutoConfig.from_pretrained(tmp_path / "whole").tie_word_embeddings
+    found = load_file(tmp_path / "whole" / "model.safetensors")
+    assert torch.equal(found["lm_head.weight"], head)
+    assert torch.equal(found["model.embed_tokens.weight"], base)
+    ids = torch.arange(20)[None]
+    plain, (ours, _) = base_with_adapter(tiny_model_dir, tmp_path / "export"), load_for_inference(str(head_apart))
+    with torch.inference_mode():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(ids).logits
+        torch.testing.assert_close(merged, plain(ids).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
