@@ -43,6 +43,14 @@ OptimizerStates = Literal["float32", "bfloat16", "8bit"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 PROJECT = "fabric_llama"
 _OF_MIXTURES = ("shares", "token_shares", "phases")
+_OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
+    "sft": (),
+    "dpo": ("dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "reference"),
+    "ipo": ("dpo_beta", "sft_weight", "reference"),
+    "simpo": ("dpo_beta", "label_smoothing", "sft_weight", "simpo_gamma"),
+    "orpo": ("dpo_beta",),
+}
+"""The arguments that each objective uses."""
 _SIZES = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_context_width", "vocab_size")
 _FURTHER_SIZES = ("num_key_value_heads", "architecture")
 
@@ -311,6 +319,54 @@ class AdapterArguments:
             defaults = asdict(AdapterArguments())
             given = [name for name, value in asdict(self).items() if value != defaults[name]]
             faults += [f"--{name} needs --adapter lora or dora: without it all weights train" for name in given]
+        return faults
+
+
+@dataclass(frozen=True)
+class PreferenceArguments:
+    """Preference"""
+
+    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo"] = "sft"
+    """What is minimized: sft is the cross entropy of the supervised tokens; the others train on preference pairs, of
+    which the chosen answer is to become more likely than the rejected one. dpo and ipo compare with a reference model.
+    """
+    dpo_beta: PositiveFloat = 0.1
+    """Factor of the rewards of dpo, ipo and simpo, and of the odds ratio in orpo; simpo's authors take 2 to 10."""
+    length_normalised: bool = False
+    """With dpo: divide the log-probability of each answer by its number of tokens, as Tülu 3 does, with a larger
+    --dpo_beta such as 5.
+    """
+    label_smoothing: UnitInterval = 0.0
+    """With dpo and simpo: the share of pairs whose answers may be the wrong way round, below 0.5."""
+    sft_weight: NonNegativeFloat = 0.0
+    """With dpo, ipo and simpo: factor of the chosen answer's cross entropy per token, which is added; orpo has it with
+    factor 1.
+    """
+    simpo_gamma: NonNegativeFloat = 0.5
+    """With simpo: by how much the reward of the chosen answer is to be the higher one."""
+    reference: str | None = None
+    """With dpo and ipo: the reference model, a hub name, folder, checkpoint, RUN or RUN/best; default: the weights that
+    the run starts from, without a new adapter.
+    """
+
+    @property
+    def needs_pairs(self) -> bool:
+        """Whether the objective is one of preference pairs."""
+        return self.objective != "sft"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the objective compares with a reference model."""
+        return self.objective in ("dpo", "ipo")
+
+    def faults(self) -> list[str]:
+        """Return values that the objective does not use."""
+        faults = [] if self.label_smoothing < 0.5 else ["--label_smoothing must be below 0.5"]
+        defaults, used = asdict(PreferenceArguments()), _OF_OBJECTIVES[self.objective]
+        for name, value in asdict(self).items():
+            if name != "objective" and name not in used and value != defaults[name]:
+                users = ", ".join(one for one, names in _OF_OBJECTIVES.items() if name in names)
+                faults.append(f"--{name} is of --objective {users}, not {self.objective}; leave it out")
         return faults
 
 
@@ -674,6 +730,7 @@ class TrainArguments:
     data: DataArguments
     model: ModelArguments
     adapter: AdapterArguments
+    preference: PreferenceArguments
     fsdp: FSDPArguments
     checkpoint: CheckpointArguments
     training: TrainingArguments

@@ -18,11 +18,13 @@ step-00000500/
 # ruff: noqa: F401 - what the other subpackages import from here
 from fabric_train.checkpoint.adapter_folder import (
     choose_adapter,
+    files_of_adapter,
     find_base,
     is_adapter,
     is_exported_adapter,
     open_adapted,
     open_frozen,
+    read_adapter,
     read_base_name,
 )
 from fabric_train.checkpoint.discovery import (

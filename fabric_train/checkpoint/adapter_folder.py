@@ -86,6 +86,11 @@ def can_be_taken_off(folder: Path) -> bool:
     return config.get("peft_type") == "LORA" and config.get("bias", "none") == "none" and not others
 
 
+def files_of_adapter(folder: Path) -> list[Path]:
+    """Return the two files of an adapter."""
+    return [folder / CONFIG, folder / WEIGHTS]
+
+
 def check_files(folder: Path) -> None:
     """Raise an InputError if a folder's adapter has no weights, or only a pickle, or its configuration is damaged."""
     read_json(folder / CONFIG, dict, _ADVICE)

@@ -109,7 +109,7 @@ def describe_choice(path: Path, used: Path) -> str | None:
         return None
     name = path.name if is_short_name(path) else "latest"
     kinds = {
-        "best": f"the checkpoint with the lowest {deciding_loss(used)}",
+        "best": f"the checkpoint with the {_best_in_words(used)} {deciding_loss(used)}",
         "latest": "the newest complete checkpoint",
     }
     return f"{path}: {kinds.get(name, 'the checkpoint of that step')}, {used.name}, is used"
@@ -122,6 +122,11 @@ def deciding_loss(checkpoint: Path) -> str:
     if evaluation and source.partition("/")[0] in evaluation.whole.further:
         return f"validation's {source}"
     return "validation loss" if source == "all" else f"validation loss of {source}"
+
+
+def _best_in_words(checkpoint: Path) -> str:
+    saved = read_trainer_json(checkpoint)
+    return "highest" if saved.state.evaluation and saved.state.evaluation.sign_of(saved.best_by) < 0 else "lowest"
 
 
 def find_whole_checkpoint(path: Path) -> Path:
@@ -206,7 +211,7 @@ def _first_whole(checkpoints: Iterable[Path], damages: Damages | None = None) ->
 
 
 def lowest_loss(run: Path, source: str, last_step: int) -> float:
-    """Return the lowest loss of a source, or "all", in undamaged checkpoints up to a step, else infinity."""
+    """Return the lowest ``cost_of`` a source, or "all", in undamaged checkpoints up to a step, else infinity."""
     saved = [other for other in _in(run) if _step(other) <= last_step and not find_fault(other)]
     return min(_comparable_losses(saved, source).values(), default=math.inf)
 
@@ -247,11 +252,11 @@ def _sort_by_loss(checkpoints: Iterable[Path]) -> list[Path]:
 
 
 def _comparable_losses(checkpoints: Iterable[Path], source: str) -> dict[Path, float]:
-    """Return the finite validation losses of a source, of those evaluated on the rows of the last evaluation."""
+    """Return the finite ``cost_of`` a source in each, of those evaluated on the rows of the last evaluation."""
     states = {checkpoint: read_trainer_json(checkpoint).state for checkpoint in sorted(checkpoints, key=_step)}
     last = next((state.evaluation for state in reversed(states.values()) if state.evaluation), None)
     losses = {
-        checkpoint: state.loss_of(source)
+        checkpoint: state.cost_of(source)
         for checkpoint, state in states.items()
         if last is None or state.evaluation is None or state.evaluation.is_comparable(last)
     }

@@ -96,12 +96,12 @@ class CheckpointManager:
         return self._task is not None and self._task.error is not None
 
     def is_best(self, state: TrainerState) -> bool:
-        """Return whether a state's loss, of the source of ``--best_by``, is the lowest. One rank may ask alone."""
-        loss = state.loss_of(self._best_by)
+        """Return whether a state's loss, of the source of ``--best_by``, is the best. One rank may ask alone."""
+        loss = state.cost_of(self._best_by)
         return loss is not None and loss < self._lowest_before(state)
 
     def _lowest_before(self, state: TrainerState) -> float:
-        """Return the lowest saved loss on the rows of the state's evaluation; infinite if that is the first of them."""
+        """Return the lowest saved cost on the rows of the state's evaluation; infinite if that is the first of them."""
         is_first = state.first_evaluation is not None and state.first_evaluation.step == state.step
         return math.inf if is_first else self._lowest_loss
 
@@ -139,7 +139,7 @@ class CheckpointManager:
         pending = _PendingSave(target, temporary, num_bytes, writer)
         self._make_folder(pending)
         self._pending, self._task = pending, BackgroundTask(writer.run, self._fabric.device)
-        if (loss := state.loss_of(self._best_by)) is not None:
+        if (loss := state.cost_of(self._best_by)) is not None:
             self._lowest_loss = min(self._lowest_before(state), loss)
         if staging is None:
             self.finish()

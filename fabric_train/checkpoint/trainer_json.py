@@ -12,9 +12,11 @@ from pydantic import BaseModel, Field, create_model
 from fabric_train.cli.errors import InputError
 from fabric_train.data.stream_batches import LaneCursor
 from fabric_train.files.regular_file import read_json
-from fabric_train.model.origin import AdapterBase, ModelOrigin, find_stages_file
+from fabric_train.model.origin import AdapterBase, ModelOrigin, ReferenceModel, find_stages_file
 
 FORMAT = 2
+HIGHER_IS_BETTER = ("accuracy", "margin", "reward_chosen")
+"""Figures of preference pairs; of all others, a lower value is better."""
 _ADVICE = "use another checkpoint"
 Count = Annotated[int, Field(ge=0)]
 PositiveCount: TypeAlias = Annotated[int, Field(gt=0)]
@@ -23,7 +25,7 @@ Seconds: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of ``num_tokens`` supervised tokens: ``nats`` is its sum.
+    """The loss of ``num_tokens`` supervised tokens: ``nats`` is its sum. ``of_pairs``: it is of so many pairs instead.
 
     ``num_bytes`` are the UTF-8 bytes of text that the tokens stand for (``token_dataset.place_pieces``); None without a
     document index. ``further`` are other figures by name, of ``training.evaluation.METRICS`` and of the objective.
@@ -33,6 +35,12 @@ class TokenLoss:
     num_tokens: Count
     num_bytes: float | None = None
     further: dict[str, float | None] = field(default_factory=dict)
+    of_pairs: bool = False
+
+    @property
+    def unit(self) -> str:
+        """What the loss is a mean of."""
+        return "pair" if self.of_pairs else "token"
 
     @property
     def loss(self) -> float:
@@ -49,7 +57,9 @@ class TokenLoss:
         return self.nats / (math.log(2) * self.num_bytes) if self.num_bytes else None
 
     def figures(self) -> dict[str, float | None]:
-        """Return loss, perplexity, bits_per_byte and the further figures by name."""
+        """Return loss, perplexity, bits_per_byte and the further figures by name; of pairs, only loss and these."""
+        if self.of_pairs:
+            return {"loss": self.loss, **self.further}
         usual = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
         return usual | self.further
 
@@ -86,10 +96,15 @@ class Evaluation:
         found = losses.get(of_source or "all")
         return found.further.get(figure) if found else None
 
+    def sign_of(self, source: str) -> int:
+        """Return -1 if a higher value of what ``loss_of`` returns is the better one, else 1."""
+        is_figure = source not in self.sources and self.whole.of_pairs
+        return -1 if is_figure and source.partition("/")[0] in HIGHER_IS_BETTER else 1
+
 
 @dataclass(frozen=True)
 class LossProgress:
-    """The validation loss of a source, or "all": ``best`` after ``best_step``, ``num_since`` evaluations ago."""
+    """The validation loss of a source, or "all", or a figure: ``best`` after ``best_step``, ``num_since`` evaluations ago."""
 
     source: str
     best: float | None = None
@@ -97,16 +112,19 @@ class LossProgress:
     num_since: Count = 0
 
     def after(self, evaluation: Evaluation) -> "LossProgress":
-        loss = evaluation.loss_of(self.source)
-        if loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best):
+        loss, sign = evaluation.loss_of(self.source), evaluation.sign_of(self.source)
+        if loss is not None and math.isfinite(loss) and (self.best is None or sign * loss < sign * self.best):
             return LossProgress(self.source, loss, evaluation.step)
         return replace(self, num_since=self.num_since + 1)
 
 
 def to_content(record: Any) -> dict[str, Any]:
-    """Return one of these dataclasses as trainer.json has it: without ``further`` where it is empty."""
+    """Return one of these dataclasses as trainer.json has it: without ``further`` and ``of_pairs`` where empty."""
     return asdict(
-        record, dict_factory=lambda pairs: {name: value for name, value in pairs if name != "further" or value}
+        record,
+        dict_factory=lambda pairs: {
+            name: value for name, value in pairs if name not in ("further", "of_pairs") or value
+        },
     )
 
 
@@ -248,6 +266,11 @@ class TrainerState:
             return self.val_loss
         return self.evaluation.loss_of(source) if self.evaluation else None
 
+    def cost_of(self, source: str) -> float | None:
+        """Return what ``loss_of`` returns, or its negative if a higher value is better: the lowest is the best."""
+        loss = self.loss_of(source)
+        return loss * self.evaluation.sign_of(source) if loss is not None and self.evaluation else loss
+
 
 @dataclass(frozen=True)
 class BranchPoint:
@@ -349,7 +372,8 @@ class Description:
     names the sources of a mixture as ``--shares`` does, in the order of their rows; ``mixture_tokens`` are the tokens
     of each by the source of documents. ``sessions`` are those from the first step to the present one, also of the run
     that a branch comes from. ``stages`` are the runs before this one, in their order: each began with the weights of
-    the one before. ``adapter_base`` is None if all weights train.
+    the one before. ``adapter_base`` is None if all weights train, ``reference`` if the objective needs no reference
+    model.
     """
 
     state_dict_type: str
@@ -368,6 +392,7 @@ class Description:
     sessions: tuple[TrainingSession, ...] = ()
     stages: tuple[TrainingStage, ...] = ()
     adapter_base: AdapterBase | None = None
+    reference: ReferenceModel | None = None
 
     def after(self, seconds: float) -> "Description":
         """Return the description after ``seconds`` of the present session."""
@@ -399,6 +424,7 @@ class TrainerJson:
     sessions: tuple[TrainingSession, ...]
     stages: tuple[TrainingStage, ...]
     adapter_base: AdapterBase | None
+    reference: ReferenceModel | None
     best_by: str
     interim: bool
     scheduled: bool
@@ -444,7 +470,7 @@ class _SavedArguments(BaseModel):
 _ADDED_LATER = {
     *("base_model", "rows_of_sources", "evaluation", "first_evaluation", "progress", "schedule_steps", "lineage"),
     *("phase_schedules", "device", "mixture_sources", "mixture_tokens", "sessions", "stages"),
-    "adapter_base",
+    *("adapter_base", "reference"),
 }
 """Fields that checkpoints of earlier versions lack: then they have the default of their class, or are None."""
 _FIELDS: dict[str, Any] = {
@@ -457,7 +483,7 @@ _FIELDS |= {"arguments": (_SavedArguments, ...), "interim": (bool, False), "sche
 _Parsed: Any = create_model("Parsed", **_FIELDS)
 _COPIED = (
     *("data", "base_model", "lineage", "phase_schedules", "sessions", "stages", "adapter_base"),
-    *("interim", "scheduled"),
+    *("reference", "interim", "scheduled"),
 )
 
 

@@ -83,9 +83,10 @@ class Pieces(TensorRecord):
         """Return a copy whose ``num_targets``, which a device needs, are in page-locked memory."""
         return replace(self, num_targets=self.num_targets.pin_memory())
 
-    def count_by_source(self, num_sources: int) -> torch.Tensor:
-        """Return the targets and the bytes of each source, fp64 [2, sources]."""
-        weights = (self.num_targets.double(), self.num_bytes.double())
+    def count_by_source(self, num_sources: int, as_wholes: bool = False) -> torch.Tensor:
+        """Return the targets and the bytes of each source, fp64 [2, sources]; ``as_wholes`` its pieces, and NaN."""
+        ones = torch.ones_like(self.num_bytes)
+        weights = (ones, ones * torch.nan) if as_wholes else (self.num_targets.double(), self.num_bytes.double())
         return torch.stack([torch.bincount(self.sources, each, num_sources) for each in weights])
 
 
@@ -97,6 +98,10 @@ class Batch(TensorRecord):
     computed from the labels before the batch goes to a device. ``lengths`` are the numbers of tokens that see each
     other, without padding: of each document, or of each row. ``pieces`` stay on the CPU; None if it is not known where
     the rows come from. A rank without rows left in a window gets one row without supervised tokens, and no pieces.
+
+    In rows of preference pairs, documents 2i and 2i + 1 are the chosen and the rejected sequence of pair i, which is
+    piece i. ``reference``, fp64 [pairs, 2], are the log-probabilities of both answers under the reference model; None
+    without one.
     """
 
     input_ids: torch.Tensor
@@ -105,12 +110,20 @@ class Batch(TensorRecord):
     targets: Targets | None = None
     lengths: tuple[int, ...] = ()
     pieces: Pieces | None = None
+    reference: torch.Tensor | None = None
+
+    @property
+    def num_pairs(self) -> int:
+        """The number of preference pairs, if documents are those of pairs."""
+        return 0 if self.documents is None else (len(self.documents.borders) - 1) // 2
 
     def pin_memory(self) -> "Batch":
         documents = self.documents and self.documents.pin_memory()
         targets = (self.targets or find_targets(self.labels)).pin_memory()
         pieces = self.pieces and self.pieces.pin_memory()
-        return Batch(self.input_ids.pin_memory(), self.labels.pin_memory(), documents, targets, self.lengths, pieces)
+        reference = None if self.reference is None else self.reference.pin_memory()
+        ids, labels = self.input_ids.pin_memory(), self.labels.pin_memory()
+        return Batch(ids, labels, documents, targets, self.lengths, pieces, reference)
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device; for XLA, which compiles for each shape, every position has a target."""
@@ -119,7 +132,8 @@ class Batch(TensorRecord):
         if device.type == "xla":  # -100 where none is supervised, which cross entropy leaves out
             targets = Targets(torch.arange(self.labels.numel()), next_token_labels(self.labels).flatten())
         documents = self.documents and self.documents.to(device)
-        return Batch(input_ids, labels, documents, targets.to(device), self.lengths, self.pieces)
+        reference = None if self.reference is None else self.reference.to(device, non_blocking=True)
+        return Batch(input_ids, labels, documents, targets.to(device), self.lengths, self.pieces, reference)
 
 
 def pad_rows(

@@ -94,6 +94,8 @@ class WorstDocuments:
             owners = self.data.train.pieces(rows.tolist()).rows
             places = np.arange(len(owners)) - np.searchsorted(owners, owners)
             counts = batch.pieces.num_targets
+            if self.data.has_pairs:  # the loss of a pair is no sum over its tokens
+                counts = torch.ones_like(counts)
             means = (of_pieces[first : first + len(owners)] / counts).tolist()
             first += len(owners)
             columns = zip(means, rows[owners].tolist(), places.tolist(), counts.tolist(), strict=True)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import datasets
 import numpy as np
@@ -35,6 +35,7 @@ class RowPieces:
     ``rows``, int64 [P], are indices among the rows asked for; ``positions``, int64 [P], where a piece begins in its
     row. ``sources``, int64 [P], are indices of ``IndexedRows.source_names``. ``num_tokens``, int64 [P], includes tokens
     that --overlap repeats. ``num_bytes``, fp64 [P], are the document's UTF-8 bytes, shared by tokens; NaN if not known.
+    ``reference``, fp64 [P, 2], are the reference log-probabilities of preference pairs; None without them.
     """
 
     rows: np.ndarray
@@ -42,6 +43,7 @@ class RowPieces:
     sources: np.ndarray
     num_tokens: np.ndarray
     num_bytes: np.ndarray
+    reference: np.ndarray | None = None
 
 
 class IndexedRows(torch.utils.data.Dataset, abc.ABC):
@@ -78,7 +80,11 @@ class IndexedRows(torch.utils.data.Dataset, abc.ABC):
         rows = self.read(indices)
         starts = [borders for *_, borders in rows if borders is not None]
         batch = pad_rows([ids for ids, _, _ in rows], [labels for _, labels, _ in rows], starts)
-        return replace(batch, pieces=place_pieces(self.pieces(indices), batch.labels.numpy())) if rows else batch
+        if not rows:
+            return batch
+        pieces = self.pieces(indices)
+        reference = None if pieces.reference is None else torch.from_numpy(pieces.reference)
+        return replace(batch, pieces=place_pieces(pieces, batch.labels.numpy()), reference=reference)
 
 
 def place_pieces(pieces: RowPieces, labels: np.ndarray) -> Pieces:
@@ -118,6 +124,7 @@ class Rows(IndexedRows):
         columns = ["input_ids", *(["labels"] * self.has_labels), *(["document_starts"] * self.has_borders)]
         self._table = split.select_columns(columns).with_format("arrow")
         self._lengths = _row_lengths(split, "input_ids")
+        self._reference_file: Path | None = None
 
     def __len__(self) -> int:
         return len(self.split)
@@ -194,6 +201,19 @@ class Rows(IndexedRows):
         """The document index; None if there is none. For errors see ``open_index``."""
         return self._open_index()
 
+    def use_reference(self, file: Path) -> None:
+        """Give the pairs of all batches from now on the log-probabilities in a file of ``training.reference``."""
+        self._reference_file = file
+        self.__dict__.pop("_reference", None)
+
+    @functools.cached_property
+    def _reference(self) -> np.ndarray | None:
+        return None if self._reference_file is None else np.load(self._reference_file, mmap_mode="r")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the mapped file out, which would be pickled as a whole."""
+        return {name: value for name, value in self.__dict__.items() if name != "_reference"}
+
     def pieces(self, indices: Sequence[int]) -> RowPieces:
         rows = np.array(indices, dtype=np.int64)
         if self.index is None:
@@ -203,7 +223,9 @@ class Rows(IndexedRows):
         found = self.index.pieces(rows)
         documents, sources = self.index.documents[found.documents], self.index.source_numbers(found.documents)
         num_bytes = documents["bytes"] * (found.lengths / documents["tokens"])
-        return RowPieces(found.rows, found.positions, sources, found.lengths, num_bytes)
+        # a pair is one document, so it has the number of its document
+        reference = None if self._reference is None else np.asarray(self._reference[found.documents])
+        return RowPieces(found.rows, found.positions, sources, found.lengths, num_bytes, reference)
 
     def main_sources(self) -> np.ndarray:
         """Read the index of the whole split; see ``IndexedRows.main_sources``."""
@@ -243,6 +265,11 @@ class TokenDataset:
     def isolates(self) -> bool:
         """Whether training keeps the documents of a row apart."""
         return self.train.isolates
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the documents are preference pairs."""
+        return self.manifest is not None and self.manifest.has_pairs
 
     @property
     def fingerprint(self) -> str:

@@ -207,7 +207,9 @@ class JoinedRows(IndexedRows):
             sources = self._sources[part][found.sources]
             parts.append(replace(found, rows=np.array(numbers)[found.rows], sources=sources))
         joined = {
-            field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(RowPieces)
+            field.name: np.concatenate(values)
+            for field in fields(RowPieces)
+            if (values := [getattr(part, field.name) for part in parts])[0] is not None  # of all parts, or of none
         }
         in_order = np.argsort(joined["rows"], kind="stable")
         return RowPieces(**{name: values[in_order] for name, values in joined.items()})
@@ -250,6 +252,11 @@ class TokenMixture:
     def isolates(self) -> bool:
         """Whether training keeps the documents of a row apart."""
         return self.train.isolates
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the documents are preference pairs; the parts have all of them, or none."""
+        return self.parts[0].has_pairs
 
     @property
     def source_names(self) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ Shapes: M models, D pairs, R resamples.
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +18,7 @@ from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.bootstrap import FEWEST_DOCUMENTS, LEVEL, Interval, interval_of, resample
 from fabric_train.evaluation.models import ComparedModel, LossCache, check_tokenizer, score_texts, scoring_progress
+from fabric_train.evaluation.models_in_turn import ModelsInTurn
 from fabric_train.evaluation.texts import HeldOutRows, PackedText
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.tokenization.arguments import TokenizeArguments
@@ -78,23 +78,23 @@ def compare_pairs(arguments: EvaluateArguments, models: Sequence[ComparedModel],
     assert arguments.output_dir is not None
     folder = Path(arguments.output_dir)
     results: dict[str, dict[str, PairFigures]] = {}
-    lines = []
-    with TemporaryDirectory() as made, ExitStack() as stack:
+    with TemporaryDirectory() as made:
         texts = {
             name: _texts_of(name, place, models, arguments, Path(made))
             for name, place in split_names(arguments.pairs, "--pairs")
         }
-        total = sum(len(text.target_ids) for of_models in texts.values() for text in of_models)
-        show = stack.enter_context(scoring_progress(total))
-        for name, of_models in texts.items():
-            scores = []
-            for model, text in zip(models, of_models, strict=True):
-                (losses,) = score_texts(model, [text], cache, arguments.batch_tokens, show)
-                scores.append(_scores(text, losses))
-            results[name] = dict(
-                zip((model.name for model in models), figures_of(scores, arguments.seed), strict=True)
-            )
-            lines += [line for model, one in zip(models, scores, strict=True) for line in _lines(name, model, one)]
+        scores: dict[str, dict[str, PairScores]] = {name: {} for name in texts}
+        in_turn, bases = ModelsInTurn(), [model.base for model in models]
+        with scoring_progress(sum(len(text.target_ids) for own in texts.values() for text in own.values())) as show:
+            for model in sorted(models, key=lambda model: bases.index(model.base)):
+                own = [of_models[model.name] for of_models in texts.values()]
+                losses = score_texts(model, own, cache, arguments.batch_tokens, show, in_turn)
+                for name, text, of_text in zip(texts, own, losses, strict=True):
+                    scores[name][model.name] = _scores(text, of_text)
+    for name, of_models in scores.items():
+        figures = figures_of([of_models[model.name] for model in models], arguments.seed)
+        results[name] = dict(zip((model.name for model in models), figures, strict=True))
+    lines = [line for name in scores for model in models for line in _lines(name, model, scores[name][model.name])]
     content = {
         model.name: {name: asdict(of_models[model.name]) for name, of_models in results.items()} for model in models
     }
@@ -147,8 +147,8 @@ def _length_bias(right: np.ndarray, longer: np.ndarray, seed: int) -> Figure | N
 
 def _texts_of(
     name: str, place: str, models: Sequence[ComparedModel], arguments: EvaluateArguments, folder: Path
-) -> list[PackedText]:
-    """Return the pairs at a place in the tokens of each model; what is no token dataset is tokenized into ``folder``."""
+) -> dict[str, PackedText]:
+    """Return the pairs at a place in the tokens of each model, by name; what is no token dataset is tokenized into ``folder``."""
     by_tokenizer: dict[str, PackedText] = {}
     if (Path(place) / FILE_NAME).is_file():
         dataset = _pairs_in(open_dataset(place))
@@ -170,7 +170,7 @@ def _texts_of(
             f"--pairs {name}: not every pair fits into a row of {arguments.max_length:,} tokens with each tokenizer; "
             "give a larger --max_length"
         )
-    return [by_tokenizer[model.tokenizer_id] for model in models]
+    return {model.name: by_tokenizer[model.tokenizer_id] for model in models}
 
 
 def _pairs_in(dataset: TokenDataset) -> TokenDataset:

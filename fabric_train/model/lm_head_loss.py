@@ -7,7 +7,7 @@ This works only if the model returns the head's output unchanged.
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,29 +84,12 @@ class _SummedCrossEntropy(torch.autograd.Function):
         in_place = scale if wanted[1] and weight.dtype == dtype == torch.float32 else None
         if in_place is not None and weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        grad_hidden, grad_weight, grad_bias = (
-            torch.zeros_like(tensor, dtype=torch.float32) if is_wanted and tensor is not None else None
-            for tensor, is_wanted in zip((hidden, weight if in_place is None else None, bias), wanted, strict=True)
+        grad_hidden, grad_weight, grad_bias = _zeros((hidden, weight if in_place is None else None, bias), wanted)
+        losses = _compute_chunks(
+            *(hidden, weight, bias, positions, targets, dtype),
+            totals=(grad_hidden, grad_weight if in_place is None else weight.grad, grad_bias),
+            of_weight=None if in_place is None else in_place.float().expand(len(targets), 1),
         )
-        total = grad_weight if in_place is None else weight.grad
-        cast_weight = weight.to(dtype)
-        losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        chunk_size = _chunk_size(len(targets), len(weight), _traced_device or hidden.device.type, dtype)
-        buffer = torch.empty(chunk_size, len(weight), dtype=dtype, device=hidden.device)
-        for begin in range(0, len(targets), chunk_size):
-            chunk = slice(begin, begin + chunk_size)
-            inputs = hidden.index_select(0, positions[chunk]).to(dtype)
-            logits = torch.mm(inputs, cast_weight.t(), out=buffer[: len(inputs)])
-            if bias is not None:
-                logits += bias
-            losses[chunk] = _token_losses(logits, targets[chunk], any(wanted))
-            grad_logits = logits
-            if grad_hidden is not None:
-                grad_hidden.index_copy_(0, positions[chunk], (grad_logits @ cast_weight).float())
-            if total is not None:
-                _add_product(total, grad_logits.t(), inputs if in_place is None else inputs * in_place)
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
         if scale is not None and grad_weight is not None:  # as autograd adds it
             gradient, grad_weight = grad_weight.mul_(scale).to(weight.dtype), None
             weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
@@ -123,6 +106,122 @@ class _SummedCrossEntropy(torch.autograd.Function):
             None if grad is None else grad.mul_(grad_sum).to(kind) for grad, kind in zip(grads, ctx.types, strict=True)
         )
         return *scaled, None, None, None, None, None
+
+
+def token_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    positions: torch.Tensor,
+    targets: torch.Tensor,
+    adds_in_place: bool = False,
+) -> torch.Tensor:
+    """Return the cross entropy of each token, fp32 [N], which can be differentiated once.
+
+    This is for losses that give each token a weight of its own, which is known only when all are computed. So nothing
+    of the chunks is kept: the backward pass computes their logits again. It needs one product with the weight more than
+    :func:`summed_cross_entropy`, whose arguments these are. ``adds_in_place`` says that a gradient may be added to
+    ``weight.grad`` at once, as for its ``scale``.
+    """
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    with torch.autocast(kind, enabled=False):
+        return _TokenCrossEntropy.apply(hidden.flatten(0, -2), weight, bias, positions, targets, dtype, adds_in_place)
+
+
+class _TokenCrossEntropy(torch.autograd.Function):
+    """The autograd function of ``token_cross_entropy``.
+
+    FSDP gathers the saved weight again before the backward pass, as it does for a linear layer.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+        dtype: torch.dtype,
+        adds_in_place: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, bias, positions, targets)
+        is_possible = adds_in_place and ctx.needs_input_grad[1] and weight.dtype == dtype == torch.float32
+        ctx.dtype, ctx.parameter = dtype, weight if is_possible else None
+        return _compute_chunks(hidden, weight, bias, positions, targets, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_losses: torch.Tensor) -> Any:
+        hidden, weight, bias, positions, targets = ctx.saved_tensors
+        parameter = ctx.parameter
+        if parameter is not None and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        inputs = (hidden, weight if parameter is None else None, bias)
+        grads = _zeros(inputs, ctx.needs_input_grad[:3])
+        total = grads[1] if parameter is None else parameter.grad
+        of_tokens = grad_losses.float()[:, None]
+        _compute_chunks(
+            *(hidden, weight, bias, positions, targets, ctx.dtype),
+            totals=(grads[0], total, grads[2]),
+            of_hidden=of_tokens,
+            of_weight=of_tokens,
+        )
+        typed = [None if grad is None else grad.to(of.dtype) for grad, of in zip(grads, inputs, strict=True)]
+        return *typed, None, None, None, None
+
+
+def _zeros(
+    tensors: tuple[torch.Tensor | None, ...], wanted: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return fp32 zeros like each of three tensors that is there and wanted, else None."""
+    first, second, third = (
+        torch.zeros_like(tensor, dtype=torch.float32) if is_wanted and tensor is not None else None
+        for tensor, is_wanted in zip(tensors, wanted, strict=True)
+    )
+    return first, second, third
+
+
+def _compute_chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    positions: torch.Tensor,
+    targets: torch.Tensor,
+    dtype: torch.dtype,
+    totals: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
+    of_hidden: torch.Tensor | None = None,
+    of_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the losses, fp32 [N], and add their gradients to fp32 ``totals`` of hidden states, weight and bias.
+
+    ``totals`` that are None are not computed. The gradient of each token is multiplied by its ``of_hidden``, fp32
+    [N, 1], for the hidden states and the bias, and by its ``of_weight`` for the weight; None is 1. Each position's
+    hidden state is written, not added to.
+    """
+    grad_hidden, grad_weight, grad_bias = totals
+    wants_gradient = any(total is not None for total in totals)
+    cast_weight = weight.to(dtype)
+    losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+    chunk_size = _chunk_size(len(targets), len(weight), _traced_device or hidden.device.type, dtype)
+    buffer = torch.empty(chunk_size, len(weight), dtype=dtype, device=hidden.device)
+    for begin in range(0, len(targets), chunk_size):
+        chunk = slice(begin, begin + chunk_size)
+        inputs = hidden.index_select(0, positions[chunk]).to(dtype)
+        logits = torch.mm(inputs, cast_weight.t(), out=buffer[: len(inputs)])
+        if bias is not None:
+            logits += bias
+        losses[chunk] = _token_losses(logits, targets[chunk], wants_gradient)
+        grad_logits = logits
+        if grad_hidden is not None:
+            product = (grad_logits @ cast_weight).float()
+            grad_hidden.index_copy_(0, positions[chunk], product if of_hidden is None else product * of_hidden[chunk])
+        if grad_weight is not None:
+            scaled = inputs if of_weight is None else (inputs * of_weight[chunk]).to(dtype)
+            _add_product(grad_weight, grad_logits.t(), scaled)
+        if grad_bias is not None:
+            grad_bias += grad_logits.sum(0) if of_hidden is None else of_hidden[chunk, 0].to(dtype) @ grad_logits
+    return losses
 
 
 def _chunk_size(num_tokens: int, vocab_size: int, device_type: str, dtype: torch.dtype) -> int:
@@ -203,9 +302,10 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 def compute_loss_in_head(model: Any, grad_in_place: bool = False) -> bool:
     """Make ``model(..., positions=, targets=)`` return what ``summed_cross_entropy`` returns.
 
-    ``targets`` [N] int64 are the token ids to predict at ``positions`` [N] int64 of the flattened batch. Other calls of
-    the model stay as they are. Call this before the model is wrapped; its weights may still be on the meta device. With
-    ``grad_in_place``, only if nothing wraps the model, ``scale=`` is passed on.
+    ``targets`` [N] int64 are the token ids to predict at ``positions`` [N] int64 of the flattened batch. With
+    ``by_token=True`` the model returns what ``token_cross_entropy`` returns. Other calls of the model stay as they are.
+    Call this before the model is wrapped; its weights may still be on the meta device. With ``grad_in_place``, only if
+    nothing wraps the model, ``scale=`` is passed on.
 
     Return whether the model was changed. It is left alone if its logits are not exactly ``head(hidden)``, for example
     because they are capped or scaled, or if this cannot be determined.
@@ -226,6 +326,7 @@ def compute_loss_in_head(model: Any, grad_in_place: bool = False) -> bool:
         positions: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
+        by_token: bool = False,
         **kwargs: Any,
     ) -> Any:
         if positions is None or targets is None:
@@ -233,14 +334,17 @@ def compute_loss_in_head(model: Any, grad_in_place: bool = False) -> bool:
         of_tokens: list[torch.Tensor] = []  # the head returns one tensor, which the model takes for logits
 
         def compute(hidden: torch.Tensor) -> torch.Tensor:
-            given = scale if grad_in_place else None
-            summed, losses = summed_cross_entropy(hidden, head.weight, head.bias, positions, targets, given)
+            of_head = (hidden, head.weight, head.bias, positions, targets)
+            if by_token:
+                return token_cross_entropy(*of_head, adds_in_place=grad_in_place)
+            summed, losses = summed_cross_entropy(*of_head, scale if grad_in_place else None)
             of_tokens.append(losses)
             return summed
 
         in_head.compute = compute
         try:
-            return forward(*args, **kwargs).logits, of_tokens[0]
+            loss = forward(*args, **kwargs).logits
+            return loss if by_token else (loss, of_tokens[0])
         finally:
             in_head.compute = None
 

@@ -72,6 +72,18 @@ class AdapterBase:
     fingerprint: str | None = None
 
 
+@dataclass(frozen=True)
+class ReferenceModel:
+    """The model that preference objectives compare with; a checkpoint has no copy of it.
+
+    ``place`` is the hub name or the absolute path of the folder, checkpoint or adapter that it is read from; empty for
+    the random weights of the run's seed. ``fingerprint`` is a hash of the bytes of its weights.
+    """
+
+    place: str
+    fingerprint: str
+
+
 def find_origin(model_name: str) -> tuple[ModelOrigin, tuple[Path, ...]]:
     """Return the origin of a folder or cached hub name, and its licence's files, which are downloaded if possible."""
     is_local = Path(model_name).is_dir()

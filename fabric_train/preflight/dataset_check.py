@@ -6,15 +6,20 @@ Faults stop the run. Notes are differences that the user should know.
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fabric_train.data.batch import IGNORED_LABEL
+from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer
 from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
 from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenizers
+
+if TYPE_CHECKING:
+    from arguments import TrainArguments
+    from fabric_train.training.prepared_run import TrainingData
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,24 @@ def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: b
         for rows in splits.values():
             rows.pieces([0])  # opens the document index
     return DatasetCheck(tuple(faults), tuple(notes))
+
+
+def faults_of_objective(given: "TrainArguments", data: "TrainingData", accelerator: str) -> list[str]:
+    """Return what forbids the objective with the data and the devices of a run."""
+    option = f"--objective {given.preference.objective}"
+    if not given.preference.needs_pairs:
+        if isinstance(data, Stream) or not data.has_pairs:
+            return []
+        return [f"{data.name} has preference pairs, which {option} does not train on; give --objective dpo"]
+    fix = "tokenize rows with chosen and rejected answers with tokenize_dataset.py, and give --train_data_dir"
+    if isinstance(data, Stream):
+        return [f"{option} trains on preference pairs, and --streaming_dataset has none; {fix}"]
+    faults = [f"{option}: {part.name} has no preference pairs; {fix}" for part in data.parts if not part.has_pairs]
+    if not data.isolates:
+        faults.append(f"{option} keeps both answers of a pair apart: leave --isolate_documents false out")
+    if accelerator == "tpu":
+        faults.append(f"{option} does not work with --accelerator tpu; use a GPU or the CPU")
+    return faults
 
 
 def _beyond_the_positions(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape) -> list[str]:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -31,15 +31,18 @@ from fabric_train.model.init_weights import new_shape
 from fabric_train.model.nf4 import check_installed
 from fabric_train.model.origin import AdapterBase
 from fabric_train.model.parallelize import check_tensor_parallel
+from fabric_train.preflight.dataset_check import faults_of_objective
 from fabric_train.preflight.memory_plan import resolve_automatic
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
 from fabric_train.preflight.step_plan import GivenPhase, plan_phases, plan_steps, read_phases, rows_at_once
 from fabric_train.training.evaluation import METRICS, EarlyStopping, SamplePrompts, parse_early_stopping
 from fabric_train.training.metrics import are_columns, find_lost_rows
+from fabric_train.training.objective import objective_of
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
+from fabric_train.training.reference import check_reference
 
 if TYPE_CHECKING:
-    from arguments import CheckpointArguments, DataArguments, EvaluationArguments, TrainArguments
+    from arguments import CheckpointArguments, DataArguments, TrainArguments
 
 _PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
 """The packages that a run's losses depend on."""
@@ -59,6 +62,8 @@ def prepare(
     arguments, start_from, checkpoint = _choose_beginning(arguments, folder, damages)
     phases_given = read_phases(arguments)
     data = _open_data(arguments, folder, checkpoint, phases_given)
+    if faults := faults_of_objective(arguments, data, device_plan.accelerator):
+        raise InputError(*faults)
     model = _read_model(arguments, checkpoint, data)
     masks_because = choose_attention(model, arguments) if device_plan.accelerator == "cuda" else None
     phases = plan_phases(phases_given, arguments.training, data)
@@ -79,7 +84,7 @@ def prepare(
         order=order,
         versions={name: version(name) for name in _PACKAGES} | own_versions(model, data),
         notes=plan.notes,
-        early_stopping=_check_deciding_sources(arguments.evaluation, data),
+        early_stopping=_check_deciding_sources(arguments, data),
         sample_prompts=_open_sample_prompts(arguments, data, model, checkpoint),
         adapter_base=_find_base(arguments, checkpoint, model),
     )
@@ -87,6 +92,7 @@ def prepare(
     if masks_because and data.isolates:
         mask = f"a mask of {plan.tokens_per_row:,} × {plan.tokens_per_row:,} tokens"
         run = _with_notes(run, f"attention is slow: it keeps documents apart by {mask}, because {masks_because}")
+    check_reference(run)
     if not arguments.planning.checks:
         run = resolve_automatic(run)
     if not only_reads:
@@ -339,24 +345,26 @@ def _data_order(
     )
 
 
-def _check_deciding_sources(given: "EvaluationArguments", data: TrainingData) -> EarlyStopping | None:
+def _check_deciding_sources(arguments: "TrainArguments", data: TrainingData) -> EarlyStopping | None:
     """Check the sources of ``--best_by`` and ``--early_stopping``, and return the latter, None if it is not given."""
-    names = _validated_sources(data)
-    faults = [] if _can_decide(given.best_by, ["all", *names]) else [_no_such_source("best_by", given.best_by, names)]
+    given, names = arguments.evaluation, _validated_sources(data)
+    figures = {*METRICS, *objective_of(arguments).metric_names}
+    can_decide = _can_decide(given.best_by, ["all", *names], figures)
+    faults = [] if can_decide else [_no_such_source("best_by", given.best_by, names)]
     stopping = None
     if given.early_stopping is not None:
         stopping = parse_early_stopping(given.early_stopping, names)
-        if not names or not _can_decide(stopping.source, ["all", *names]):
+        if not names or not _can_decide(stopping.source, ["all", *names], figures):
             faults.append(_no_such_source("early_stopping", stopping.source, names))
     if faults:
         raise InputError(*faults)
     return stopping
 
 
-def _can_decide(source: str, names: list[str]) -> bool:
-    """Return whether this is a source, a metric, or the metric of a source as METRIC/SOURCE."""
+def _can_decide(source: str, names: list[str], figures: Collection[str]) -> bool:
+    """Return whether this is a source, a metric of ``figures``, or the metric of a source as METRIC/SOURCE."""
     metric, _, of_source = source.partition("/")
-    return source in names or (metric in METRICS and (of_source or "all") in names)
+    return source in names or (metric in figures and (of_source or "all") in names)
 
 
 def _no_such_source(option: str, source: str, names: list[str]) -> str:

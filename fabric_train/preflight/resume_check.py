@@ -29,6 +29,7 @@ _DECIDE_THE_LOSSES = (
     *("precision", "float8", "optimizer_states", "stochastic_rounding"),
     *("attention", "isolate_documents", "seed", "eval_iters"),
     *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "base_weights"),
+    *("objective", "dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "simpo_gamma", "reference"),
 )
 _ATTENTION = "fabric_train attention"
 _VALIDATION = "fabric_train validation rows"

@@ -19,7 +19,7 @@ from fabric_train.cli.argument_types import (
 )
 from fabric_train.cli.output import redact
 
-DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion"]
+DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion", "preference"]
 _LANGUAGES = r"[a-z]{2,3}(,[a-z]{2,3})*(:(0(\.[0-9]{1,6})?|1(\.0{1,6})?))?"
 _QUALITY_RULES = ("gopher", "c4", "fineweb")
 _PERSONAL_DATA = ("email", "phone", "iban", "dni", "ip")

@@ -18,10 +18,11 @@ from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, f
 from fabric_train.tokenization.corpus import OpenedCorpus, opened_corpus
 from fabric_train.tokenization.encoding import EncodedSources, encode_sources
 from fabric_train.tokenization.manifest import (
-    BAD_ROW,
+    BAD_ROWS,
     EMPTY,
     Ledger,
     Manifest,
+    PairLedger,
     Settings,
     SourceRecord,
     SplitLedger,
@@ -108,6 +109,7 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
         versions={name: version(name) for name in _VERSIONS_OF},
         has_index=True,
         cleaning={} if corpus.cleaner is None else corpus.cleaner.settings(),
+        has_pairs=any(format_.pairs is not None for format_ in corpus.formats),
     )
     write_manifest(folder, manifest)
     return manifest
@@ -154,7 +156,7 @@ def _check_not_empty(sources: Sequence[Source], encoded: EncodedSources, num_tra
 
 
 def _nothing_left(left_out: Counter[str]) -> str:
-    if not left_out.keys() - {EMPTY, BAD_ROW}:
+    if not left_out.keys() - {EMPTY, *BAD_ROWS}:
         return "no document with any text in it"
     counts = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in left_out.most_common())
     return f"every document is left out ({counts}); leave out the source, or what drops them"
@@ -197,9 +199,25 @@ def _write_splits(
             rows=plan.num_rows,
             chats_severed=num_severed,
             sources=count_sources(plan, documents, sources),
+            pairs=None if collection.pairs is None else _count_pairs(collection.pairs[splits[name].order]),
         )
     write_dataset_dict(folder, splits)
     return ledgers
+
+
+def _count_pairs(pairs: np.ndarray) -> PairLedger:
+    """Return the ledger of PAIR [pairs]."""
+    chosen, rejected = (pairs[name].astype(np.int64) for name in ("chosen", "rejected"))
+    margins = pairs["rating_margin"][~np.isnan(pairs["rating_margin"])]
+    return PairLedger(
+        chosen_tokens=int(chosen.sum()),
+        rejected_tokens=int(rejected.sum()),
+        chosen_longer=int((chosen > rejected).sum()),
+        equal_lengths=int((chosen == rejected).sum()),
+        prefixes=int(pairs["is_prefix"].sum()),
+        rated=len(margins),
+        rating_margin=float(margins.sum()),
+    )
 
 
 def _too_short(name: str, split: Split, plan: RowPlan, arguments: TokenizeArguments) -> str:

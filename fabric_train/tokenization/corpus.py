@@ -23,6 +23,8 @@ from fabric_train.tokenization.chats.control_tokens import check_surrogates
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
 from fabric_train.tokenization.documents import (
     BadRowError,
+    Chat,
+    Row,
     columns,
     detect_format,
     missing_column,
@@ -33,6 +35,7 @@ from fabric_train.tokenization.documents import (
 )
 from fabric_train.tokenization.manifest import SourceRecord
 from fabric_train.tokenization.packing.rows import Packing
+from fabric_train.tokenization.pairs import Pair, read_pair
 from fabric_train.tokenization.reading.listing import sha256
 from fabric_train.tokenization.reading.sources import UNFINISHED_SUFFIX, Source, open_each, open_sources, split_names
 from fabric_train.tokenization.shards import SIZES, Shard, ShardSizes, split_into_shards
@@ -40,6 +43,7 @@ from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load
 
 if TYPE_CHECKING:
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
+    from fabric_train.tokenization.chats.pair_encoder import PairEncoder
 
 DOWNLOADS = "downloads"  # the subfolder of an unfinished folder with downloaded files
 _SOURCE_OPTIONS = ("--dataset", "--validation_dataset")
@@ -80,11 +84,19 @@ def unfinished_folder(target: Path, sizes: ShardSizes = SIZES) -> Iterator[Path]
 
 @dataclass(frozen=True)
 class SourceFormat:
-    """How to encode rows of a ``kind``: ``chat`` encodes chats; if it is None, ``columns[0]`` holds text."""
+    """How to encode rows of a ``kind``: ``chat`` encodes chats; if it is None, ``columns[0]`` holds text.
+
+    ``pairs`` encodes preference pairs, by ``chat``.
+    """
 
     kind: str
     columns: tuple[str, ...]
     chat: "ChatEncoder | None"
+    pairs: "PairEncoder | None" = None
+
+    def read(self, row: Row | BadRowError) -> Chat | Pair:
+        """Read a row with a chat or a pair; BadRowError if it has another format."""
+        return read_chat(row, self.kind) if self.pairs is None else read_pair(row)
 
 
 @dataclass(frozen=True)
@@ -175,7 +187,10 @@ def open_corpus(
         set_chat_template(tokenizer_folder, chosen)
     asked = None if arguments.data_format == "auto" else arguments.data_format
     skips = arguments.skips_bad_rows
-    kinds = open_each(lambda one: asked or find_kind(one, arguments.text_column, skips), [*train, *held_out])
+    kinds = open_each(
+        lambda one: asked or find_kind(one, arguments.text_column, skips, with_pairs=True), [*train, *held_out]
+    )
+    _check_pairs(kinds, arguments)
     default: Packing = "best_fit" if set(kinds) - {"text"} else "concat"  # which would cut chats
     arguments = replace(arguments, packing=arguments.packing or default)
     formats = open_formats(kinds, tokenizer_folder, arguments)
@@ -193,8 +208,32 @@ def open_corpus(
     )
 
 
-def find_kind(source: Source, text_column: str, skips_bad_rows: bool) -> str:
-    """Return the data format of a source's first row: text if it has that column, else a format of chats."""
+def _check_pairs(kinds: Sequence[str], arguments: TokenizeArguments) -> None:
+    """Raise InputError, with a line for each fault, if preference pairs are among other documents, or would be cut."""
+    if "preference" not in kinds:
+        return
+    places = [*arguments.dataset, *(arguments.validation_dataset or ())]
+    names = {kind: redact(place) for kind, place in zip(kinds, places, strict=True)}
+    faults = [
+        f"{names['preference']} has preference pairs, {name} has {kind}: make a token dataset of each"
+        for kind, name in names.items()
+        if kind != "preference"
+    ]
+    if arguments.packing == "concat":
+        faults.append("--packing concat cuts preference pairs at row ends: leave it out, which gives best_fit")
+    if arguments.overlap:
+        faults.append("--overlap: a preference pair is never in two rows, so nothing is repeated; leave it out")
+    if arguments.train_on == "all":
+        faults.append("--train_on all: of a preference pair, only the answers are compared; give assistant or last")
+    if faults:
+        raise InputError(*faults)
+
+
+def find_kind(source: Source, text_column: str, skips_bad_rows: bool, with_pairs: bool = False) -> str:
+    """Return the data format of a source's first row: text if it has that column, else a format of chats.
+
+    Columns of preference pairs only count ``with_pairs``; InputError if a row has no others.
+    """
     looked_for = (text_column, *columns("auto"))
     for part in source.parts(1 << 20):
         reader = source.reader(part, looked_for)
@@ -206,6 +245,11 @@ def find_kind(source: Source, text_column: str, skips_bad_rows: bool) -> str:
             if name_in(text_column, row) in row:
                 return "text"
             kind = detect_format(row)
+            if kind == "preference" and not with_pairs:
+                kind = detect_format({name: value for name, value in row.items() if name != "chosen"})
+                if kind is None:
+                    place = reader.place(number)
+                    raise InputError(f"{place}: a preference pair; make a token dataset with tokenize_dataset.py first")
             if kind is None:
                 no_text = str(missing_column(reader.place(number), text_column, row))
                 raise InputError(unexpected_format(row, "auto", f"{no_text}; and no chat or instruction"))
@@ -220,18 +264,22 @@ def open_formats(
     formats = {"text": SourceFormat("text", (arguments.text_column,), None)}
     longest = None if arguments.packing == "concat" else arguments.max_length
     for kind in sorted(set(kinds) - {"text"}):
-        from fabric_train.tokenization.chats.chat_encoder import ChatEncoder  # slow to import, and texts do not need it
+        # slow to import, and texts do not need them
+        from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
+        from fabric_train.tokenization.chats.pair_encoder import PairEncoder
 
+        has_pairs = kind == "preference"
         encoder = ChatEncoder(
             tokenizer_folder,
             kind,
             arguments.train_on,
             arguments.too_long,
-            longest,
+            None if has_pairs else longest,
             by_parts=by_parts,
             is_chosen=arguments.chat_template is not None,
         )
-        formats[kind] = SourceFormat(kind, columns(kind), encoder)
+        pairs = PairEncoder(encoder, arguments.too_long, arguments.max_length) if has_pairs else None
+        formats[kind] = SourceFormat(kind, columns(kind), encoder, pairs)
         set_chat_template(tokenizer_folder, encoder.chat_template)
     return [formats[kind] for kind in kinds]
 
@@ -261,7 +309,7 @@ def _first_texts(source: Source, format_: SourceFormat, part: Any, left: int) ->
             if format_.chat is None:
                 text = text_of(row, format_.columns[0], partial(reader.place, number))[0]
             else:
-                text = "\n".join(message["content"] for message in read_chat(row, format_.kind).messages)
+                text = "\n".join(message["content"] for message in format_.read(row).joined.messages)
                 check_surrogates(text)
         except BadRowError:
             continue  # reported or skipped when the shard is encoded

@@ -1,38 +1,62 @@
 """Documents as they are read, encoded or left out: the text of a row, or a chat in one of four formats; bad rows."""
 
 import json
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.manifest import BAD_ROW
 
 Row = Mapping[str, Any]
 Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
+# numbers for the chosen and the rejected answer
+RATINGS = (
+    ("score_chosen", "score_rejected"),
+    ("chosen_score", "rejected_score"),
+    ("chosen_rating", "rejected_rating"),
+    ("chosen-rating", "rejected-rating"),
+)
 _FORMATS = {
     "messages": 'messages [{"role": "user", "content": "..."}, ...]',
     "conversations": 'conversations [{"from": "human", "value": "..."}, ...]',
     "alpaca": "instruction, input (may be absent), output",
     "prompt_completion": "prompt, completion (both text, or both lists of messages)",
+    "preference": "chosen, rejected (messages, whole or after prompt; or texts after prompt)",
 }
 _COLUMNS = {
     "messages": ("messages", "tools"),
     "conversations": ("conversations",),
     "alpaca": ("instruction", "input", "output"),
     "prompt_completion": ("prompt", "completion", "tools"),
+    "preference": (
+        *("chosen", "rejected", "prompt", "conversations", "system", "question", "instruction", "input", "tools"),
+        *(name for names in RATINGS for name in names),
+    ),
 }
+# columns that rows of other formats may have with something else in them
+_ONLY_OF_PAIRS = frozenset(_COLUMNS["preference"]).difference(
+    *(_COLUMNS[name] for name in _COLUMNS if name != "preference")
+)
 _LONGEST_EXCERPT = 200
 TOO_DEEP = "its objects are nested too deeply; leave the row out"
+
+# rejected_at: where the rejected sequence begins; chosen, rejected: supervised tokens; is_prefix: whether one answer is
+# the beginning of the other; rating_margin: rating of the chosen answer minus that of the rejected one, NaN without
+PAIR = np.dtype(
+    [("rejected_at", "u4"), ("chosen", "u4"), ("rejected", "u4"), ("is_prefix", "?"), ("rating_margin", "f8")]
+)
 
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """A document or a chat as tokens, BOS and EOS included."""
+    """A document, a chat or a preference pair as tokens, BOS and EOS included."""
 
     input_ids: np.ndarray  # int32 [number of tokens]
     supervised: np.ndarray | None  # bool [number of tokens], whether the token is a target; None if all are
@@ -40,6 +64,7 @@ class EncodedDocument:
     num_bytes: int  # UTF-8 bytes of the same
     num_tokens_cut: int = 0  # tokens of the turns that were removed because they did not fit into a row
     turn_ends: frozenset[int] = frozenset()  # the ids of the control tokens with which supervised turns of a chat end
+    pair: np.ndarray | None = None  # PAIR [1] of a preference pair: one sequence after the other
 
 
 @dataclass(frozen=True)
@@ -56,7 +81,18 @@ def utf8_length(text: str) -> int:
 
 
 class BadRowError(ValueError):
-    """A row that cannot be used. The message names the fault and, once a reader has added it, the place."""
+    """A row that cannot be used. The message names the fault and, once a reader has added it, the place.
+
+    ``reason`` is the key under which the ledger counts it if such rows are left out.
+    """
+
+    def __init__(self, message: str, reason: str = BAD_ROW) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def at(self, place: str) -> "BadRowError":
+        """Return the error with the place of the row before its message."""
+        return BadRowError(f"{place}: {self}", self.reason)
 
     def fault(self) -> InputError:
         """Return the error that ends the run with ``--on_bad_rows fail``."""
@@ -84,7 +120,7 @@ def check_text_columns(place: str, schema: Any, columns: list[str]) -> None:
         if types.is_dictionary(kind):
             kind = kind.value_type
         is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-        if not (is_text or types.is_nested(kind) or types.is_null(kind)):
+        if not (is_text or types.is_nested(kind) or types.is_null(kind) or name in _ONLY_OF_PAIRS):
             raise InputError(f"{place}: {_not_text(name, kind)}")
 
 
@@ -137,9 +173,25 @@ class Chat:
     num_given: int = 0  # messages at the start that are a prompt, in which no turn of the assistant is supervised
     tools: list[Any] | None = None  # JSON schemas of the tools that may be called
 
+    @property
+    def conversations(self) -> "tuple[Chat, ...]":
+        """Itself, as the only conversation."""
+        return (self,)
+
+    @property
+    def joined(self) -> "Chat":
+        """Itself."""
+        return self
+
+    def with_messages(self, messages: list[Message]) -> "Chat":
+        """Return the chat with other messages, as many."""
+        return replace(self, messages=messages)
+
 
 def detect_format(record: Mapping[str, Any]) -> str | None:
-    """Return the data format of a row by its columns, or None if it is neither a chat nor an instruction."""
+    """Return the data format of a row by its columns; None if it is no chat, instruction or preference pair."""
+    if all(isinstance(record.get(name), str | list | Mapping) for name in ("chosen", "rejected")):
+        return "preference"
     for data_format in ("messages", "conversations"):
         if isinstance(record.get(data_format), list):
             return data_format
@@ -167,22 +219,33 @@ def read_chat(record: Mapping[str, Any] | BadRowError, data_format: str) -> Chat
     if isinstance(record, BadRowError):
         raise record
     found = detect_format(record) if data_format == "auto" else data_format
-    try:
+    with bad_rows_explained(record, data_format):
         if found == "messages":
-            return Chat(_messages(record["messages"]), tools=_tools(record))
+            return Chat(_messages(record["messages"]), tools=read_tools(record))
         if found == "conversations":
-            return Chat([_message(_openai_turn(turn)) for turn in _list(record[found])])
+            return Chat([read_message(openai_turn(turn)) for turn in list_of_turns(record[found])])
         if found == "alpaca":
-            return _exchange(_instruction(record), record["output"])
+            return _exchange(read_instruction(record), record["output"])
         if found == "prompt_completion":
             return _prompt_and_completion(record)
+        if found == "preference":
+            raise TypeError("a preference pair, where a chat is expected")
+    raise BadRowError(unexpected_format(record, data_format, "no columns of a chat or an instruction"))
+
+
+@contextmanager
+def bad_rows_explained(record: Mapping[str, Any], data_format: str) -> Iterator[None]:
+    """Turn what is raised for a row of another format into a BadRowError that shows the row and the formats."""
+    try:
+        yield
+    except BadRowError:
+        raise
     except KeyError as error:
         raise BadRowError(unexpected_format(record, data_format, f"{error} is missing")) from None
     except (TypeError, ValueError) as error:
         raise BadRowError(unexpected_format(record, data_format, str(error))) from None
     except RecursionError:
         raise BadRowError(TOO_DEEP) from None
-    raise BadRowError(unexpected_format(record, data_format, "no columns of a chat or an instruction"))
 
 
 def is_blank(chat: Chat) -> bool:
@@ -216,7 +279,7 @@ def _prompt_and_completion(record: Mapping[str, Any]) -> Chat:
     if isinstance(prompt, str):
         return _exchange(prompt, completion)
     given = _messages(prompt)
-    return Chat(given + _messages(completion), num_given=len(given), tools=_tools(record))
+    return Chat(given + _messages(completion), num_given=len(given), tools=read_tools(record))
 
 
 def _exchange(question: str, answer: Any) -> Chat:
@@ -225,7 +288,8 @@ def _exchange(question: str, answer: Any) -> Chat:
     return Chat(_messages([{"role": "user", "content": question}, {"role": "assistant", "content": answer}]))
 
 
-def _instruction(record: Mapping[str, Any]) -> str:
+def read_instruction(record: Mapping[str, Any]) -> str:
+    """Return an instruction and its input as one text; TypeError if they are not text."""
     instruction, more = record["instruction"], record.get("input")
     if not isinstance(instruction, str) or not isinstance(more, str | None):
         raise TypeError("instruction and input must be text")
@@ -233,22 +297,24 @@ def _instruction(record: Mapping[str, Any]) -> str:
 
 
 def _messages(turns: Any) -> list[Message]:
-    return [_message(turn) for turn in _list(turns)]
+    return [read_message(turn) for turn in list_of_turns(turns)]
 
 
-def _list(turns: Any) -> list[Mapping[str, Any]]:
+def list_of_turns(turns: Any) -> list[Mapping[str, Any]]:
+    """Return a conversation as it is; TypeError if it is not a list of objects."""
     if not (isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns)):
         raise TypeError("a conversation must be a list of objects")
     return turns
 
 
-def _openai_turn(turn: Mapping[str, Any]) -> Message:
+def openai_turn(turn: Mapping[str, Any]) -> Message:
+    """Return a turn of ShareGPT as a message; ValueError if nobody known says it."""
     if turn["from"] not in _SHAREGPT_ROLES:
         raise ValueError(f"from {excerpt(turn['from'])} is not one of {', '.join(_SHAREGPT_ROLES)}")
     return {"role": _SHAREGPT_ROLES[turn["from"]], "content": turn["value"]}
 
 
-def _message(turn: Mapping[str, Any]) -> Message:
+def read_message(turn: Mapping[str, Any]) -> Message:
     """Return a message with its content as one text and without null entries, which tables add."""
     message = {key: value for key, value in turn.items() if value is not None}
     if message["role"] not in ROLES:
@@ -281,7 +347,8 @@ def _tool_call(call: Any) -> dict[str, Any]:
     return {key: value for key, value in call.items() if value is not None} | {"function": function}
 
 
-def _tools(record: Mapping[str, Any]) -> list[Any] | None:
+def read_tools(record: Mapping[str, Any]) -> list[Any] | None:
+    """Return the JSON schemas of the tools of a row, which may be JSON text; None if it has none."""
     tools = record.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):

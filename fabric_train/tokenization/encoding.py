@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fabric_train.tokenization import manifest
 from fabric_train.tokenization.cleaning.cleaner import text_without_system
-from fabric_train.tokenization.corpus import OpenedCorpus, open_formats, sample_texts
-from fabric_train.tokenization.documents import BadRowError, Chat, LeftOut, is_blank, read_chat, text_of
+from fabric_train.tokenization.corpus import OpenedCorpus, SourceFormat, open_formats, sample_texts
+from fabric_train.tokenization.documents import BadRowError, Chat, LeftOut, is_blank, text_of
+from fabric_train.tokenization.pairs import Pair
 from fabric_train.tokenization.reading.files import memory_errors_name
 from fabric_train.tokenization.reading.listing import SHA256_BYTES, FilePart, check_unchanged, hash_files
 from fabric_train.tokenization.reading.sources import PartReader
@@ -38,9 +39,6 @@ from fabric_train.tokenization.shards import (
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.text_encoder import Borders, FastEncoder, TextEncoder, open_encoder
 from fabric_train.tokenization.workers import WorkerPool, progress_of
-
-if TYPE_CHECKING:
-    from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
 _TICK_SECONDS = 0.2
 _BATCH_BYTES = 2 << 20  # of text passed to the encoder at once
@@ -191,7 +189,11 @@ def _check_files(corpus: OpenedCorpus, encoded: EncodedSources) -> None:
 def _usable_record(job: EncodingJob, shard: Shard) -> ShardRecord | None:
     """Return the record of a finished shard; None if it skipped bad rows and this run must report them."""
     record = read_record(job.folder, shard)
-    must_report = record is not None and not job.corpus.arguments.skips_bad_rows and manifest.BAD_ROW in record.reasons
+    must_report = (
+        record is not None
+        and not job.corpus.arguments.skips_bad_rows
+        and not manifest.BAD_ROWS.isdisjoint(record.reasons)
+    )
     return None if must_report else record
 
 
@@ -233,7 +235,7 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
                     if format_.chat is None:
                         num_documents = _encode_texts(corpus, format_.columns[0], reader, texts, writer)
                     else:
-                        num_documents = _encode_chats(corpus, format_.kind, format_.chat, reader, writer)
+                        num_documents = _encode_chats(corpus, format_, reader, writer)
             finally:  # what is written to while it is read may look damaged: then that is the error to report
                 if isinstance(part, FilePart):
                     check_unchanged(part.file)
@@ -299,34 +301,35 @@ def _encode_texts(
     return num_documents
 
 
-def _encode_chats(corpus: OpenedCorpus, kind: str, chat: "ChatEncoder", reader: PartReader, writer: ShardWriter) -> int:
-    """Read, clean, encode and write a part's chats, and return the number of those that are kept."""
+def _encode_chats(corpus: OpenedCorpus, format_: SourceFormat, reader: PartReader, writer: ShardWriter) -> int:
+    """Read, clean, encode and write a part's chats or pairs, and return the number of those that are kept."""
     num_documents = 0
-    waiting: deque[tuple[_Place, Chat | BadRowError, np.ndarray | None]] = deque()
+    waiting: deque[tuple[_Place, Chat | Pair | BadRowError, np.ndarray | None]] = deque()
 
-    def read_chats() -> Iterator[Chat | BadRowError]:
+    def read_chats() -> Iterator[Any]:
         for row_number, row in reader:
             place = writer.read(), row_number
             try:
-                read = row if isinstance(row, BadRowError) else read_chat(row, kind)
+                read = row if isinstance(row, BadRowError) else format_.read(row)
                 cleaned = _clean_chat(corpus, read, place, writer)
             except BadRowError as error:
-                cleaned = BadRowError(f"{reader.place(row_number)}: {error}"), None
+                cleaned = error.at(reader.place(row_number)), None
             if cleaned is not None:
                 waiting.append((place, *cleaned))
                 yield cleaned[0]
 
-    for encoded in chat.encode_all(read_chats()):
+    encoder = format_.pairs or format_.chat
+    assert encoder is not None, "texts are encoded elsewhere"
+    for encoded in encoder.encode_all(read_chats()):
         (ordinal, row_number), given, signature = waiting.popleft()
         if isinstance(encoded, BadRowError):
-            place = "" if encoded is given else f"{reader.place(row_number)}: "
-            writer.skip_bad_row(ordinal, BadRowError(f"{place}{encoded}"))
+            writer.skip_bad_row(ordinal, encoded if encoded is given else encoded.at(reader.place(row_number)))
         elif isinstance(encoded, LeftOut):
             writer.skip(ordinal, encoded)
         else:
             counts = (encoded.num_characters, encoded.num_bytes, encoded.num_tokens_cut)
             document = np.array([(ordinal, row_number, len(encoded.input_ids), *counts)], dtype=ENCODED)
-            writer.write(document, encoded.input_ids, encoded.supervised, reader.position)
+            writer.write(document, encoded.input_ids, encoded.supervised, reader.position, encoded.pair)
             writer.sign(signature)
             writer.turn_ends |= encoded.turn_ends
             num_documents += 1
@@ -334,11 +337,11 @@ def _encode_chats(corpus: OpenedCorpus, kind: str, chat: "ChatEncoder", reader: 
 
 
 def _clean_chat(
-    corpus: OpenedCorpus, chat: Chat | BadRowError, place: _Place, writer: ShardWriter
-) -> tuple[Chat | BadRowError, np.ndarray | None] | None:
+    corpus: OpenedCorpus, chat: Chat | Pair | BadRowError, place: _Place, writer: ShardWriter
+) -> tuple[Chat | Pair | BadRowError, np.ndarray | None] | None:
     """Return the cleaned chat and its signature, None if it is dropped; bad rows and blank chats stay as they are."""
     cleaner = corpus.cleaner
-    if cleaner is None or isinstance(chat, BadRowError) or is_blank(chat):
+    if cleaner is None or isinstance(chat, BadRowError) or is_blank(chat.joined):
         return chat, None
-    cleaned = writer.clean(*place, cleaner.clean_chat(chat), lambda: cleaner.redact(text_without_system(chat)))
+    cleaned = writer.clean(*place, cleaner.clean_chat(chat), lambda: cleaner.redact(text_without_system(chat.joined)))
     return None if cleaned is None else (cleaned.content, cleaned.signature)

@@ -14,7 +14,7 @@ import orjson
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import check_file_name, parse_json, read_json
 
-FORMAT = 2
+FORMAT, FORMAT_OF_PAIRS = 2, 3  # versions that know no pairs refuse the second
 FILE_NAME = "manifest.json"
 
 # reasons for which the ledger counts documents as skipped, or tokens as dropped or cut
@@ -25,6 +25,9 @@ DUPLICATE = "duplicate"
 NEAR_DUPLICATE = "near_duplicate"
 TOO_LONG = "too_long"
 NOTHING_SUPERVISED = "nothing_supervised"
+EMPTY_ANSWER = "empty_answer"
+EQUAL_ANSWERS = "equal_answers"
+BAD_ROWS = frozenset([BAD_ROW, EMPTY_ANSWER, EQUAL_ANSWERS])  # what --on_bad_rows fail refuses
 
 _TOLERATED_CUT = 0.05  # of all tokens
 
@@ -149,6 +152,19 @@ class SourceLedger:
 
 
 @dataclass(frozen=True)
+class PairLedger:
+    """The preference pairs of one split, repeats included. An answer's tokens are its supervised ones."""
+
+    chosen_tokens: int  # of all chosen answers
+    rejected_tokens: int
+    chosen_longer: int  # pairs whose chosen answer has more tokens
+    equal_lengths: int  # pairs whose answers have as many tokens as each other
+    prefixes: int  # pairs in which one answer is the beginning of the other
+    rated: int  # pairs with a rating of both answers
+    rating_margin: float  # the sum of rating of the chosen answer minus rating of the rejected one
+
+
+@dataclass(frozen=True)
 class SplitLedger:
     """The documents and tokens of one split."""
 
@@ -163,6 +179,7 @@ class SplitLedger:
     rows: int
     chats_severed: int = 0  # chats with a supervised token in a row that does not hold the chat's beginning
     sources: dict[str, SourceLedger] = field(default_factory=dict)  # by name; empty without a document index
+    pairs: PairLedger | None = None  # None if the documents are no preference pairs
 
 
 @dataclass(frozen=True)
@@ -194,6 +211,9 @@ class Ledger:
             placed = split.tokens_in_rows + dropped
             sums.append((f"tokens into {name}", split.tokens_in + split.tokens_repeated, placed))
             sums.append((f"tokens in rows of {name}", filled, split.rows * max_length))
+            if split.pairs is not None:
+                answers = split.pairs.chosen_tokens + split.pairs.rejected_tokens
+                sums.append((f"supervised tokens of {name}", split.tokens_supervised, answers))
             sums += _sums_of_sources(name, split)
         return [f"{name}: {total:,} is not {parts:,}" for name, total, parts in sums if total != parts]
 
@@ -239,6 +259,7 @@ class Manifest:
     has_index: bool = False  # whether each split has a document index; older versions wrote none
     # the settings of each cleaning step by switch, such as thresholds and hashes of files; of a merge, see its parts
     cleaning: dict[str, Any] = field(default_factory=dict)
+    has_pairs: bool = False  # whether each document is a preference pair, with two entries of `document_starts`
 
     def imbalances(self) -> list[str]:
         """Return one line for each sum of the ledger, or of the documents skipped of the sources, that is wrong."""
@@ -278,8 +299,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` into ``folder``; the ledger of ``manifest`` must balance."""
     imbalances = manifest.imbalances()
     assert not imbalances, imbalances
-    content, totals = {"format": FORMAT, **vars(manifest)}, dict(vars(manifest.ledger))
-    content["ledger"] = {**totals.pop("splits"), **totals}
+    version = FORMAT_OF_PAIRS if manifest.has_pairs else FORMAT
+    content, totals = {"format": version, **vars(manifest)}, dict(vars(manifest.ledger))
+    splits = {name: dict(vars(split)) for name, split in totals.pop("splits").items()}
+    if not manifest.has_pairs:
+        del content["has_pairs"]
+        for split in splits.values():
+            del split["pairs"]
+    content["ledger"] = {**splits, **totals}
     if not manifest.parts:
         del content["parts"]
     options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
@@ -300,8 +327,9 @@ def load_manifest(folder: Path) -> Manifest | None:
     if not file.exists():
         return None
     content = read_json(file, dict, "tokenize again")
-    if (found := content.get("format")) != FORMAT:
-        raise InputError(f"{file} has format {found!r}, this version reads {FORMAT}; tokenize again")
+    known = FORMAT_OF_PAIRS if content.get("has_pairs") is True else FORMAT
+    if (found := content.get("format")) != known:
+        raise InputError(f"{file} has format {found!r}, this version reads {known}; tokenize again")
     try:
         ledger, of_totals = content["ledger"], {one.name for one in fields(Ledger)} - {"splits"}
         totals = {name: ledger.pop(name) for name in of_totals & ledger.keys()}

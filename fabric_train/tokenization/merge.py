@@ -27,6 +27,7 @@ from fabric_train.tokenization.manifest import (
     Ledger,
     Manifest,
     MergedPart,
+    PairLedger,
     SourceLedger,
     SplitLedger,
     TokenizerRecord,
@@ -132,6 +133,7 @@ def merge_manifests(merged: Sequence[MergeInput]) -> Manifest:
         versions={name: version(name) for name in _VERSIONS_OF},
         parts=tuple(part for dataset in merged for part in dataset.parts()),
         has_index=has_index,
+        has_pairs=merged[0].manifest.has_pairs,
     )
 
 
@@ -143,6 +145,9 @@ def _differences(first: MergeInput, other: MergeInput) -> Iterator[str]:
             f"{other.folder}: its rows have {theirs.settings.max_length:,} tokens, those of {first.folder} have "
             f"{ours.settings.max_length:,}; tokenize one of them again with the --max_length of the other"
         )
+    if ours.has_pairs != theirs.has_pairs:
+        has, lacks = (first, other) if ours.has_pairs else (other, first)
+        yield f"{has.folder} has preference pairs, {lacks.folder} has none; keep them apart"
     digests, others = ours.tokenizer.sha256, theirs.tokenizer.sha256
     names = [name for name in sorted({*digests, *others}) if digests.get(name) != others.get(name)]
     if names == [CHAT_TEMPLATE_FILE]:
@@ -176,19 +181,23 @@ def _sum(ledgers: Sequence[Ledger], with_sources: bool) -> Ledger:
         names = dict.fromkeys(source for one in of_split for source in one.sources) if with_sources else ()
         of_sources = {source: [one.sources[source] for one in of_split if source in one.sources] for source in names}
         sources = {source: SourceLedger(**_totals(own)) for source, own in of_sources.items()}
-        splits[name] = SplitLedger(**_totals(of_split), sources=sources)
+        pairs = [one.pairs for one in of_split if one.pairs is not None]
+        of_pairs = PairLedger(**_totals(pairs)) if pairs else None
+        splits[name] = SplitLedger(**_totals(of_split), sources=sources, pairs=of_pairs)
     return Ledger(splits=splits, **_totals(ledgers))
 
 
-def _totals(ledgers: Sequence[Ledger] | Sequence[SplitLedger] | Sequence[SourceLedger]) -> dict:
+def _totals(
+    ledgers: Sequence[Ledger] | Sequence[SplitLedger] | Sequence[SourceLedger] | Sequence[PairLedger],
+) -> dict:
     """Return the sum of each count, and per reason the sums of the counts by reason."""
     totals: dict = {}
     for ledger in ledgers:
         for counted in fields(ledger):
             value = getattr(ledger, counted.name)
-            if isinstance(value, int):
+            if isinstance(value, int | float):
                 totals[counted.name] = totals.get(counted.name, 0) + value
-            elif counted.name not in ("splits", "sources"):
+            elif counted.name not in ("splits", "sources", "pairs"):
                 totals[counted.name] = dict(Counter(totals.get(counted.name, {})) + Counter(value))
     return totals
 

@@ -41,6 +41,7 @@ class Collection:
     near_duplicates: np.ndarray  # int64 [any number], documents that were left out because they nearly repeat another
     hits: list[tuple[TaskHit, Place]]  # what documents share with evaluation tasks, in the order of the sources
     hashes: np.ndarray  # uint8 [kept, 16], of each kept document's content; [0, 16] without --deduplicate
+    pairs: np.ndarray | None  # PAIR [documents]; None if they are no preference pairs
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,11 @@ def collect(
         for source, count in zip(*np.unique(own_sources[repeats], return_counts=True), strict=True):
             skipped[int(source)][reason] += int(count)
     parts = _parts(records, sources)
+    pairs = np.concatenate([record.pairs for record in records])
+    files = tuple(SpooledFile(record.tokens, record.masks) for record in records)
+    rejected_at = pairs["rejected_at"].astype(np.int64) if len(pairs) else None
     return Collection(
-        documents=SpooledDocuments(lengths, tuple(SpooledFile(record.tokens, record.masks) for record in records)),
+        documents=SpooledDocuments(lengths, files, rejected_at),
         kept=kept,
         characters=documents["characters"].copy(),
         sources=own_sources,
@@ -100,6 +104,7 @@ def collect(
         duplicates=duplicates,
         near_duplicates=near_duplicates,
         hashes=hashes[kept] if len(hashes) else hashes,
+        pairs=pairs if len(pairs) else None,
     )
 
 

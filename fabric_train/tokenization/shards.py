@@ -31,11 +31,11 @@ from fabric_train.tokenization.cleaning.dropped import (
     DroppedText,
     TaskHit,
 )
-from fabric_train.tokenization.documents import BadRowError, LeftOut
+from fabric_train.tokenization.documents import PAIR, BadRowError, LeftOut
 from fabric_train.tokenization.reading.listing import SHA256_BYTES, FilePart
 from fabric_train.tokenization.reading.sources import Source
 
-FORMAT = 6  # of a shard's files
+FORMAT = 7  # of a shard's files
 _MAX_SHARD_BYTES, _TARGET_NUM_SHARDS = 32 << 20, 64
 _MAX_NUM_SHARDS = 8192  # above 256 GiB shards get larger: the file system of a cluster is slow with many files
 
@@ -48,6 +48,7 @@ SKIPPED = np.dtype([("number", "u4"), ("reason", "u2"), ("num_tokens_cut", "u4")
 EDIT = np.dtype([("number", "u4"), ("kind", "u2"), ("count", "u4")])  # kind: index of the record's
 HASH_BYTES = 16
 _PLACE = ("number", "part", "row")
+_ARRAYS = ("documents", "parts", "skipped", "edits", "pairs", "hashes", "turn_ends")  # of a record, as it stores them
 PlaceInShard = tuple[int, int, int]  # number and row of a document, see ENCODED; its part is between them
 
 
@@ -187,6 +188,7 @@ class ShardRecord:
     kinds: tuple[str, ...]
     samples: Sequence[tuple[PlaceInShard, DroppedText]]  # a few of the documents that cleaning dropped
     hits: Sequence[tuple[PlaceInShard, TaskHit]]  # what documents share with evaluation tasks
+    pairs: np.ndarray  # PAIR [kept]; [0] if they are no preference pairs
     hashes: np.ndarray  # uint8 [kept, 16], of each document's content; [0, 16] without --deduplicate
     num_read: int  # rows read
     tokens: Path  # the file of its tokens; and of its masks, if there are any
@@ -208,7 +210,10 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
     with np.load(file, allow_pickle=False) as stored:
         return ShardRecord(
             shard=shard,
-            **{name: stored[name] for name in ("documents", "parts", "skipped", "edits", "hashes", "turn_ends")},
+            **{
+                name: stored[name]
+                for name in ("documents", "parts", "skipped", "edits", "pairs", "hashes", "turn_ends")
+            },
             reasons=tuple(stored["reasons"].tolist()),
             kinds=tuple(stored["kinds"].tolist()),
             samples=[
@@ -228,7 +233,7 @@ def remove_outdated_shards(folder: Path) -> int:
     outdated = []
     for file in folder.glob("*.npz"):
         with np.load(file, allow_pickle=False) as stored:
-            if "hits" not in stored.files or stored["parts"].dtype != PART:
+            if "pairs" not in stored.files or stored["parts"].dtype != PART:
                 outdated.append(file)
     for file in outdated:
         for suffix in (".tokens", ".masks", ".signatures", ".npz"):
@@ -261,6 +266,7 @@ class ShardWriter:
         self._kinds: dict[str, int] = {}
         self._samples: list[tuple[PlaceInShard, DroppedText]] = []
         self._hits: list[tuple[PlaceInShard, TaskHit]] = []
+        self._pairs: list[np.ndarray] = []
         self._hashes: list[bytes] = []
         self._num_read = 0
         self._first_bad_row = ""
@@ -331,10 +337,18 @@ class ShardWriter:
         self._first_bad_row = self._first_bad_row or str(error)
         self.skip(ordinal, LeftOut(manifest.BAD_ROW))
 
-    def write(self, documents: np.ndarray, ids: np.ndarray, supervised: np.ndarray | None, position: int) -> None:
+    def write(
+        self,
+        documents: np.ndarray,
+        ids: np.ndarray,
+        supervised: np.ndarray | None,
+        position: int,
+        pairs: np.ndarray | None = None,
+    ) -> None:
         """Write documents, ENCODED [documents], with joined tokens, int32 [T], and masks, bool [T], if there are any.
 
-        ``position`` is the number of the part's bytes that have been read.
+        ``position`` is the number of the part's bytes that have been read. ``pairs`` are PAIR [documents] if the
+        documents are preference pairs.
         """
         if supervised is not None and self._masks is None:
             self._masks = self._masks_path.open("wb")
@@ -345,6 +359,7 @@ class ShardWriter:
         self._num_tokens += len(ids)
         self._num_documents += len(documents)
         self._documents.append(documents)
+        self._pairs += [] if pairs is None else [pairs]
         if self._hashed:
             ends = np.cumsum(documents["length"])
             for begin, end in pairwise([0, *ends.tolist()]):
@@ -372,6 +387,7 @@ class ShardWriter:
                 kinds=np.array(list(self._kinds), dtype=str),
                 samples=json.dumps(samples),
                 hits=json.dumps([(*place, *astuple(hit)) for place, hit in self._hits]),
+                pairs=np.concatenate([np.empty(0, PAIR), *self._pairs]),
                 hashes=np.frombuffer(b"".join(self._hashes), np.uint8).reshape(-1, HASH_BYTES),
                 num_read=self._num_read,
                 first_bad_row=self._first_bad_row,

@@ -33,18 +33,18 @@ from fabric_train.training.evaluation import METRICS, Validation
 from fabric_train.training.loggers import GuardedLogger, LoggedRun, Outputs, ProgressLine, open_loggers
 from fabric_train.training.loop import Loop
 from fabric_train.training.metrics import ProfiledWindows, further_columns
-from fabric_train.training.objective import Objective
+from fabric_train.training.objective import Objective, counts_pieces
 from fabric_train.training.prepared_run import PreparedRun, TrainingData
 from fabric_train.training.run_log import log, note, progress, warn
 from fabric_train.training.step import StepGuard, Stepper
 
 
-def set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
+def set_up_model(fabric: Fabric, run: PreparedRun, shows_notes: bool = True) -> tuple[Any, set[str]]:
     """Return the model, and the names of its parameters with weight decay; mapped weight files are closed again."""
     arguments = run.arguments
     progress.info("building the model")
     meta_model = _open(run)
-    if fabric.is_global_zero and not isinstance(run.data, Stream):
+    if shows_notes and fabric.is_global_zero and not isinstance(run.data, Stream):
         for line in filter(None, (note_on_end_of_turn(meta_model, part) for part in run.data.parts)):
             note(line)
     model: Any = meta_model.model
@@ -114,7 +114,7 @@ def build_outputs(fabric: Fabric, run: PreparedRun, objective: Objective, consol
         folder=run.folder,
         last_step=state.step - (bool(state.unlogged) or state.step == 0),  # a run that starts at step 0 logs it
         config=flatten(run.arguments),
-        columns=further_columns(objective.metric_names, list(METRICS), run.logged_sources),
+        columns=further_columns(objective.metric_names, list(METRICS), run.logged_sources, counts_pieces(objective)),
         branched_after=[branch.step for branch in run.start.lineage],
     )
     line = GuardedLogger("progress", lambda: ProgressLine(state.step, run.plan.num_steps, console))
@@ -235,6 +235,7 @@ def _description(
         sessions=(*earlier, session),
         stages=stages,
         adapter_base=run.adapter_base,
+        reference=run.reference,
     )
 
 

@@ -23,14 +23,22 @@ from fabric_train.distributed.xla import run_pending
 from fabric_train.inference.generate import continuation
 from fabric_train.model.attention import forward
 from fabric_train.training.loggers import Sample
-from fabric_train.training.objective import CrossEntropy, Objective, losses_of_targets, sum_by_piece, sum_by_source
+from fabric_train.training.objective import (
+    CrossEntropy,
+    Objective,
+    by_piece,
+    counts_pieces,
+    losses_of_targets,
+    sum_by_piece,
+    sum_by_source,
+)
 
 _PATIENCE = 3
 
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """``--early_stopping``: a run ends after ``patience`` evaluations without a new lowest loss of ``source``."""
+    """``--early_stopping``: a run ends after ``patience`` evaluations without a new best loss of ``source``."""
 
     source: str
     patience: int
@@ -48,9 +56,12 @@ class EarlyStopping:
     def describe(self, state: TrainerState) -> str:
         assert state.progress is not None
         name = "the validation loss" if self.source == "all" else f"the validation loss of {self.source}"
-        name = f"the validation's {self.source}" if self.source.partition("/")[0] in METRICS else name
+        first = state.first_evaluation
+        is_metric = first is not None and self.source.partition("/")[0] in first.whole.further
+        name = f"the validation's {self.source}" if is_metric else name
         best, step = state.progress.best, state.progress.best_step
-        lowest = "is not finite" if best is None else f"has not fallen below {best:.4f}, that of step {step},"
+        passed = "risen above" if first is not None and first.sign_of(self.source) < 0 else "fallen below"
+        lowest = "is not finite" if best is None else f"has not {passed} {best:.4f}, that of step {step},"
         return (
             f"early stopping after step {state.step}: {name} {lowest} in {state.progress.num_since} evaluations; "
             "a larger patience continues with --resume true"
@@ -81,7 +92,10 @@ METRICS: dict[str, Metric] = {}
 
 
 class _Sums:
-    """What an evaluation adds up: of all tokens, of the objective's metrics, and of each source."""
+    """What an evaluation adds up: of all tokens, of the objective's metrics, and of each source.
+
+    Of a source there are the sums of ``METRICS``, or of the objective's metrics if that sums over pieces.
+    """
 
     def __init__(self, objective: Objective, num_sources: int, device: torch.device) -> None:
         def zeros(*shape: int) -> torch.Tensor:
@@ -90,8 +104,10 @@ class _Sums:
         self._objective, self._num_sources, self._hashed = objective, num_sources, 0
         self._totals = zeros(2)  # loss, and what it counts
         self._metrics = zeros(len(objective.metric_names))
-        self._of_metrics, self._of_sources = zeros(len(METRICS)), zeros(1 + len(METRICS), num_sources)
-        self._counts = torch.zeros(2, num_sources, dtype=torch.float64)  # supervised tokens, bytes
+        self._as_wholes = counts_pieces(objective)
+        of_source = len(objective.metric_names if self._as_wholes else METRICS)
+        self._of_metrics, self._of_sources = zeros(len(METRICS)), zeros(1 + of_source, num_sources)
+        self._counts = torch.zeros(2, num_sources, dtype=torch.float64)  # supervised tokens or pieces, bytes
         self._device = device
 
     def add(self, model: Any, batch: Batch) -> None:
@@ -104,17 +120,23 @@ class _Sums:
             self._metrics += loss.metrics
         if loss.of_tokens is None:
             self._of_metrics += torch.nan  # there are no tokens to tell apart
+            if (of_pieces := by_piece(loss, batch)) is not None:
+                self._add_by_source(batch, of_pieces)
             return
         values = [loss.of_tokens]
         for number, metric in enumerate(METRICS.values()):
             values.append(metric.of_tokens(losses_of_targets(loss.of_tokens, batch)))
             self._of_metrics[number] += values[-1].sum(dtype=torch.float64)
-        if batch.pieces is not None and self._num_sources:
-            for number, of_tokens in enumerate(values):
-                of_pieces = sum_by_piece(of_tokens, batch)
-                of_sources = sum_by_source(of_pieces, batch.pieces.sources, self._num_sources)
-                self._of_sources[number] += of_sources.to(self._device)
-            self._counts += batch.pieces.count_by_source(self._num_sources)
+        if batch.pieces is not None:
+            self._add_by_source(batch, [sum_by_piece(of_tokens, batch) for of_tokens in values])
+
+    def _add_by_source(self, batch: Batch, of_pieces: Iterable[torch.Tensor]) -> None:
+        if batch.pieces is None or not self._num_sources:
+            return
+        for number, values in enumerate(of_pieces):
+            of_sources = sum_by_source(values, batch.pieces.sources, self._num_sources)
+            self._of_sources[number] += of_sources.to(self._device)
+        self._counts += batch.pieces.count_by_source(self._num_sources, self._as_wholes)
 
     def over_ranks(self, fabric: Fabric, source_names: Sequence[str]) -> Evaluation:
         """Return the evaluation of what all ranks have added."""
@@ -122,20 +144,28 @@ class _Sums:
         parts = [self._totals, hashed, self._metrics, self._of_metrics, self._of_sources, self._counts.to(self._device)]
         row = sum_over_data_ranks(fabric, torch.cat([part.flatten() for part in parts])).cpu()
         totals, hashed, metrics, of_metrics, of_sources, counts = row.split([part.numel() for part in parts])
-        nats_of_sources = of_sources.view(1 + len(METRICS), -1).T.tolist()
+        nats_of_sources = of_sources.view(self._of_sources.shape).T.tolist()
         columns = zip(source_names, *counts.view(2, -1).tolist(), nats_of_sources, strict=True)
         sources = {
-            name: _token_loss(nats, int(tokens), None if math.isnan(num_bytes) else num_bytes, further)
+            name: self._loss_of(nats, int(tokens), None if math.isnan(num_bytes) else num_bytes, further)
             for name, tokens, num_bytes, (nats, *further) in columns
             if tokens
         }
         known = [source.num_bytes for source in sources.values() if source.num_bytes is not None]
         num_bytes = math.fsum(known) if sources and len(known) == len(sources) else None
         nats, count = totals.tolist()
+        rows = f"{int(hashed) % SUM_OF_HASHES:010x}"
+        if self._as_wholes:
+            return Evaluation(self._loss_of(nats, int(count), None, metrics.tolist()), sources, rows=rows)
         whole = _token_loss(nats, int(count), num_bytes, of_metrics.tolist())
         means = dict(zip(self._objective.metric_names, (metrics / max(count, 1)).tolist(), strict=True))
-        rows = f"{int(hashed) % SUM_OF_HASHES:010x}"
         return Evaluation(replace(whole, further=whole.further | means), sources, rows=rows)
+
+    def _loss_of(self, nats: float, count: int, num_bytes: float | None, sums: Sequence[float]) -> TokenLoss:
+        if not self._as_wholes:
+            return _token_loss(nats, count, num_bytes, sums)
+        means = {name: total / max(count, 1) for name, total in zip(self._objective.metric_names, sums, strict=True)}
+        return TokenLoss(nats, count, None, dict(means), of_pairs=True)
 
 
 def _token_loss(nats: float, num_tokens: int, num_bytes: float | None, sums: Sequence[float]) -> TokenLoss:

@@ -187,7 +187,9 @@ class ProgressLine(Logger):
     def log(self, metrics: Metrics) -> None:
         progress.info("")
         if metrics.val_loss is not None:
-            whole = f"validation loss {metrics.val_loss:.4f}, perplexity {metrics.perplexity:.3f}"
+            whole = f"validation loss {metrics.val_loss:.4f}"
+            whole += "" if metrics.perplexity is None else f", perplexity {metrics.perplexity:.3f}"
+            whole += f", accuracy {metrics.further['val_accuracy']:.2%}" if "val_accuracy" in metrics.further else ""
             log.info("step %d: %s%s", metrics.step, whole, _of_sources(metrics))
         now, is_last = time.monotonic(), metrics.step == self._num_steps
         if metrics.step == 0:  # an evaluation before the first step

@@ -196,8 +196,17 @@ class Loop:
             peak_memory_gb=peak_memory_gb(self.stepper.fabric.device),
             **stopwatch.read(),
         )
-        means = dict(zip(self.stepper.objective.metric_names, step.report.metrics, strict=True))
-        return with_objective(metrics, means, dict(zip(self.run.logged_sources, step.report.of_sources, strict=True)))
+        names, sources, report = self.stepper.objective.metric_names, self.run.logged_sources, step.report
+        further = {
+            name: dict(zip(names, of_source, strict=True))
+            for name, of_source in zip(sources, report.metrics_of_sources, strict=True)
+            if of_source
+        }
+        means, of_sources = (
+            dict(zip(keys, values, strict=True))
+            for keys, values in ((names, report.metrics), (sources, report.of_sources))
+        )
+        return with_objective(metrics, means, of_sources, further)
 
     def _evaluate_and_log(self, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
         """Evaluate if it is due, and log the step; after a signal, return a state with the unlogged metrics instead."""

@@ -25,7 +25,7 @@ _RECORDED_EVENTS = 200_000  # of the GPU's allocator; older ones are dropped
 class Metrics:
     """One row of metrics.csv. None is an empty cell: not measured at this step.
 
-    Losses are in nats per token over all ranks. ``num_tokens`` counts from the run's first step, without padding.
+    Losses are in nats per token, or per preference pair, over all ranks. ``num_tokens`` counts from the run's first step, without padding.
     ``step_time`` is in seconds, ``data_wait`` the share of it spent waiting for batches. ``peak_memory_gb`` is in 1e9
     bytes on rank 0. Samples are rows. ``mfu`` is between 0 and 1, None if the device's peak is unknown. ``rows_hash``
     is that of ``TrainerState``. ``further`` has the columns of an objective's metrics and of ``evaluation.METRICS``,
@@ -81,16 +81,35 @@ def are_columns(names: Sequence[str]) -> bool:
     return set(_REQUIRED) <= set(names) and all(name.startswith(("train_", "val_")) for name in others)
 
 
-def further_columns(objective: Sequence[str], evaluation: Sequence[str], sources: Sequence[str]) -> list[str]:
-    """Return the columns beside ``COLUMNS``: of the metrics of an objective and an evaluation, and of sources."""
-    whole = [f"train_{name}" for name in objective] + [f"val_{name}" for name in (*evaluation, *objective)]
+def further_columns(
+    objective: Sequence[str], evaluation: Sequence[str], sources: Sequence[str], of_pieces: bool = False
+) -> list[str]:
+    """Return the columns beside ``COLUMNS``: of the metrics of an objective and an evaluation, and of sources.
+
+    ``of_pieces``: the objective sums over pieces, and its metrics are those of sources too.
+    """
+    train, val = [f"train_{name}" for name in objective], [f"val_{name}" for name in objective]
+    whole = [*train, *(f"val_{name}" for name in evaluation), *val]
     of_sources = ["train_loss", *(f"val_{name}" for name in (*_USUAL_FIGURES, *evaluation))]
+    if of_pieces:
+        of_sources = ["train_loss", "val_loss", *train, *val]
     return [*whole, *(f"{column}/{source}" for source in sources for column in of_sources)]
 
 
-def with_objective(metrics: Metrics, means: Mapping[str, float], of_sources: Mapping[str, float | None]) -> Metrics:
-    """Add the objective's metrics, and the mean training loss of each source; None was not in the window."""
+def with_objective(
+    metrics: Metrics,
+    means: Mapping[str, float],
+    of_sources: Mapping[str, float | None],
+    metrics_of_sources: Mapping[str, Mapping[str, float]],
+) -> Metrics:
+    """Add the objective's metrics, and those and the mean training loss of each source; None was not in the window."""
     losses = {f"train_loss/{name}": loss for name, loss in of_sources.items() if loss is not None}
+    losses |= {
+        f"train_{metric}/{name}": value
+        for name, of_source in metrics_of_sources.items()
+        if of_sources[name] is not None
+        for metric, value in of_source.items()
+    }
     further = {f"train_{name}": value for name, value in means.items()}
     return replace(metrics, further=metrics.further | further, by_source=metrics.by_source | losses)
 
@@ -109,7 +128,7 @@ def with_evaluation(metrics: Metrics, evaluation: Evaluation, source_names: Sequ
     return replace(
         metrics,
         val_loss=whole.loss,
-        perplexity=whole.perplexity,
+        perplexity=None if whole.of_pairs else whole.perplexity,
         val_bits_per_byte=whole.bits_per_byte,
         further=metrics.further | further,
         by_source=metrics.by_source | by_source,

@@ -25,20 +25,25 @@ class BatchLoss:
     """The loss of a batch.
 
     ``total``, fp64 [], can be differentiated. ``of_tokens``, fp32 [N] without a gradient, are the losses of the targets
-    in their order; None if the loss is none of single tokens, and then it is not told apart by source and document.
-    ``metrics``, fp64 [metrics] without a gradient, are sums like the total; None without metrics.
+    in their order; None if the loss is none of single tokens. ``metrics``, fp64 [metrics] without a gradient, are sums
+    like the total; None without metrics. A loss of whole pieces, such as pairs, has their losses in ``of_pieces``, fp64
+    [P], and their metrics in ``metrics_of_pieces``, fp64 [metrics, P], both without a gradient. With neither tokens nor
+    pieces, the loss is not told apart by source and document.
     """
 
     total: torch.Tensor
     of_tokens: torch.Tensor | None = None
     metrics: torch.Tensor | None = None
+    of_pieces: torch.Tensor | None = None
+    metrics_of_pieces: torch.Tensor | None = None
 
 
 class Objective(Protocol):
     """The loss that training minimizes and evaluation reports.
 
     The means of its ``metrics`` over a window are the columns ``train_NAME`` of metrics.csv, and those over the
-    validation split ``val_NAME``, for each name of ``metric_names``.
+    validation split ``val_NAME``, for each name of ``metric_names``. An objective with an attribute ``counts_pieces``
+    that is True sums over pieces of documents, and returns ``of_pieces`` and ``metrics_of_pieces``.
     """
 
     @property
@@ -93,7 +98,7 @@ class CrossEntropy:
 
 
 MakeObjective = Callable[["TrainArguments"], Objective]
-_make: MakeObjective = lambda _: CrossEntropy()  # noqa: E731
+_make: MakeObjective | None = None
 
 
 def use_objective(make: MakeObjective) -> None:
@@ -104,7 +109,31 @@ def use_objective(make: MakeObjective) -> None:
 
 def objective_of(arguments: "TrainArguments") -> Objective:
     """Return the objective of a run."""
-    return _make(arguments)
+    if _make is not None:
+        return _make(arguments)
+    if not arguments.preference.needs_pairs:
+        return CrossEntropy()
+    from fabric_train.training.preference import Preference  # which is made of what is here
+
+    return Preference(arguments.preference)
+
+
+def counts_pieces(objective: Objective) -> bool:
+    """Whether an objective sums over pieces of documents, and not over tokens or something else."""
+    return getattr(objective, "counts_pieces", False)
+
+
+def by_piece(loss: BatchLoss, batch: Batch) -> torch.Tensor | None:
+    """Return the losses of the pieces of a batch and, of an objective of pieces, their metrics: fp64 [1 + metrics, P].
+
+    None if they are not known. See :func:`sum_by_piece`.
+    """
+    if batch.pieces is None or (loss.of_tokens is None and loss.of_pieces is None):
+        return None
+    if loss.of_pieces is None or loss.metrics_of_pieces is None:
+        assert loss.of_tokens is not None
+        return sum_by_piece(loss.of_tokens, batch)[None]
+    return torch.cat([loss.of_pieces[None], loss.metrics_of_pieces])
 
 
 def losses_of_targets(of_tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -122,17 +151,17 @@ def sum_by_piece(of_tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
     whose shapes must not change, on the CPU, where the batch is.
     """
     assert batch.pieces is not None
-    return _sum_segments(losses_of_targets(of_tokens, batch).double(), batch.pieces.num_targets)
+    return sum_segments(losses_of_targets(of_tokens, batch).double(), batch.pieces.num_targets)
 
 
 def sum_by_source(of_pieces: torch.Tensor, sources: torch.Tensor, num_sources: int) -> torch.Tensor:
     """Sum the losses of pieces, fp64 [P], by their sources, int64 [P] on the CPU, to fp64 [sources]."""
     in_order = to_device_async(sources.argsort(stable=True), of_pieces.device)
-    return _sum_segments(of_pieces.index_select(0, in_order), sources.bincount(minlength=num_sources))
+    return sum_segments(of_pieces.index_select(0, in_order), sources.bincount(minlength=num_sources))
 
 
-def _sum_segments(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the sums of consecutive parts of ``values``, whose lengths are int64 on the CPU."""
+def sum_segments(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the sums of consecutive parts of ``values``, whose lengths are int64 on the CPU or on their device."""
     if not len(values):
         return values.new_zeros(len(lengths))
     lengths = to_device_async(lengths, values.device)

@@ -11,7 +11,7 @@ from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.model.origin import AdapterBase
+from fabric_train.model.origin import AdapterBase, ReferenceModel
 from fabric_train.optim.lr_schedule import Schedule, Schedules
 from fabric_train.training.evaluation import EarlyStopping, SamplePrompts
 
@@ -106,7 +106,8 @@ class StepPlan:
 class PreparedRun:
     """A run that is checked; ``given`` are the user's arguments, in ``arguments`` some "auto" ones are resolved.
 
-    ``adapter_base`` is the frozen model of an adapter; None if all weights train.
+    ``adapter_base`` is the frozen model of an adapter; None if all weights train. ``reference`` is found when the run
+    begins; None if its objective needs none.
     """
 
     given: "TrainArguments"
@@ -123,6 +124,7 @@ class PreparedRun:
     early_stopping: EarlyStopping | None = None
     sample_prompts: SamplePrompts | None = None
     adapter_base: AdapterBase | None = None
+    reference: ReferenceModel | None = None
 
     @property
     def ends_early(self) -> bool:

@@ -27,6 +27,7 @@ from fabric_train.training.loop import Loop, manual_collection
 from fabric_train.training.metrics import Metrics
 from fabric_train.training.objective import Objective, objective_of
 from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.reference import compare_with_reference
 from fabric_train.training.run_log import log, progress, show, write_log
 from fabric_train.training.self_check import check_cuts
 
@@ -34,6 +35,7 @@ from fabric_train.training.self_check import check_cuts
 def execute(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat, console: Console) -> int:
     """Build the model and train, evaluate or self-check; return the exit code. All ranks call this together."""
     evaluation = run.arguments.evaluation
+    run = compare_with_reference(fabric, run, heartbeat)
     model, decayed = _set_up_model(fabric, run)
     if fabric.is_global_zero:
         _write_run_folder(run)
@@ -112,16 +114,21 @@ def _evaluate(fabric: Fabric, run: PreparedRun, validation: Validation, heartbea
         _write_json(path, content | {"sources": {name: _figures(loss) for name, loss in sources.items()}})
         if len(sources) > 1:
             show(summary.describe_evaluation(evaluation))
-        result = f"validation loss {whole.loss:.4f}, perplexity {whole.perplexity:.3f}"
-        log.info(f"{result} over {whole.num_tokens:,} tokens → {path}")
+        result = f"validation loss {whole.loss:.4f}"
+        result += (
+            f", accuracy {whole.further['accuracy']:.2%}" if whole.of_pairs else f", perplexity {whole.perplexity:.3f}"
+        )
+        log.info(f"{result} over {whole.num_tokens:,} {whole.unit}s → {path}")
         data = run.data.held_out if isinstance(run.data, Stream) else run.data
-        reason = unpredicted_tokens(data.parts, whole.num_tokens) if data else ""
+        reason = unpredicted_tokens(data.parts, whole.num_tokens) if data and not whole.of_pairs else ""
         if reason and run.arguments.evaluation.eval_iters is None:
             log.info(reason)
     return 0
 
 
 def _figures(loss: TokenLoss) -> dict[str, float | None]:
+    if loss.of_pairs:
+        return loss.figures() | {"num_pairs": loss.num_tokens}
     sums = {"nats": loss.nats, "num_tokens": loss.num_tokens, "num_bytes": loss.num_bytes}
     return loss.figures() | sums
 
@@ -157,6 +164,7 @@ class NoCheckpoints(CheckpointManager):
 
 def repeat_steps(fabric: Fabric, run: PreparedRun, last_step: int, heartbeat: Heartbeat) -> list[Metrics]:
     """Train to ``last_step`` in a temporary folder of this rank, and return each step's metrics. All ranks call it."""
+    run = compare_with_reference(fabric, run, heartbeat)
     model, decayed = _set_up_model(fabric, run)
     if isinstance(run.data, Stream):
         run.data.tokenizer.save(run.data.tokenizer_folder)

@@ -24,7 +24,7 @@ from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.distributed.xla import seed_xla
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import Schedules, set_learning_rate
-from fabric_train.training.objective import CrossEntropy, Objective, WindowLoss, sum_by_piece, sum_by_source
+from fabric_train.training.objective import CrossEntropy, Objective, WindowLoss, by_piece, counts_pieces, sum_by_source
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -104,7 +104,8 @@ class LocalLoss:
     ``summed``, fp64, is [micro-batches]; ``counts``, int64, is [data ranks, micro-batches] and the same on all ranks.
     ``metrics``, fp64, sums those of the objective. ``of_pieces``, fp64 [P], are the losses of all pieces, on the CPU
     with XLA. ``of_sources``, fp64 [sources], sums them by source, and ``tokens_of_sources``, fp64 on the CPU, counts
-    their supervised tokens; both are empty if sources are not told apart.
+    their supervised tokens, or their pieces if the objective does; both are empty if sources are not told apart.
+    ``metrics_of_sources``, fp64 [metrics, sources], are of an objective of pieces, else [0, sources].
     """
 
     summed: torch.Tensor
@@ -113,6 +114,7 @@ class LocalLoss:
     of_pieces: torch.Tensor
     of_sources: torch.Tensor
     tokens_of_sources: torch.Tensor
+    metrics_of_sources: torch.Tensor
 
 
 def backpropagate(
@@ -135,7 +137,7 @@ def backpropagate(
         heartbeat.stop_border.enter(window.step, 0)
     counts = gather_over_data_ranks(fabric, torch.stack([objective.count(batch) for batch in window.batches]))
     scale = data_ranks(fabric).size / counts.sum().clamp(min=1).double()
-    losses, by_piece, last = [], [], len(window.batches) - 1
+    losses, of_batches, last = [], [], len(window.batches) - 1
     metrics = torch.zeros(len(objective.metric_names), dtype=torch.float64, device=fabric.device)
     for index, batch in enumerate(window.batches):
         if heartbeat and index:
@@ -148,18 +150,20 @@ def backpropagate(
         losses.append(loss.total.detach())
         if loss.metrics is not None:
             metrics += loss.metrics
-        if batch.pieces is not None and loss.of_tokens is not None:
-            by_piece.append(sum_by_piece(loss.of_tokens, batch))
+        if (values := by_piece(loss, batch)) is not None:
+            of_batches.append(values)
     ranks.average_replicated(model)
-    summed = torch.stack(losses)
-    of_pieces = torch.cat(by_piece) if by_piece else summed[:0]
-    of_sources, tokens_of_sources = summed.new_zeros(num_sources), torch.zeros(num_sources).double()
-    if by_piece and num_sources:
+    summed, as_wholes = torch.stack(losses), counts_pieces(objective)
+    of_pieces = torch.cat(of_batches, dim=1) if of_batches else summed[None, :0]
+    of_sources = summed.new_zeros(1 + len(metrics) * as_wholes, num_sources)
+    tokens_of_sources = torch.zeros(num_sources).double()
+    if of_batches and num_sources:
         pieces = [batch.pieces for batch in window.batches if batch.pieces is not None]
         sources = torch.cat([part.sources for part in pieces])
-        of_sources = sum_by_source(of_pieces, sources, num_sources).to(fabric.device)
-        tokens_of_sources = torch.stack([part.count_by_source(num_sources)[0] for part in pieces]).sum(dim=0)
-    return LocalLoss(summed, counts, metrics, of_pieces, of_sources, tokens_of_sources)
+        of_sources = torch.stack([sum_by_source(row, sources, num_sources) for row in of_pieces]).to(fabric.device)
+        counted = torch.stack([part.count_by_source(num_sources, as_wholes) for part in pieces])
+        tokens_of_sources = counted[:, 0].sum(dim=0)
+    return LocalLoss(summed, counts, metrics, of_pieces[0], of_sources[0], tokens_of_sources, of_sources[1:])
 
 
 def accumulate(fabric: Fabric, model: Any, window: Window, objective: Objective | None = None) -> WindowLoss:
@@ -173,7 +177,8 @@ class StepReport:
     """What all ranks know of a step before the optimizer takes it. Tensors are on the CPU.
 
     ``metrics`` are the means of the objective's metrics over the window, ``of_sources`` the mean losses of the sources,
-    None for one without supervised tokens. ``of_pieces``, fp64 [P], are the losses of the pieces on this rank.
+    None for one without supervised tokens, and ``metrics_of_sources`` their means of an objective of pieces, NaN for
+    such a source. ``of_pieces``, fp64 [P], are the losses of the pieces on this rank.
     ``grad_norm``, fp64 [], is the norm before clipping. ``num_tokens`` are without padding, and take ``flops`` of the
     model.
     """
@@ -186,6 +191,7 @@ class StepReport:
     num_tokens: int
     flops: float
     sync: StepSync
+    metrics_of_sources: list[list[float]]
 
 
 def exchange_step(
@@ -195,11 +201,12 @@ def exchange_step(
 
     ``grad_norm``, fp64 [] on the device, is the same on all ranks. The other numbers are those of this rank.
     """
-    num_sources = len(loss.of_sources)
-    sizes = [len(loss.summed), num_sources, len(loss.metrics), num_sources, 2]
+    num_sources, further = len(loss.of_sources), loss.metrics_of_sources
+    sizes = [len(loss.summed), num_sources, len(loss.metrics), further.numel(), num_sources, 2]
     flags = torch.tensor([num_tokens, flops, *astuple(own)], dtype=torch.float64)
     on_host = ranks.to_device_async(torch.cat([loss.tokens_of_sources, flags]), fabric.device)
-    by_rank = ranks.gather_over_ranks(fabric, torch.cat([loss.summed, loss.of_sources, loss.metrics, on_host]))
+    on_device = [loss.summed, loss.of_sources, loss.metrics, further.flatten()]
+    by_rank = ranks.gather_over_ranks(fabric, torch.cat([*on_device, on_host]))
     is_there = loss.of_pieces.device == grad_norm.device
     of_pieces = loss.of_pieces if is_there else grad_norm.new_zeros(0)
     parts = [by_rank.flatten(), loss.counts.flatten().double(), grad_norm.reshape(1), of_pieces]
@@ -207,7 +214,7 @@ def exchange_step(
     gathered, counts, norm, of_pieces = numbers.split([part.numel() for part in parts])
     gathered = gathered.view(by_rank.shape)
     of_data_ranks = gathered[:: data_ranks(fabric).tensor_parallel_size, : sum(sizes)].split(sizes, dim=1)
-    summed, (nats, metrics, tokens, work) = of_data_ranks[0], (part.sum(dim=0) for part in of_data_ranks[1:])
+    summed, (nats, metrics, further, tokens, work) = of_data_ranks[0], (part.sum(dim=0) for part in of_data_ranks[1:])
     all_tokens, all_flops = work.tolist()
     stop_signal, is_saving, save_failed = gathered[:, sum(sizes) :].amax(dim=0).tolist()
     window_loss = WindowLoss(summed.contiguous(), counts.long().view(loss.counts.shape))
@@ -222,6 +229,7 @@ def exchange_step(
         num_tokens=int(all_tokens),
         flops=all_flops,
         sync=StepSync(int(stop_signal), bool(is_saving), bool(save_failed)),
+        metrics_of_sources=(further.view(loss.metrics_of_sources.shape) / tokens).T.tolist(),
     )
 
 

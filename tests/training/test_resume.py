@@ -289,6 +289,7 @@ def test_every_argument_that_decides_the_losses_is_compared() -> None:
         *("precision", "float8", "optimizer_states", "stochastic_rounding", "attention"),
         *("seed", "isolate_documents", "eval_iters", "eval_batch_size"),
         *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "base_weights"),
+        *("objective", "dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "simpo_gamma", "reference"),
     }
     here = dict.fromkeys(flatten(arguments), 2)
     compared = {change.name for change in find_changes(dict.fromkeys(here, 1), here, ["max_length"])}

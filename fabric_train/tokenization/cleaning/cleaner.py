@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -19,9 +19,11 @@ from fabric_train.tokenization.cleaning.language import open_language_filter
 from fabric_train.tokenization.cleaning.personal_data import open_redaction
 from fabric_train.tokenization.cleaning.quality import open_quality_filter
 from fabric_train.tokenization.documents import TOO_DEEP, BadRowError, Chat, Message
+from fabric_train.tokenization.pairs import Pair
 
 _NO_TEXT = frozenset(["role", "type", "id", "name", "tool_call_id", "tools"])  # what a program reads
 _SPEAKERS = ("user", "assistant")
+Conversation = TypeVar("Conversation", bound=Chat | Pair)
 _NOT_FOR_CHATS = {  # and why
     "boilerplate": "a chat cannot lose a line of a turn",
     "language_by paragraph": "a chat cannot lose a paragraph of a turn",
@@ -60,8 +62,10 @@ class Cleaner:
                 text = result
         return Cleaned(text, dict(edits), self._sign(text), hits)
 
-    def clean_chat(self, chat: Chat) -> Cleaned[Chat] | Dropped:
-        """Return the chat with each text redacted, or why a step drops it; the first that does decides.
+    def clean_chat(self, chat: Conversation) -> Cleaned[Conversation] | Dropped:
+        """Return the chat or pair with each text redacted, or why a step drops it; the first that does decides.
+
+        A pair is dropped if one of its two conversations is.
 
         BadRowError if the chat is nested too deeply, or has half of a surrogate pair.
         """
@@ -71,11 +75,12 @@ class Cleaner:
             if name == "redact":
                 chat = change_texts(chat, partial(self._redact, edits=edits))
                 continue
-            result = step.clean(_JUDGED_TEXT[name](chat), edits)
-            if isinstance(result, Dropped):
-                return result
-            hits += result.hits if isinstance(result, Marked) else ()
-        return Cleaned(chat, dict(edits), self._sign(text_without_system(chat)), hits)
+            for one in chat.conversations:
+                result = step.clean(_JUDGED_TEXT[name](one), edits)
+                if isinstance(result, Dropped):
+                    return result
+                hits += tuple(hit for hit in result.hits if hit not in hits) if isinstance(result, Marked) else ()
+        return Cleaned(chat, dict(edits), self._sign(text_without_system(chat.joined)), hits)
 
     def redact(self, text: str) -> str:
         """Return the text without personal data if there is such a step: for samples of what other steps drop."""
@@ -137,10 +142,11 @@ def _check_for_chats(arguments: TokenizeArguments, kinds: Sequence[str]) -> None
         raise InputError(*faults)
 
 
-def change_texts(chat: Chat, change: Callable[[str], str]) -> Chat:
-    """Return the chat with ``change`` of each text: contents, and the values of a tool call's arguments."""
+def change_texts(chat: Conversation, change: Callable[[str], str]) -> Conversation:
+    """Return the chat or pair with ``change`` of each text: contents, and the values of a tool call's arguments."""
     try:
-        return replace(chat, messages=[_changed(message, change, _NO_TEXT) for message in chat.messages])
+        changed = [_changed(message, change, _NO_TEXT) for message in chat.joined.messages]
+        return cast("Conversation", chat.with_messages(changed))
     except RecursionError:
         raise BadRowError(TOO_DEEP) from None
 

@@ -45,6 +45,7 @@ class SpooledDocuments:
 
     lengths: np.ndarray  # int64 [documents], tokens in each document; 0 is allowed
     files: tuple[SpooledFile, ...]  # with as many tokens as ``lengths`` adds up to
+    rejected_at: np.ndarray | None = None  # of preference pairs: where the rejected sequence begins, int64 [documents]
 
     @property
     def has_masks(self) -> bool:
@@ -135,6 +136,7 @@ def write_split(
       if a document begins there, not if the row continues one. Any other position is also included if its piece is a
       window of a document that began in another row. So tokens on the two sides of such a position never belong to the
       same document.
+      A preference pair has two entries: where its chosen and where its rejected sequence begins.
     - ``labels``: int32 [max_length], ``input_ids`` with -100 for tokens that are not supervised: masked tokens,
       repeated tokens and padding. The column is missing if there are none of these: the documents have no masks, and
       the plan neither repeats tokens nor pads.
@@ -157,7 +159,9 @@ def write_split(
     rows_per_file = max(1, _BYTES_PER_FILE // (4 * plan.max_length * (1 + with_labels)))
     num_files = max(1, -(-plan.num_rows // rows_per_file))  # datasets does not load a folder without a file
     names = [f"data-{index:05d}-of-{num_files:05d}.arrow" for index in range(num_files)]
-    files = _SplitFiles(folder, names, rows_per_file, plan, SpoolReader(documents), pad_token_id, features)
+    files = _SplitFiles(
+        folder, names, rows_per_file, plan, SpoolReader(documents), pad_token_id, features, documents.rejected_at
+    )
     num_supervised = num_written = 0
     checksums = np.empty(plan.num_rows, dtype=CHECKSUM)
     log = ThrottledLog()
@@ -185,6 +189,7 @@ class _SplitFiles:
     reader: SpoolReader
     pad_token_id: int
     features: dict[str, Any]
+    rejected_at: np.ndarray | None
 
     def write(self, index: int) -> tuple[int, np.ndarray]:
         """Write a file; return the number of supervised tokens, and the checksums of its rows, CHECKSUM [rows]."""
@@ -232,6 +237,9 @@ class _SplitFiles:
             supervised[joined_ranges(np.arange(num_rows) * max_length + filled, max_length - filled)] = 0
             labels = np.where(supervised, input_ids, np.int32(_IGNORED_LABEL))
         begins = (positions > 0) | (starts + repeated == 0)
+        if self.rejected_at is not None:  # each piece is a whole pair
+            positions = np.stack([positions, positions + self.rejected_at[pieces.documents]], axis=1).ravel()
+            begins, rows = np.ones(len(positions), dtype=bool), np.repeat(rows, 2)
         offsets = np.concatenate([[0], np.cumsum(np.bincount(rows[begins], minlength=num_rows))])
         return input_ids, labels, positions[begins].astype(np.int32), offsets.astype(np.int32)
 

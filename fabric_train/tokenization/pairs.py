@@ -1,0 +1,129 @@
+"""Preference pairs: read a row with a chosen and a rejected answer in any of its forms."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fabric_train.tokenization.documents import (
+    RATINGS,
+    BadRowError,
+    Chat,
+    Message,
+    bad_rows_explained,
+    excerpt,
+    list_of_turns,
+    openai_turn,
+    read_instruction,
+    read_message,
+    read_tools,
+)
+from fabric_train.tokenization.manifest import EMPTY_ANSWER, EQUAL_ANSWERS
+
+SAME_ANSWERS = "the chosen and the rejected answer are the same"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A preference pair: two conversations with one beginning, of which the first is the better one."""
+
+    prompt: list[Message]  # the longest common beginning; ``chosen`` and ``rejected`` begin with the assistant's turn
+    chosen: list[Message]
+    rejected: list[Message]
+    tools: list[Any] | None = None
+    rating_margin: float = math.nan  # rating of the chosen answer minus that of the rejected one
+
+    @property
+    def conversations(self) -> tuple[Chat, ...]:
+        """The conversation with the chosen answer, and that with the rejected one."""
+        answers = (self.chosen, self.rejected)
+        return tuple(Chat(self.prompt + answer, len(self.prompt), self.tools) for answer in answers)
+
+    @property
+    def joined(self) -> Chat:
+        """The prompt and both answers, each once, as one conversation."""
+        return Chat(self.prompt + self.chosen + self.rejected, len(self.prompt), self.tools)
+
+    def with_messages(self, messages: list[Message]) -> "Pair":
+        """Return the pair with other messages in place of those of ``joined``, as many."""
+        first = len(self.prompt)
+        second = first + len(self.chosen)
+        return replace(self, prompt=messages[:first], chosen=messages[first:second], rejected=messages[second:])
+
+
+def read_pair(record: Mapping[str, Any] | BadRowError) -> Pair:
+    """Read a row with a preference pair; BadRowError if it has none, or an answer is empty or the same as the other.
+
+    ``chosen`` and ``rejected`` are whole conversations that begin alike, or answers to a prompt: to ``prompt`` (text or
+    messages), ``conversations``, ``question``, or ``instruction`` and ``input``. A text beside whole conversations only
+    repeats a turn of the user.
+    """
+    if isinstance(record, BadRowError):
+        raise record
+    with bad_rows_explained(record, "preference"):
+        chosen, rejected = _turns(record["chosen"]), _turns(record["rejected"])
+        given = _prompt_of(record, chosen, rejected)
+        chosen, rejected = given + chosen, given + rejected
+        if not all(turns and turns[-1]["role"] == "assistant" for turns in (chosen, rejected)):
+            raise ValueError("chosen and rejected must end with the assistant's answer")
+        most = min(len(chosen), len(rejected)) - 1  # each keeps an answer
+        alike = [one == other for one, other in zip(chosen[:most], rejected, strict=False)]
+        num_common = [*alike, False].index(False)
+        if not chosen[num_common]["role"] == rejected[num_common]["role"] == "assistant":
+            raise ValueError("chosen and rejected differ in the prompt, before the assistant's answer")
+        if not num_common:
+            raise ValueError("chosen and rejected are answers without a prompt")
+        for name, turns in (("chosen", chosen), ("rejected", rejected)):
+            if not turns[-1]["content"].strip() and not turns[-1].get("tool_calls"):
+                raise BadRowError(f"the {name} answer is empty; the row: {excerpt(dict(record))}", EMPTY_ANSWER)
+        if chosen == rejected:
+            raise BadRowError(f"{SAME_ANSWERS}; the row: {excerpt(dict(record))}", EQUAL_ANSWERS)
+        pair = (chosen[:num_common], chosen[num_common:], rejected[num_common:])
+        return Pair(*pair, tools=read_tools(record), rating_margin=_rating_margin(record))
+
+
+def _turns(value: Any) -> list[Message]:
+    """Return the messages of an answer or a conversation: a text, a turn, or a list of turns, in either notation."""
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    turns = [value] if isinstance(value, Mapping) else list_of_turns(value)
+    return [read_message(openai_turn(turn) if turn.get("from") is not None else turn) for turn in turns]
+
+
+def _prompt_of(record: Mapping[str, Any], chosen: list[Message], rejected: list[Message]) -> list[Message]:
+    """Return the messages that come before ``chosen`` and ``rejected``, which may have the prompt in them."""
+    prompt = record["conversations"] if record.get("conversations") else record.get("prompt")
+    is_whole = all(turns[:1] and turns[0]["role"] in ("system", "user") for turns in (chosen, rejected))
+    given: list[Message] = []
+    if prompt is not None and not isinstance(prompt, str):
+        given = _turns(prompt)
+        if given and chosen[: len(given)] == rejected[: len(given)] == given:
+            given = []
+    elif not is_whole:
+        text = prompt or record.get("question") or (read_instruction(record) if record.get("instruction") else "")
+        if text:
+            given = [read_message({"role": "user", "content": text})]
+        elif isinstance(record["chosen"], str):
+            raise TypeError("chosen and rejected are texts without a prompt; write the prompt into a column prompt")
+    elif prompt and prompt.strip() not in [turn["content"].strip() for turn in chosen if turn["role"] == "user"]:
+        raise ValueError("the prompt is none of the user's turns of chosen, which has a prompt of its own")
+    system = record.get("system")
+    if system is None or system == "":
+        return given
+    first = read_message({"role": "system", "content": system})
+    own = (given + chosen)[:1] + (given + rejected)[:1]
+    if all(turn == first for turn in own):
+        return given
+    if any(turn["role"] == "system" for turn in own):
+        raise ValueError("the column system has another text than the system message")
+    return [first, *given]
+
+
+def _rating_margin(record: Mapping[str, Any]) -> float:
+    """Return by how much the chosen answer is rated higher than the rejected one; NaN if there are no such numbers."""
+    for names in RATINGS:
+        chosen, rejected = (record.get(name) for name in names)
+        if isinstance(chosen, int | float) and isinstance(rejected, int | float):
+            margin = float(chosen) - float(rejected)
+            return margin if math.isfinite(margin) else math.nan
+    return math.nan
