@@ -1,4 +1,4 @@
-"""Train SmolLM2-135M on preference pairs on CPU: ``fabric_train`` on packed rows beside TRL's DPOTrainer on the same."""
+"""Train SmolLM2-135M on preference pairs on CPU: ``fabric_train`` on packed rows, and TRL."""
 
 import itertools
 import json
@@ -94,11 +94,10 @@ def measure(work: Path) -> Report:
         )
         for name, of_system in runs.items()
     }
-    ours, theirs = of_systems[OURS], of_systems[PEER]
     summary = PreferenceSummary(
         of_systems,
-        ours.tokens_per_second.median / theirs.tokens_per_second.median,
-        ours.peak_rss_bytes.median / theirs.peak_rss_bytes.median,
+        of_systems[OURS].tokens_per_second.median / of_systems[PEER].tokens_per_second.median,
+        of_systems[OURS].peak_rss_bytes.median / of_systems[PEER].peak_rss_bytes.median,
         differences,
     )
     settings = {

@@ -40,7 +40,20 @@ def _run_stages() -> None:
     run_stage("the answer before", *generate, model)
     train = ["fabric", "run", "fabric_train", "--devices", 2, "--accelerator", "cpu", "--precision", "32-true"]
     train += ["--objective", "dpo", "--model_name", model, "--train_data_dir", TOKENS, "--output_dir", RUN]
-    train += ["--number_epochs", 1, "--micro_batch_size", 1, "--total_batch_size", 4, "--lr", 1e-5, "--eval_step_interval", 10, "--loggers", "csv"]
+    train += [
+        "--number_epochs",
+        1,
+        "--micro_batch_size",
+        1,
+        "--total_batch_size",
+        4,
+        "--lr",
+        1e-5,
+        "--eval_step_interval",
+        10,
+        "--loggers",
+        "csv",
+    ]
     run_stage("training", *train)
     run_stage("the answer after", *generate, RUN)
     models = ["--models", model, RUN, "--pairs", f"verses={TOKENS}", "--output_dir", RESULTS]
@@ -48,7 +61,10 @@ def _run_stages() -> None:
 
 
 def _pairs() -> Iterator[dict[str, str]]:
-    with real_data.bible_es().open(encoding="utf-8") as chapters, real_data.shakespeare().open(encoding="utf-8") as works:
+    with (
+        real_data.bible_es().open(encoding="utf-8") as chapters,
+        real_data.shakespeare().open(encoding="utf-8") as works,
+    ):
         english = " ".join(json.loads(works.readline())["text"].split()).split()[1000:]
         for number, line in zip(range(_NUM_PAIRS), chapters, strict=False):
             spanish = json.loads(line)["text"].split()

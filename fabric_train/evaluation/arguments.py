@@ -55,7 +55,9 @@ class EvaluateArguments:
 
     def faults(self) -> list[str]:
         """Return missing names, models given twice, windows that overlap wholly, and arguments of the other mode."""
-        faults = [f"--{name} names nothing: give one" for name in ("models", "texts", "pairs") if getattr(self, name) == []]
+        faults = [
+            f"--{name} names nothing: give one" for name in ("models", "texts", "pairs") if getattr(self, name) == []
+        ]
         if self.pairs is not None and self.texts is not None:
             faults.append("--pairs and --texts: evaluate one after the other, which may have the same --output_dir")
         if self.watch is None:

@@ -101,7 +101,9 @@ def check_output(folder: Path) -> None:
     check_no_dead_link(folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output_dir {folder} is a file; choose another name for the folder")
-    is_evaluation = (folder / FOLDER).is_dir() or any((folder / name).is_file() for name in ("scores.csv", "pairs.json"))
+    is_evaluation = (folder / FOLDER).is_dir() or any(
+        (folder / name).is_file() for name in ("scores.csv", "pairs.json")
+    )
     if folder.is_dir() and any(folder.iterdir()) and not is_evaluation:
         raise InputError(f"--output_dir {folder} has other files, and no evaluation; choose another folder")
     parent = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())

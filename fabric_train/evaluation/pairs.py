@@ -158,7 +158,9 @@ def _texts_of(
     for model in models:
         if model.tokenizer_id not in by_tokenizer:
             target = folder / f"{name.replace('/', '_')}-{len(by_tokenizer)}"
-            by_tokenizer[model.tokenizer_id] = PackedText(HeldOutRows(name, _tokenized(place, model, arguments, target)))
+            by_tokenizer[model.tokenizer_id] = PackedText(
+                HeldOutRows(name, _tokenized(place, model, arguments, target))
+            )
         text = by_tokenizer[model.tokenizer_id]
         if model.max_positions is not None and text.input_tokens > model.max_positions:
             raise InputError(
