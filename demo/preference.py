@@ -40,20 +40,8 @@ def _run_stages() -> None:
     run_stage("the answer before", *generate, model)
     train = ["fabric", "run", "fabric_train", "--devices", 2, "--accelerator", "cpu", "--precision", "32-true"]
     train += ["--objective", "dpo", "--model_name", model, "--train_data_dir", TOKENS, "--output_dir", RUN]
-    train += [
-        "--number_epochs",
-        1,
-        "--micro_batch_size",
-        1,
-        "--total_batch_size",
-        4,
-        "--lr",
-        1e-5,
-        "--eval_step_interval",
-        10,
-        "--loggers",
-        "csv",
-    ]
+    train += ["--number_epochs", 1, "--micro_batch_size", 1, "--total_batch_size", 4, "--lr", 1e-5]
+    train += ["--eval_step_interval", 10, "--loggers", "csv"]
     run_stage("training", *train)
     run_stage("the answer after", *generate, RUN)
     models = ["--models", model, RUN, "--pairs", f"verses={TOKENS}", "--output_dir", RESULTS]

@@ -36,7 +36,7 @@ from fabric_train.files.atomic_folder import check_no_dead_link, wait_for_lock
 
 
 def compare_models(arguments: EvaluateArguments) -> None:
-    """Evaluate ``--models`` on ``--texts`` or ``--pairs``, print a table, and write or extend the evaluation in ``--output_dir``.
+    """Evaluate ``--models`` on ``--texts`` or ``--pairs``, print a table, and write or extend ``--output_dir``.
 
     An InputError comes before anything is written, a RunError if a model's loss is not finite.
     """

@@ -148,7 +148,7 @@ def _length_bias(right: np.ndarray, longer: np.ndarray, seed: int) -> Figure | N
 def _texts_of(
     name: str, place: str, models: Sequence[ComparedModel], arguments: EvaluateArguments, folder: Path
 ) -> dict[str, PackedText]:
-    """Return the pairs at a place in the tokens of each model, by name; what is no token dataset is tokenized into ``folder``."""
+    """Return the pairs at a place in the tokens of each model, by name; ``folder`` is for what is tokenized first."""
     by_tokenizer: dict[str, PackedText] = {}
     if (Path(place) / FILE_NAME).is_file():
         dataset = _pairs_in(open_dataset(place))
@@ -215,7 +215,7 @@ def _scores(text: PackedText, losses: np.ndarray) -> PairScores:
 def _lines(name: str, model: ComparedModel, scores: PairScores) -> Iterator[dict[str, object]]:
     columns = zip(scores.places, scores.sums.tolist(), scores.tokens.tolist(), strict=True)
     for place, (chosen, rejected), (of_chosen, of_rejected) in columns:
-        line = {"model": model.name, "weights": model.weights, "source": name, "pair": place}
+        line: dict[str, object] = {"model": model.name, "weights": model.weights, "source": name, "pair": place}
         line |= {"chosen": chosen, "rejected": rejected, "chosen_tokens": of_chosen, "rejected_tokens": of_rejected}
         yield line
 
@@ -235,7 +235,7 @@ def _print_table(results: dict[str, dict[str, PairFigures]]) -> None:
     console = open_console(width=None if open_console().is_terminal else 200)
     console.print(table)
     for line in (
-        "accuracy: pairs whose chosen answer has the higher log-probability; per token: the higher mean over its tokens",
+        "accuracy: pairs whose chosen answer has the higher log-probability; per token: the higher mean",
         "margin: log-probability of the chosen answer minus that of the rejected one, in nats",
         "to the first: pairs whose margin is above the first model's",
         "length bias: accuracy on pairs whose chosen answer is the longer one, minus that on the others",
