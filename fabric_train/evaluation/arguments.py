@@ -11,6 +11,7 @@ class EvaluateArguments:
 
     PROGRAM --models models/llama-3-8b runs/1/best runs/1 --texts es=es.jsonl ca=ca/ --output_dir eval/1
     PROGRAM --models meta-llama/Meta-Llama-3-8B runs/1/all --max_length 4k --overlap 1k --output_dir eval/2
+    PROGRAM --models models/llama-3-8b runs/dpo/best --pairs pairs.jsonl --output_dir eval/3
     PROGRAM --watch runs/1 --tasks tasks.yaml --texts es=es.jsonl --models models/llama-3-8b
     """
 
@@ -26,6 +27,10 @@ class EvaluateArguments:
     texts: list[str] | None = None
     """What the loss is of, by source: es=PLACE, where PLACE is anything with text that tokenize_dataset.py reads, or a
     token dataset, whose validation split is meant. Default: the validation split of the first checkpoint in --models.
+    """
+    pairs: list[str] | None = None
+    """Preference pairs, by name: ultra=PLACE, a token dataset of pairs (its validation split, or all if it has none) or
+    rows that tokenize_dataset.py reads as pairs. How often each model prefers the chosen answer comes into pairs.json.
     """
     text_column: str = "text"
     """Column with the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts, such as
@@ -50,11 +55,16 @@ class EvaluateArguments:
 
     def faults(self) -> list[str]:
         """Return missing names, models given twice, windows that overlap wholly, and arguments of the other mode."""
-        faults = [f"--{name} names nothing: give one" for name in ("models", "texts") if getattr(self, name) == []]
+        faults = [
+            f"--{name} names nothing: give one" for name in ("models", "texts", "pairs") if getattr(self, name) == []
+        ]
+        if self.pairs is not None and self.texts is not None:
+            faults.append("--pairs and --texts: evaluate one after the other, which may have the same --output_dir")
         if self.watch is None:
             faults += [f"--{name} is required" for name in ("models", "output_dir") if getattr(self, name) is None]
             faults += ["--tasks needs --watch: give the run"] if self.tasks is not None else []
         else:
+            faults += ["--pairs and --watch: give --models instead, such as RUN/all"] if self.pairs is not None else []
             has_none = self.tasks is None and self.texts is None
             faults += ["--watch needs --tasks or --texts: give one of them"] if has_none else []
         models = self.models or []

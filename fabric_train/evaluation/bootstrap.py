@@ -83,9 +83,9 @@ def compare(of_models: Sequence[DocumentSums], seed: int) -> list[ModelLoss]:
         difference = None
         if number and (bits is not None or np.array_equal(of_models[number].tokens, of_models[0].tokens)):
             above = getattr(total, unit) - getattr(totals[0], unit)
-            difference = Difference(unit, above, _interval(values[:, number] - values[:, 0]))
-        in_bits = None if bits is None else _interval(bits[:, number])
-        compared.append(ModelLoss(total, num_documents, _interval(losses[:, number]), in_bits, difference))
+            difference = Difference(unit, above, interval_of(values[:, number] - values[:, 0]))
+        in_bits = None if bits is None else interval_of(bits[:, number])
+        compared.append(ModelLoss(total, num_documents, interval_of(losses[:, number]), in_bits, difference))
     return compared
 
 
@@ -103,7 +103,8 @@ def resample(values: Sequence[np.ndarray], seed: int) -> np.ndarray:
     return np.concatenate(sums)
 
 
-def _interval(values: np.ndarray) -> Interval:
+def interval_of(values: np.ndarray) -> Interval:
+    """Return the interval of a statistic from its values on the draws, [R]."""
     tail = (100 - LEVEL) / 2
     low, high = np.percentile(values, [tail, 100 - tail]).tolist()
     return low, high

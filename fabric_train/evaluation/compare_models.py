@@ -22,6 +22,7 @@ from fabric_train.evaluation.models import (
     scoring_progress,
 )
 from fabric_train.evaluation.models_in_turn import ModelsInTurn
+from fabric_train.evaluation.pairs import compare_pairs
 from fabric_train.evaluation.texts import (
     EncodedText,
     EvaluatedText,
@@ -35,7 +36,7 @@ from fabric_train.files.atomic_folder import check_no_dead_link, wait_for_lock
 
 
 def compare_models(arguments: EvaluateArguments) -> None:
-    """Evaluate ``--models`` on ``--texts``, print a table, and write or extend the evaluation in ``--output_dir``.
+    """Evaluate ``--models`` on ``--texts`` or ``--pairs``, print a table, and write or extend ``--output_dir``.
 
     An InputError comes before anything is written, a RunError if a model's loss is not finite.
     """
@@ -45,6 +46,10 @@ def compare_models(arguments: EvaluateArguments) -> None:
     check_output(folder)
     earlier = loss_table.read_evaluated(folder)
     models, damaged = find_models(arguments.models)
+    if arguments.pairs is not None:
+        compare_pairs(arguments, models, LossCache(folder / FOLDER))
+        check_all_evaluated(damaged)
+        return
     if arguments.texts is not None:
         texts = open_texts(arguments.texts, arguments.text_column, folder / FOLDER / "downloads")
     elif run := next((model for model in models if model.checkpoint), None):
@@ -96,7 +101,9 @@ def check_output(folder: Path) -> None:
     check_no_dead_link(folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output_dir {folder} is a file; choose another name for the folder")
-    is_evaluation = (folder / FOLDER).is_dir() or (folder / "scores.csv").is_file()
+    is_evaluation = (folder / FOLDER).is_dir() or any(
+        (folder / name).is_file() for name in ("scores.csv", "pairs.json")
+    )
     if folder.is_dir() and any(folder.iterdir()) and not is_evaluation:
         raise InputError(f"--output_dir {folder} has other files, and no evaluation; choose another folder")
     parent = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())

@@ -280,6 +280,17 @@ class PackedText(EncodedText):
         origin = self._rows.index.origin(number)
         return f"{origin.file}:{origin.row}"
 
+    def count_by_sequence(self) -> np.ndarray:
+        """Return the predicted tokens of each sequence that attention keeps apart, such as the answers of a pair."""
+        counts = []
+        for rows in _chunks(range(len(self._rows)), _ROWS_AT_ONCE):
+            batch = self._rows.__getitems__(rows)
+            assert batch.documents is not None
+            # a target belongs to the sequence of its own token, which follows the position that predicts it
+            places = find_targets(batch.labels).positions.numpy() + 1
+            counts.append(np.diff(np.searchsorted(places, batch.documents.borders.numpy())))
+        return np.concatenate(counts)
+
     def note(self) -> str:
         """Return why fewer tokens are predicted than the manifest counts; "" if there is nothing to say."""
         reason = unpredicted_tokens([self._dataset], len(self.target_ids))
