@@ -22,6 +22,8 @@ from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.self_check import TOLERANCES
 
 FILE_NAME = "replay.json"
+_CANCELLED = tuple(f"train_{name}" for name in ("reward_chosen", "reward_rejected", "margin", "accuracy", "ties", "kl"))
+"""Figures of preference pairs that are differences of nearly equal log-probabilities: only compared bit for bit."""
 _EXACT = ("epoch", "num_tokens", "skipped_steps", "rows_hash")
 _FIGURES = ("learning_rate", "train_loss", "grad_norm")
 _SHOWN_STEPS = 8
@@ -88,10 +90,18 @@ class Replay:
         return 0.0 if step <= self.same_until else TOLERANCES[self.run.arguments.model.precision]
 
     @property
+    def has_pairs(self) -> bool:
+        return self.run.arguments.preference.needs_pairs
+
+    @property
     def compared(self) -> list[str]:
         """The columns of metrics.csv that are compared: those that the logged steps have."""
         found = {name for row in self.logged for name in (*_exact(row), *_figures(row))}
         return [*(("val_loss",) if self.evaluations else ()), *sorted(found)]
+
+    @property
+    def _cancels(self) -> bool:
+        return self.has_pairs and math.isfinite(self.same_until)
 
     @property
     def not_compared(self) -> list[str]:
@@ -101,6 +111,7 @@ class Replay:
         lacking = [name for name in (*_EXACT, *_FIGURES) if name not in self.compared]
         return [
             *([f"validation losses of step {steps}, which no checkpoint has"] if evaluated else []),
+            *([f"after step {self.same_until}: {', '.join(_CANCELLED)}"] if self._cancels else []),
             *(["losses of single sources in evaluations"] if _of_sources(self.logged, "val_") else []),
             *([f"{', '.join(lacking)}: not in metrics.csv"] if lacking else []),
             "times, speeds and memory",
@@ -230,6 +241,7 @@ def _compare_step(replay: Replay, there: Metrics, here: Metrics | None) -> _Comp
         f"step {there.step}, {name}: {value} in metrics.csv, {found.get(name)} here"
         for name, value in logged.items()
         if (differences[name] > tolerance if name in differences else value != found.get(name))
+        and not (tolerance and replay.has_pairs and name in _CANCELLED)
     ]
     emptied = [name for name in found if name not in logged and name in replay.compared]
     wrong += [f"step {there.step}, {name}: empty in metrics.csv, {found[name]} here" for name in emptied]

@@ -18,6 +18,7 @@ from fabric_train.model.lm_head_loss import (
     compute_loss_in_head,
     has_loss_in_head,
     summed_cross_entropy,
+    token_cross_entropy,
     use_sparse_embedding_grad,
 )
 from fabric_train.training.objective import CrossEntropy
@@ -91,6 +92,33 @@ def test_loss_and_gradients_out_of_the_head_are_those_of_the_logits(family: str,
     assert list(model.state_dict()) == names
     with torch.no_grad():
         assert CrossEntropy().loss(model.eval(), Batch(*rows())).total.item() == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_losses_of_tokens_have_a_gradient_of_their_own_each(has_bias: bool, in_place: bool, is_frozen: bool) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, LENGTH, WIDTH), torch.randn(VOCABULARY, WIDTH), torch.randn(VOCABULARY)]
+    positions, weights = torch.randperm(3 * LENGTH)[:50], torch.randn(50)
+    targets = torch.randint(VOCABULARY, (50,))
+    found = []
+    for by_token in (True, False):
+        hidden, weight, bias = (one.clone().requires_grad_() for one in inputs)
+        weight.requires_grad_(not is_frozen)
+        if by_token:
+            head = (hidden, weight, bias if has_bias else None)
+            losses = token_cross_entropy(*head, positions, targets, in_place)
+        else:
+            logits = F.linear(hidden, weight, bias if has_bias else None).flatten(0, 1)[positions]
+            losses = F.cross_entropy(logits, targets, reduction="none")
+        (losses * weights).sum().backward()
+        found.append((losses.detach(), *(one.grad for one in (hidden, weight, bias))))
+    for here, there in zip(*found, strict=True):
+        if there is None:
+            assert here is None
+        else:
+            torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", COMPUTED_FURTHER)

@@ -32,6 +32,22 @@ def test_progress_counts_evaluations_without_a_new_lowest_loss() -> None:
     assert found == [(None, 0, 1), (3.0, 1, 0), (3.0, 1, 1), (2.5, 3, 0), (2.5, 3, 1), (2.5, 3, 2), (2.4, 6, 0)]
 
 
+def test_of_pairs_a_higher_accuracy_is_better_and_a_lower_loss() -> None:
+    progress, of_all = LossProgress("accuracy"), LossProgress("all")
+    for step, (accuracy, loss) in enumerate([(0.5, 0.7), (0.7, 0.6), (0.6, 0.5)]):
+        pairs = TokenLoss(4 * loss, 4, further={"accuracy": accuracy}, of_pairs=True)
+        evaluation = Evaluation(pairs, step=step)
+        progress, of_all = progress.after(evaluation), of_all.after(evaluation)
+        state = TrainerState(step=step, val_loss=loss, evaluation=evaluation)
+        assert (state.cost_of("accuracy"), state.cost_of("all")) == (-accuracy, loss)
+    assert (progress.best, progress.best_step, progress.num_since) == (0.7, 1, 1)
+    assert (of_all.best, of_all.best_step, of_all.num_since) == (pytest.approx(0.5), 2, 0)
+    said = EarlyStopping("accuracy", 1).describe(
+        TrainerState(step=2, evaluation=evaluation, first_evaluation=evaluation, progress=progress)
+    )
+    assert "the validation's accuracy has not risen above 0.7000, that of step 1" in said
+
+
 def test_the_count_begins_anew_where_another_source_decides() -> None:
     evaluation = Evaluation(TokenLoss(9.0, 1), {"es": TokenLoss(5.0, 1), "va": TokenLoss(4.0, 1)}, 7)
     before = LossProgress("va", best=3.0, best_step=2, num_since=1)

@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
 from arguments import PreferenceArguments
+from fabric_train.checkpoint import Evaluation, TokenLoss, TrainerState, find_checkpoint
 from fabric_train.data.batch import Batch
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.training.objective import sum_by_source
-from fabric_train.training.preference import LOSSES, Pairs, Preference, answers_of
+from fabric_train.training.preference import LOSSES, Pairs, Preference, accuracy_interval, answers_of
+from fabric_train.training.summary import warn_of_displacement
 from tests.support import short_runs
 from tests.support.forked_runs import ForkedRuns
 from tests.support.pair_datasets import tokenize, write_model, write_source
@@ -281,6 +283,56 @@ def test_another_reference_is_compared_with_and_named(
     saved = json.loads((tmp_path / "run" / "checkpoints" / "step-00000001" / "trainer.json").read_text())
     assert saved["reference"]["place"].endswith("step-00000003")
     assert saved["arguments"]["best_by"] == "accuracy"
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_the_self_check_and_the_evaluation_alone_take_pairs(
+    forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, precision: str
+) -> None:
+    given = {"precision": precision}
+    forked_runs.start(argv(model_dir, packed, tmp_path / "check", self_check="true", **given)).finish()
+    found = json.loads((tmp_path / "check" / "self_check.json").read_text())
+    assert found["faults"] == []
+    assert [figure["loss"] for figure in found["figures"]] == pytest.approx([math.log(2)] * 5, abs=1e-5)
+    forked_runs.start(argv(model_dir, packed, tmp_path / "eval", eval_only="true", adapter="dora", **given)).finish()
+    found = json.loads((tmp_path / "eval" / "evaluation.json").read_text())
+    assert (found["loss"], found["accuracy"], found["ties"]) == (pytest.approx(math.log(2), abs=1e-6), 0.5, 1)
+    assert sum(one["num_pairs"] for one in found["sources"].values()) == found["num_pairs"]
+
+
+def test_pairs_of_two_datasets_train_in_shares_and_the_best_is_that_of_the_accuracy(
+    forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, sources: list[Path]
+) -> None:
+    folders = [tokenize(tmp_path / one.stem, model_dir, [one]) for one in sources]
+    given = {"objective": "ipo", "token_shares": "0.5 0.5", "best_by": "accuracy", "early_stopping": "margin:9"}
+    words = argv(model_dir, folders[0], tmp_path / "run", **given, total_batch_size=4, eval_step_interval=1)
+    place = words.index(str(folders[0]))
+    words[place + 1 : place + 1] = [str(folders[1])]
+    shares = words.index("0.5 0.5")
+    words[shares : shares + 1] = ["0.5", "0.5"]
+    forked_runs.start(words).finish()
+    rows = table(tmp_path / "run")
+    counts = {one: len(list((one / "reference").iterdir())) for one in folders}
+    assert set(counts.values()) == {1}
+    assert all(float(rows[1][f"train_loss/{one}"]) > 0 for one in sources)  # the last window of an epoch has one row
+    assert all(row[f"val_margin/{one}"] for one in sources for row in rows)
+    trained = {int(row["step"]): float(row["val_accuracy"]) for row in rows[1:]}
+    best = find_checkpoint(tmp_path / "run" / "best")
+    assert trained[int(best.name.removeprefix("step-"))] == max(trained.values())
+
+
+def test_a_fall_of_the_chosen_answers_is_warned_of() -> None:
+    first, now = (
+        Evaluation(TokenLoss(0.7, 1, further={"sft_loss": loss}, of_pairs=True), step=step)
+        for step, loss in ((0, 1.0), (5, 1.2))
+    )
+    line = warn_of_displacement(TrainerState(step=5, evaluation=now, first_evaluation=first))
+    assert line is not None
+    assert "fell by 0.200 nats per token since step 0, more than 0.1" in line
+    assert warn_of_displacement(TrainerState(step=5, evaluation=first, first_evaluation=now)) is None
+    low, high = accuracy_interval(0.6, 0.1, 1000) or (0, 0)
+    assert 0.55 < low < 0.58 < 0.62 < high < 0.65
+    assert accuracy_interval(0.6, 0.1, 9) is None
 
 
 @pytest.mark.parametrize(
