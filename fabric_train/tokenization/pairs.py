@@ -20,6 +20,7 @@ from fabric_train.tokenization.documents import (
 )
 from fabric_train.tokenization.manifest import EMPTY_ANSWER, EQUAL_ANSWERS
 
+_LARGEST_RATING = 1e12  # the sum of a ledger stays finite
 SAME_ANSWERS = "the chosen and the rejected answer are the same"
 
 
@@ -122,8 +123,8 @@ def _prompt_of(record: Mapping[str, Any], chosen: list[Message], rejected: list[
 def _rating_margin(record: Mapping[str, Any]) -> float:
     """Return by how much the chosen answer is rated higher than the rejected one; NaN if there are no such numbers."""
     for names in RATINGS:
-        chosen, rejected = (record.get(name) for name in names)
-        if isinstance(chosen, int | float) and isinstance(rejected, int | float):
-            margin = float(chosen) - float(rejected)
-            return margin if math.isfinite(margin) else math.nan
+        ratings = [record.get(name) for name in names]
+        numbers = [float(one) for one in ratings if isinstance(one, int | float) and abs(one) < _LARGEST_RATING]
+        if len(numbers) == len(names):
+            return numbers[0] - numbers[1]
     return math.nan

@@ -115,6 +115,7 @@ def test_answers_of_several_turns_begin_where_the_conversations_part() -> None:
         ({"chosen-rating": 3, "rejected-rating": 4}, -1.0),
         ({"score_chosen": 8.5, "score_rejected": None}, math.nan),
         ({"score_chosen": math.inf, "score_rejected": 1.0}, math.nan),
+        ({"score_chosen": 10**400, "score_rejected": 1.0}, math.nan),
     ],
 )
 def test_ratings_are_kept_as_a_margin(ratings: dict[str, Any], margin: float) -> None:
