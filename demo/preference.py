@@ -16,7 +16,7 @@ from sample_data import real_data
 FOLDER = "demo_run/preference"
 PAIRS, TOKENS, RUN, RESULTS = (f"{FOLDER}/{name}" for name in ("pairs.jsonl", "tokens", "run", "evaluation"))
 PROMPT = "Continúa el texto: En el principio era el Verbo, y el Verbo era con Dios,"
-_NUM_PAIRS, _PROMPT_WORDS, _ANSWER_WORDS = 200, 20, 30
+_NUM_PAIRS, _PROMPT_WORDS, _ANSWER_WORDS = 120, 20, 30
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def _run_stages() -> None:
     (ROOT / FOLDER).mkdir(parents=True)
     lines = (json.dumps(pair, ensure_ascii=False) + "\n" for pair in _pairs())
     (ROOT / PAIRS).write_text("".join(lines), encoding="utf-8")
-    rows = ["--tokenizer_name", model, "--max_length", 512, "--validation_split", 0.2, "--output_dir", TOKENS]
+    rows = ["--tokenizer_name", model, "--max_length", 768, "--validation_split", 0.2, "--output_dir", TOKENS]
     run_stage("tokenization", "python", "tokenize_dataset.py", "--dataset", PAIRS, *rows)
     generate = ["python", "generate.py", "--prompt", PROMPT, "--chat", "true", "--num_tokens", 40, "--model_name"]
     run_stage("the answer before", *generate, model)

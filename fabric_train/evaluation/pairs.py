@@ -197,7 +197,8 @@ def _tokenized(place: str, model: ComparedModel, arguments: EvaluateArguments, t
         with ParityCheck() as check:
             build_token_dataset(given, check)
     except InputError as error:
-        raise InputError(*(fault.replace("--dataset", "--pairs") for fault in error.faults)) from None
+        advice = "; --on_bad_rows skip leaves such rows out"
+        raise InputError(*(f"--pairs {place}: {fault.removesuffix(advice)}" for fault in error.faults)) from None
     return _pairs_in(open_dataset(str(target)))
 
 
