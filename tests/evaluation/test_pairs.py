@@ -30,7 +30,7 @@ def other(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(1)
         for parameter in loaded.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
+            parameter.add_(0.05 * torch.randn_like(parameter))
     loaded.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     return folder
@@ -107,7 +107,8 @@ def test_figures_count_ties_and_length_bias() -> None:
     sums = np.array([(-1.0, -2.0), (-2.0, -2.0), (-3.0, -1.0), (-4.0, -6.0)])
     tokens = np.array([(4, 2), (2, 4), (3, 3), (8, 2)])
     places = ["a:1", "a:2", "a:3", "a:4"]
-    first, second = figures_of([PairScores(sums, tokens, places), PairScores(sums + [(1, 0)], tokens, places)], seed=0)
+    likelier = sums + np.array([1, 0])
+    first, second = figures_of([PairScores(sums, tokens, places), PairScores(likelier, tokens, places)], seed=0)
     assert first.accuracy.value == pytest.approx(2.5 / 4)
     assert first.accuracy_per_token.value == pytest.approx(2 / 4)  # of the sums per token: pairs 1 and 4
     assert first.margin.value == pytest.approx(1 / 4)
