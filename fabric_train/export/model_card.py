@@ -248,7 +248,7 @@ def _results(record: ModelRecord) -> dict[str, Any]:
     state, total = record.saved.state, sum(part.weight for part in record.parts)
     now, first = state.evaluation, state.first_evaluation or state.evaluation
     rows: list[Row] = []
-    columns = ["source", "tokens evaluated"]
+    columns = ["source", f"{now.whole.unit if now else 'token'}s evaluated"]
     if now and first:
         figures = list(now.whole.figures())
         columns += [figure.replace("_", " ") for figure in figures]

@@ -93,6 +93,8 @@ def prepare(
         mask = f"a mask of {plan.tokens_per_row:,} × {plan.tokens_per_row:,} tokens"
         run = _with_notes(run, f"attention is slow: it keeps documents apart by {mask}, because {masks_because}")
     check_reference(run)
+    if arguments.planning.plan and arguments.preference.needs_reference:
+        run = _with_notes(run, "before the first step, a forward pass over all rows computes the reference")
     if not arguments.planning.checks:
         run = resolve_automatic(run)
     if not only_reads:

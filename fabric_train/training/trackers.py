@@ -29,7 +29,7 @@ _TEXT = "#767676"  # can be read on white and on black; the background is transp
 _BLUE, _ORANGE = "#3d7fc4", "#d9782d"
 _COLOURS = ("#2a9d6f", "#a05fb4", "#c8504f", "#8c6d46", "#1f93a8", "#b08a1e")
 _SMOOTHED_FROM = 200  # points
-_FIGURES = {"val_bits_per_byte": "validation loss\n(bits per byte)", "val_loss": "validation loss\n(nats per token)"}
+_FIGURES = {"val_bits_per_byte": "validation loss\n(bits per byte)", "val_loss": "validation loss"}
 
 Points = list[tuple[int, float]]
 
@@ -130,7 +130,7 @@ def _draw_whole(axes: Any, rows: Sequence[Metrics]) -> None:
             label = f"training, mean of {width} logged steps"
             axes.plot(*zip(*_smooth(train, width), strict=True), color=_BLUE, linewidth=1.5, label=label)
     _draw_validation(axes, validation, _ORANGE, "validation")
-    axes.set_ylabel("loss\n(nats per token)")
+    axes.set_ylabel("loss\n(nats)")
 
 
 def _draw_validation(axes: Any, points: Points, colour: str, label: str, style: str = "-") -> None:
