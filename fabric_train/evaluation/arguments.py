@@ -11,7 +11,6 @@ class EvaluateArguments:
 
     PROGRAM --models models/llama-3-8b runs/1/best runs/1 --texts es=es.jsonl ca=ca/ --output_dir eval/1
     PROGRAM --models meta-llama/Meta-Llama-3-8B runs/1/all --max_length 4k --overlap 1k --output_dir eval/2
-    PROGRAM --models models/llama-3-8b runs/dpo/best --pairs pairs.jsonl --output_dir eval/3
     PROGRAM --watch runs/1 --tasks tasks.yaml --texts es=es.jsonl --models models/llama-3-8b
     """
 
