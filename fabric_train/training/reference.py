@@ -167,11 +167,11 @@ def _shape(run: PreparedRun, place: str) -> ModelShape:
 
 
 def _fingerprint(fabric: Fabric, run: PreparedRun, place: str) -> str:
-    """Return a hash of the bytes of all files of weights, each of which one rank reads; of a new model, of its seed."""
+    """Return a hash of the bytes of the model's files, each of which one rank reads; of a new model, of its seed."""
     if not place:
         config = json.dumps(run.model.config.to_dict(), sort_keys=True, default=str)
         return hashlib.sha256(f"{run.arguments.data.seed} {config}".encode()).hexdigest()
-    files = list(_weight_files(run.adapter_base.place if run.adapter_base else place))
+    files = list(_files_of(run.adapter_base.place if run.adapter_base else place))
     files += checkpoints.files_of_adapter(Path(place)) if _is_adapter(place) else []
     own = torch.zeros(len(files), 2, dtype=torch.int64)
     for number in range(fabric.global_rank, len(files), fabric.world_size):
@@ -181,15 +181,18 @@ def _fingerprint(fabric: Fabric, run: PreparedRun, place: str) -> str:
     return hashlib.sha256(of_files.numpy().tobytes()).hexdigest()
 
 
-def _weight_files(place: str) -> Iterator[Path]:
+def _files_of(place: str) -> Iterator[Path]:
+    """Yield the configuration and the files of weights of a hub name, a folder or a checkpoint."""
     folder = Path(place)
+    if not folder.is_dir():  # it is in the cache, where the run has read it
+        folder = Path(str(try_to_load_from_cache(place, "config.json"))).parent
+    yield folder / "config.json"
     if (folder / "model").is_dir() and (folder / "trainer.json").is_file():
         yield from sorted((folder / "model").glob("*.safetensors"))
     elif files := find_safetensors(place):
         yield from files
     else:  # pickles
-        config = try_to_load_from_cache(place, "config.json") if not folder.is_dir() else None
-        yield from sorted((Path(config).parent if isinstance(config, str) else folder).glob("*.bin"))
+        yield from sorted(folder.glob("*.bin"))
 
 
 def _hash_of(file: Path) -> str:

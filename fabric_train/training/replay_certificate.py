@@ -97,6 +97,8 @@ class Replay:
     def compared(self) -> list[str]:
         """The columns of metrics.csv that are compared: those that the logged steps have."""
         found = {name for row in self.logged for name in (*_exact(row), *_figures(row))}
+        if self.has_pairs and all(map(self.tolerance, (row.step for row in self.logged))):
+            found -= set(_CANCELLED)
         return [*(("val_loss",) if self.evaluations else ()), *sorted(found)]
 
     @property

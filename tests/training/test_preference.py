@@ -112,6 +112,8 @@ def test_loss_and_gradient_are_those_of_each_answer_alone_by_full_logits(
     objective = Preference(GIVEN[name])
     found = objective.loss(model, replace(batch, reference=reference))
     found.total.backward()
+    by_logits = objective.loss(plain, replace(batch, reference=reference))  # of a family whose head is left alone
+    assert by_logits.total.item() == pytest.approx(found.total.item(), rel=1e-6)
     sums = sums_alone(plain, batch)
     tokens = torch.tensor([(part != -100).sum() for part in _answers(batch)]).double().view(-1, 2)
     pairs = Pairs(*sums.T, *(reference if GIVEN[name].needs_reference else 0 * reference).T, *tokens.T)
@@ -251,11 +253,28 @@ def test_a_reference_of_something_else_is_refused_by_name(
     assert "train.npy: damaged" in run.stderr()
 
 
-def test_the_reference_of_an_adapter_is_its_base_without_dropout(
+def test_dropout_is_off_in_the_reference_and_on_in_training(
+    forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path
+) -> None:
+    model = Path(shutil.copytree(model_dir, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    forked_runs.start(argv(model, packed, tmp_path / "run", **whole_windows(packed, 1, 2), max_step=1), 1).finish()
+    start, first, *_ = table(tmp_path / "run")
+    assert float(start["val_loss"]) == pytest.approx(math.log(2), abs=1e-6)
+    assert abs(float(first["train_loss"]) - math.log(2)) > 1e-5
+    shutil.rmtree(next(one for one in (packed / "reference").iterdir() if str(model) in _text(one)))
+
+
+def _text(folder: Path) -> str:
+    return (folder / "reference.json").read_text()
+
+
+def test_the_reference_of_an_adapter_is_its_base(
     forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, straight: Path
 ) -> None:
     (folder,) = (packed / "reference").iterdir()
-    given = {**whole_windows(packed, 1, 2), "adapter": "lora", "lora_rank": 4, "lora_dropout": 0.5, "lr": 3e-2}
+    given = {**whole_windows(packed, 1, 2), "adapter": "lora", "lora_rank": 4, "lr": 3e-2}
     run = forked_runs.start(argv(model_dir, packed, tmp_path / "run", **given), 1)
     run.finish()
     assert list((packed / "reference").iterdir()) == [folder]  # that of the run of all weights is read
