@@ -1,8 +1,7 @@
-"""Teach a model to answer in Spanish by preference pairs: ``python -m demo.preference``.
+"""Teach a model to go on in Spanish by preference pairs: ``python -m demo.preference``.
 
-SmolLM2-135M answers Spanish questions in English. Each pair has the beginning of a chapter of the Spanish Bible as its
-prompt, what follows there as the chosen answer, and lines of Shakespeare as the rejected one. It takes about ten
-minutes on two cores. docs/preference.md shows what it prints.
+Each pair has the beginning of a chapter of the Spanish Bible as its prompt, what follows there as the chosen answer,
+and lines of Shakespeare as the rejected one. It took 15 minutes on two busy cores. docs/preference.md has the figures.
 """
 
 import json

@@ -238,11 +238,15 @@ def _compute(
 def _faults_of_parameters(fabric: Fabric, model: Any) -> list[str]:
     """Name parameters that on any rank are not finite, or whose gradient is missing or not finite."""
     parameters = [(original_name(name), weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    by_name = dict(parameters)
     found = torch.zeros(len(parameters), 3, dtype=torch.int64)
-    for index, (_, parameter) in enumerate(parameters):
+    for index, (name, parameter) in enumerate(parameters):
         weight, gradient = local_part(parameter), local_part(parameter.grad)
         found[index, 0] = not weight.isfinite().all()
-        found[index, 1] = gradient is not None and bool(gradient.any())
+        # the second matrix of a new adapter is zero, so the first one gets no gradient yet
+        second = by_name.get(name.replace("lora_A", "lora_B"), parameter)
+        is_new = second is not parameter and not local_part(second).any()
+        found[index, 1] = is_new or (gradient is not None and bool(gradient.any()))
         found[index, 2] = gradient is not None and not gradient.isfinite().all()
     infinite, has_gradient, bad_gradient = (gather_over_ranks(fabric, found).sum(dim=0) > 0).T.tolist()
     wrong = {
