@@ -32,7 +32,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 from sample_data import real_data
 from tests.support import forked_runs as forks
 from tests.support.forked_runs import ForkedRuns
-from tests.support.huge_pages import gather_in_huge_pages
 from tests.support.programs import RunProgram, run_python
 from tests.support.tiny_model import write_llama3_like_tokenizer, write_sentencepiece_tokenizer, write_tiny_model
 
@@ -82,7 +81,6 @@ def pytest_runtestloop() -> None:
     """
     gc.collect()
     gc.freeze()
-    gather_in_huge_pages()
     gc.enable()
 
 

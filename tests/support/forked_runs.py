@@ -26,8 +26,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from tests.support.huge_pages import gather_in_huge_pages
-
 ROOT = Path(__file__).resolve().parents[2]
 _PORTS = range(12_000, 32_000)  # below those that Linux uses for outgoing connections, such as gloo's
 _reserved: dict[int, socket.socket] = {}
@@ -372,7 +370,6 @@ def serve() -> None:
 def _keep_from_collections() -> None:
     gc.collect()
     gc.freeze()  # the ranks' garbage collections do not touch the pages that they share
-    gather_in_huge_pages()
 
 
 def _become_server(folder: Path, imports: Sequence[str], answers: int) -> None:
