@@ -18,11 +18,11 @@ from fabric_train.data.token_dataset import open_dataset
 from sample_data import real_data
 
 REPETITIONS = 2
-NUM_PAIRS = 64
-MAX_LENGTH = 1024  # of a row, which holds both sequences of its pairs
-ROWS_PER_STEP = 4  # packed
-PADDED_PAIRS, PADDED_ACCUMULATION = 2, 4  # pairs in a micro-batch of TRL, padded to the longest of them
-PARITY_STEPS, PAIRS_PER_STEP = 3, 4  # with one pair in a row and in a micro-batch of TRL
+NUM_PAIRS = 24
+MAX_LENGTH = 512  # of a row, which holds both sequences of its pairs
+ROWS_PER_STEP = 2  # packed
+PADDED_PAIRS, PADDED_ACCUMULATION = 2, 2  # pairs in a micro-batch of TRL, padded to the longest of them
+PARITY_STEPS, PAIRS_PER_STEP = 2, 2  # with one pair in a row and in a micro-batch of TRL
 WARM_UP_STEPS = 1
 LR, BETA = 1e-5, 0.1
 THREADS = 2
@@ -130,12 +130,14 @@ def table(report: Report) -> Table:
 
 
 def write_pairs(file: Path, num_pairs: int) -> None:
-    """Write pairs of real chats: the answer that was given is chosen, the answer to the next chat is rejected."""
+    """Write pairs of real chats: the first answer is chosen, the first answer of the next chat is rejected."""
     with real_data.chats().open(encoding="utf-8") as lines:
         chats = [json.loads(line)["messages"] for line in itertools.islice(lines, num_pairs + 1)]
+    firsts = [next(number for number, turn in enumerate(chat) if turn["role"] == "assistant") for chat in chats]
+    answers = [chat[first] for chat, first in zip(chats, firsts, strict=True)]
     of_pairs = [
-        {"prompt": chat[:-1], "chosen": chat[-1:], "rejected": following[-1:]}
-        for chat, following in itertools.pairwise(chats)
+        {"prompt": chat[:first], "chosen": [answer], "rejected": [other]}
+        for chat, first, (answer, other) in zip(chats, firsts, itertools.pairwise(answers), strict=False)
     ]
     file.write_text("".join(json.dumps(pair) + "\n" for pair in of_pairs), encoding="utf-8")
 
