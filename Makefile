@@ -31,7 +31,7 @@ install-xla: $(XLA)/installed ## set up .cache/xla for --accelerator tpu: torch-
 demo: $(STAMP) ## tokenize, train, export and generate on real data (6 minutes on 2 cores)
 	@$(BIN)/python -m demo
 
-test: $(STAMP) ## run the tests that CI runs (about 10 minutes on 2 cores)
+test: $(STAMP) ## run the tests that CI runs (9 to 15 minutes on 2 cores)
 	@$(BIN)/python -m pytest
 
 test-cuda: $(STAMP) ## run the tests that need a GPU

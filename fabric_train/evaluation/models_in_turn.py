@@ -26,8 +26,10 @@ from fabric_train.model.hf_model import quiet_transformers
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.nf4 import NF4Linear
 
-_NOT_COMPUTED = ("dtype", "use_cache", "transformers_version", "_name_or_path", "architectures")
-_NOT_COMPUTED_EITHER = ("bos_token_id", "eos_token_id", "pad_token_id")
+_NOT_COMPUTED = (
+    *("dtype", "use_cache", "transformers_version", "_name_or_path", "architectures"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
 
 
 class ModelsInTurn:
@@ -106,8 +108,6 @@ def _key(described: Described) -> object:
     """
     shape, base = described.shape, Path(described.base.place)
     config = {name: value for name, value in shape.config.to_dict().items() if name not in _NOT_COMPUTED}
-    for name in _NOT_COMPUTED_EITHER:
-        config.pop(name, None)
     place = str(base.resolve()) if base.is_dir() else described.base.place
     in_4_bits = shape.adapter and shape.adapter.base_weights and (shape.adapter.base_weights, shape.adapter.train_also)
     return place, described.dtype, in_4_bits, json.dumps(config, sort_keys=True, default=str)

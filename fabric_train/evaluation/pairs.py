@@ -85,19 +85,19 @@ def compare_pairs(arguments: EvaluateArguments, models: Sequence[ComparedModel],
         }
         scores: dict[str, dict[str, PairScores]] = {name: {} for name in texts}
         in_turn, bases = ModelsInTurn(), [model.base for model in models]
-        with scoring_progress(sum(len(text.target_ids) for own in texts.values() for text in own.values())) as show:
+        of_models = [(model, of_name[model.name]) for of_name in texts.values() for model in models]
+        parts = [(model, part) for model, text in of_models for part in text.parts()]
+        with scoring_progress(sum(len(part.tokens) for model, part in parts if not cache.has(model, part))) as show:
             for model in sorted(models, key=lambda model: bases.index(model.base)):
-                own = [of_models[model.name] for of_models in texts.values()]
+                own = [of_name[model.name] for of_name in texts.values()]
                 losses = score_texts(model, own, cache, arguments.batch_tokens, show, in_turn)
                 for name, text, of_text in zip(texts, own, losses, strict=True):
                     scores[name][model.name] = _scores(text, of_text)
-    for name, of_models in scores.items():
-        figures = figures_of([of_models[model.name] for model in models], arguments.seed)
+    for name, of_name in scores.items():
+        figures = figures_of([of_name[model.name] for model in models], arguments.seed)
         results[name] = dict(zip((model.name for model in models), figures, strict=True))
     lines = [line for name in scores for model in models for line in _lines(name, model, scores[name][model.name])]
-    content = {
-        model.name: {name: asdict(of_models[model.name]) for name, of_models in results.items()} for model in models
-    }
+    content = {model.name: {name: asdict(of_name[model.name]) for name, of_name in results.items()} for model in models}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "pairs.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     write_atomically(folder / "pairs.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
@@ -162,6 +162,10 @@ def _texts_of(
                 HeldOutRows(name, _tokenized(place, model, arguments, target))
             )
         text = by_tokenizer[model.tokenizer_id]
+        if text.highest_id >= model.vocab_size:
+            raise InputError(
+                f"--models {model.name}: its vocabulary ends at {model.vocab_size - 1}, but {name} has larger ids"
+            )
         if model.max_positions is not None and text.input_tokens > model.max_positions:
             raise InputError(
                 f"--models {model.name} has {model.max_positions:,} positions, but rows of {name} have "
@@ -204,7 +208,7 @@ def _tokenized(place: str, model: ComparedModel, arguments: EvaluateArguments, t
 
 def _scores(text: PackedText, losses: np.ndarray) -> PairScores:
     """Return the log-probabilities of the answers from the ``losses`` of the predicted tokens, fp32 [N]."""
-    tokens = text.count_by_sequence().reshape(-1, 2)
+    tokens = text.num_targets_of_sequences.reshape(-1, 2)
     ends = np.cumsum(tokens)
     sums = -np.add.reduceat(losses.astype(np.float64), ends - tokens.ravel()).reshape(-1, 2)
     places = [text.place(number) for number in range(len(tokens))]

@@ -247,6 +247,7 @@ class PackedText(EncodedText):
         self.name, self.identity = text.dataset.name, identity_of(text)
         self._dataset, self._rows = text.dataset, text.dataset.validation
         ids, of_rows, documents, sources, num_targets, num_bytes = [], [0], [], [], [], []
+        of_sequences = [np.zeros(0, dtype=np.int64)]
         self.highest_id = 0
         for rows in _chunks(range(len(self._rows)), _ROWS_AT_ONCE):
             batch = self._rows.__getitems__(rows)
@@ -255,6 +256,10 @@ class PackedText(EncodedText):
             ids.append(targets.ids.numpy().astype(np.int32))
             of_rows += np.bincount(targets.positions // batch.labels.shape[1], minlength=len(rows)).tolist()
             numbers = np.array(rows, dtype=np.int64)
+            if batch.documents is not None:
+                # a target belongs to the sequence of its own token, which follows the position that predicts it
+                places = np.searchsorted(targets.positions.numpy() + 1, batch.documents.borders.numpy())
+                of_sequences.append(np.diff(places))
             documents.append(numbers if self._rows.index is None else self._rows.index.pieces(numbers).documents)
             sources.append(batch.pieces.sources.numpy())
             num_targets.append(batch.pieces.num_targets.numpy())
@@ -272,6 +277,8 @@ class PackedText(EncodedText):
         if not text.name:
             self.sources[of_pieces] = np.concatenate(sources)[has_targets]
         self.input_tokens = self._rows.longest()
+        # int64, the predicted tokens of each sequence that attention keeps apart, such as the answers of a pair
+        self.num_targets_of_sequences = np.concatenate(of_sequences)
 
     def place(self, document: int) -> str:
         number = int(self._numbers[document])
@@ -279,17 +286,6 @@ class PackedText(EncodedText):
             return f"row {number}"
         origin = self._rows.index.origin(number)
         return f"{origin.file}:{origin.row}"
-
-    def count_by_sequence(self) -> np.ndarray:
-        """Return the predicted tokens of each sequence that attention keeps apart, such as the answers of a pair."""
-        counts = []
-        for rows in _chunks(range(len(self._rows)), _ROWS_AT_ONCE):
-            batch = self._rows.__getitems__(rows)
-            assert batch.documents is not None
-            # a target belongs to the sequence of its own token, which follows the position that predicts it
-            places = find_targets(batch.labels).positions.numpy() + 1
-            counts.append(np.diff(np.searchsorted(places, batch.documents.borders.numpy())))
-        return np.concatenate(counts)
 
     def note(self) -> str:
         """Return why fewer tokens are predicted than the manifest counts; "" if there is nothing to say."""

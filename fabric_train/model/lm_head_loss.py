@@ -56,9 +56,8 @@ def summed_cross_entropy(
         The sum of the losses, a 0-dim fp64 tensor that can be differentiated once; and the losses, fp32 [N], which
         cannot be differentiated.
     """
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    with torch.autocast(kind, enabled=False):
+    dtype = _dtype_of_products(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
         summed, losses = _SummedCrossEntropy.apply(
             hidden.flatten(0, -2), weight, bias, positions, targets, dtype, torch.is_grad_enabled(), scale
         )
@@ -108,6 +107,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None, None, None
 
 
+def _dtype_of_products(hidden: torch.Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
 def token_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -123,9 +127,8 @@ def token_cross_entropy(
     :func:`summed_cross_entropy`, whose arguments these are. ``adds_in_place`` says that a gradient may be added to
     ``weight.grad`` at once, as for its ``scale``.
     """
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    with torch.autocast(kind, enabled=False):
+    dtype = _dtype_of_products(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
         return _TokenCrossEntropy.apply(hidden.flatten(0, -2), weight, bias, positions, targets, dtype, adds_in_place)
 
 

@@ -46,7 +46,6 @@ PART = np.dtype([("documents", "u4"), ("rows", "u4"), ("sha256", f"V{SHA256_BYTE
 SKIPPED = np.dtype([("number", "u4"), ("reason", "u2"), ("num_tokens_cut", "u4")])  # reason: index of the record's
 EDIT = np.dtype([("number", "u4"), ("kind", "u2"), ("count", "u4")])  # kind: index of the record's
 HASH_BYTES = 16
-_PLACE = ("number", "part", "row")
 _ARRAYS = ("documents", "parts", "skipped", "edits", "pairs", "hashes", "turn_ends")  # of a record, as it stores them
 PlaceInShard = tuple[int, int, int]  # number and row of a document, see ENCODED; its part is between them
 
@@ -209,10 +208,7 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
     with np.load(file, allow_pickle=False) as stored:
         return ShardRecord(
             shard=shard,
-            **{
-                name: stored[name]
-                for name in ("documents", "parts", "skipped", "edits", "pairs", "hashes", "turn_ends")
-            },
+            **{name: stored[name] for name in _ARRAYS},
             reasons=tuple(stored["reasons"].tolist()),
             kinds=tuple(stored["kinds"].tolist()),
             samples=[

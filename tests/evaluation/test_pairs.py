@@ -89,7 +89,13 @@ def test_answers_have_the_log_probabilities_of_a_plain_forward_pass(
         low, high = of_model["margin"]["ci"]
         assert low < of_model["margin"]["value"] < high
     assert figures[str(model)]["count"]["reward_accuracy"] is None
-    assert 0 <= figures[str(other)]["count"]["reward_accuracy"]["value"] <= 1
+    first, second = (
+        np.array([line["chosen"] - line["rejected"] for line in lines if line["model"] == str(one)])
+        for one in (model, other)
+    )
+    reward = figures[str(other)]["count"]["reward_accuracy"]["value"]
+    assert reward == pytest.approx(np.mean(second > first))
+    assert 0 < reward < 1
 
 
 def test_a_token_dataset_gives_the_figures_of_its_rows(tmp_path: Path, model: Path, source: Path) -> None:
