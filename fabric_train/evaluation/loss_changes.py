@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fabric_train.cli.templates import open_templates
+from fabric_train.cli.output import open_templates
 from fabric_train.evaluation.texts import EncodedText
 from fabric_train.tokenization.inspect.page import html_page, marked
 from fabric_train.tokenization.inspect.row_view import visible

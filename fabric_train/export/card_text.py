@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from fabric_train.cli.output import redact
-from fabric_train.cli.templates import open_templates
+from fabric_train.cli.output import open_templates, redact
 from fabric_train.tokenization.manifest import Manifest
 
 SHOWN_DIGITS = 12

@@ -15,7 +15,7 @@ from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer
 from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
-from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenizers
+from fabric_train.tokenization.tokenizers.vocabulary import compare_tokenizers
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

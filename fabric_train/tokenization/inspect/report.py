@@ -11,15 +11,15 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.cleaning.dropped import DROPPED_FILE, SampledDrop, read_sample
-from fabric_train.tokenization.inspect.row_view import RowView, view_rows, with_continuations, with_origins
-from fabric_train.tokenization.inspect.split_check import (
-    Counts,
+from fabric_train.tokenization.inspect.row_view import (
     Expectation,
-    IndexCheck,
-    Problem,
-    SplitCheck,
+    RowView,
     content_ends,
+    view_rows,
+    with_continuations,
+    with_origins,
 )
+from fabric_train.tokenization.inspect.split_check import Counts, IndexCheck, Problem, SplitCheck
 from fabric_train.tokenization.manifest import Manifest, Settings, SourceRecord, load_manifest
 from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
 from fabric_train.tokenization.packing.token_folder import Split, open_splits
