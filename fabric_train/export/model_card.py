@@ -31,7 +31,7 @@ from fabric_train.export.card_text import Markdown, code, escaped, last_part, li
 from fabric_train.export.merged import MergeInto
 from fabric_train.export.verification import REPORT_NAME, OutputReport, VerificationReport
 from fabric_train.files.regular_file import read_json, write_atomically
-from fabric_train.model.origin import ModelOrigin, legal_files
+from fabric_train.model.origin import ModelOrigin, TrainingStage, legal_files
 from fabric_train.training.metrics import Metrics, read_metrics
 from fabric_train.training.trackers import PICTURE, draw_loss_curves
 
@@ -225,7 +225,7 @@ def _has_chat_template(tokenizer: Path) -> bool:
     return config.is_file() and bool(read_json(config, dict, "fetch it again").get("chat_template"))
 
 
-def _stage_row(number: int, stage: checkpoints.TrainingStage) -> Row:
+def _stage_row(number: int, stage: TrainingStage) -> Row:
     begun = f"stage {number - 1}" if number > 1 else "random weights"
     if number == 1 and stage.base_model:
         begun = code(stage.base_model.name)

@@ -361,18 +361,6 @@ def has_loss_in_head(model: Any) -> bool:
     return getattr(model, "has_loss_in_head", False)
 
 
-def use_sparse_embedding_grad(model: Any) -> None:
-    """Add the gradient of a tied fp32 embedding only to the rows of the batch's tokens.
-
-    This avoids a gradient matrix [V, H] in addition to the head's, which ``grad_in_place`` has written. Not for a GPU:
-    it adds the rows in any order, so the last bits would differ from run to run.
-    """
-    embedding = model.get_input_embeddings()
-    weight = model.get_output_embeddings().weight
-    if type(embedding) is nn.Embedding and embedding.weight is weight and weight.dtype == torch.float32:
-        embedding.sparse = True  # autograd adds a sparse gradient to a dense one in place
-
-
 class _HeadForward:
     """A replacement of a head's ``forward``. It calls ``compute`` if that is set, else it returns logits."""
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.checkpoint import DataOrder, PhaseSchedule, TrainerJson, read_trainer_json
+from fabric_train.checkpoint import PhaseSchedule, TrainerJson, read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
-from fabric_train.data.step_sampler import VALIDATION_VERSION
+from fabric_train.data.step_sampler import VALIDATION_VERSION, DataOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.model.attention import VARLEN
 from fabric_train.model.hf_model import ModelShape

@@ -6,22 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, PositiveInt
 
-from fabric_train.checkpoint import (
-    DataOrder,
-    StreamOrder,
-    data_starts_after,
-    find_checkpoint,
-    read_trainer_json,
-    run_of,
-    saved_checkpoints,
-)
-from fabric_train.checkpoint.trainer_json import PositiveCount, find_unreadable
+from fabric_train.checkpoint import data_starts_after, find_checkpoint, read_trainer_json, run_of, saved_checkpoints
+from fabric_train.checkpoint.trainer_json import find_unreadable
 from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
 from fabric_train.data.mixture import Mixture
-from fabric_train.data.step_sampler import WindowOrder, rank_at
+from fabric_train.data.step_sampler import DataOrder, StreamOrder, WindowOrder, rank_at
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import JoinedRows, TokenMixture, open_mixture
 from fabric_train.files.regular_file import read_json
@@ -30,9 +22,9 @@ from fabric_train.tokenization.manifest import read_manifest
 
 
 class _Arguments(BaseModel):
-    micro_batch_size: PositiveCount
-    gradient_accumulation_steps: PositiveCount
-    tensor_parallel_size: PositiveCount = 1
+    micro_batch_size: PositiveInt
+    gradient_accumulation_steps: PositiveInt
+    tensor_parallel_size: PositiveInt = 1
     train_data_dir: str | list[str] | None = None
     weights_only: bool = False
     checkpoint: str | None = None
@@ -204,7 +196,7 @@ def _read_saved(checkpoint: Path) -> _Saved:
 
 
 def _ranks(checkpoint: Path, order: DataOrder) -> Ranks:
-    """Count the ranks from the rows of a window, which all of them read together."""
+    """NonNegativeInt the ranks from the rows of a window, which all of them read together."""
     given = _read_saved(checkpoint).arguments
     of_one = given.micro_batch_size * given.gradient_accumulation_steps
     return Ranks(max(1, order.rows_per_window // of_one), given.tensor_parallel_size, given.micro_batch_size)

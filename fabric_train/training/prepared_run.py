@@ -4,14 +4,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from fabric_train.checkpoint import BranchPoint, DataOrder, PhaseSchedule, StreamOrder, TrainerState, TrainingStage
+from fabric_train.checkpoint import BranchPoint, PhaseSchedule, TrainerState
 from fabric_train.data.mixture import MixtureOrder
-from fabric_train.data.step_sampler import WindowOrder
+from fabric_train.data.step_sampler import DataOrder, StreamOrder, WindowOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.model.origin import AdapterBase, ReferenceModel
+from fabric_train.model.origin import AdapterBase, ReferenceModel, TrainingStage
 from fabric_train.optim.lr_schedule import Schedule, Schedules
 from fabric_train.training.evaluation import EarlyStopping, SamplePrompts
 

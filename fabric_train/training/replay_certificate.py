@@ -13,10 +13,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fabric_train.checkpoint import SPLIT_ARGUMENTS
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import machine_name
 from fabric_train.files.regular_file import read_json, write_atomically
+from fabric_train.model.origin import SPLIT_ARGUMENTS
 from fabric_train.training.metrics import Metrics, read_metrics
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.self_check import TOLERANCES

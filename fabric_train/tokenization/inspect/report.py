@@ -63,7 +63,6 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
     if rows and rows.start >= splits[shown].num_rows:
         raise InputError(f"--start {rows.start}: {shown} has {splits[shown].num_rows:,} rows, numbered from 0")
     manifest = load_manifest(folder)
-    has_pairs = manifest is not None and manifest.has_pairs
     vocabulary = load_vocabulary(folder / "tokenizer")
     total = sum(entry.num_rows for entry in splits.values())
     counts: dict[str, Counts] = {}
@@ -78,7 +77,7 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
         check = SplitCheck(name, parts[0])
         index, faults = _open_index(folder, manifest, name)
         problems += faults
-        index_check = IndexCheck(name, index, has_pairs) if index else None
+        index_check = IndexCheck(name, index, manifest.has_pairs) if manifest and index else None
         for batch in entry.batches():
             if batch.first_row in parts:  # a file, and so a batch, belongs to one part
                 check.begin_part(parts[batch.first_row])
@@ -119,9 +118,8 @@ def _open_index(folder: Path, manifest: Manifest | None, split: str) -> tuple[Do
 
 def _file_problems(folder: Path, manifest: Manifest | None) -> list[Problem]:
     """Compare the tokenizer's files with their hashes in the manifest."""
-    named = manifest.tokenizer.sha256 if manifest else {}
     problems = []
-    for name, digest in named.items():
+    for name, digest in manifest.tokenizer.sha256.items() if manifest else ():
         file = folder / "tokenizer" / name
         if not file.is_file():
             problems.append(Problem("tokenizer", f"{name} is missing"))
