@@ -16,7 +16,7 @@ from fabric_train.model.origin import AdapterBase, ModelOrigin, ReferenceModel, 
 
 FORMAT = 2
 HIGHER_IS_BETTER = ("accuracy", "margin", "reward_chosen")
-"""Figures of preference pairs; of others, a lower value is better. The best checkpoint is found without the objective."""
+"""Figures of preference pairs; of others, a lower value is better. Who reads a checkpoint has no objective to ask."""
 _ADVICE = "use another checkpoint"
 
 
