@@ -84,7 +84,7 @@ class Request:
     model: str  # a hub name, a Hugging Face folder, or a full checkpoint
     data: tuple[Path, ...]  # token datasets
     target: Target
-    recipe: Recipe  # arguments of a run; model, data and output become those of the bundle
+    recipe: Recipe  # arguments of a run; the bundle's replace model, data and output
     tasks: str | None = None  # file of ``evaluate.py --tasks``
     adapter: BundledAdapter | None = None  # of the model
 
@@ -308,7 +308,7 @@ def _parts(request: Request, folder: Path) -> list[Part]:
 
 @contextmanager
 def with_own_names() -> Iterator[None]:
-    """Let errors name the arguments of this program instead of those of training."""
+    """Let errors name the arguments of this program instead of training's."""
     try:
         yield
     except InputError as error:

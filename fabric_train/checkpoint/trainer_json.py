@@ -77,7 +77,7 @@ class Evaluation:
 
     @property
     def parts(self) -> dict[str, TokenLoss]:
-        """The loss of each source by its name, if there are several, and that of the whole as ``all``."""
+        """The loss of each source by its name, if there are several, and of the whole as ``all``."""
         return {**(self.sources if len(self.sources) > 1 else {}), "all": self.whole}
 
     def is_comparable(self, other: "Evaluation") -> bool:
@@ -140,11 +140,11 @@ def compare_evaluations(first: Evaluation, now: Evaluation) -> Iterator[tuple[st
 class TrainerState:
     """The counters of a run after ``step`` optimizer steps.
 
-    ``epoch`` and the losses are those of the last step. ``skipped_steps`` had a loss or gradient that was not finite.
+    ``epoch`` and the losses are the last step's. ``skipped_steps`` had a loss or gradient that was not finite.
     ``rows_hash`` is the hash of consumed rows, see ``WindowOrder.rows_hash``; None for a stream. ``rows_of_sources``
     counts the consumed rows of each token dataset of a mixture. ``val_loss`` and ``evaluation`` are None if the step
     had no evaluation. ``first_evaluation`` is the first one of the rows that the run evaluates now, for a branch that
-    of the run that it comes from. ``progress`` is that of ``--early_stopping``. ``unlogged`` are the step's metrics by
+    of the run that it comes from. ``progress`` is of ``--early_stopping``. ``unlogged`` are the step's metrics by
     column of metrics.csv, if a signal came before its evaluation was complete.
     """
 
@@ -189,7 +189,7 @@ class BranchPoint:
 
 @dataclass(frozen=True)
 class PhaseSchedule:
-    """A learning-rate schedule of the steps from ``first_step`` to ``last_step``, in place of that of the run.
+    """A learning-rate schedule of the steps from ``first_step`` to ``last_step``, in place of the run's.
 
     It has ``num_steps``, which are more if it is cut short, and fewer if the rate stays at its last one. ``arguments``
     are ``lr_schedule.ARGUMENTS``.

@@ -50,7 +50,7 @@ class _LastingFile(io.FileIO):
             try:
                 written = super().write(left)
             except OSError as error:
-                if error.errno in _GONE:  # later writes go nowhere, also those of native libraries
+                if error.errno in _GONE:  # later writes go nowhere, also from native libraries
                     _redirect_to_null(self.fileno())
                 break
             if written is None:  # another program has made the terminal non-blocking

@@ -96,7 +96,7 @@ class RowRead:
 class WindowOrder:
     """The rows of every window and micro-batch, as functions of the step (counted from 1), the seed and the rank.
 
-    ``num_rows`` are an epoch's, ``world_size`` and ``rank`` those of the data ranks. A ``mixture`` decides the rows.
+    ``num_rows`` are an epoch's, ``world_size`` and ``rank`` count data ranks. A ``mixture`` decides the rows.
     """
 
     num_rows: int
@@ -298,8 +298,8 @@ class PhaseRows:
 class DataOrder:
     """The values that determine which rows a step consumes. They must be equal to resume a run.
 
-    ``num_rows`` are those of an epoch. ``version`` is 2 for a mixture, else 1. ``rows_per_epoch`` are the rows of each
-    source of a mixture. ``phases`` have others, from their first step to that of the next one; later ones may change.
+    ``num_rows`` are an epoch's. ``version`` is 2 for a mixture, else 1. ``rows_per_epoch`` are the rows of each
+    source of a mixture. ``phases`` have others, from their first step to the next phase's; later ones may change.
     """
 
     fingerprint: str

@@ -64,7 +64,7 @@ class LaneCursor:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> "LaneCursor":
-        """Return the cursor of which :meth:`numbers` returned ``numbers``; a ValueError or TypeError if it did not."""
+        """Return the cursor that :meth:`numbers` described; a ValueError or TypeError if these are not its numbers."""
         positions, halves, tokens_read = (tuple(map(int, part)) for part in (numbers[:6], numbers[6:8], numbers[8:]))
         row_hash = "".join(half.to_bytes(8, "big", signed=True).hex() for half in halves)
         return cls(TextPosition(*positions[:3]), TextPosition(*positions[3:]), row_hash, tokens_read)

@@ -30,7 +30,7 @@ StoredRow: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 @dataclass(frozen=True)
 class RowPieces:
-    """P pieces of documents, those of some rows in order.
+    """P pieces of documents: the pieces of some rows in order.
 
     ``rows``, int64 [P], are indices among the rows asked for; ``positions``, int64 [P], where a piece begins in its
     row. ``sources``, int64 [P], are indices of ``IndexedRows.source_names``. ``num_tokens``, int64 [P], includes tokens

@@ -188,7 +188,7 @@ _SLOW_PHASES = (StepPhase.LOADING, StepPhase.COMPLETING, StepPhase.SAVING, StepP
 class Position:
     """A point that every rank passes; an earlier one compares as less.
 
-    ``index`` is that of the micro-batch or validation batch. ``is_slow``: the others may have to wait here for long.
+    ``index`` counts micro-batches or validation batches. ``is_slow``: the others may have to wait here for long.
     """
 
     step: int = 0

@@ -54,7 +54,7 @@ class ChangedDocument:
 
 @dataclass(frozen=True)
 class LossChanges:
-    """Where the loss of the model ``last`` is lower and higher than that of ``first``."""
+    """Where the model ``last`` has a lower and a higher loss than ``first``."""
 
     first: str
     last: str
@@ -121,7 +121,7 @@ def _extremes(
 
 
 def changes_page(changes: LossChanges, tokenizer: Any) -> str:
-    """Return the page, with every text of the documents escaped; ``tokenizer`` is that of both models."""
+    """Return the page, with every text of the documents escaped; both models have the ``tokenizer``."""
     folder = Path(__file__).with_name("templates")
     templates = open_templates(folder)
     templates.filters |= {"visible": visible, "marked": marked}

@@ -105,7 +105,7 @@ def compare_pairs(arguments: EvaluateArguments, models: Sequence[ComparedModel],
 
 
 def figures_of(scores: Sequence[PairScores], seed: int) -> list[PairFigures]:
-    """Return the figures of models, of which the first is the reference; all have the same pairs in the same order."""
+    """Return the figures of models; the first is the reference, and all have the same pairs in the same order."""
     found = []
     for number, own in enumerate(scores):
         margins = own.sums[:, 0] - own.sums[:, 1]

@@ -41,7 +41,7 @@ class DocumentTexts:
 
 @dataclass(frozen=True, eq=False)
 class HeldOutRows:
-    """The validation split of a token dataset. ``name`` is that of all its documents; None: of their own sources."""
+    """The validation split of a token dataset. ``name`` is the source of all documents; None: each has its own."""
 
     name: str | None
     dataset: TokenDataset
@@ -149,7 +149,7 @@ class EncodedText(Protocol):
 
 @dataclass(frozen=True)
 class TextWindow:
-    """A forward pass over tokens ``begin`` to ``stop`` of a document, of which those from ``first`` on predict."""
+    """A forward pass over tokens ``begin`` to ``stop`` of a document; the tokens from ``first`` on predict."""
 
     document: int
     begin: int

@@ -36,7 +36,7 @@ class AveragePart:
 class AveragedTensors:
     """The average of the tensors of checkpoints in fp32, summed in fp64; each is computed on request.
 
-    Integer tensors are those of the last part. An InputError if the parts have other tensors or shapes.
+    Integer tensors come from the last part. An InputError if the parts have other tensors or shapes.
     """
 
     def __init__(self, parts: Sequence[AveragePart], merges: MergeInto | None = None) -> None:

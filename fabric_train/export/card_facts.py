@@ -344,7 +344,7 @@ def compute_rows(record: ModelRecord) -> list[Row]:
 
 
 def _totals(sessions: Sequence[TrainingSession]) -> tuple[str, str]:
-    """Return the hours of the clock, and those of all devices together."""
+    """Return the hours of the clock, and the hours of all devices together."""
     of_clock, of_devices = (
         f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}" if hours >= 0.01 else "under 0.01"
         for hours in (sum(one.seconds for one in sessions) / 3600, sum(one.device_hours for one in sessions))

@@ -33,7 +33,7 @@ class Markdown(str):
 
 
 def escaped(value: Any) -> Any:
-    """Return one line of which nothing is Markdown or HTML; Markdown stays as it is."""
+    """Return one line without Markdown or HTML; Markdown stays as it is."""
     if hasattr(value, "__html__"):
         return value
     text = redact(str(value))  # a secret is found unescaped

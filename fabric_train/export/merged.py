@@ -27,7 +27,7 @@ MergeInto = Literal["original", "dequantized"]
 
 
 def open_whole(checkpoint: Path, into: MergeInto | None = None) -> StoredTensors:
-    """Open all weights of a checkpoint; those of one with an adapter are merged ``into`` those of its base."""
+    """Open all weights of a checkpoint; an adapter is merged ``into`` the weights of its base."""
     return MergedTensors(checkpoint, into or "original") if is_adapter(checkpoint) else open_weights(checkpoint)
 
 
@@ -115,7 +115,7 @@ class MergedTensors:
         return torch.float32
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the full tensor on the CPU, with the bits of its blocks: those of a product depend on its shape."""
+        """Return the full tensor on the CPU, with the bits of its blocks: a product's bits depend on its shape."""
         shape = self._shapes[name]
         return torch.cat([*blocks(self, name, shape)]) if shape else self.read_block(name, (), ())
 

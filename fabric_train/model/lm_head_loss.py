@@ -49,7 +49,7 @@ def summed_cross_entropy(
         positions: [N] int64, indices into ``hidden`` flattened to [positions, H], without repeats.
         targets: [N] int64, the token ids to predict there.
         scale: The factor by which the caller will multiply the sum, 0-dim, on the same device. If given, the gradient
-            is added to ``weight.grad`` at once, where autograd would keep that of a tied weight in memory until the end
+            is added to ``weight.grad`` at once, where autograd would keep a tied weight's in memory until the end
             of the backward pass. Use it only if no strategy (DDP, FSDP) waits for this gradient.
 
     Returns:
@@ -65,7 +65,7 @@ def summed_cross_entropy(
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """The autograd function of ``summed_cross_entropy``; ``dtype`` is that of the matrix products."""
+    """The autograd function of ``summed_cross_entropy``; ``dtype`` is the type of the matrix products."""
 
     @staticmethod
     def forward(

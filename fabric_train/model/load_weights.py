@@ -165,7 +165,7 @@ def check_loaded_weights(source: str, wrong: list[str]) -> None:
 
 
 def check_weights_fit(source: str, model: PreTrainedModel, shapes: dict[str, torch.Size]) -> None:
-    """Check that the names and shapes of weights are those of the model. Tied duplicates may be absent."""
+    """Check that weights have the names and shapes of the model's. Tied duplicates may be absent."""
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     wrong = [name for name, shape in shapes.items() if expected.get(name) != shape]
     wrong += [name for name in expected if name not in shapes and name not in tied_weight_names(model)]

@@ -63,7 +63,7 @@ def stored_rows(row: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def dequantize(packed: torch.Tensor, scales: torch.Tensor, row: int) -> torch.Tensor:
-    """Return rows of a weight, fp32 [rows, ``row``], from those of both parameters of an ``NF4Linear``."""
+    """Return rows of a weight, fp32 [rows, ``row``], from both parameters of an ``NF4Linear``."""
     from bitsandbytes.functional import dequantize_4bit
 
     state = _state(scales, (len(packed), row), torch.float32)
@@ -74,7 +74,7 @@ def dequantize(packed: torch.Tensor, scales: torch.Tensor, row: int) -> torch.Te
 def quantize_layers(layers: Collection[nn.Module], dtype: torch.dtype, but: Collection[str] = ()) -> None:
     """Make the linear layers in decoder layers ``NF4Linear``, with parameters on the meta device.
 
-    ``dtype`` is that of the numbers that store the bytes. Linear layers whose name ends with one of
+    ``dtype`` is the type of the numbers that store the bytes. Linear layers whose name ends with one of
     ``but`` stay as they are.
 
     Raises:
@@ -99,7 +99,7 @@ class QuantizedWeights:
     """The weights of a model with ``NF4Linear`` layers, quantized block by block as they are read."""
 
     def __init__(self, model: nn.Module, weights: Weights, dtype: torch.dtype) -> None:
-        """``weights`` are those of the model before, which are cast to ``dtype`` first, as transformers does."""
+        """``weights`` of the model before are cast to ``dtype`` first, as transformers does."""
         self._weights, self._dtype = weights, dtype
         self._stored: dict[str, tuple[str, int, torch.dtype]] = {}  # parameter → weight, its row length, stored dtype
         for name, module in model.named_modules():

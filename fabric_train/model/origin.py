@@ -62,7 +62,7 @@ class ModelOrigin:
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """The model that an adapter is trained on, of which a checkpoint has no copy.
+    """The model that an adapter is trained on; a checkpoint has no copy of it.
 
     ``place`` is its hub name or absolute path. ``fingerprint`` (``checkpoint.adapter_folder``) is None for a pickle.
     """
@@ -121,7 +121,7 @@ class HubDataset:
 class StageSource:
     """What a stage of training read of a source, by its public name; of a stream, the numbers are None.
 
-    ``share`` is that of the stage's tokens, for a stream of its pass. ``files`` are ``sha256sum`` lines, SOURCE/FILE.
+    ``share`` is of the stage's tokens, for a stream of its pass. ``files`` are ``sha256sum`` lines, SOURCE/FILE.
     """
 
     name: str

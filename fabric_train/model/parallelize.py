@@ -140,7 +140,7 @@ def _fully_shard(
     """Apply ``fully_shard`` to each layer, to an untied input embedding, and to the rest, and make the parameters.
 
     With tensor parallelism, the embedding and the rest are sharded over the ranks of the tensor dimension too. These
-    ranks have equal gradients, so FSDP's mean over them is correct. ``mesh`` is that of ``FSDP2Strategy``. Each rank
+    ranks have equal gradients, so FSDP's mean over them is correct. ``mesh`` is from ``FSDP2Strategy``. Each rank
     keeps all of the ``replicated`` parameters.
     """
     reshard_after_forward, cpu_offload = not arguments.fsdp.keeps_gathered, arguments.fsdp.cpu_offload

@@ -1,4 +1,4 @@
-"""Which parameters of a model train: all of them, those of an adapter, or those that ``train_only`` chose.
+"""Which parameters of a model train: all of them, an adapter's, or the ones that ``train_only`` chose.
 
 ``choose_trained`` decides, for ``ModelShape.trained``. Before the model is sharded, ``freeze_other_parts`` applies it,
 and ``requires_grad`` carries it on. A frozen parameter is in a checkpoint, but not in the optimizer's files.
@@ -19,7 +19,7 @@ _trains: Callable[[str], bool] | None = None
 def train_only(trains: Callable[[str], bool] | None) -> None:
     """Train only the parameters for whose names ``trains`` is true; None: all.
 
-    All ranks must call this before the run is prepared. A name is that of transformers' model, such as
+    All ranks must call this before the run is prepared. A name is as in transformers' model, such as
     ``model.layers.0.mlp.up_proj.weight``. A tied weight has the name of the embedding.
     """
     global _trains

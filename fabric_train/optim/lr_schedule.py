@@ -80,7 +80,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Schedules:
-    """The schedule of a run, and those of phases, which replace it in their steps."""
+    """The schedule of a run, and the schedules of phases, which replace it in their steps."""
 
     of_run: Schedule
     of_phases: tuple[Schedule, ...] = ()

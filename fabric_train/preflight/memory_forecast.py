@@ -19,7 +19,7 @@ _DDP_BUCKET = 25 * 1024 * 1024
 CUDA_ALLOWANCE = 2_000_000_000
 """Bytes of a GPU reserved for the CUDA context, NCCL and gaps of the allocator. An allowance, not a measurement."""
 LATER_BYTES = 60_000_000
-"""Resident bytes that a CPU rank adds to those of this process: threads, connections and later imports."""
+"""Resident bytes of a CPU rank beyond this process's: threads, connections and later imports."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def make_budget(units: Units, layout: Layout, activations: Activations, saves_in
 
 
 def _with_adapter(phase: Phase, units: Units, layout: Layout) -> Phase:
-    """Add an adapter's gradients, of which each rank has all, the vector that averages them, a dequantized weight."""
+    """Add an adapter's gradients, all of them on each rank, the vector that averages them, a dequantized weight."""
     gradients = 0 if phase.name == "loss" and layout.accumulation == 1 else units.adapter_bytes
     averaged = units.adapter_bytes if layout.is_sharded and phase.name == "end of backward" else 0
     dequantized = 0 if phase.name == "optimizer step" else layout.computed * units.dequantized

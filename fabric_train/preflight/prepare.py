@@ -182,7 +182,7 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
 def _choose_beginning(
     arguments: "TrainArguments", folder: Path, damages: checkpoints.Damages | None
 ) -> tuple["TrainArguments", "CheckpointArguments", Path | None]:
-    """Return the arguments, those of the start, and the checkpoint: the run's own, a named one, or a branch's.
+    """Return the arguments, its part about the start, and the checkpoint: the run's own, a named one, or a branch's.
 
     A restart by torchrun resumes from the run's newest checkpoint, if there is one. A ``--model_name`` that is a
     checkpoint or a run gives the weights of a run that neither begins with another checkpoint nor continues.
@@ -261,7 +261,7 @@ def _starting_point(
         return start
     same_data = not saved.data_changes(order)
     branch = checkpoints.BranchPoint(str(checkpoints.run_of(checkpoint)), state.step, same_data, {})
-    # metrics that a signal left unlogged are those of a step of the other run; of other data, no row was read
+    # metrics that a signal left unlogged are of the other run's step; of other data, no row was read
     state = replace(state, unlogged=None, progress=None, rows_of_sources=state.rows_of_sources if same_data else None)
     return replace(start, state=state, lineage=(*saved.lineage, branch), branches=True)
 

@@ -36,7 +36,7 @@ _SKIPPED = "not checked, since something else differs"
 def prepare_replay(
     folder: Path, steps: tuple[int, int], given: "TrainArguments", device: "DeviceArguments", temporary: Path
 ) -> Replay:
-    """Prepare the first to the last of ``steps``, and compare arguments, data and rows with those of the checkpoint.
+    """Prepare the first to the last of ``steps``, and compare arguments, data and rows with the checkpoint's.
 
     ``given`` are the arguments in the config.yaml of the run in ``folder``, ``device`` the devices of the replay.
     ``temporary`` is an empty folder in place of the run's.

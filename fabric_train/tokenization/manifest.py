@@ -164,7 +164,7 @@ class PairLedger:
     rating_margin: float  # the sum of rating of the chosen answer minus rating of the rejected one
 
     def describe(self, num_pairs: int) -> str:
-        """Return the means over the pairs of the split, of which there are ``num_pairs``, in one line."""
+        """Return the means over the ``num_pairs`` pairs of the split, in one line."""
         chosen, rejected = self.chosen_tokens / num_pairs, self.rejected_tokens / num_pairs
         parts = [
             f"{num_pairs:,} with answers of {chosen:,.1f} tokens (chosen) and {rejected:,.1f} (rejected)",

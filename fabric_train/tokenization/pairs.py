@@ -38,13 +38,13 @@ _Result = EncodedDocument | LeftOut | BadRowError
 
 @dataclass(frozen=True)
 class Pair:
-    """A preference pair: two conversations with one beginning, of which the first is the better one."""
+    """A preference pair: two conversations with one beginning; the first is the better one."""
 
     prompt: list[Message]  # the longest common beginning; ``chosen`` and ``rejected`` begin with the assistant's turn
     chosen: list[Message]
     rejected: list[Message]
     tools: list[Any] | None = None
-    rating_margin: float = math.nan  # rating of the chosen answer minus that of the rejected one
+    rating_margin: float = math.nan  # rating of the chosen answer minus the rejected one's
 
     @property
     def conversations(self) -> tuple[Chat, ...]:
@@ -58,7 +58,7 @@ class Pair:
         return Chat(self.prompt + self.chosen + self.rejected, len(self.prompt), self.tools)
 
     def with_messages(self, messages: list[Message]) -> "Pair":
-        """Return the pair with other messages in place of those of ``joined``, as many."""
+        """Return the pair with as many other messages in place of ``joined``'s."""
         first = len(self.prompt)
         second = first + len(self.chosen)
         return replace(self, prompt=messages[:first], chosen=messages[first:second], rejected=messages[second:])

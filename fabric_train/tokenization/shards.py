@@ -151,9 +151,9 @@ class FilesToHash:
 def files_to_hash(
     sources: Sequence[Source], input_slice: InputSlice, are_read: Sequence[np.ndarray], group_bytes: int = 256 << 20
 ) -> Iterator[FilesToHash]:
-    """Yield the files of a slice, in groups of about ``group_bytes``; the slices of files are not those of shards.
+    """Yield the files of a slice, in groups of about ``group_bytes``; slices of files are not slices of shards.
 
-    A file is hashed by one process, so that its SHA-256 is that of the whole file. ``are_read`` are the files of each
+    A file is hashed by one process, so that its SHA-256 is of the whole file. ``are_read`` are the files of each
     source that are hashed elsewhere, bool [files] each.
     """
     is_in = input_slice.of([size for source in sources for size in source.files.sizes])

@@ -137,7 +137,7 @@ def _join(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSources:
 
 
 def merge_command(arguments: TokenizeArguments, output_dir: str) -> str:
-    """Return the command that merges all slices into ``output_dir``; ``arguments`` are those of one task."""
+    """Return the command that merges all slices into ``output_dir``; ``arguments`` are of one task."""
     parent, name = os.path.split(os.path.normpath(arguments.output_dir))
     pattern, is_numbered = re.subn(rf"(?<!\d){_number(arguments)}(?!\d)", "*", name, count=1)
     folders = os.path.join(parent, pattern) if is_numbered else "SLICES"

@@ -60,7 +60,7 @@ class StepDocuments:
 
 
 def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocuments:
-    """Return the documents of a step, those of one rank if ``rank`` is given."""
+    """Return the documents of a step, or of one ``rank`` in it."""
     stretch = history.stretch_of(step)
     data = history.data_of(stretch)
     ranks, checkpoint = history.ranks_of(step)
@@ -91,7 +91,7 @@ def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocu
 
 @dataclass(frozen=True)
 class DocumentRow:
-    """A row that holds tokens of the document, of which ``repeated`` are in another row too."""
+    """A row that holds tokens of the document; ``repeated`` of them are in another row too."""
 
     row: int
     tokens: int

@@ -223,7 +223,7 @@ def _description(
         fabric.world_size,
         arguments={name: split[name] for name in (*SPLIT_ARGUMENTS, "log_step_interval")},
     )
-    # those of a model whose weights alone the run takes are not its own
+    # if the run takes only a model's weights, that model's are not its own
     earlier = checkpoints.read_trainer_json(start.checkpoint).sessions if start.checkpoint and start.resumes else ()
     mixture = data if isinstance(data, TokenMixture) else None
     return checkpoints.Description(

@@ -105,7 +105,7 @@ class Loop:
     def train(self) -> End:
         """Train from the start of the run to its last step, or until a signal stops it at the next micro-batch.
 
-        The unfinished window is dropped: the model is still that of the step before, which is saved, and a resumed run
+        The unfinished window is dropped: the model is as after the step before, which is saved, and a resumed run
         repeats the window.
 
         Raises:
@@ -229,7 +229,7 @@ class Loop:
         return self.run.early_stopping is not None and self.run.early_stopping.ends(state)
 
     def _is_best(self, state: TrainerState) -> bool:
-        """Return whether ``--save_best`` saves a state; never that of step 0, which the run did not train."""
+        """Return whether ``--save_best`` saves a state; never step 0, which the run did not train."""
         return self.run.arguments.save.save_best and state.step > 0 and self.checkpoints.is_best(state)
 
     def _sync(self) -> StepSync:
@@ -251,7 +251,7 @@ class Loop:
         return self.checkpoints.save(state, checkpoint, True, before.interim, before.scheduled)
 
     def _save_unless_saved(self, state: TrainerState, saved: Path | None, cursors: np.ndarray | None) -> Path | None:
-        """Return the checkpoint of a state, complete; save it if there is none yet, unless it is that of step 0."""
+        """Return the checkpoint of a state, complete; save it if there is none yet, except at step 0."""
         self.stepper.heartbeat.enter(StepPhase.SAVING)
         if saved is None and state.step:
             self.outputs.flush()

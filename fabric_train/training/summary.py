@@ -123,7 +123,7 @@ def _cells(loss: TokenLoss | None, figures: list[str]) -> list[str]:
 
 
 def _accuracies(state: TrainerState) -> str | None:
-    """Return the pair accuracy of the last evaluation, after that of the first, each with its interval."""
+    """Return the pair accuracy of the first and of the last evaluation, each with its interval."""
     now, first = state.evaluation, state.first_evaluation
     if now is None or not now.whole.of_pairs or "accuracy" not in now.whole.further:
         return None

@@ -124,7 +124,7 @@ class Redaction:
         return text
 
     def settings(self) -> dict[str, Any]:
-        """Return the kinds, the version of the rules and those of the packages that check numbers."""
+        """Return the kinds, and the versions of the rules and of the packages that check numbers."""
         packages = sorted({_PACKAGES[kind] for kind in self.kinds if kind in _PACKAGES})
         return {"kinds": list(self.kinds), "rules": _RULES, "versions": {name: version(name) for name in packages}}
 

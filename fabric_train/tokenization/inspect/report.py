@@ -54,7 +54,7 @@ class TextTable:
 
 
 def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, int], None]) -> DatasetReport:
-    """Read all splits of a token dataset, of which ``split``, "train" or "validation", has the ``rows`` to be shown.
+    """Read all splits of a token dataset; ``split``, "train" or "validation", has the ``rows`` to be shown.
 
     ``advance`` is called with the number of rows read so far and the number of all rows.
     """

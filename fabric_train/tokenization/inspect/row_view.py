@@ -40,7 +40,7 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Token:
-    """A token, or several that share a character. ``position`` is that of the first one in the row."""
+    """A token, or several that share a character. ``position`` is where the first one is in the row."""
 
     position: int
     ids: tuple[int, ...]

@@ -51,7 +51,7 @@ class Counts:
         return None if self.lengths is None else sum(self.lengths.values())
 
 
-# P pieces of documents in order, each of which lies in one row
+# P pieces of documents in order; each lies in one row
 PIECE = np.dtype(
     [
         ("row", np.int64),  # in the split

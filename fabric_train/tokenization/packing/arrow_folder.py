@@ -180,7 +180,7 @@ def write_split(
 
 @dataclass(frozen=True)
 class _SplitFiles:
-    """The files of a split, each of which a process can write on its own."""
+    """The files of a split; a process can write each on its own."""
 
     folder: Path
     names: list[str]

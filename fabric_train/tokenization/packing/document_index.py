@@ -43,7 +43,7 @@ ShowSearched = Callable[[int], None]  # further records searched
 
 @dataclass(frozen=True)
 class IndexedPieces:
-    """P pieces of documents, those of some rows in order, int64 [P] each."""
+    """P pieces of documents: the pieces of some rows in order, int64 [P] each."""
 
     rows: np.ndarray  # the index of the piece's row among the rows asked for
     positions: np.ndarray  # where the piece begins in its row
@@ -248,7 +248,7 @@ def write_index(folder: Path, plan: RowPlan, documents: np.ndarray, checksums: n
 
 
 def join_indexes(folder: Path, indexes: Sequence[DocumentIndex], first_files: Sequence[int]) -> None:
-    """Write the index of the split ``folder``, whose rows are those of several splits, joined in order.
+    """Write the index of the split ``folder``, whose rows come from several splits, joined in order.
 
     ``first_files`` has the number of each one's first file in the new manifest.
     """

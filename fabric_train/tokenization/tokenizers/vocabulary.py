@@ -1,4 +1,4 @@
-"""Say what the ids of a ``tokenizer.json`` mean: decode them one by one for a reader, and compare those of two files.
+"""Say what the ids of a ``tokenizer.json`` mean: decode them one by one for a reader, and compare two files.
 
 Whoever trains or evaluates a model on a token dataset needs the comparison if its tokenizer and the model's were
 written by different versions of the libraries: merges were strings once and are pairs now, and different settings can
