@@ -110,8 +110,6 @@ class Request:
 
 @dataclass(frozen=True)
 class Part:
-    """A folder or file of the bundle."""
-
     name: str
     description: str
     num_files: int

@@ -86,7 +86,6 @@ def can_be_taken_off(folder: Path) -> bool:
 
 
 def files_of_adapter(folder: Path) -> list[Path]:
-    """Return the two files of an adapter."""
     return [folder / CONFIG, folder / WEIGHTS]
 
 

@@ -57,8 +57,7 @@ class TokenLoss:
         """Return loss, perplexity, bits_per_byte and the further figures by name; of pairs, only loss and these."""
         if self.of_pairs:
             return {"loss": self.loss, **self.further}
-        usual = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
-        return usual | self.further
+        return {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte} | self.further
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,7 @@ def program_name() -> str:
 
 def examples_of(arguments: type) -> list[str]:
     """Return the lines after the first one of a program's docstring."""
-    lines = inspect.cleandoc(arguments.__doc__ or "").splitlines()[1:]
-    return [line.strip() for line in lines if line.strip()]
+    return [line.strip() for line in inspect.cleandoc(arguments.__doc__ or "").splitlines()[1:] if line.strip()]
 
 
 def _parser(

@@ -146,7 +146,6 @@ class WindowOrder:
         return rows_hash
 
     def rows_hash_after(self, step: int, rows: np.ndarray, before: str) -> str:
-        """Return ``rows_hash(step)`` from the rows of the step and the hash before it."""
         return self.mixture.rows_hash(step) if self.mixture else hash_of(rows, before)
 
     def num_batches(self, num_rows: int) -> int:

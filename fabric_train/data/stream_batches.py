@@ -136,7 +136,6 @@ class Lanes:
         self.lanes = {lane: _Lane(position, (0,) * num_sources) for lane, position in begins.items()}
 
     def next_row(self, number: int) -> LaneRow:
-        """Return the next row of lane ``number``."""
         lane = self.lanes[number]
         begin = lane.position
         tokens = np.empty((2, self._max_length), np.int32)  # ids and labels
@@ -276,8 +275,7 @@ class StreamBatches:
                         "was trained on: texts up to it have changed; resume with the original texts, or take only "
                         "the checkpoint's weights with --weights_only true"
                     )
-                counted = len(saved.tokens_read) == self.num_sources
-                reader.lanes[lane].tokens_read = saved.tokens_read if counted else ()
+                reader.lanes[lane].tokens_read = saved.tokens_read if len(saved.tokens_read) == self.num_sources else ()
         for _ in range(num_windows):
             for lanes in own:
                 yield _batch(lanes, [reader.next_row(lane) for lane in lanes], self.isolates)

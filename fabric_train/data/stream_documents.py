@@ -222,7 +222,6 @@ class StreamedDocuments:
         return tuple(dict.fromkeys(place.name for place in self.places))
 
     def read(self, epoch: int) -> Iterator[Document]:
-        """Yield the documents of a pass."""
         documents = self._in_order(epoch)
         return shuffle(documents, self.shuffle_buffer, self.seed, epoch) if self.shuffle_buffer else documents
 

@@ -218,8 +218,7 @@ class Rows(IndexedRows):
         rows = np.array(indices, dtype=np.int64)
         if self.index is None:
             nothing = np.zeros_like(rows)
-            unknown = np.full(len(rows), np.nan)
-            return RowPieces(np.arange(len(rows)), nothing, nothing, self._lengths_of(rows), unknown)
+            return RowPieces(np.arange(len(rows)), nothing, nothing, self._lengths_of(rows), np.full(len(rows), np.nan))
         found = self.index.pieces(rows)
         documents, sources = self.index.documents[found.documents], self.index.source_numbers(found.documents)
         num_bytes = documents["bytes"] * (found.lengths / documents["tokens"])
@@ -268,7 +267,6 @@ class TokenDataset:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether the documents are preference pairs."""
         return self.manifest is not None and self.manifest.has_pairs
 
     @property

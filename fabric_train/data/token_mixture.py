@@ -189,7 +189,6 @@ class JoinedRows(IndexedRows):
         return int(self._starts[place]) + self._slices[place][1].index(number)
 
     def read(self, indices: Sequence[int]) -> list[StoredRow]:
-        """Read the rows of one split together."""
         found: dict[int, StoredRow] = {}
         for part, numbers, rows in self._by_part(indices):
             found |= zip(numbers, self._parts[part].read(rows), strict=True)

@@ -229,8 +229,7 @@ def _print_table(results: dict[str, dict[str, PairFigures]]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("source", "model"):
         table.add_column(column)
-    columns = ("pairs", "accuracy", "per token", "margin", "to the first", "length bias")
-    for column in columns:
+    for column in ("pairs", "accuracy", "per token", "margin", "to the first", "length bias"):
         table.add_column(column, justify="right")
     for source, of_models in results.items():
         for number, (model, found) in enumerate(of_models.items()):

@@ -178,7 +178,6 @@ def to_csv(table: ScoreTable, tasks: Sequence[LanguageTask]) -> str:
 
 
 def to_markdown(table: ScoreTable) -> str:
-    """Return the table of means as markdown."""
     head = ["model", *(column.title for column in table.columns)]
     lines = [head, ["---", *("---:" for _ in table.columns)]]
     lines += [[model.name, *_cells(table, model)] for model in table.models]
@@ -186,7 +185,6 @@ def to_markdown(table: ScoreTable) -> str:
 
 
 def to_rich(table: ScoreTable) -> "Table":
-    """Return the table of means for the terminal."""
     from rich.table import Table
     from rich.text import Text
 

@@ -299,7 +299,6 @@ class PackedText(EncodedText):
             yield ScoredPart(units, tokens, _digest(settings.encode(), self.target_ids[tokens.start : tokens.stop]))
 
     def batches(self, part: ScoredPart, batch_tokens: int) -> Iterator[PredictedBatch]:
-        """Yield rows in their order."""
         for rows in _chunks(part.units, max(1, batch_tokens // self.input_tokens)):
             batch = self._rows.__getitems__(rows)
             places = np.arange(self._row_starts[rows.start], self._row_starts[rows.stop])
@@ -322,7 +321,6 @@ def device_kind() -> str:
 
 
 def full_digest(text: str) -> str:
-    """Return the SHA-256 of a text."""
     return _digest(text.encode())
 
 

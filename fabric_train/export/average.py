@@ -135,7 +135,6 @@ class ExportSource:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the export is an adapter."""
         return is_adapter(self.checkpoint) and not self.merges
 
     def open_tensors(self) -> StoredTensors:

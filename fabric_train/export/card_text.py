@@ -41,7 +41,6 @@ def escaped(value: Any) -> Any:
 
 
 def number(value: float) -> str:
-    """Return a number with commas."""
     return f"{value:,}"
 
 
@@ -70,7 +69,6 @@ def link(text: str, target: str) -> Markdown:
 
 
 def dataset_link(repository: str) -> Markdown:
-    """Return a link to a dataset on the hub."""
     return link(repository, f"https://huggingface.co/datasets/{repository}")
 
 

@@ -339,5 +339,4 @@ def _traits(source: Path) -> dict[str, Any]:
 
 
 def _different(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    names = sorted({*expected, *found} - _WRITTEN_ANEW)
-    return [name for name in names if expected.get(name) != found.get(name)]
+    return [name for name in sorted({*expected, *found} - _WRITTEN_ANEW) if expected.get(name) != found.get(name)]

@@ -114,8 +114,7 @@ def read_buffers(model: nn.Module, weights: Weights) -> None:
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                stored = original_name(f"{prefix}.{name}")
-                buffer.copy_(weights.read_block(stored, (0,) * buffer.dim(), buffer.shape))
+                buffer.copy_(weights.read_block(original_name(f"{prefix}.{name}"), (0,) * buffer.dim(), buffer.shape))
 
 
 def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
@@ -347,8 +346,7 @@ def layered_forward(
             head.forward = functools.partial(_blockwise_head, meta.weights, names, head.weight, head.bias)
         elif module._parameters and module not in within:
             _read_while_running(module, [module], meta.weights, names)
-    logits = model.eval()(input_ids=input_ids, use_cache=False).logits
-    return LayeredOutput(hidden_states, logits.float())
+    return LayeredOutput(hidden_states, model.eval()(input_ids=input_ids, use_cache=False).logits.float())
 
 
 def _read_while_running(unit: nn.Module, modules: list[nn.Module], weights: Weights, names: dict[int, str]) -> None:

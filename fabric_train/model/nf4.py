@@ -105,8 +105,7 @@ class QuantizedWeights:
         for name, module in model.named_modules():
             if isinstance(module, NF4Linear):
                 for kind in ("weight", _SCALES):
-                    known = (f"{name}.weight", module.in_features, module.weight.dtype)
-                    self._stored[f"{name}.{kind}"] = known
+                    self._stored[f"{name}.{kind}"] = (f"{name}.weight", module.in_features, module.weight.dtype)
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Return a block of a weight; see ``Weights``. Of a quantized one it has whole rows."""
@@ -123,8 +122,7 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     from bitsandbytes.functional import quantize_4bit
 
     if not len(rows):
-        scales = torch.empty((0, rows.shape[1] // BLOCK))
-        return torch.empty((0, rows.shape[1] // 2), dtype=torch.uint8), scales
+        return torch.empty((0, rows.shape[1] // 2), dtype=torch.uint8), torch.empty((0, rows.shape[1] // BLOCK))
     packed, state = quantize_4bit(rows.contiguous(), blocksize=BLOCK, quant_type="nf4")
     return packed.view(len(rows), -1), state.absmax.view(len(rows), -1)
 

@@ -48,5 +48,4 @@ def freeze_other_parts(model: nn.Module, adapter: Adapter | None = None) -> None
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of a set-up model that train, sharded, under the names that they had before any wrapper."""
-    named = named_parameters(model)
-    return [(original_name(name), parameter) for name, parameter in named if parameter.requires_grad]
+    return [(original_name(name), parameter) for name, parameter in named_parameters(model) if parameter.requires_grad]

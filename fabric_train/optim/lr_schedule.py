@@ -69,7 +69,6 @@ class Schedule:
         return learning_rate(min(step - self.starts_after, self.num_steps), self.num_steps, self.arguments)
 
     def takes(self, step: int) -> bool:
-        """Whether a step is one of this phase's."""
         return self.last_step is not None and self.starts_after < step <= self.last_step
 
     @property

@@ -208,8 +208,6 @@ def _reducing(numel: int, layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run needs."""
-
     units: Units
     layout: Layout
     activations: Activations
@@ -236,8 +234,6 @@ class Forecast:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """The run to forecast."""
-
     arguments: "TrainArguments"
     shape: ModelShape
     plan: StepPlan

@@ -55,7 +55,6 @@ class Units:
 
     @property
     def adapter_bytes(self) -> int:
-        """Bytes of the adapter's weights, or of its gradients."""
         return ADAPTER_BYTES * self.adapter
 
 

@@ -206,7 +206,6 @@ def _write_splits(
 
 
 def _count_pairs(pairs: np.ndarray) -> PairLedger:
-    """Return the ledger of PAIR [pairs]."""
     chosen, rejected = (pairs[name].astype(np.int64) for name in ("chosen", "rejected"))
     margins = pairs["rating_margin"][~np.isnan(pairs["rating_margin"])]
     return PairLedger(

@@ -180,8 +180,6 @@ class PairLedger:
 
 @dataclass(frozen=True)
 class SplitLedger:
-    """The documents and tokens of one split."""
-
     documents: int  # documents packed, repeats included; `characters` are their code points
     characters: int
     tokens_in: int  # their tokens, BOS and EOS included
@@ -323,8 +321,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     content["ledger"] = {**splits, **totals}
     if not manifest.parts:
         del content["parts"]
-    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-    (folder / FILE_NAME).write_bytes(orjson.dumps(content, option=options))
+    (folder / FILE_NAME).write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -71,8 +71,6 @@ class MergeArguments:
 
 @dataclass(frozen=True)
 class MergeInput:
-    """A token dataset to merge."""
-
     folder: Path
     manifest: Manifest
     splits: dict[str, Split]

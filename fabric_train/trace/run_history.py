@@ -108,8 +108,7 @@ class RunHistory:
         self.checkpoint = (list(_readable(run_of(found)).values()) or [found])[-1]
         self._data_dirs = data_dirs
         self.stretches = tuple(_stretches(self.checkpoint))
-        saved = read_trainer_json(self.checkpoint).state.step
-        self.num_done = max(saved, *self.stretches[-1].checkpoints())
+        self.num_done = max(read_trainer_json(self.checkpoint).state.step, *self.stretches[-1].checkpoints())
         end = self.stretches[-1].last
         self.num_planned = max(self.num_done, 0 if math.isinf(end) else int(end))
 
@@ -171,8 +170,7 @@ def _stretches(checkpoint: Path) -> list[Stretch]:
         following = stretches[0].described_by if branch.continues_data else None
         describes = readable.get(branch.step) or following or next(reversed(readable.values()), None)
         first = before[-1].step + 1 if before else 1
-        starts_after = data_starts_after(before)
-        stretches.insert(0, Stretch(Path(branch.run), first, branch.step, starts_after, describes))
+        stretches.insert(0, Stretch(Path(branch.run), first, branch.step, data_starts_after(before), describes))
     return stretches
 
 

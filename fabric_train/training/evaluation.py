@@ -134,8 +134,7 @@ class _Sums:
         if batch.pieces is None or not self._num_sources:
             return
         for number, values in enumerate(of_pieces):
-            of_sources = sum_by_source(values, batch.pieces.sources, self._num_sources)
-            self._of_sources[number] += of_sources.to(self._device)
+            self._of_sources[number] += sum_by_source(values, batch.pieces.sources, self._num_sources).to(self._device)
         self._counts += batch.pieces.count_by_source(self._num_sources, self._as_wholes)
 
     def over_ranks(self, fabric: Fabric, source_names: Sequence[str]) -> Evaluation:

@@ -127,8 +127,7 @@ class Loop:
             try:
                 step = self.stepper.take_step(window)
             except RunStopped:  # before a micro-batch: only gradients have changed since the step before
-                saved = self._save_unless_saved(state, checkpoint, cursors)
-                return End(state, saved, heartbeat.stop_border.signal)
+                return End(state, self._save_unless_saved(state, checkpoint, cursors), heartbeat.stop_border.signal)
             if step.check.fault is not None:
                 self._report(step.check.fault, state, checkpoint, cursors)
             if window.step % _COLLECTED_STEPS == 0:

@@ -108,7 +108,6 @@ def use_objective(make: MakeObjective) -> None:
 
 
 def objective_of(arguments: "TrainArguments") -> Objective:
-    """Return the objective of a run."""
     if _make is not None:
         return _make(arguments)
     if not arguments.preference.needs_pairs:

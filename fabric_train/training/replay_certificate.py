@@ -82,8 +82,7 @@ class Replay:
     @property
     def same_until(self) -> float:
         """The last step that must be the same bit for bit: as long as all steps were split as they are here."""
-        others = (layout.first_step for layout in self.there if self.here.differences(layout))
-        return next(others, math.inf) - 1
+        return next((layout.first_step for layout in self.there if self.here.differences(layout)), math.inf) - 1
 
     def tolerance(self, step: int) -> float:
         """Return the largest relative difference with which a figure of a step holds; 0 is bit for bit."""

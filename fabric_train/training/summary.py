@@ -189,8 +189,7 @@ def describe_phases(run: PreparedRun) -> list[Table]:
         read = [(source.name, count) for source, count in zip(run.data.sources, rows, strict=True) if count]
         cells = [f"{start + 1:,}–{end:,}", _rates(run, start + 1, end)]
         for name, count in read:
-            tokens = f"{count * plan.tokens_per_row:,}"
-            table.add_row(*cells, name, f"{count / sum(rows):.2%}", tokens)
+            table.add_row(*cells, name, f"{count / sum(rows):.2%}", f"{count * plan.tokens_per_row:,}")
             cells = ["", ""]
     return [table]
 

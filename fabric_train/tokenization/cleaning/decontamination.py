@@ -173,8 +173,7 @@ def _word_hashes(words: Words) -> np.ndarray:
     """Return a hash of each word, uint64 [words]."""
     lengths = np.diff(words.starts, append=len(words.codes))
     places = np.arange(len(words.codes)) - np.repeat(words.starts, lengths)
-    table = _random_odd(1024)
-    products = words.codes * table[places & 1023]
+    products = words.codes * _random_odd(1024)[places & 1023]
     products[words.ends[words.ends < len(products)]] = 0  # the spaces: the last word may have none
     return _mixed(np.add.reduceat(products, words.starts))
 

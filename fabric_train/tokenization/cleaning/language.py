@@ -138,8 +138,7 @@ class LanguageFilter:
         return Dropped(OTHER, f"{found}, forms: {valencian} Valencian, {general} of general Catalan")
 
     def settings(self) -> dict[str, Any]:
-        chosen = {"languages": list(self.languages), "threshold": self.threshold, "by": self.by}
-        return chosen | identifier_settings()
+        return {"languages": list(self.languages), "threshold": self.threshold, "by": self.by} | identifier_settings()
 
     def _without_other_paragraphs(self, text: str, edits: Counter[str]) -> str:
         separator = _BLANK_LINES if _BLANK_LINES.search(text) else _LINES

@@ -131,8 +131,7 @@ class Redaction:
 
 def open_redaction(kinds: Sequence[str]) -> Redaction:
     """Return the step for ``kinds``, keys of PLACEHOLDERS; InputError if a package that it needs is not installed."""
-    needed = {_PACKAGES[kind]: kind for kind in kinds if kind in _PACKAGES}
-    for package, kind in needed.items():
+    for package, kind in {_PACKAGES[kind]: kind for kind in kinds if kind in _PACKAGES}.items():
         try:
             import_module(_MODULES[package])
         except ImportError:

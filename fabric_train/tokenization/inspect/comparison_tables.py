@@ -33,7 +33,6 @@ class Section:
 
 
 def sections(comparison: Comparison) -> list[Section]:
-    """Return all parts of a comparison, in order."""
     languages = _languages(comparison) if comparison.no_languages is None else None
     words = (
         f"Times per million words of the sample, in lower case. Listed are words in {IN_DOCUMENTS} documents or more "
@@ -96,8 +95,6 @@ def _sources(comparison: Comparison) -> TextTable:
 
 
 def _languages(comparison: Comparison) -> TextTable:
-    """Return the languages of the sampled documents."""
-
     def values(corpus: CorpusSummary, name: str) -> tuple[float, tuple[str, ...]]:
         one, all_of = corpus.languages[name], corpus.sample
         shares = (_share(one.documents, all_of.documents), _share(one.bytes, all_of.bytes))
@@ -124,7 +121,6 @@ def _pairs(
 
 
 def _lengths(comparison: Comparison) -> TextTable:
-    """Return percentiles of the documents' lengths."""
     columns, lines = list[str](), list[tuple[str, ...]]()
     for unit in ("bytes", "tokens"):
         for label, letter, corpus in zip((unit, ""), NAMES, comparison.corpora, strict=True):

@@ -130,8 +130,7 @@ def _file_problems(folder: Path, manifest: Manifest | None) -> list[Problem]:
 
 def _ledger_problems(manifest: Manifest, counts: dict[str, Counts]) -> list[Problem]:
     """Check the ledger's sums, and compare it with the counts."""
-    imbalances = manifest.imbalances()
-    problems = [Problem("manifest", f"the ledger does not balance: {imbalance}") for imbalance in imbalances]
+    problems = [Problem("manifest", f"the ledger does not balance: {imbalance}") for imbalance in manifest.imbalances()]
     for name in sorted({*manifest.ledger.splits} ^ {*counts}):
         where = "not in the manifest" if name in counts else "only in the manifest"
         problems.append(Problem(name, f"the split is {where}"))

@@ -78,8 +78,6 @@ class PairView:
 
 @dataclass(frozen=True)
 class RowView:
-    """A row of a split."""
-
     index: int  # its number in the split, from 0
     num_tokens: int
     num_supervised: int
@@ -136,7 +134,6 @@ def with_continuations(rows: list[RowView], wanted: range) -> list[RowView]:
 
 
 def with_origins(rows: list[RowView], index: DocumentIndex | None) -> list[RowView]:
-    """Return the rows with the origins of their documents."""
     if index is None or not rows:
         return rows
     pieces = index.pieces(np.array([row.index for row in rows]))

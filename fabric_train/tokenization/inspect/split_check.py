@@ -34,8 +34,6 @@ class Problem:
 
 @dataclass
 class Counts:
-    """The counts of a split."""
-
     rows: int = 0
     tokens: int = 0  # without padding
     padding: int = 0
@@ -309,8 +307,7 @@ class IndexCheck:
             expected = (pieces.rows << 32 | pieces.positions)[is_border]
             found = batch.start_rows << 32 | batch.document_starts.astype(np.int64)
             if self._has_pairs:  # the index does not know where rejected sequences begin
-                firsts = np.searchsorted(batch.start_rows, batch.start_rows)
-                found = found[(np.arange(len(found)) - firsts) % 2 == 0]
+                found = found[(np.arange(len(found)) - np.searchsorted(batch.start_rows, batch.start_rows)) % 2 == 0]
             self._note("documents begin elsewhere in", batch.first_row + np.unique(np.setxor1d(expected, found) >> 32))
         num_tokens = np.bincount(pieces.rows, weights=pieces.lengths, minlength=num_rows).astype(np.int64)
         wrong = np.flatnonzero(num_tokens != ends - batch.offsets[:-1])
@@ -342,8 +339,7 @@ class IndexCheck:
         return problems
 
     def _count(self, what: str, sources: np.ndarray, values: np.ndarray) -> None:
-        counts = np.bincount(sources, weights=values, minlength=len(self._found[what]))
-        self._found[what] += counts.astype(np.int64)
+        self._found[what] += np.bincount(sources, weights=values, minlength=len(self._found[what])).astype(np.int64)
 
     def _note(self, what: str, rows: np.ndarray) -> None:
         if len(rows):

@@ -171,7 +171,6 @@ class DocumentIndex:
         return tokens, num_bytes
 
     def origin(self, document: int) -> DocumentOrigin:
-        """Return where a document comes from."""
         file, row, num_tokens, num_bytes = (int(value) for value in self.documents[document])
         source = self.sources.names[int(self.sources.sources_of(np.array([file]))[0])]
         return DocumentOrigin(source, self.sources.file_name(file), row, num_tokens, num_bytes)

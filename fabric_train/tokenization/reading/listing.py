@@ -240,8 +240,7 @@ def hashed_files(root: Path, files: ListedFiles, digests: np.ndarray) -> tuple[S
     folder = "" if root == Path() else os.path.join(root, "")
     names = (os.fsencode(file.name.removeprefix(folder)) for file in files)
     paths = (name.decode("utf-8", "backslashreplace") for name in names)
-    hashes = (digest.tobytes().hex() for digest in digests)
-    return tuple(map(SourceFile, paths, files.sizes, hashes))
+    return tuple(map(SourceFile, paths, files.sizes, (digest.tobytes().hex() for digest in digests)))
 
 
 def check_unchanged(file: ListedFile, digest: bytes | None = None) -> None:

@@ -94,8 +94,7 @@ def load_vocabulary(folder: Path) -> Vocabulary | None:
         return None
     tokenizer = load_fast(file, special_text_is_plain=False)
     names = _names(folder / "special_tokens_map.json") | _names(folder / "tokenizer_config.json")
-    added = tokenizer.get_added_tokens_decoder()
-    special = {token: entry.content for token, entry in added.items() if entry.special}
+    special = {token: entry.content for token, entry in tokenizer.get_added_tokens_decoder().items() if entry.special}
     by_role = {role: tokenizer.token_to_id(names[role]) if role in names else None for role in _ROLES}
     special |= {token: names[role] for role, token in by_role.items() if token is not None}
     return Vocabulary(
@@ -164,8 +163,7 @@ def _read_content(file: Path) -> _Content:
         ids = {**vocabulary, **added}
         if not all(isinstance(token, str) and isinstance(index, int) for token, index in ids.items()):
             raise TypeError("a token or its id is of another type")
-        parts = {"merges": merges, **{part: content.get(part) for part in _PARTS[1:]}}
-        return _Content(ids, added, parts)
+        return _Content(ids, added, {"merges": merges, **{part: content.get(part) for part in _PARTS[1:]}})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{file} is not a tokenizer ({type(error).__name__}: {error}); fetch the file again") from None
 
