@@ -134,10 +134,10 @@ def check_tokenizer(model: ComparedModel, dataset: TokenDataset) -> None:
     with TemporaryDirectory() as folder:
         theirs = Path(folder, "tokenizer.json")
         backend.save(str(theirs))
-        difference = compare_tokenizers(ours, theirs, " ".join(filter(None, (record.bos_token, record.eos_token))))
-    if difference.fault:
+        fault, _ = compare_tokenizers(ours, theirs, " ".join(filter(None, (record.bos_token, record.eos_token))))
+    if fault:
         raise InputError(
-            f"{dataset.folder}: not made with the tokenizer of {model.name}: {difference.fault} (here: the token "
+            f"{dataset.folder}: not made with the tokenizer of {model.name}: {fault} (here: the token "
             "dataset's, there: the model's); give the documents themselves to --texts"
         )
 

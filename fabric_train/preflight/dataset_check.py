@@ -212,15 +212,15 @@ def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -
     if theirs is None or hashlib.sha256(theirs.read_bytes()).hexdigest() == record.sha256.get(ours.name):
         return DatasetCheck((), tuple(notes))
     in_rows = " ".join(filter(None, (record.bos_token, record.eos_token, _template(str(folder / "tokenizer")))))
-    difference = compare_tokenizers(ours, theirs, in_rows)
+    fault, added = compare_tokenizers(ours, theirs, in_rows)
     sides = f"here is {ours}, there {theirs}"
-    if difference.note:
-        notes.append(f"the tokenizers differ in added tokens: {difference.note} ({sides}); text has the same ids")
-    fault = (
-        f"{folder}: not made with the tokenizer of {shape.source}: {difference.fault} ({sides}); "
+    if added:
+        notes.append(f"the tokenizers differ in added tokens: {added} ({sides}); text has the same ids")
+    line = (
+        f"{folder}: not made with the tokenizer of {shape.source}: {fault} ({sides}); "
         f"tokenize with --tokenizer_name {shape.source}, or train a model of {record.name}"
     )
-    return DatasetCheck((fault,) if difference.fault else (), tuple(notes))
+    return DatasetCheck((line,) if fault else (), tuple(notes))
 
 
 def _other_bos_eos(folder: Path, record: TokenizerRecord, shape: ModelShape) -> list[str]:

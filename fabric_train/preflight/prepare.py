@@ -30,7 +30,6 @@ from fabric_train.model.attention import check_attention, choose_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.nf4 import check_installed
-from fabric_train.model.origin import AdapterBase
 from fabric_train.model.parallelize import check_tensor_parallel
 from fabric_train.preflight.dataset_check import check_deciding_sources, faults_of_objective
 from fabric_train.preflight.memory_plan import resolve_automatic
@@ -72,6 +71,7 @@ def prepare(
     start = _starting_point(None if only_reads else checkpoint, order, start_from)
     starts_after = checkpoints.data_starts_after(start.lineage)
     plan = plan_steps(arguments, model, data, device_plan.world_size, starts_after, phases)
+    reads_base = model.adapter is not None and not arguments.planning.plan  # which downloads nothing
     run = PreparedRun(
         given=given,
         arguments=arguments,
@@ -86,7 +86,7 @@ def prepare(
         notes=plan.notes,
         early_stopping=check_deciding_sources(arguments, data),
         sample_prompts=_open_sample_prompts(arguments, data, model, checkpoint),
-        adapter_base=_find_base(arguments, checkpoint, model),
+        adapter_base=checkpoints.find_base(arguments.model.model_name, checkpoint) if reads_base else None,
     )
     check_reference(run)
     run = _with_notes(run, *_warnings(run, masks_because))
@@ -318,12 +318,6 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
     if not checkpoint and not shape.is_new:
         check_readable(shape.source)
     return shape
-
-
-def _find_base(arguments: "TrainArguments", checkpoint: Path | None, model: ModelShape) -> AdapterBase | None:
-    if model.adapter is None or arguments.planning.plan:  # a plan reads no weights, and downloads none
-        return None
-    return checkpoints.find_base(arguments.model.model_name, checkpoint)
 
 
 def _data_order(

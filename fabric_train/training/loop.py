@@ -43,16 +43,6 @@ class End:
     stopped_by: int = 0
 
 
-@dataclass(frozen=True)
-class _Due:
-    """What follows a step. ``keeps``: its checkpoint stays, whatever its validation loss."""
-
-    evaluates: bool
-    keeps: bool
-    saves: bool
-    logs: bool
-
-
 class Stopwatch:
     """Wall-clock time between two readings, and the share spent waiting for data; evaluation and saves are left out."""
 
@@ -134,17 +124,17 @@ class Loop:
                 gc.collect()  # while the device is busy with the optimizer's step
             heartbeat.enter(StepPhase.COMPLETING)
             self.checkpoints.advance(step.report.sync)
-            due = self._due(window, step)
+            evaluates, keeps, saves, logs = self._due(window, step)
             stopwatch.stepped(step.report.num_tokens, window.num_rows, step.report.flops)
             state, checkpoint, cursors = _state_after(state, window, step), None, window.cursors
-            if not due.logs:
+            if not logs:
                 continue
-            state = self._evaluate_and_log(state, self._metrics(state, step, stopwatch), due.evaluates)
+            state = self._evaluate_and_log(state, self._metrics(state, step, stopwatch), evaluates)
             stop_signal = (self._sync() if state.unlogged else step.report.sync).stop_signal
-            ends_early = due.evaluates and self._ends_early(state)
+            ends_early = evaluates and self._ends_early(state)
             is_last = window.step == self.num_steps or ends_early
-            if due.saves or is_last or stop_signal or self._is_best(state):
-                checkpoint = self._save(state, cursors, due.keeps or is_last, is_last or bool(stop_signal))
+            if saves or is_last or stop_signal or self._is_best(state):
+                checkpoint = self._save(state, cursors, keeps or is_last, is_last or bool(stop_signal))
             if stop_signal and (state.unlogged or not is_last):
                 return End(state, checkpoint, stop_signal)
             if ends_early:
@@ -166,14 +156,15 @@ class Loop:
             stopwatch.waited(time.perf_counter() - started)
             yield window
 
-    def _due(self, window: Window, step: TakenStep) -> _Due:
+    def _due(self, window: Window, step: TakenStep) -> tuple[bool, bool, bool, bool]:
+        """Return whether a step is evaluated, its checkpoint stays whatever its loss, it is saved, and logged."""
         given, number = self.run.arguments, window.step
         always = number == self.num_steps or window.ends_epoch
         evaluates = always or number % given.evaluation.eval_step_interval == 0
         keeps = always or number % given.save.save_step_interval == 0
         saves = keeps or bool(step.report.sync.stop_signal)
         logs = evaluates or saves or step.check.fault is not None or number % given.logging.log_step_interval == 0
-        return _Due(evaluates, keeps, saves, logs)
+        return evaluates, keeps, saves, logs
 
     def _metrics_to_begin_with(self, state: TrainerState) -> Metrics | None:
         """Return the metrics to log after an evaluation before the first step; None if there is none."""

@@ -126,19 +126,14 @@ class _Content:
     parts: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class TokenizerDifference:
-    """Why an id means another token or a text gets other ids; or an added token that differs, which changes no ids."""
-
-    fault: str | None
-    note: str | None
-
-
-def compare_tokenizers(ours: Path, theirs: Path, in_rows: str) -> TokenizerDifference:
+def compare_tokenizers(ours: Path, theirs: Path, in_rows: str) -> tuple[str | None, str | None]:
     """Compare ``ours``, whose ids are in the rows ("here" in the result), with the model's ("there").
 
     ``in_rows`` is text with the added tokens that are in the rows, such as EOS and a chat template's; they must have
     the same ids. InputError if one of the files is damaged.
+
+    Return a fault, why an id means another token or a text gets other ids; and a note, an added token that differs,
+    which changes no ids; None without one.
     """
     here, there = _read_content(ours), _read_content(theirs)
     fault, note = None, None
@@ -148,7 +143,7 @@ def compare_tokenizers(ours: Path, theirs: Path, in_rows: str) -> TokenizerDiffe
             note = note or words
         else:
             fault = fault or words
-    return TokenizerDifference(fault or _other_ids(ours, theirs, here, there), note)
+    return fault or _other_ids(ours, theirs, here, there), note
 
 
 def _read_content(file: Path) -> _Content:
