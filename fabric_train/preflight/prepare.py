@@ -71,7 +71,7 @@ def prepare(
     start = _starting_point(None if only_reads else checkpoint, order, start_from)
     starts_after = checkpoints.data_starts_after(start.lineage)
     plan = plan_steps(arguments, model, data, device_plan.world_size, starts_after, phases)
-    reads_base = model.adapter is not None and not arguments.planning.plan  # which downloads nothing
+    reads_base = model.adapter is not None and not arguments.planning.plan  # a plan reads no weights
     run = PreparedRun(
         given=given,
         arguments=arguments,

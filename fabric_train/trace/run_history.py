@@ -194,7 +194,7 @@ def _read_saved(checkpoint: Path) -> _Saved:
 
 
 def _ranks(checkpoint: Path, order: DataOrder) -> Ranks:
-    """NonNegativeInt the ranks from the rows of a window, which all of them read together."""
+    """Count the ranks from the rows of a window, which all of them read together."""
     given = _read_saved(checkpoint).arguments
     of_one = given.micro_batch_size * given.gradient_accumulation_steps
     return Ranks(max(1, order.rows_per_window // of_one), given.tensor_parallel_size, given.micro_batch_size)
