@@ -62,7 +62,6 @@ class LocalTensor:
 
     @property
     def numel(self) -> int:
-        """The number of elements in ``parts``."""
         return sum(part.numel() for part in self.parts)
 
 

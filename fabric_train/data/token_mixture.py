@@ -244,7 +244,6 @@ class TokenMixture:
 
     @property
     def isolates(self) -> bool:
-        """Whether training keeps the documents of a row apart."""
         return self.train.isolates
 
     @property
@@ -280,7 +279,6 @@ class TokenMixture:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end documents, and turns of chats."""
         return self.manifest.tokenizer.stop_token_ids
 
     @property

@@ -48,7 +48,6 @@ class ChangedDocument:
 
     @property
     def change(self) -> float:
-        """The mean change of the loss, in nats per token."""
         return float((self.after.astype(np.float64) - self.before).mean())
 
 

@@ -218,7 +218,6 @@ class AdaptedWeights:
 
     @property
     def is_new(self) -> bool:
-        """Whether no adapter is stored."""
         return self._stored is None
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:

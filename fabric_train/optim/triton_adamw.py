@@ -110,7 +110,6 @@ def _update(
 
 @triton.jit
 def _read(address, scales, levels, begin, end, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return stored elements as fp32."""
     at = _offsets()
     mask = None
     if end is not None:

@@ -88,8 +88,6 @@ class Phase:
 
 @dataclass(frozen=True)
 class Budget:
-    """The bytes that a run needs."""
-
     phases: tuple[Phase, ...]  # of a step on one device, without the process itself
     staging: int  # the copy in host memory that a background save of one rank writes
     checkpoint: int  # one, on the disk

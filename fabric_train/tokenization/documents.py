@@ -175,12 +175,10 @@ class Chat:
 
     @property
     def conversations(self) -> "tuple[Chat, ...]":
-        """Itself, as the only conversation."""
         return (self,)
 
     @property
     def joined(self) -> "Chat":
-        """Itself."""
         return self
 
     def with_messages(self, messages: list[Message]) -> "Chat":

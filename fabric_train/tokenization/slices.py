@@ -107,7 +107,6 @@ def merge_slices(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZE
 
 
 def _join(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSources:
-    """Return the shards and the hashed files of all slices."""
     encoder = slices[0].record.encoder
     slice_folder.check_settings(slices, corpus.settings)
     by_encoder = {one.record.encoder: one.folder for one in slices}

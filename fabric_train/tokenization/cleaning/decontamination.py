@@ -170,7 +170,6 @@ def ngram_hashes(words: Words, lengths: Sequence[int]) -> dict[int, np.ndarray]:
 
 
 def _word_hashes(words: Words) -> np.ndarray:
-    """Return a hash of each word, uint64 [words]."""
     lengths = np.diff(words.starts, append=len(words.codes))
     places = np.arange(len(words.codes)) - np.repeat(words.starts, lengths)
     products = words.codes * _random_odd(1024)[places & 1023]
@@ -199,8 +198,6 @@ def _kinds() -> np.ndarray:
 
 @dataclass(frozen=True)
 class NgramTable:
-    """The n-grams of one length."""
-
     hashes: np.ndarray  # uint64 [n-grams], in ascending order
     texts: np.ndarray  # uint32 [n-grams], the number of the text that each is in
     starts: np.ndarray  # uint32 [n-grams], its first character there

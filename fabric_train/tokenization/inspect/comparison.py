@@ -255,7 +255,6 @@ class Comparison:
 
     @property
     def same_tokenizer(self) -> bool:
-        """Whether both corpora have the same ``tokenizer.json``."""
         first, second = (corpus.manifest.tokenizer.sha256.get("tokenizer.json") for corpus in self.corpora)
         return first == second
 
