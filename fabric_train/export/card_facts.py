@@ -11,7 +11,6 @@ from typing import Any
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.output import redact
-from fabric_train.export.average import AveragePart
 from fabric_train.export.card_text import (
     SHOWN_DIGITS,
     Markdown,
@@ -22,7 +21,7 @@ from fabric_train.export.card_text import (
     last_part,
     listed,
 )
-from fabric_train.export.merged import MergeInto
+from fabric_train.export.source import AveragePart, MergeInto
 from fabric_train.model.origin import STAGES, HubDataset, ModelOrigin, StageSource, TrainingSession, TrainingStage
 from fabric_train.tokenization.manifest import Manifest, SourceRecord, read_manifest
 from fabric_train.tokenization.reading.sources import place_of

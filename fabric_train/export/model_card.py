@@ -25,10 +25,9 @@ from fabric_train.checkpoint import is_adapter
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
 from fabric_train.export import card_facts
-from fabric_train.export.average import AveragePart, ExportSource
 from fabric_train.export.card_facts import ModelRecord, Row, read_record
 from fabric_train.export.card_text import Markdown, code, escaped, last_part, link, public_value, render
-from fabric_train.export.merged import MergeInto
+from fabric_train.export.source import AveragePart, ExportSource, MergeInto
 from fabric_train.export.verification import REPORT_NAME, OutputReport, VerificationReport
 from fabric_train.files.regular_file import read_json, write_atomically
 from fabric_train.model.origin import ModelOrigin, TrainingStage, legal_files

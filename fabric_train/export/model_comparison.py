@@ -21,9 +21,8 @@ from fabric_train.checkpoint.adapter_folder import AdapterTensors, open_base
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console
 from fabric_train.distributed.memory import available_memory
-from fabric_train.export.average import ExportSource
 from fabric_train.export.hub_format import INDEX_NAME, blocks, former_names, published
-from fabric_train.export.merged import MergeInto, is_in_4_bits, open_unmerged
+from fabric_train.export.source import ExportSource, MergeInto, is_in_4_bits, open_unmerged
 from fabric_train.export.verification import Method, OutputReport, TensorReport, VerificationReport, find_faults
 from fabric_train.files.regular_file import read_json
 from fabric_train.inference.load_model import add_adapter, load_onto_devices

@@ -20,11 +20,10 @@ from fabric_train.evaluation import models_in_turn
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.compare_models import compare_models
 from fabric_train.evaluation.models import find_model
-from fabric_train.export.average import ExportSource
 from fabric_train.export.convert import convert, plan_average, plan_targets
-from fabric_train.export.merged import MergeInto, open_unmerged
 from fabric_train.export.model_card import CardFacts
 from fabric_train.export.model_comparison import compare
+from fabric_train.export.source import ExportSource, MergeInto, open_unmerged
 from fabric_train.inference import load_model
 from fabric_train.inference.load_model import load_for_inference, load_onto_devices
 from fabric_train.model.load_weights import layered_forward

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fabric_train.cli.errors import InputError
-from fabric_train.export.average import ExportSource
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts
+from fabric_train.export.source import ExportSource
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.generate import GeneratedText, TextPrinter, generate
 from fabric_train.inference.load_model import load_for_inference
