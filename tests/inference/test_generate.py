@@ -47,7 +47,7 @@ def test_greedy_text_is_that_of_transformers(run: Path, loaded: tuple[Any, Any])
     inputs = tokenizer(PROMPT, return_tensors="pt")
     expected = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0].tolist()
     generated = _generate(loaded)
-    assert [*generated.prompt_ids, *generated.new_ids] == expected
+    assert [*encode_text(loaded[1], PROMPT), *generated.new_ids] == expected
     assert PROMPT + generated.text == tokenizer.decode(expected, skip_special_tokens=True)
 
 
