@@ -8,10 +8,10 @@ Four arrays lie beside the rows, in numpy's files, which are memory-mapped and n
                 checksums.npy      CHECKSUM [rows], of the content of each row (``row_checksums``)
 
 So row r has the documents ``rows["documents"][r] : rows["documents"][r + 1]`` from their beginning on, and the
-continuations of the same range of ``rows["continuations"]``, each of which is piece number ``ordinal`` of its row.
+continuations of the same range of ``rows["continuations"]``; ``ordinal`` is the number of the piece in its row.
 The names of files and sources are in ``manifest.json``: ``file`` counts the files (of a dataset, the splits) of all its
-``sources`` in order. A document takes 16 bytes, a row 24 and a continuation 20. Indexes
-of older versions have no checksums.
+``sources`` in order. A document takes 16 bytes, a row 24 and a continuation 20. Indexes of older versions have no
+checksums.
 """
 
 from bisect import bisect_right
