@@ -2,7 +2,7 @@
 
 A field's docstring is its help text, and the lines below the first one of a program's docstring are examples of its
 use. ``faults`` of a group returns what the types cannot check; the programs report all faults of the command line and
-the ``--config`` file at once. Names and defaults are those of the system that this project continues.
+the ``--config`` file at once. It has the names and defaults of the system that this project continues.
 """
 
 import re

@@ -13,8 +13,8 @@ from fabric_train.cli.errors import FAILURE, InputError, describe_os_error, prin
 from fabric_train.cli.parser import parse_arguments
 
 if TYPE_CHECKING:
-    from fabric_train.export.average import ExportSource
     from fabric_train.export.hub import PushRequest
+    from fabric_train.export.source import ExportSource
     from fabric_train.export.verification import VerificationReport
 
 

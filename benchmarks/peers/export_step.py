@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from fabric_train.export.average import ExportSource
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts
+from fabric_train.export.source import ExportSource
 from fabric_train.files.atomic_folder import complete_folder
 from fabric_train.model.hf_model import quiet_transformers
 

@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> None:
         raise InputError(*faults)
     recipe.check(data)
 
-    from fabric_train.bundle.adapter import find_adapter  # slow
+    from fabric_train.bundle.collect import Request, collect, find_adapter  # slow
+    from fabric_train.bundle.wheels import Target
     from fabric_train.checkpoint import find_whole_checkpoint, means_checkpoint
 
     if means_checkpoint(Path(model)):
@@ -79,9 +80,6 @@ def main(argv: list[str] | None = None) -> None:
             parse(TrainArguments, ["--config", recipe.path, "--model_name", model, "--train_data_dir", *trained])
         except InputError as error:
             raise InputError(*(fault.replace("--config ", "--recipe ") for fault in error.faults)) from error
-
-    from fabric_train.bundle.collect import Request, collect  # slow
-    from fabric_train.bundle.wheels import Target
 
     target = Target(arguments.python, arguments.cuda)
     output = Path(arguments.output)

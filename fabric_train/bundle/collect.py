@@ -1,6 +1,7 @@
-"""Collect model, token datasets, wheels, source and a configuration in a folder that is complete or absent."""
+"""Collect model, adapter, token datasets, wheels, source and a configuration in a folder that is complete or absent."""
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -14,9 +15,10 @@ from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fabric_train.bundle.adapter import BundledAdapter
-from fabric_train.bundle.recipe import ADAPTER, CONFIGURATION, Recipe
+from fabric_train.bundle.recipe import ADAPTER, CONFIGURATION, MODEL, Recipe
 from fabric_train.bundle.wheels import Target, download_wheels, estimated_bytes, installed_bytes
+from fabric_train.checkpoint import find_base, is_adapter, read_base_name, read_trainer_json
+from fabric_train.checkpoint.adapter_folder import CONFIG, WEIGHTS, check_files, fingerprint
 from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, print_errors
@@ -25,9 +27,9 @@ from fabric_train.data.token_dataset import open_dataset
 from fabric_train.evaluation.tasks_file import files_of, is_task_file, read_tasks
 from fabric_train.export.hub import download, text_files
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder, nearest_existing
-from fabric_train.files.regular_file import check_links
+from fabric_train.files.regular_file import check_links, read_json
 from fabric_train.model.hf_model import quiet_transformers, read_shape
-from fabric_train.model.weight_files import check_weight_files, safetensors_files
+from fabric_train.model.weight_files import check_weight_files, open_weights, safetensors_files
 from fabric_train.preflight.dataset_check import check_dataset
 from fabric_train.tokenization.reading.listing import sha256
 from fabric_train.tokenization.workers import ThrottledLog
@@ -45,13 +47,44 @@ _SOURCE = (
 
 
 @dataclass(frozen=True)
+class BundledAdapter:
+    """An adapter with which the run of a bundle begins.
+
+    ``base`` is the place of the model that it was trained on, ``identity`` the fingerprint of its weights, None if it
+    is not known. ``base_weights`` is nf4 if these were in 4 bits.
+    """
+
+    folder: Path
+    base: str
+    identity: str | None = None
+    base_weights: str | None = None
+
+    def files(self) -> Iterator[tuple[Path, str]]:
+        """Yield the files of the adapter and of its tokenizer, and their places in the bundle."""
+        yield self.folder / WEIGHTS, f"{ADAPTER}/{WEIGHTS}"
+        saved = self.folder / "tokenizer"
+        tokenizer = saved if saved.is_dir() else self.folder
+        for name in text_files(path.name for path in tokenizer.iterdir() if path.is_file()):
+            if name != CONFIG:
+                yield tokenizer / name, f"{ADAPTER}/{name}"
+
+    def finish(self, bundle: Path) -> None:
+        """Write the configuration, which names the bundle's model, and check that this is the adapter's base."""
+        config = read_json(self.folder / CONFIG, dict, "save it again") | {"base_model_name_or_path": MODEL}
+        config.pop("revision", None)
+        (bundle / ADAPTER / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if self.identity and fingerprint(open_weights(bundle / MODEL)) != self.identity:
+            raise InputError(f"--model {self.folder}: {self.base} has other weights now than those it was trained on")
+
+
+@dataclass(frozen=True)
 class Request:
     """What to collect, and the machine that it is for."""
 
     model: str  # a hub name, a Hugging Face folder, or a full checkpoint
     data: tuple[Path, ...]  # token datasets
     target: Target
-    recipe: Recipe  # arguments of a run; model, data and output become those of the bundle
+    recipe: Recipe  # arguments of a run; the bundle's replace model, data and output
     tasks: str | None = None  # file of ``evaluate.py --tasks``
     adapter: BundledAdapter | None = None  # of the model
 
@@ -77,12 +110,29 @@ class Request:
 
 @dataclass(frozen=True)
 class Part:
-    """A folder or file of the bundle."""
-
     name: str
     description: str
     num_files: int
     num_bytes: int
+
+
+def find_adapter(model: str, recipe: Recipe) -> BundledAdapter | None:
+    """Return the adapter that ``--model`` is, or that the recipe begins with on that model; None without one."""
+    folder = Path(model)
+    if not is_adapter(folder):
+        begins_with = recipe.given.get("init_adapter")
+        if begins_with is None:
+            return None
+        check_files(Path(begins_with))
+        return BundledAdapter(Path(begins_with), model)
+    if recipe.given.get("init_adapter"):
+        raise InputError(f"--recipe {recipe.path}: init_adapter, and --model {model} is an adapter too; leave one out")
+    check_files(folder)
+    if not (folder / "trainer.json").is_file():
+        return BundledAdapter(folder, read_base_name(folder))
+    given = read_trainer_json(folder).arguments
+    base = find_base(given["model_name"], folder)
+    return BundledAdapter(folder, base.place, base.fingerprint, given.get("base_weights"))
 
 
 def collect(request: Request, output: Path) -> tuple[list[Part], list[str], str]:
@@ -256,7 +306,7 @@ def _parts(request: Request, folder: Path) -> list[Part]:
 
 @contextmanager
 def with_own_names() -> Iterator[None]:
-    """Let errors name the arguments of this program instead of those of training."""
+    """Let errors name the arguments of this program instead of training's."""
     try:
         yield
     except InputError as error:

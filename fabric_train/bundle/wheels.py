@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from fabric_train.cli.errors import InputError
 
 _CUDA_ON_PYPI = "13.0"
-"""The CUDA version of the torch wheels on PyPI; those of others are on PyTorch's own index."""
+"""The CUDA version of the torch wheels on PyPI; wheels for others are on PyTorch's own index."""
 
 _PYTORCH_INDEX = "https://download.pytorch.org/whl"
 _NEWEST_GLIBC = 28  # of Debian 11, Ubuntu 20.04 and RHEL 8; torch needs it
@@ -40,7 +40,7 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 class Target:
     """The machine that a bundle is for: Linux, on a processor like this machine's."""
 
-    python_version: str | None  # such as "3.11"; None is that of this process
+    python_version: str | None  # such as "3.11"; None is the one of this process
     cuda: str  # such as "13.0", or "none" for torch's CPU build
 
     @property
@@ -77,7 +77,7 @@ def download_wheels(
 ) -> None:
     """Download a wheel of each package into the new folder ``folder``. pip's own settings (indexes, proxies) count.
 
-    ``constraints`` is a requirements.txt with the pinned versions, ``extras`` are those of this program. ``show`` is
+    ``constraints`` is a requirements.txt with the pinned versions, ``extras`` are of this program. ``show`` is
     called with the name of each package when pip comes to it.
     """
     folder.mkdir()

@@ -52,26 +52,17 @@ from fabric_train.checkpoint.discovery import (
 from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.checkpoint.tensors import restore_optimizer
 from fabric_train.checkpoint.trainer_json import (
-    SPLIT_ARGUMENTS,
     BranchPoint,
-    DataOrder,
     Description,
     Evaluation,
-    HubDataset,
     LossProgress,
-    PhaseRows,
     PhaseSchedule,
-    StageSource,
-    StreamOrder,
     TokenLoss,
     TrainerJson,
     TrainerState,
-    TrainingSession,
-    TrainingStage,
     compare_evaluations,
     data_starts_after,
     perplexity,
     read_cursors,
-    read_stages,
     read_trainer_json,
 )

@@ -79,14 +79,13 @@ def is_exported_adapter(folder: Path) -> bool:
 
 
 def can_be_taken_off(folder: Path) -> bool:
-    """Return whether an adapter is only matrices beside those of its base, which peft can take off again."""
+    """Return whether an adapter only adds matrices beside its base's, which peft can take off again."""
     config = read_json(folder / CONFIG, dict, _ADVICE)
     others = any(config.get(name) for name in ("modules_to_save", *_NOT_COMPUTED))
     return config.get("peft_type") == "LORA" and config.get("bias", "none") == "none" and not others
 
 
 def files_of_adapter(folder: Path) -> list[Path]:
-    """Return the two files of an adapter."""
     return [folder / CONFIG, folder / WEIGHTS]
 
 
@@ -204,7 +203,7 @@ class AdapterTensors:
 
 
 def choose_adapter(given: "AdapterArguments") -> Adapter | None:
-    """Return the adapter that the arguments ask for, None to train all weights; that of ``--init_adapter`` as it is.
+    """Return the adapter that the arguments ask for, None to train all weights; ``--init_adapter`` as it is.
 
     Raises:
         InputError: another argument contradicts the adapter to begin with.
@@ -236,7 +235,7 @@ def choose_adapter(given: "AdapterArguments") -> Adapter | None:
 
 
 def find_base(name: str, checkpoint: Path | None) -> AdapterBase:
-    """Return the base of an adapter: that of the ``checkpoint``, or ``name`` if it is new or that base is gone.
+    """Return the base of an adapter: the ``checkpoint``'s, or ``name`` if it is new or that base is gone.
 
     Raises:
         InputError: the base of the checkpoint is not there any more, or has other weights.
@@ -300,7 +299,7 @@ def _untied_head(shape: ModelShape, base: AdapterBase) -> dict[str, str]:
 
 
 class _Renamed:
-    """Weights of which some are read under other names; see ``Weights``."""
+    """Weights, some of them read under other names; see ``Weights``."""
 
     def __init__(self, weights: Weights, names: dict[str, str]) -> None:
         self._weights, self._names = weights, names

@@ -167,9 +167,9 @@ def choose_checkpoint(
 ) -> Path | None:
     """Return the checkpoint that a run starts from, or None for the pretrained weights.
 
-    ``given`` is that of ``--checkpoint``. If it is None, ``resume`` takes the newest undamaged checkpoint in the folder
-    ``run``. With ``weights_only``, the run starts at step 0. ``read_only``: it writes neither metrics nor checkpoints.
-    An InputError if there is none, or the run would overwrite another run's metrics and checkpoints.
+    ``given`` is the value of ``--checkpoint``. If it is None, ``resume`` takes the newest undamaged checkpoint in the
+    folder ``run``. With ``weights_only``, the run starts at step 0. ``read_only``: it writes neither metrics nor
+    checkpoints. An InputError if there is none, or the run would overwrite another run's metrics and checkpoints.
     """
     newest = newest_checkpoint(run, damages)
     chosen = find_checkpoint(Path(given), damages) if given else (newest if resume else None)
@@ -281,7 +281,8 @@ def prune(newest: Path, keep: int | None) -> None:
     """Remove all checkpoints except the ``keep`` newest (None: all) and the one with the lowest validation loss.
 
     ``newest`` was just saved, and stays. Interim checkpoints are not among the ``keep`` newest. Damaged ones are
-    neither counted nor removed; those of later steps are damaged, since a run continues from the newest undamaged one.
+    neither counted nor removed; checkpoints of later steps are damaged, since a run continues from the newest undamaged
+    one.
     """
     checkpoints = [each for each in _in(newest.parent) if _step(each) <= _step(newest) and not find_fault(each)]
     lasting = [checkpoint for checkpoint in checkpoints if not read_trainer_json(checkpoint).interim]

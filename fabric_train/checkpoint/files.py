@@ -158,7 +158,6 @@ class BackgroundTask:
 
     @property
     def is_running(self) -> bool:
-        """Whether the function has not returned."""
         return self._thread.is_alive()
 
     def wait(self) -> None:

@@ -258,7 +258,7 @@ class CheckpointManager:
                 if file.is_file():
                     copy = folder / file.relative_to(source.parent)
                     copy.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(file, copy)  # permissions by the user's umask, not those of the original
+                    shutil.copyfile(file, copy)  # permissions by the user's umask, not the original's
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
 

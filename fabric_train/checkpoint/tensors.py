@@ -46,7 +46,7 @@ _ALIGNMENT = 8  # of the start of the data, as in the safetensors library
 class LocalTensor:
     """A tensor of the checkpoint, and this rank's part of it.
 
-    ``shape`` is that of the full tensor. ``parts`` are flat tensors; joined, they are the elements of the flattened
+    ``shape`` is the full tensor's. ``parts`` are flat tensors; joined, they are the elements of the flattened
     full tensor from ``begin``. They are empty if the rank has no part. ``num_copies`` ranks have the same part, and
     this rank is number ``copy`` of them. ``cut`` is set if the part may begin or end within a row (FSDP1).
     """
@@ -62,7 +62,6 @@ class LocalTensor:
 
     @property
     def numel(self) -> int:
-        """The number of elements in ``parts``."""
         return sum(part.numel() for part in self.parts)
 
 

@@ -3,24 +3,21 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, create_model
 
 from fabric_train.cli.errors import InputError
+from fabric_train.data.step_sampler import DataOrder, PhaseRows, StreamOrder, describe_changes
 from fabric_train.data.stream_batches import LaneCursor
 from fabric_train.files.regular_file import read_json
-from fabric_train.model.origin import AdapterBase, ModelOrigin, ReferenceModel, find_stages_file
+from fabric_train.model.origin import AdapterBase, ModelOrigin, ReferenceModel, TrainingSession, TrainingStage
 
 FORMAT = 2
 HIGHER_IS_BETTER = ("accuracy", "margin", "reward_chosen")
-"""Figures of preference pairs; of all others, a lower value is better."""
+"""Figures of preference pairs; of others, a lower value is better. Who reads a checkpoint has no objective to ask."""
 _ADVICE = "use another checkpoint"
-Count = Annotated[int, Field(ge=0)]
-PositiveCount: TypeAlias = Annotated[int, Field(gt=0)]
-Seconds: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class TokenLoss:
     """
 
     nats: float
-    num_tokens: Count
+    num_tokens: NonNegativeInt
     num_bytes: float | None = None
     further: dict[str, float | None] = field(default_factory=dict)
     of_pairs: bool = False
@@ -60,8 +57,7 @@ class TokenLoss:
         """Return loss, perplexity, bits_per_byte and the further figures by name; of pairs, only loss and these."""
         if self.of_pairs:
             return {"loss": self.loss, **self.further}
-        usual = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
-        return usual | self.further
+        return {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte} | self.further
 
 
 @dataclass(frozen=True)
@@ -74,13 +70,13 @@ class Evaluation:
 
     whole: TokenLoss
     sources: dict[str, TokenLoss] = field(default_factory=dict)
-    step: Count = 0
+    step: NonNegativeInt = 0
     rows: str | None = None
     follows_other_rows: bool = False
 
     @property
     def parts(self) -> dict[str, TokenLoss]:
-        """The loss of each source by its name, if there are several, and that of the whole as ``all``."""
+        """The loss of each source by its name, if there are several, and of the whole as ``all``."""
         return {**(self.sources if len(self.sources) > 1 else {}), "all": self.whole}
 
     def is_comparable(self, other: "Evaluation") -> bool:
@@ -110,8 +106,8 @@ class LossProgress:
 
     source: str
     best: float | None = None
-    best_step: Count = 0
-    num_since: Count = 0
+    best_step: NonNegativeInt = 0
+    num_since: NonNegativeInt = 0
 
     def after(self, evaluation: Evaluation) -> "LossProgress":
         loss, sign = evaluation.loss_of(self.source), evaluation.sign_of(self.source)
@@ -140,115 +136,24 @@ def compare_evaluations(first: Evaluation, now: Evaluation) -> Iterator[tuple[st
 
 
 @dataclass(frozen=True)
-class PhaseRows:
-    """From ``first_step`` on, an epoch has ``rows_per_epoch`` of each source of a mixture."""
-
-    first_step: PositiveCount
-    rows_per_epoch: tuple[Count, ...]
-
-
-@dataclass(frozen=True)
-class DataOrder:
-    """The values that determine which rows a step consumes. They must be equal to resume a run.
-
-    ``num_rows`` are those of an epoch. ``version`` is 2 for a mixture, else 1. ``rows_per_epoch`` are the rows of each
-    source of a mixture. ``phases`` have others, from their first step to that of the next one; later ones may change.
-    """
-
-    fingerprint: str
-    num_rows: PositiveCount
-    rows_per_window: PositiveCount
-    seed: int
-    version: PositiveCount = 1
-    rows_per_epoch: list[Count] | None = None
-    phases: tuple[PhaseRows, ...] = ()
-
-    def begun(self, step: int) -> "DataOrder":
-        """Return this order with the phases that have taken a step by ``step``."""
-        return replace(self, phases=tuple(phase for phase in self.phases if phase.first_step <= step))
-
-
-@dataclass(frozen=True)
-class StreamOrder:
-    """The values that determine, with the cursors, which rows of a stream a step consumes; a resumed run has the same.
-
-    ``shares`` is how much of each place a pass reads, None if it reads one place after the other; then
-    ``files_of_places``, the files or splits of each place, is None too. ``seed`` is None if the order does not depend
-    on it. ``chat_template`` is the SHA-256 of the template, None without chats.
-    """
-
-    sources: list[str]
-    text_column: str
-    max_length: int
-    tokenizer: str
-    special_text_is_plain: bool
-    rows_per_window: PositiveCount
-    shares: list[float] | None = None
-    files_of_places: list[PositiveCount] | None = None
-    shuffle_buffer: Count = 0
-    seed: int | None = None
-    chat_template: str | None = None
-
-
-def describe_changes(saved: DataOrder | StreamOrder, current: DataOrder | StreamOrder, step: int) -> list[str]:
-    """Return each difference between the data order of a checkpoint and another one, up to the checkpoint's step."""
-    there, here = (asdict(order.begun(step) if isinstance(order, DataOrder) else order) for order in (saved, current))
-    if there.keys() != here.keys():
-        options = ("--streaming_dataset", "--train_data_dir")
-        saved_option, current_option = options if "sources" in there else reversed(options)
-        return [f"its run read {saved_option}, not {current_option}"]
-    causes = {
-        "sources": "--streaming_dataset reads other files, or they have changed",
-        "text_column": "--text_column differs",
-        "shares": "--shares differ",
-        "shuffle_buffer": "--shuffle_buffer differs",
-        "files_of_places": "--streaming_dataset has other numbers of files in its places",
-        "max_length": "--max_length differs",
-        "tokenizer": "the tokenizer differs",
-        "chat_template": "the chat template differs, or there were no chats",
-        "special_text_is_plain": "the kind of the tokenizer differs",
-        "fingerprint": "--train_data_dir is another token dataset",
-        "num_rows": "--train_data_dir has another number of rows",
-        "rows_per_window": "the rows of one optimizer step differ (--total_batch_size keeps them)",
-        "seed": "--seed differs",
-        "version": "the version of the order differs (2 is that of --shares and of several --train_data_dir)",
-        "rows_per_epoch": "an epoch has other numbers of rows of each source (--shares, --token_shares)",
-        "phases": "--phases differs in a phase that has begun",
-    }
-    return [f"{causes[name]}: {_difference(there[name], now)}" for name, now in here.items() if now != there[name]]
-
-
-def _difference(saved: Any, current: Any) -> str:
-    """Return both values as text; for lists, the first elements that differ."""
-    if isinstance(saved, list | tuple) and isinstance(current, list | tuple):
-        saved, current = next(pair for pair in zip_longest(saved, current, fillvalue="nothing") if pair[0] != pair[1])
-    if isinstance(saved, dict) or isinstance(current, dict):
-        saved, current = (
-            f"{each['rows_per_epoch']} from step {each['first_step']} on" if isinstance(each, dict) else each
-            for each in (saved, current)
-        )
-    return f"{saved} there, {current} here"
-
-
-@dataclass(frozen=True)
 class TrainerState:
     """The counters of a run after ``step`` optimizer steps.
 
-    ``epoch`` and the losses are those of the last step. ``skipped_steps`` had a loss or gradient that was not finite.
+    ``epoch`` and the losses are the last step's. ``skipped_steps`` had a loss or gradient that was not finite.
     ``rows_hash`` is the hash of consumed rows, see ``WindowOrder.rows_hash``; None for a stream. ``rows_of_sources``
     counts the consumed rows of each token dataset of a mixture. ``val_loss`` and ``evaluation`` are None if the step
     had no evaluation. ``first_evaluation`` is the first one of the rows that the run evaluates now, for a branch that
-    of the run that it comes from. ``progress`` is that of ``--early_stopping``. ``unlogged`` are the step's metrics by
+    of the run that it comes from. ``progress`` is of ``--early_stopping``. ``unlogged`` are the step's metrics by
     column of metrics.csv, if a signal came before its evaluation was complete.
     """
 
-    step: Count = 0
-    epoch: Count = 0
-    num_tokens: Count = 0
-    num_samples: Count = 0
-    skipped_steps: Count = 0
+    step: NonNegativeInt = 0
+    epoch: NonNegativeInt = 0
+    num_tokens: NonNegativeInt = 0
+    num_samples: NonNegativeInt = 0
+    skipped_steps: NonNegativeInt = 0
     rows_hash: str | None = None
-    rows_of_sources: list[Count] | None = None
+    rows_of_sources: list[NonNegativeInt] | None = None
     train_loss: float | None = None
     val_loss: float | None = None
     evaluation: Evaluation | None = None
@@ -276,84 +181,23 @@ class BranchPoint:
     """
 
     run: str
-    step: PositiveCount
+    step: PositiveInt
     continues_data: bool
     changed: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
 
 
 @dataclass(frozen=True)
 class PhaseSchedule:
-    """A learning-rate schedule of the steps from ``first_step`` to ``last_step``, in place of that of the run.
+    """A learning-rate schedule of the steps from ``first_step`` to ``last_step``, in place of the run's.
 
     It has ``num_steps``, which are more if it is cut short, and fewer if the rate stays at its last one. ``arguments``
     are ``lr_schedule.ARGUMENTS``.
     """
 
-    first_step: PositiveCount
-    last_step: PositiveCount
-    num_steps: PositiveCount
+    first_step: PositiveInt
+    last_step: PositiveInt
+    num_steps: PositiveInt
     arguments: dict[str, Any]
-
-
-SPLIT_ARGUMENTS = (
-    *("parallelism", "micro_batch_size", "gradient_accumulation_steps", "tensor_parallel_size", "sharding_strategy"),
-    *("cpu_offload", "gradient_reduction", "compile", "activation_checkpointing"),
-)
-"""Arguments that change the order of additions, and so the last digits of the losses."""
-
-
-@dataclass(frozen=True)
-class TrainingSession:
-    """The steps of a run after ``after_step`` that the same processes took, and the devices and the time for them.
-
-    ``device`` is a ``device_name``. ``seconds`` are from the first step to the save, evaluations included.
-    ``arguments`` are ``SPLIT_ARGUMENTS`` and ``log_step_interval``; empty if an earlier version saved it.
-    """
-
-    after_step: Count
-    device: str
-    num_devices: PositiveCount
-    seconds: Seconds = 0.0
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def device_hours(self) -> float:
-        return self.num_devices * self.seconds / 3600
-
-
-@dataclass(frozen=True)
-class HubDataset:
-    """A dataset on the hub; ``revision`` is its commit, None if it is not known."""
-
-    repository: str
-    revision: str | None
-
-
-@dataclass(frozen=True)
-class StageSource:
-    """What a stage of training read of a source, by its public name; of a stream, the numbers are None.
-
-    ``share`` is that of the stage's tokens, for a stream of its pass. ``files`` are ``sha256sum`` lines, SOURCE/FILE.
-    """
-
-    name: str
-    share: float
-    tokens: Count | None
-    documents: Count | None
-    files: list[str]
-    datasets: list[HubDataset]
-
-
-@dataclass(frozen=True)
-class TrainingStage:
-    """A run whose weights after ``step`` the next stage began with; the first stage began with ``base_model``."""
-
-    run: str
-    step: Count
-    num_tokens: Count
-    base_model: ModelOrigin | None
-    sources: list[StageSource]
-    sessions: list[TrainingSession]
 
 
 @dataclass(frozen=True)
@@ -377,12 +221,12 @@ class Description:
     versions: dict[str, str]
     base_model: ModelOrigin | None
     attachments: tuple[Path, ...]
-    schedule_steps: PositiveCount | None = None
+    schedule_steps: PositiveInt | None = None
     lineage: tuple[BranchPoint, ...] = ()
     phase_schedules: tuple[PhaseSchedule, ...] = ()
     device: str | None = None
     mixture_sources: tuple[str, ...] = ()
-    mixture_tokens: tuple[dict[str, Count], ...] = ()
+    mixture_tokens: tuple[dict[str, NonNegativeInt], ...] = ()
     sessions: tuple[TrainingSession, ...] = ()
     stages: tuple[TrainingStage, ...] = ()
     adapter_base: AdapterBase | None = None
@@ -455,8 +299,8 @@ class _SavedArguments(BaseModel):
 
     model_name: str
     streaming_dataset: list[str] | None = None
-    number_epochs: PositiveCount | None = None
-    max_step: PositiveCount | None = None
+    number_epochs: PositiveInt | None = None
+    max_step: PositiveInt | None = None
     best_by: str = "all"
 
 
@@ -500,12 +344,6 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
     }
     names = [field.name for field in fields(TrainerJson) if field.name not in derived]
     return TrainerJson(**derived, **{name: getattr(parsed, name) for name in names})
-
-
-def read_stages(model_name: str) -> tuple[TrainingStage, ...]:
-    """Return the stages that an export, a folder or a cached hub name, records; none of other models."""
-    file = find_stages_file(model_name)
-    return tuple(read_json(file, list[TrainingStage], "export the model again, or remove this file")) if file else ()
 
 
 def read_format(checkpoint: Path) -> int | None:

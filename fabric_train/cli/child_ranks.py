@@ -7,7 +7,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,13 +33,13 @@ def launcher_process(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 @contextmanager
-def as_launcher(environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+def as_launcher() -> Iterator[None]:
     """Make the ranks that this process starts in the block end with it; later processes are not affected."""
-    environment[_LAUNCHER] = str(os.getpid())
+    os.environ[_LAUNCHER] = str(os.getpid())
     try:
         yield
     finally:
-        del environment[_LAUNCHER]
+        del os.environ[_LAUNCHER]
 
 
 def serve_on_loopback(port: int) -> "TCPStore":
@@ -70,9 +70,9 @@ def watch_children(children: Sequence["subprocess.Popen[Any]"], failed: Callable
     threading.Thread(target=watch, daemon=True, name="children").start()
 
 
-def report_to_torchrun(lines: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
+def report_to_torchrun(lines: Sequence[str]) -> None:
     """Let torchrun show these lines at the end of its own report, instead of "no error file" (torch's ``record``)."""
-    file = environment.get("TORCHELASTIC_ERROR_FILE")
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or not lines:
         return
     text = "\n".join(lines)

@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -91,9 +91,9 @@ def fabric_train() -> None:
     runpy.run_module(PROGRAMS[name], run_name="__main__", alter_sys=True)
 
 
-def project_first(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def project_first() -> dict[str, str]:
     """Return variables with which Python finds this project's modules first, whatever lies in the current folder."""
-    folders = filter(None, (str(_PROJECT), environment.get("PYTHONPATH")))
+    folders = filter(None, (str(_PROJECT), os.environ.get("PYTHONPATH")))
     return {"PYTHONPATH": os.pathsep.join(folders), "PYTHONSAFEPATH": "1"}  # the second from Python 3.11 on
 
 

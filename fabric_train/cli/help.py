@@ -30,7 +30,7 @@ _EVERY_PROGRAM: dict[str, dict[str, Any]] = {
 
 
 def print_help(arguments: type, words: Sequence[str] = ()) -> None:
-    """Print, on one rank, how to use a program, or only those of its arguments that have ``words``; some must."""
+    """Print, on one rank, how to use a program, or only its arguments that have ``words``; some must."""
     sections = _sections(arguments, " ".join(words))
     if not any(sections.values()):
         raise InputError(f"--help {' '.join(words)}: no argument has it in its name or text; --help lists them all")
@@ -69,8 +69,7 @@ def program_name() -> str:
 
 def examples_of(arguments: type) -> list[str]:
     """Return the lines after the first one of a program's docstring."""
-    lines = inspect.cleandoc(arguments.__doc__ or "").splitlines()[1:]
-    return [line.strip() for line in lines if line.strip()]
+    return [line.strip() for line in inspect.cleandoc(arguments.__doc__ or "").splitlines()[1:] if line.strip()]
 
 
 def _parser(

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import re
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -216,9 +216,9 @@ def under_fabric_run(environment: Mapping[str, str] = os.environ) -> bool:
     return environment.get("LT_CLI_USED") == "1"
 
 
-def num_restarts(environment: Mapping[str, str] = os.environ) -> int:
+def num_restarts() -> int:
     """How often torchrun has started this run again (``--max-restarts``)."""
-    return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def launcher_arguments(environment: Mapping[str, str] = os.environ) -> GivenValues:
@@ -252,10 +252,10 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> GivenValu
     return given
 
 
-def clear_launcher_options(environment: MutableMapping[str, str] = os.environ) -> None:
+def clear_launcher_options() -> None:
     """Remove the ``LT_*`` variables that :func:`launcher_arguments` has turned into arguments."""
     for name in _FABRIC_OPTIONS:
-        environment.pop(_lt(name), None)
+        os.environ.pop(_lt(name), None)
 
 
 def _lt(option: str) -> str:

@@ -1,4 +1,5 @@
-"""Streams of the programs: a reader that has gone ends nothing, no text controls a terminal, no secret is printed.
+"""What the programs print and write: a reader that has gone ends nothing, no text controls a terminal or a page, no
+secret is printed.
 
 Control characters in names and texts are made visible: on standard error and in logs always, on standard output if it
 is a terminal. ``open_console`` writes the codes of rich.
@@ -12,9 +13,11 @@ import select
 import sys
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
     from rich.console import Console
     from rich.segment import Segment
 
@@ -47,7 +50,7 @@ class _LastingFile(io.FileIO):
             try:
                 written = super().write(left)
             except OSError as error:
-                if error.errno in _GONE:  # later writes go nowhere, also those of native libraries
+                if error.errno in _GONE:  # later writes go nowhere, also from native libraries
                     _redirect_to_null(self.fileno())
                 break
             if written is None:  # another program has made the terminal non-blocking
@@ -160,3 +163,11 @@ def redact(text: str) -> str:
         if len(value) >= _SHORTEST_SECRET and _SECRET_NAME.search(name) and not os.path.exists(value):
             text = text.replace(value, _HIDDEN)
     return text
+
+
+def open_templates(folder: Path, **options: Any) -> "Environment":
+    """Return a folder's templates: values are escaped, missing ones errors; ``options`` are further ones of jinja2."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # most programs need none
+
+    options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True, **options}
+    return Environment(loader=FileSystemLoader(folder), **options)

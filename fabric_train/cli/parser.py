@@ -153,8 +153,7 @@ def _convert_given(given: GivenValues, types: dict[str, Any], faults: list[str],
             positive = name.removeprefix("no_")
             is_negated = positive != name and types.get(positive) is bool
             here = f"write --{positive} false" if is_negated else advice_for_name(program, name, known)
-            advice = here or _nearest(name, known)
-            faults.append(f"{item.where}: no such argument; {advice}")
+            faults.append(f"{item.where}: no such argument; {here or _nearest(name, known)}")
             continue
         try:
             values[name] = argument_types.convert(types[name], item.value)

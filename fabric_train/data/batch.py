@@ -70,9 +70,9 @@ class Pieces(TensorRecord):
     """The pieces of documents in a batch [B, T], in the order of its rows: P pieces, tensors on the CPU.
 
     A target belongs to the piece that its own token is in, not the token that predicts it. So the targets of a piece
-    follow one another in ``Targets``, those of the first piece come first, and ``num_targets``, int64 [P], counts them.
-    ``sources``, int64 [P], are indices of ``IndexedRows.source_names``. ``num_bytes``, fp64 [P], are the UTF-8 bytes of
-    text that the targets stand for (``token_dataset.place_pieces``), NaN if that is not known.
+    follow one another in ``Targets``, targets of the first piece come first, and ``num_targets``, int64 [P], counts
+    them. ``sources``, int64 [P], are indices of ``IndexedRows.source_names``. ``num_bytes``, fp64 [P], are the UTF-8
+    bytes of text that the targets stand for (``token_dataset.place_pieces``), NaN if that is not known.
     """
 
     num_targets: torch.Tensor
@@ -114,7 +114,7 @@ class Batch(TensorRecord):
 
     @property
     def num_pairs(self) -> int:
-        """The number of preference pairs, if documents are those of pairs."""
+        """The number of preference pairs, if the documents are pairs."""
         return 0 if self.documents is None else (len(self.documents.borders) - 1) // 2
 
     def pin_memory(self) -> "Batch":

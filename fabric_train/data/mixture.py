@@ -280,7 +280,7 @@ def _partial_quotients(number: int, modulus: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class MixtureOrder:
-    """The rows of every step, counted from 1, as a function of the step: O(log phases) beside those of a ``Mixture``.
+    """The rows of every step, counted from 1, as a function of the step: O(log phases) beside a ``Mixture``'s.
 
     Each of ``mixtures`` is a phase that begins an epoch in the step after its ``starts_after``, 0 for the first.
     """

@@ -50,8 +50,7 @@ def describe_piece(dataset: TokenDataset, row: int, piece: int) -> str | None:
     """Return where the document of a piece comes from, and its first words; None without a document index."""
     if dataset.train.index is None:
         return None
-    vocabulary = load_vocabulary(dataset.folder / "tokenizer")
-    document = next(islice(documents_in(dataset, row, vocabulary), piece, None))
+    document = next(islice(documents_in(dataset, row, load_vocabulary(dataset.folder / "tokenizer")), piece, None))
     return f"{document.origin} “{document.text}”"
 
 

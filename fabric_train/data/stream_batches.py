@@ -64,7 +64,7 @@ class LaneCursor:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> "LaneCursor":
-        """Return the cursor of which :meth:`numbers` returned ``numbers``; a ValueError or TypeError if it did not."""
+        """Return the cursor that :meth:`numbers` described; a ValueError or TypeError if these are not its numbers."""
         positions, halves, tokens_read = (tuple(map(int, part)) for part in (numbers[:6], numbers[6:8], numbers[8:]))
         row_hash = "".join(half.to_bytes(8, "big", signed=True).hex() for half in halves)
         return cls(TextPosition(*positions[:3]), TextPosition(*positions[3:]), row_hash, tokens_read)
@@ -136,7 +136,6 @@ class Lanes:
         self.lanes = {lane: _Lane(position, (0,) * num_sources) for lane, position in begins.items()}
 
     def next_row(self, number: int) -> LaneRow:
-        """Return the next row of lane ``number``."""
         lane = self.lanes[number]
         begin = lane.position
         tokens = np.empty((2, self._max_length), np.int32)  # ids and labels
@@ -276,8 +275,7 @@ class StreamBatches:
                         "was trained on: texts up to it have changed; resume with the original texts, or take only "
                         "the checkpoint's weights with --weights_only true"
                     )
-                counted = len(saved.tokens_read) == self.num_sources
-                reader.lanes[lane].tokens_read = saved.tokens_read if counted else ()
+                reader.lanes[lane].tokens_read = saved.tokens_read if len(saved.tokens_read) == self.num_sources else ()
         for _ in range(num_windows):
             for lanes in own:
                 yield _batch(lanes, [reader.next_row(lane) for lane in lanes], self.isolates)

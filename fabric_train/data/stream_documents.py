@@ -70,7 +70,7 @@ def read_share(
 
 
 def interleave(sources: Sequence[Iterator[tuple[float, T]]]) -> Iterator[T]:
-    """Yield the documents of all sources: the next one is of the source of which the smallest part is read.
+    """Yield the documents of all sources: the next one is of the source with the smallest part read.
 
     So the parts of any two sources never differ by more than the part that one document is, and all end together.
     ``sources`` yield documents, each with the part of the source that is read after it.
@@ -118,7 +118,7 @@ class Document(NamedTuple):
 
     ``source`` is an index of ``StreamedDocuments.source_names``, ``kind`` is text or the format of the chat.
     ``content`` is a text that is not blank, or the columns of a chat in which something is supervised. ``num_bytes``,
-    at least 1, are those of the text in UTF-8, or of the chat's messages. ``place`` returns where it is, for messages.
+    at least 1, are of the text in UTF-8, or of the chat's messages. ``place`` returns where it is, for messages.
     """
 
     source: int
@@ -222,7 +222,6 @@ class StreamedDocuments:
         return tuple(dict.fromkeys(place.name for place in self.places))
 
     def read(self, epoch: int) -> Iterator[Document]:
-        """Yield the documents of a pass."""
         documents = self._in_order(epoch)
         return shuffle(documents, self.shuffle_buffer, self.seed, epoch) if self.shuffle_buffer else documents
 

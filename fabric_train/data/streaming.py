@@ -87,12 +87,10 @@ class Stream:
 
     @property
     def validation(self) -> IndexedRows | None:
-        """The rows of the validation split, None if there is none."""
         return self.held_out.validation if self.held_out else None
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end documents, and turns of chats."""
         end_of_turn = self.chat_template.end_of_turn_token_id if self.chat_template else None
         return (self.tokenizer.eos_token_id, *([end_of_turn] if end_of_turn is not None else []))
 

@@ -30,7 +30,7 @@ StoredRow: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 @dataclass(frozen=True)
 class RowPieces:
-    """P pieces of documents, those of some rows in order.
+    """P pieces of documents: the pieces of some rows in order.
 
     ``rows``, int64 [P], are indices among the rows asked for; ``positions``, int64 [P], where a piece begins in its
     row. ``sources``, int64 [P], are indices of ``IndexedRows.source_names``. ``num_tokens``, int64 [P], includes tokens
@@ -218,8 +218,7 @@ class Rows(IndexedRows):
         rows = np.array(indices, dtype=np.int64)
         if self.index is None:
             nothing = np.zeros_like(rows)
-            unknown = np.full(len(rows), np.nan)
-            return RowPieces(np.arange(len(rows)), nothing, nothing, self._lengths_of(rows), unknown)
+            return RowPieces(np.arange(len(rows)), nothing, nothing, self._lengths_of(rows), np.full(len(rows), np.nan))
         found = self.index.pieces(rows)
         documents, sources = self.index.documents[found.documents], self.index.source_numbers(found.documents)
         num_bytes = documents["bytes"] * (found.lengths / documents["tokens"])
@@ -268,7 +267,6 @@ class TokenDataset:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether the documents are preference pairs."""
         return self.manifest is not None and self.manifest.has_pairs
 
     @property

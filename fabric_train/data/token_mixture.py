@@ -107,7 +107,7 @@ def _first_rows(index: DocumentIndex, files: np.ndarray) -> list[int]:
 
 
 def rows_of(shares: Shares, sources: Sequence[ListedSource], folders: Sequence[str]) -> tuple[int, ...]:
-    """Return an epoch's rows of each source; a folder's share is that of its sources without one of their own."""
+    """Return an epoch's rows of each source; a folder's share is for its sources without one of their own."""
     given = list(_shares_of(shares, sources, folders))
     if not any(given):
         raise InputError(f"{shares.option}: nothing is left to train on; give a number above 0")
@@ -146,7 +146,7 @@ def _shares_of(shares: Shares, sources: Sequence[ListedSource], folders: Sequenc
         if (folder, name) in by_place and name is not None:
             yield by_place[folder, name]
             continue
-        # the share of a folder is that of the sources without one of their own, together
+        # a folder's share is for its sources without one of their own, together
         together = [
             other.num_rows
             for other, place in zip(sources, places, strict=True)
@@ -189,7 +189,6 @@ class JoinedRows(IndexedRows):
         return int(self._starts[place]) + self._slices[place][1].index(number)
 
     def read(self, indices: Sequence[int]) -> list[StoredRow]:
-        """Read the rows of one split together."""
         found: dict[int, StoredRow] = {}
         for part, numbers, rows in self._by_part(indices):
             found |= zip(numbers, self._parts[part].read(rows), strict=True)
@@ -226,7 +225,7 @@ class JoinedRows(IndexedRows):
 
 @dataclass(frozen=True)
 class TokenMixture:
-    """Several token datasets of one tokenizer and one row length, or one of which an epoch takes a share.
+    """Several token datasets of one tokenizer and one row length, or one with a share of it in an epoch.
 
     ``train`` has the rows of the ``sources`` one after the other, and an epoch takes ``rows_per_epoch`` of each, unless
     a phase takes others. ``manifest_folder`` is where the run keeps ``manifest``, which describes all of them.
@@ -245,7 +244,6 @@ class TokenMixture:
 
     @property
     def isolates(self) -> bool:
-        """Whether training keeps the documents of a row apart."""
         return self.train.isolates
 
     @property
@@ -281,7 +279,6 @@ class TokenMixture:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end documents, and turns of chats."""
         return self.manifest.tokenizer.stop_token_ids
 
     @property

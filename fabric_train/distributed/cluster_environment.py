@@ -71,7 +71,7 @@ def _stay_on_this_machine(has_store: bool) -> None:
 
 
 class SrunEnvironment(environments.SLURMEnvironment):
-    """Slurm's tasks; the address is that of the step's first node unless ``MASTER_ADDR`` is set."""
+    """Slurm's tasks; the address is the step's first node unless ``MASTER_ADDR`` is set."""
 
     def __init__(self, num_nodes: int) -> None:
         super().__init__(auto_requeue=False)
@@ -259,7 +259,7 @@ def init_process_group(fabric: Fabric, accelerator: str, num_processes: int, tim
 
 
 def set_group_timeouts(timeout: timedelta) -> None:
-    """Set the timeout of all process groups of this rank: those of a device mesh are created with torch's default."""
+    """Set the timeout of all process groups of this rank: a device mesh's are created with torch's default."""
     for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 

@@ -1,4 +1,4 @@
-"""What the ranks of a run share: data that they exchange, and parameters of which each has a part.
+"""What the ranks of a run share: data that they exchange, and parameters that are divided among them.
 
 Functions that exchange data are collective: every rank must call them, in the same order.
 
@@ -117,8 +117,8 @@ def sync_step(fabric: Fabric, own: StepSync) -> StepSync:
 class FlatShard:
     """Where a parameter lies in the flat vector of its FSDP1 unit, which ``num_ranks`` ranks share.
 
-    ``shape`` is that of the whole parameter, ``start`` the index of its first element in the flat vector. ``local`` is
-    this rank's part of the vector, [size]. ``rank`` is that of this process in ``group``, which is None with NO_SHARD.
+    ``shape`` is the whole parameter's, ``start`` the index of its first element in the flat vector. ``local`` is
+    this rank's part of the vector, [size]. ``rank`` is this process's in ``group``, which is None with NO_SHARD.
     """
 
     shape: torch.Size
@@ -189,7 +189,7 @@ def original_name(name: str) -> str:
 
 @torch.no_grad()
 def average_replicated(model: Any) -> None:
-    """Average, over all ranks, the gradients of parameters of which every rank has a copy beside a sharded model.
+    """Average, over all ranks, the gradients of parameters that every rank has whole beside a sharded model.
 
     A strategy that shards the model ignores them (``model.replicated``, set by ``setup_model``). All ranks call this
     once a step, after the backward passes. The gradients travel as one fp32 vector.

@@ -76,8 +76,7 @@ class StopSignals:
         if self.received and now - self._received_at < _REPEAT_SECONDS:
             return
         if self.received:
-            line = f"{_name(number)} again: ended at once, without saving; continue with --resume true"
-            end_run(128 + number, line)
+            end_run(128 + number, f"{_name(number)} again: ended at once, without saving; continue with --resume true")
         self._received_at, self.received = now, number
         if not self.is_deferred:
             end_run(STOPPED, describe_stop_outside_training(describe_signal(number)))
@@ -188,7 +187,7 @@ _SLOW_PHASES = (StepPhase.LOADING, StepPhase.COMPLETING, StepPhase.SAVING, StepP
 class Position:
     """A point that every rank passes; an earlier one compares as less.
 
-    ``index`` is that of the micro-batch or validation batch. ``is_slow``: the others may have to wait here for long.
+    ``index`` counts micro-batches or validation batches. ``is_slow``: the others may have to wait here for long.
     """
 
     step: int = 0

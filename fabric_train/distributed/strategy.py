@@ -101,7 +101,7 @@ class ParameterMaterializer:
         self._parameters: dict[nn.Parameter, nn.Parameter] = {}
 
     def __call__(self, module: nn.Module) -> None:
-        """Materialize the module's own parameters, not those of its children."""
+        """Materialize the module's own parameters, not its children's."""
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if parameter not in self._parameters:

@@ -35,14 +35,14 @@ class DocumentSums:
 
     @property
     def total(self) -> TokenLoss:
-        """The loss of all documents; without bytes if those of a document are not known."""
+        """The loss of all documents; without bytes if one document's are not known."""
         num_bytes = float(self.num_bytes.sum())
         return TokenLoss(math.fsum(self.nats), int(self.tokens.sum()), None if math.isnan(num_bytes) else num_bytes)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How much a model's loss is above that of the first one, in nats per token or bits per byte (``unit``)."""
+    """How much a model's loss is above the first model's, in nats per token or bits per byte (``unit``)."""
 
     unit: str
     value: float

@@ -70,7 +70,7 @@ def compare_models(arguments: EvaluateArguments) -> None:
     parts = ((model, part) for model in models for text in encoded[model.name] for part in text.parts())
     with scoring_progress(sum(len(part.tokens) for model, part in parts if not cache.has(model, part))) as show:
         in_turn, losses, bases = ModelsInTurn(), dict[str, list[np.ndarray]](), [model.base for model in models]
-        for model in sorted(models, key=lambda model: bases.index(model.base)):  # those of one base follow each other
+        for model in sorted(models, key=lambda model: bases.index(model.base)):  # of one base in a row
             losses[model.name] = score_texts(model, encoded[model.name], cache, batch_tokens, show, in_turn)
         del in_turn
     new = {

@@ -141,8 +141,7 @@ def _evaluate(request: WorkerRequest, scores: ModelScores, tasks: Mapping[TaskSe
         scores = add_score(Path(request.file), scores, score)
         shown = ", ".join(f"{name.removesuffix(',none')} {metric}" for name, metric in score.metrics.items())
         counted = f"{score.num_documents} documents, {score.num_fewshot}-shot"
-        line = f"{scores.name}: {settings.task}: {shown} ({counted}), {seconds:.0f} s"
-        print(line, file=sys.stderr, flush=True)
+        print(f"{scores.name}: {settings.task}: {shown} ({counted}), {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def _run(lm: Any, loaded: Any, settings: TaskSettings) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fabric_train.cli.templates import open_templates
+from fabric_train.cli.output import open_templates
 from fabric_train.evaluation.texts import EncodedText
 from fabric_train.tokenization.inspect.page import html_page, marked
 from fabric_train.tokenization.inspect.row_view import visible
@@ -48,13 +48,12 @@ class ChangedDocument:
 
     @property
     def change(self) -> float:
-        """The mean change of the loss, in nats per token."""
         return float((self.after.astype(np.float64) - self.before).mean())
 
 
 @dataclass(frozen=True)
 class LossChanges:
-    """Where the loss of the model ``last`` is lower and higher than that of ``first``."""
+    """Where the model ``last`` has a lower and a higher loss than ``first``."""
 
     first: str
     last: str
@@ -121,7 +120,7 @@ def _extremes(
 
 
 def changes_page(changes: LossChanges, tokenizer: Any) -> str:
-    """Return the page, with every text of the documents escaped; ``tokenizer`` is that of both models."""
+    """Return the page, with every text of the documents escaped; both models have the ``tokenizer``."""
     folder = Path(__file__).with_name("templates")
     templates = open_templates(folder)
     templates.filters |= {"visible": visible, "marked": marked}

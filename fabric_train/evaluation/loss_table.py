@@ -148,7 +148,7 @@ def check_same_documents(
 
 
 def join_evaluated(earlier: Evaluated, new: Evaluated) -> Evaluated:
-    """Return earlier losses with new ones, which replace those of the same model and source.
+    """Return earlier losses with new ones, which replace losses of the same model and source.
 
     The first model, with which the others are compared, stays the first unless it is evaluated again at another place.
     """

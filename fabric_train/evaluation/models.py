@@ -36,7 +36,7 @@ from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.evaluation.models_in_turn import ModelsInTurn
 from fabric_train.evaluation.texts import NUM_DIGITS, EncodedText, ScoredPart, device_kind, full_digest
 from fabric_train.model.hf_model import check_readable, load_hf_tokenizer, read_shape
-from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenizers
+from fabric_train.tokenization.tokenizers.vocabulary import compare_tokenizers
 from fabric_train.tokenization.workers import ThrottledLog
 from fabric_train.training.objective import CrossEntropy
 
@@ -134,10 +134,10 @@ def check_tokenizer(model: ComparedModel, dataset: TokenDataset) -> None:
     with TemporaryDirectory() as folder:
         theirs = Path(folder, "tokenizer.json")
         backend.save(str(theirs))
-        difference = compare_tokenizers(ours, theirs, " ".join(filter(None, (record.bos_token, record.eos_token))))
-    if difference.fault:
+        fault, _ = compare_tokenizers(ours, theirs, " ".join(filter(None, (record.bos_token, record.eos_token))))
+    if fault:
         raise InputError(
-            f"{dataset.folder}: not made with the tokenizer of {model.name}: {difference.fault} (here: the token "
+            f"{dataset.folder}: not made with the tokenizer of {model.name}: {fault} (here: the token "
             "dataset's, there: the model's); give the documents themselves to --texts"
         )
 

@@ -105,7 +105,7 @@ def compare_pairs(arguments: EvaluateArguments, models: Sequence[ComparedModel],
 
 
 def figures_of(scores: Sequence[PairScores], seed: int) -> list[PairFigures]:
-    """Return the figures of models, of which the first is the reference; all have the same pairs in the same order."""
+    """Return the figures of models; the first is the reference, and all have the same pairs in the same order."""
     found = []
     for number, own in enumerate(scores):
         margins = own.sums[:, 0] - own.sums[:, 1]
@@ -229,8 +229,7 @@ def _print_table(results: dict[str, dict[str, PairFigures]]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("source", "model"):
         table.add_column(column)
-    columns = ("pairs", "accuracy", "per token", "margin", "to the first", "length bias")
-    for column in columns:
+    for column in ("pairs", "accuracy", "per token", "margin", "to the first", "length bias"):
         table.add_column(column, justify="right")
     for source, of_models in results.items():
         for number, (model, found) in enumerate(of_models.items()):

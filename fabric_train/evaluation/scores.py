@@ -42,7 +42,7 @@ class TaskScore:
     settings: TaskSettings
     metrics: dict[str, MetricScore]
     num_documents: int
-    num_fewshot: int  # examples in each prompt, of which a task may allow none
+    num_fewshot: int  # examples in each prompt; a task may allow none
     seconds: float
     lm_eval: str
 
@@ -66,7 +66,7 @@ class ModelScores:
 
 
 def read_scores(path: Path, unscored: ModelScores) -> ModelScores:
-    """Return the scores of a model so far; those of other weights do not count, and ``path`` need not exist."""
+    """Return the scores of a model so far; scores of other weights do not count, and ``path`` need not exist."""
     if not path.exists():
         return unscored
     found = read_score_file(path)
@@ -79,7 +79,7 @@ def read_score_file(path: Path) -> ModelScores:
 
 
 def add_score(path: Path, scores: ModelScores, score: TaskScore) -> ModelScores:
-    """Return the scores with those of a further task, after writing them."""
+    """Return the scores with a further task's, after writing them."""
     extended = replace(scores, scores=[*scores.scores, score])
     write_atomically(path, json.dumps(asdict(extended), indent=1, allow_nan=False) + "\n")
     return extended
@@ -178,7 +178,6 @@ def to_csv(table: ScoreTable, tasks: Sequence[LanguageTask]) -> str:
 
 
 def to_markdown(table: ScoreTable) -> str:
-    """Return the table of means as markdown."""
     head = ["model", *(column.title for column in table.columns)]
     lines = [head, ["---", *("---:" for _ in table.columns)]]
     lines += [[model.name, *_cells(table, model)] for model in table.models]
@@ -186,7 +185,6 @@ def to_markdown(table: ScoreTable) -> str:
 
 
 def to_rich(table: ScoreTable) -> "Table":
-    """Return the table of means for the terminal."""
     from rich.table import Table
     from rich.text import Text
 

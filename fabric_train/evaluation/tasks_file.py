@@ -41,8 +41,6 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class LanguageTask:
-    """A task of a language."""
-
     language: str
     source: str  # a name of lm_eval, or the absolute path of a task file
     settings: TaskSettings
@@ -140,8 +138,7 @@ def files_of(task_file: Path) -> list[Path]:
         found.append(path)
         if not is_task_file(path.name):
             continue
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_TaskFileLoader)
-        for text in _texts_in(content):
+        for text in _texts_in(yaml.load(path.read_text(encoding="utf-8"), Loader=_TaskFileLoader)):
             places = (path.parent / text, Path(text)) if len(text) < _LONGEST_NAME else ()
             unread += [Path(os.path.abspath(place)) for place in places if text and os.path.isfile(place)]
     return found

@@ -41,7 +41,7 @@ class DocumentTexts:
 
 @dataclass(frozen=True, eq=False)
 class HeldOutRows:
-    """The validation split of a token dataset. ``name`` is that of all its documents; None: of their own sources."""
+    """The validation split of a token dataset. ``name`` is the source of all documents; None: each has its own."""
 
     name: str | None
     dataset: TokenDataset
@@ -149,7 +149,7 @@ class EncodedText(Protocol):
 
 @dataclass(frozen=True)
 class TextWindow:
-    """A forward pass over tokens ``begin`` to ``stop`` of a document, of which those from ``first`` on predict."""
+    """A forward pass over tokens ``begin`` to ``stop`` of a document; the tokens from ``first`` on predict."""
 
     document: int
     begin: int
@@ -299,7 +299,6 @@ class PackedText(EncodedText):
             yield ScoredPart(units, tokens, _digest(settings.encode(), self.target_ids[tokens.start : tokens.stop]))
 
     def batches(self, part: ScoredPart, batch_tokens: int) -> Iterator[PredictedBatch]:
-        """Yield rows in their order."""
         for rows in _chunks(part.units, max(1, batch_tokens // self.input_tokens)):
             batch = self._rows.__getitems__(rows)
             places = np.arange(self._row_starts[rows.start], self._row_starts[rows.stop])
@@ -322,7 +321,6 @@ def device_kind() -> str:
 
 
 def full_digest(text: str) -> str:
-    """Return the SHA-256 of a text."""
     return _digest(text.encode())
 
 

@@ -137,7 +137,7 @@ class Watch:
         return table
 
     def print_tables(self, seed: int) -> None:
-        """Print the losses on texts and the scores on tasks; ``seed`` is that of the bootstrap."""
+        """Print the losses on texts and the scores on tasks; ``seed`` is for the bootstrap."""
         if self.texts and (self.output / loss_table.DOCUMENTS).exists():
             evaluated = loss_table.read_evaluated(self.output)
             results = loss_table.compare_evaluated(evaluated, seed)
@@ -153,7 +153,7 @@ class Watch:
         return self.texts is not None and not self.texts.has_all(evaluated, model, self._name_on_texts(model))
 
     def _name_on_texts(self, model: WatchedModel) -> str:
-        """Return the name of a model in ``evaluation.json``; that of a checkpoint is as with RUN/all of --models."""
+        """Return the name of a model in ``evaluation.json``; a checkpoint's is as with RUN/all of --models."""
         return model.name if model.step is None else str(self.run / model.name)
 
     def _evaluate(self, model: WatchedModel) -> None:
@@ -185,7 +185,7 @@ class Watch:
                     yield WatchedModel(checkpoint.name, str(checkpoint), step, identity)
 
     def _all_scores(self) -> list[ModelScores]:
-        """Return the scores of all models: those of ``models`` first, also those of removed checkpoints."""
+        """Return the scores of all models, of ``models`` first; removed checkpoints are among them."""
         known = {self._file(model): model for model in self._known()}
         others = [file for pattern in ("model-*.json", "step-*.json") for file in sorted(self.output.glob(pattern))]
         found = [scores.read_scores(file, model.unscored) for file, model in known.items()]

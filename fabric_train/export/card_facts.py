@@ -11,7 +11,6 @@ from typing import Any
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.output import redact
-from fabric_train.export.average import AveragePart
 from fabric_train.export.card_text import (
     SHOWN_DIGITS,
     Markdown,
@@ -22,8 +21,8 @@ from fabric_train.export.card_text import (
     last_part,
     listed,
 )
-from fabric_train.export.merged import MergeInto
-from fabric_train.model.origin import STAGES, ModelOrigin
+from fabric_train.export.source import AveragePart, MergeInto
+from fabric_train.model.origin import STAGES, HubDataset, ModelOrigin, StageSource, TrainingSession, TrainingStage
 from fabric_train.tokenization.manifest import Manifest, SourceRecord, read_manifest
 from fabric_train.tokenization.reading.sources import place_of
 from fabric_train.training.replay_certificate import StoredCertificate, read_certificate
@@ -68,7 +67,7 @@ class ModelRecord:
         times = Counter(source.given for source in self.manifest.sources)
         return [source for source in self.manifest.sources if times[source.given] > held_out[source.given]]
 
-    def stream_places(self) -> list[checkpoints.StageSource]:
+    def stream_places(self) -> list[StageSource]:
         """Return the places that a stream reads, in their order, with the share that a pass reads."""
         stream = self.saved.stream
         identities = [_HUB_IDENTITY.fullmatch(line) for line in (stream.sources if stream else ())]
@@ -77,12 +76,12 @@ class ModelRecord:
         for number, given in enumerate(self.saved.arguments.get("streaming_dataset") or ()):
             place = place_of(given)
             repository = re.split("[:@]", place)[0]
-            datasets = [checkpoints.HubDataset(repository, commits[repository])] if repository in commits else []
+            datasets = [HubDataset(repository, commits[repository])] if repository in commits else []
             own_name = given.removesuffix(place).rstrip("=")
             name = own_name or (repository if datasets else last_part(place))
             shares = stream.shares if stream else None
             share = shares[number] if shares and number < len(shares) else 1.0
-            places.append(checkpoints.StageSource(name, share, None, None, [], datasets))
+            places.append(StageSource(name, share, None, None, [], datasets))
         return places
 
     def hub_datasets(self) -> list[str]:
@@ -102,21 +101,19 @@ def read_record(checkpoint: Path, parts: Sequence[AveragePart] = (), merges: Mer
     )
 
 
-def stages_through(checkpoint: Path) -> tuple[checkpoints.TrainingStage, ...]:
+def stages_through(checkpoint: Path) -> tuple[TrainingStage, ...]:
     """Return the stages of training up to a checkpoint, which is in the last one."""
     return all_stages(read_record(checkpoint))
 
 
-def all_stages(record: ModelRecord) -> tuple[checkpoints.TrainingStage, ...]:
+def all_stages(record: ModelRecord) -> tuple[TrainingStage, ...]:
     """Return the stages, the record's own run last, with shares of the tokens seen, else of the token dataset."""
     seen = _seen_of_sources(record) or dict(seen_shares(record))
     sources = stored_sources(record) or record.stream_places()
     if seen.keys() >= {source.name for source in sources}:
         sources = [replace(source, share=seen[source.name]) for source in sources]
     state, run = record.saved.state, last_part(str(checkpoints.run_of(record.checkpoint)))
-    own = checkpoints.TrainingStage(
-        run, state.step, state.num_tokens, record.origin, sources, list(record.saved.sessions)
-    )
+    own = TrainingStage(run, state.step, state.num_tokens, record.origin, sources, list(record.saved.sessions))
     return (*record.saved.stages, own)
 
 
@@ -133,7 +130,7 @@ def write_stages(record: ModelRecord, folder: Path) -> None:
         (folder / HASHES).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def stored_sources(record: ModelRecord) -> list[checkpoints.StageSource]:
+def stored_sources(record: ModelRecord) -> list[StageSource]:
     """Return the sources of a token dataset in their order, with shares of its tokens; none without a manifest."""
     if record.manifest is None:
         return []
@@ -141,7 +138,7 @@ def stored_sources(record: ModelRecord) -> list[checkpoints.StageSource]:
     for source in record.training_sources():
         by_name.setdefault(source.name, []).append(source)
     train = record.manifest.ledger.splits.get("train")
-    sources: list[checkpoints.StageSource] = []
+    sources: list[StageSource] = []
     for name, records in by_name.items():
         counted = train.sources.get(name) if train else None
         documents = counted.documents if counted else sum(one.documents for one in records)
@@ -149,8 +146,8 @@ def stored_sources(record: ModelRecord) -> list[checkpoints.StageSource]:
         public = record.names[name]
         files, on_hub = [file for one in records for file in one.files], [one for one in records if one.kind == "hub"]
         lines = [f"{last_part(file.sha256)}  {public}/{last_part(file.path)}" for file in files]
-        datasets = {one.hub_name: checkpoints.HubDataset(one.hub_name, one.revision) for one in on_hub}
-        sources.append(checkpoints.StageSource(public, 0.0, tokens, documents, lines, [*datasets.values()]))
+        datasets = {one.hub_name: HubDataset(one.hub_name, one.revision) for one in on_hub}
+        sources.append(StageSource(public, 0.0, tokens, documents, lines, [*datasets.values()]))
     total = max(sum(source.tokens or 0 for source in sources), 1)
     return [replace(source, share=(source.tokens or 0) / total) for source in sources]
 
@@ -179,7 +176,7 @@ def _seen_of_sources(record: ModelRecord) -> dict[str, float]:
     return seen
 
 
-def source_row(source: checkpoints.StageSource) -> Row:
+def source_row(source: StageSource) -> Row:
     """Return name, share, tokens, documents, number of files, and their hash or the revision on the hub, in short."""
     lines = source.files
     if not lines:
@@ -193,7 +190,7 @@ def source_row(source: checkpoints.StageSource) -> Row:
     return _linked(source.name, source.datasets), f"{source.share:.2%}", *counts, identity
 
 
-def _linked(name: str, datasets: Sequence[checkpoints.HubDataset]) -> Markdown:
+def _linked(name: str, datasets: Sequence[HubDataset]) -> Markdown:
     """Return the name of a source, with links to its datasets on the hub."""
     names = [one.repository for one in datasets]
     links = Markdown(", ".join(map(dataset_link, names)))
@@ -315,14 +312,14 @@ def _checked_tasks(parts: Sequence[dict[str, Any]], contaminated: dict[str, int]
     return [{**checks[0], "became": became, "tasks": rows}]
 
 
-def device_hours(sessions: Sequence[checkpoints.TrainingSession]) -> Markdown:
+def device_hours(sessions: Sequence[TrainingSession]) -> Markdown:
     """Return the hours of all devices together in words, such as ``98.4 GPU hours on 8 × NVIDIA H100``."""
     devices = listed([*dict.fromkeys(map(_hardware, sessions))])
     since = f", without the first {sessions[0].after_step:,} steps" if sessions[0].after_step else ""
     return Markdown(f"{_totals(sessions)[1]} {hours_unit(sessions)} on {devices}{since}")
 
 
-def hours_unit(sessions: Sequence[checkpoints.TrainingSession]) -> str:
+def hours_unit(sessions: Sequence[TrainingSession]) -> str:
     """Return the unit of the devices' hours; a name of a device that is no GPU begins as ``device_name`` says."""
     return "device hours" if any(one.device.startswith(("CPU", "xla")) for one in sessions) else "GPU hours"
 
@@ -331,7 +328,7 @@ def compute_rows(record: ModelRecord) -> list[Row]:
     """Return the devices and their hours by steps; the steps of runs that this one branched off are apart."""
     sessions = record.saved.sessions
     borders = {branch.step for branch in record.saved.lineage}
-    groups: list[list[checkpoints.TrainingSession]] = []
+    groups: list[list[TrainingSession]] = []
     for session in sessions:
         if groups and _hardware(groups[-1][0]) == _hardware(session) and session.after_step not in borders:
             groups[-1].append(session)
@@ -345,8 +342,8 @@ def compute_rows(record: ModelRecord) -> list[Row]:
     return [*rows, ("all", "", *_totals(sessions))] if len(rows) > 1 else rows
 
 
-def _totals(sessions: Sequence[checkpoints.TrainingSession]) -> tuple[str, str]:
-    """Return the hours of the clock, and those of all devices together."""
+def _totals(sessions: Sequence[TrainingSession]) -> tuple[str, str]:
+    """Return the hours of the clock, and the hours of all devices together."""
     of_clock, of_devices = (
         f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}" if hours >= 0.01 else "under 0.01"
         for hours in (sum(one.seconds for one in sessions) / 3600, sum(one.device_hours for one in sessions))
@@ -354,6 +351,6 @@ def _totals(sessions: Sequence[checkpoints.TrainingSession]) -> tuple[str, str]:
     return of_clock, of_devices
 
 
-def _hardware(session: checkpoints.TrainingSession) -> str:
+def _hardware(session: TrainingSession) -> str:
     name, _, more = session.device.partition(", ")  # of a CPU, instructions and threads
     return f"{session.num_devices:,} × {name}" + (f" ({more})" if more else "")

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from fabric_train.cli.output import redact
-from fabric_train.cli.templates import open_templates
+from fabric_train.cli.output import open_templates, redact
 from fabric_train.tokenization.manifest import Manifest
 
 SHOWN_DIGITS = 12
@@ -34,7 +33,7 @@ class Markdown(str):
 
 
 def escaped(value: Any) -> Any:
-    """Return one line of which nothing is Markdown or HTML; Markdown stays as it is."""
+    """Return one line without Markdown or HTML; Markdown stays as it is."""
     if hasattr(value, "__html__"):
         return value
     text = redact(str(value))  # a secret is found unescaped
@@ -42,7 +41,6 @@ def escaped(value: Any) -> Any:
 
 
 def number(value: float) -> str:
-    """Return a number with commas."""
     return f"{value:,}"
 
 
@@ -71,7 +69,6 @@ def link(text: str, target: str) -> Markdown:
 
 
 def dataset_link(repository: str) -> Markdown:
-    """Return a link to a dataset on the hub."""
     return link(repository, f"https://huggingface.co/datasets/{repository}")
 
 

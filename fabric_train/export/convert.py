@@ -26,10 +26,9 @@ from fabric_train.checkpoint import (
 )
 from fabric_train.checkpoint.adapter_folder import CONFIG, PREFIX, TIED, WEIGHTS, AdapterTensors
 from fabric_train.cli.errors import InputError
-from fabric_train.export.average import AveragePart, ExportSource, check_one_model
 from fabric_train.export.hub_format import add_former_names, published, write_weights
-from fabric_train.export.merged import MergeInto, is_in_4_bits
 from fabric_train.export.model_card import CardFacts, write_card
+from fabric_train.export.source import AveragePart, ExportSource, MergeInto, check_one_model, is_in_4_bits
 from fabric_train.export.verification import VerificationReport, is_verified_export, verify_in_fresh_process
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.regular_file import copy_folder, read_json

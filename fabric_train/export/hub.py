@@ -45,8 +45,6 @@ class PushError(RuntimeError):
 
 @dataclass(frozen=True)
 class PushRequest:
-    """Where a folder is pushed."""
-
     repository: str  # OWNER/NAME; a model and a dataset may have the same
     repo_type: RepoType
     private: bool = True

@@ -25,13 +25,12 @@ from fabric_train.checkpoint import is_adapter
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
 from fabric_train.export import card_facts
-from fabric_train.export.average import AveragePart, ExportSource
 from fabric_train.export.card_facts import ModelRecord, Row, read_record
 from fabric_train.export.card_text import Markdown, code, escaped, last_part, link, public_value, render
-from fabric_train.export.merged import MergeInto
+from fabric_train.export.source import AveragePart, ExportSource, MergeInto
 from fabric_train.export.verification import REPORT_NAME, OutputReport, VerificationReport
 from fabric_train.files.regular_file import read_json, write_atomically
-from fabric_train.model.origin import ModelOrigin, legal_files
+from fabric_train.model.origin import ModelOrigin, TrainingStage, legal_files
 from fabric_train.training.metrics import Metrics, read_metrics
 from fabric_train.training.trackers import PICTURE, draw_loss_curves
 
@@ -50,7 +49,7 @@ class CardFacts:
     """What a checkpoint does not say about its export."""
 
     name: str  # the repository that it is pushed to, else the name of its folder
-    license: str | None = None  # identifier on the hub; None takes that of the base model
+    license: str | None = None  # identifier on the hub; None takes the base model's
     languages: tuple[str, ...] | None = None  # ISO 639 codes; None if they are not known
     base_model: str | None = None  # name on the hub; None takes the one that the checkpoint names
 
@@ -205,7 +204,7 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
 
 
 def _difference_from_training(folder: Path) -> OutputReport | None:
-    """Return how far logits are from those of the model as it was trained; None if that is not measured, or not yet."""
+    """Return how far logits are from the trained model's; None if that is not measured, or not yet."""
     if not (folder / REPORT_NAME).is_file():
         return None
     return read_json(folder / REPORT_NAME, VerificationReport, "convert again").trained
@@ -225,7 +224,7 @@ def _has_chat_template(tokenizer: Path) -> bool:
     return config.is_file() and bool(read_json(config, dict, "fetch it again").get("chat_template"))
 
 
-def _stage_row(number: int, stage: checkpoints.TrainingStage) -> Row:
+def _stage_row(number: int, stage: TrainingStage) -> Row:
     begun = f"stage {number - 1}" if number > 1 else "random weights"
     if number == 1 and stage.base_model:
         begun = code(stage.base_model.name)
@@ -282,11 +281,11 @@ def _cells(loss: checkpoints.TokenLoss | None, figures: Sequence[str]) -> Iterat
 def _change(before: checkpoints.TokenLoss | None, after: checkpoints.TokenLoss) -> str:
     if before is None or not before.loss > 0:
         return ""
-    return f"{after.loss / before.loss - 1:+.1%}".replace("-", "−")  # that of the bits per byte, too
+    return f"{after.loss / before.loss - 1:+.1%}".replace("-", "−")  # also of the bits per byte
 
 
 def draw_card_picture(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
-    """Draw the losses of the checkpoint's run into ``folder``, with those of the runs that it branched off.
+    """Draw the losses of the checkpoint's run into ``folder``, and of the runs that it branched off.
 
     Nothing is drawn if the run has no metrics.csv that can be read. Runs that it branched off may be gone.
     """

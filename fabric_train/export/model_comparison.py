@@ -5,19 +5,15 @@ half of the available memory, tensors are compared in blocks from the files, and
 """
 
 import filecmp
-import functools
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from rich.progress import Progress, track
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fabric_train.checkpoint import read_trainer_json
@@ -25,16 +21,15 @@ from fabric_train.checkpoint.adapter_folder import AdapterTensors, open_base
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console
 from fabric_train.distributed.memory import available_memory
-from fabric_train.export.average import ExportSource
 from fabric_train.export.hub_format import INDEX_NAME, blocks, former_names, published
-from fabric_train.export.merged import MergeInto, is_in_4_bits, open_unmerged
+from fabric_train.export.source import ExportSource, MergeInto, is_in_4_bits, open_unmerged
 from fabric_train.export.verification import Method, OutputReport, TensorReport, VerificationReport, find_faults
 from fabric_train.files.regular_file import read_json
 from fabric_train.inference.load_model import add_adapter, load_onto_devices
 from fabric_train.model import hf_model, load_weights
-from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights, open_weights
+from fabric_train.model.load_weights import LayeredOutput, layered_forward
+from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, open_weights
 
-_VOCABULARY_BLOCK = 8192  # rows of the output layer
 _TEXT = (
     "Now is the winter of our discontent made glorious summer by this sun of York; 1 + 1 = 2, naïve café, 東京.\n"
     "def main() -> None:\n    print('Hello, world!')\n"
@@ -343,81 +338,4 @@ def _traits(source: Path) -> dict[str, Any]:
 
 
 def _different(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    names = sorted({*expected, *found} - _WRITTEN_ANEW)
-    return [name for name in names if expected.get(name) != found.get(name)]
-
-
-@dataclass(frozen=True)
-class LayeredOutput:
-    """The output [1, T, H] of each decoder layer, in their order, and the logits [1, T, V] in fp32."""
-
-    hidden_states: list[torch.Tensor]
-    logits: torch.Tensor
-
-
-@torch.inference_mode()
-def layered_forward(
-    meta: load_weights.MetaModel,
-    layer_classes: frozenset[type[nn.Module]],
-    input_ids: torch.Tensor,
-    advance: Callable[[], object],
-) -> LayeredOutput:
-    """Return what a model computes for ``input_ids`` [1, T], reading its weights once, a decoder layer at a time.
-
-    ``meta`` is a model on the meta device, to which hooks are added. ``advance`` is called after each decoder layer.
-    """
-    model: Any = meta.model
-    assert meta.weights is not None
-    names = {id(parameter): name for name, parameter in model.named_parameters()}  # the first name of a tied weight
-    load_weights.read_buffers(model, meta.weights)
-    hidden_states: list[torch.Tensor] = []
-
-    def keep_output(module: nn.Module, arguments: object, output: Any) -> None:
-        hidden_states.append(output[0] if isinstance(output, tuple) else output)
-        advance()
-
-    head = model.get_output_embeddings()
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, tuple(layer_classes))]
-    within = {inner for layer in layers for inner in layer.modules()}
-    for layer in layers:
-        layer.register_forward_hook(keep_output)
-        _read_while_running(layer, [*layer.modules()], meta.weights, names)
-    for module in model.modules():
-        if module is head and type(module) is nn.Linear:
-            head.forward = functools.partial(_blockwise_head, meta.weights, names, head.weight, head.bias)
-        elif module._parameters and module not in within:
-            _read_while_running(module, [module], meta.weights, names)
-    logits = model.eval()(input_ids=input_ids, use_cache=False).logits
-    return LayeredOutput(hidden_states, logits.float())
-
-
-def _read_while_running(unit: nn.Module, modules: list[nn.Module], weights: Weights, names: dict[int, str]) -> None:
-    """Give ``modules`` their own parameters during the forward pass of ``unit``, and only then."""
-    on_meta = [(module, dict(module._parameters)) for module in modules]
-
-    def read(unit: nn.Module, arguments: object) -> None:
-        for module, parameters in on_meta:
-            for name, parameter in parameters.items():
-                if parameter is not None:
-                    full = weights.read_block(names[id(parameter)], (0,) * parameter.dim(), parameter.shape)
-                    module._parameters[name] = nn.Parameter(full.to(parameter.dtype), requires_grad=False)
-
-    def drop(unit: nn.Module, arguments: object, output: object) -> None:
-        for module, parameters in on_meta:
-            module._parameters.update(parameters)
-
-    unit.register_forward_pre_hook(read)
-    unit.register_forward_hook(drop)
-
-
-def _blockwise_head(
-    weights: Weights, names: dict[int, str], matrix: torch.Tensor, bias: torch.Tensor | None, hidden: torch.Tensor
-) -> torch.Tensor:
-    """Return the logits [1, T, V] of ``hidden`` [1, T, H]; matrix [V, H] and bias are read in blocks of rows."""
-    (rows, width), logits = matrix.shape, []
-    for begin in range(0, rows, _VOCABULARY_BLOCK):
-        count = min(_VOCABULARY_BLOCK, rows - begin)
-        block = weights.read_block(names[id(matrix)], (begin, 0), (count, width)).to(matrix.dtype)
-        added = None if bias is None else weights.read_block(names[id(bias)], (begin,), (count,)).to(matrix.dtype)
-        logits.append(F.linear(hidden, block, added))
-    return torch.cat(logits, dim=-1)
+    return [name for name in sorted({*expected, *found} - _WRITTEN_ANEW) if expected.get(name) != found.get(name)]

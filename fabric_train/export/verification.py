@@ -18,8 +18,7 @@ import torch
 
 from fabric_train.cli.errors import FAILURE, InputError, run_program
 from fabric_train.cli.fabric_command import project_first
-from fabric_train.export.average import AveragePart, ExportSource
-from fabric_train.export.merged import MergeInto
+from fabric_train.export.source import AveragePart, ExportSource, MergeInto
 from fabric_train.files.regular_file import read_json
 
 REPORT_NAME = "verification.json"

@@ -63,9 +63,8 @@ def find_stop(text: str, stop: Sequence[str]) -> int | None:
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """The ids of a prompt, the new ids, and their text; "stop" is that a token ended it, or a text, which it lacks."""
+    """The new ids after a prompt, and their text; "stop" is that a token ended it, or a text, which it lacks."""
 
-    prompt_ids: list[int]
     new_ids: list[int]
     text: str
     ended_by: Literal["stop", "length", "interrupt"]
@@ -129,8 +128,8 @@ def generate(
     seconds = time.perf_counter() - start
     new = [row[longest:] for row in output.tolist()]
     unfinished: Literal["interrupt", "length"] = "interrupt" if interrupted.happened else "length"
-    cut = [(ids, *_cut(tokenizer, ids, row, settings.stop, ends)) for ids, row in zip(encoded, new, strict=True)]
-    return [GeneratedText(ids, own, text, "stop" if ended else unfinished, seconds) for ids, own, text, ended in cut]
+    cut = (_cut(tokenizer, ids, row, settings.stop, ends) for ids, row in zip(encoded, new, strict=True))
+    return [GeneratedText(ids, text, "stop" if ended else unfinished, seconds) for ids, text, ended in cut]
 
 
 def _all_ends(model: Any, tokenizer: Any, more: Sequence[int]) -> list[int]:

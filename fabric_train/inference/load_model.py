@@ -195,7 +195,6 @@ class Described:
     adapter: Path | None = None
 
     def open(self) -> MetaModel:
-        """Open the model, with its adapter."""
         if self.adapter is not None:
             return open_adapted(self.shape, self.base, self.dtype, 0, self.adapter)
         return open_base(self.shape, self.base, self.dtype)

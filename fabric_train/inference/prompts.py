@@ -148,7 +148,6 @@ class PromptLimits:
 
 
 def limits_of(model: Any) -> PromptLimits:
-    """Return the limits of a loaded model."""
     vocab_size: int = model.get_input_embeddings().weight.shape[0]
     return PromptLimits(vocab_size, getattr(model.config.get_text_config(), "max_position_embeddings", None))
 

@@ -81,7 +81,7 @@ class AdaptedLayer(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the layer's output [..., out] in the dtype of the base layer's own.
 
-        DoRA's dropout is that of peft: with it, the adapter's change of the base's direction sees the same inputs.
+        DoRA's dropout works as in peft: with it, the adapter's change of the base's direction sees the same inputs.
         """
         base: torch.Tensor = super().forward(inputs)
         dtype, adapter = base.dtype, self.adapter
@@ -205,7 +205,7 @@ def _check_train_also(model: Any, adapter: Adapter, source: str, adapted: Collec
 
 
 class AdaptedWeights:
-    """The weights of a base model, and those of its adapter: new ones, or those that are ``stored``.
+    """The weights of a base model and of its adapter: new ones, or the ``stored`` ones.
 
     New ones are as in peft: ``lora_A`` is drawn uniformly from ±1/√in (He's initialization with a = √5), ``lora_B`` is
     zero. They depend on ``seed`` and their name alone, not on the number of ranks. ``stored`` may also have weights of
@@ -218,7 +218,6 @@ class AdaptedWeights:
 
     @property
     def is_new(self) -> bool:
-        """Whether no adapter is stored."""
         return self._stored is None
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:

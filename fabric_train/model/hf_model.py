@@ -63,7 +63,6 @@ class ModelShape:
 
     @property
     def num_trained(self) -> int:
-        """The number of parameters that train."""
         return sum(size.numel() for size in self.trained.values())
 
 

@@ -49,7 +49,7 @@ def summed_cross_entropy(
         positions: [N] int64, indices into ``hidden`` flattened to [positions, H], without repeats.
         targets: [N] int64, the token ids to predict there.
         scale: The factor by which the caller will multiply the sum, 0-dim, on the same device. If given, the gradient
-            is added to ``weight.grad`` at once, where autograd would keep that of a tied weight in memory until the end
+            is added to ``weight.grad`` at once, where autograd would keep a tied weight's in memory until the end
             of the backward pass. Use it only if no strategy (DDP, FSDP) waits for this gradient.
 
     Returns:
@@ -65,7 +65,7 @@ def summed_cross_entropy(
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """The autograd function of ``summed_cross_entropy``; ``dtype`` is that of the matrix products."""
+    """The autograd function of ``summed_cross_entropy``; ``dtype`` is the type of the matrix products."""
 
     @staticmethod
     def forward(
@@ -359,18 +359,6 @@ def compute_loss_in_head(model: Any, grad_in_place: bool = False) -> bool:
 def has_loss_in_head(model: Any) -> bool:
     """Whether ``compute_loss_in_head`` changed a model, wrapped by Fabric or not."""
     return getattr(model, "has_loss_in_head", False)
-
-
-def use_sparse_embedding_grad(model: Any) -> None:
-    """Add the gradient of a tied fp32 embedding only to the rows of the batch's tokens.
-
-    This avoids a gradient matrix [V, H] in addition to the head's, which ``grad_in_place`` has written. Not for a GPU:
-    it adds the rows in any order, so the last bits would differ from run to run.
-    """
-    embedding = model.get_input_embeddings()
-    weight = model.get_output_embeddings().weight
-    if type(embedding) is nn.Embedding and embedding.weight is weight and weight.dtype == torch.float32:
-        embedding.sparse = True  # autograd adds a sparse gradient to a dense one in place
 
 
 class _HeadForward:

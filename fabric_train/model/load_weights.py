@@ -1,4 +1,4 @@
-"""Build a model on the meta device, and later read each rank's part of its weights; or load it in full.
+"""Build a model on the meta device, and later read its weights: each rank's part, or all, or a layer at a time.
 
 If a Hugging Face folder uses other names or splits of weights than transformers does now (Mixtral's experts), its own
 mapping is applied to one weight at a time. Pickles, quantized weights, and some kept in fp32 are loaded in full.
@@ -15,6 +15,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -28,8 +29,10 @@ from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.distributed.ranks import FlatShard, flat_shards, local_part, original_name
 from fabric_train.model import weight_files
 from fabric_train.model.hf_model import ModelShape, check_readable
+from fabric_train.model.weight_files import Weights
 
 _progress = logging.getLogger("fabric_train.progress")
+_VOCABULARY_BLOCK = 8192  # rows of the output layer
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class MetaModel:
     """A model on the meta device and its weights; None if it had to be loaded in full, on the CPU."""
 
     model: PreTrainedModel
-    weights: weight_files.Weights | None
+    weights: Weights | None
 
     def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Return the rows ``begin`` to ``end`` of the matrix that the model calls ``name``."""
@@ -96,7 +99,7 @@ def build_on_meta(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def read_weights(model: nn.Module, weights: weight_files.Weights) -> None:
+def read_weights(model: nn.Module, weights: Weights) -> None:
     """Read this rank's part of the weights into a model that Fabric has set up. Call it before any forward pass."""
     cuts, parameters = flat_shards(model), list(model.named_parameters())
     for number, (name, parameter) in enumerate(parameters, 1):
@@ -106,13 +109,12 @@ def read_weights(model: nn.Module, weights: weight_files.Weights) -> None:
 
 
 @torch.no_grad()
-def read_buffers(model: nn.Module, weights: weight_files.Weights) -> None:
+def read_buffers(model: nn.Module, weights: Weights) -> None:
     """Read the buffers that are stored with the weights; the others are computed."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                stored = original_name(f"{prefix}.{name}")
-                buffer.copy_(weights.read_block(stored, (0,) * buffer.dim(), buffer.shape))
+                buffer.copy_(weights.read_block(original_name(f"{prefix}.{name}"), (0,) * buffer.dim(), buffer.shape))
 
 
 def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
@@ -162,7 +164,7 @@ def check_loaded_weights(source: str, wrong: list[str]) -> None:
 
 
 def check_weights_fit(source: str, model: PreTrainedModel, shapes: dict[str, torch.Size]) -> None:
-    """Check that the names and shapes of weights are those of the model. Tied duplicates may be absent."""
+    """Check that weights have the names and shapes of the model's. Tied duplicates may be absent."""
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     wrong = [name for name, shape in shapes.items() if expected.get(name) != shape]
     wrong += [name for name in expected if name not in shapes and name not in tied_weight_names(model)]
@@ -285,9 +287,7 @@ class _PretrainedWeights:
         return recipes
 
 
-def read_local_part(
-    weights: weight_files.Weights, name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]
-) -> torch.Tensor:
+def read_local_part(weights: Weights, name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> torch.Tensor:
     """Read this rank's part of a full tensor that is sharded like ``parameter``, a parameter of a set-up model.
 
     ``cuts`` are from :func:`flat_shards`. The CPU tensor has the parameter's shape on this rank, and may be a view of a
@@ -304,3 +304,82 @@ def read_local_part(
     first, last = begin // row, -(-end // row)
     rows = weights.read_block(name, (first, *(0 for _ in rest)), (last - first, *rest))
     return rows.flatten()[begin - first * row : end - first * row].reshape(parameter.shape)
+
+
+@dataclass(frozen=True)
+class LayeredOutput:
+    """The output [1, T, H] of each decoder layer, in their order, and the logits [1, T, V] in fp32."""
+
+    hidden_states: list[torch.Tensor]
+    logits: torch.Tensor
+
+
+@torch.inference_mode()
+def layered_forward(
+    meta: MetaModel,
+    layer_classes: frozenset[type[nn.Module]],
+    input_ids: torch.Tensor,
+    advance: Callable[[], object],
+) -> LayeredOutput:
+    """Return what a model computes for ``input_ids`` [1, T], reading its weights once, a decoder layer at a time.
+
+    ``meta`` is a model on the meta device, to which hooks are added. ``advance`` is called after each decoder layer.
+    """
+    model: Any = meta.model
+    assert meta.weights is not None
+    names = {id(parameter): name for name, parameter in model.named_parameters()}  # the first name of a tied weight
+    read_buffers(model, meta.weights)
+    hidden_states: list[torch.Tensor] = []
+
+    def keep_output(module: nn.Module, arguments: object, output: Any) -> None:
+        hidden_states.append(output[0] if isinstance(output, tuple) else output)
+        advance()
+
+    head = model.get_output_embeddings()
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, tuple(layer_classes))]
+    within = {inner for layer in layers for inner in layer.modules()}
+    for layer in layers:
+        layer.register_forward_hook(keep_output)
+        _read_while_running(layer, [*layer.modules()], meta.weights, names)
+    for module in model.modules():
+        if module is head and type(module) is nn.Linear:
+            head.forward = functools.partial(_blockwise_head, meta.weights, names, head.weight, head.bias)
+        elif module._parameters and module not in within:
+            _read_while_running(module, [module], meta.weights, names)
+    return LayeredOutput(hidden_states, model.eval()(input_ids=input_ids, use_cache=False).logits.float())
+
+
+def _read_while_running(unit: nn.Module, modules: list[nn.Module], weights: Weights, names: dict[int, str]) -> None:
+    """Give ``modules`` their own parameters during the forward pass of ``unit``, and only then."""
+    on_meta = [(module, dict(module._parameters)) for module in modules]
+
+    def read(unit: nn.Module, arguments: object) -> None:
+        for module, parameters in on_meta:
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    full = weights.read_block(names[id(parameter)], (0,) * parameter.dim(), parameter.shape)
+                    module._parameters[name] = nn.Parameter(full.to(parameter.dtype), requires_grad=False)
+
+    def drop(unit: nn.Module, arguments: object, output: object) -> None:
+        for module, parameters in on_meta:
+            module._parameters.update(parameters)
+
+    unit.register_forward_pre_hook(read)
+    unit.register_forward_hook(drop)
+
+
+def _blockwise_head(
+    weights: Weights,
+    names: dict[int, str],
+    matrix: torch.Tensor,
+    bias: torch.Tensor | None,
+    hidden: torch.Tensor,
+) -> torch.Tensor:
+    """Return the logits [1, T, V] of ``hidden`` [1, T, H]; matrix [V, H] and bias are read in blocks of rows."""
+    (rows, width), logits = matrix.shape, []
+    for begin in range(0, rows, _VOCABULARY_BLOCK):
+        count = min(_VOCABULARY_BLOCK, rows - begin)
+        block = weights.read_block(names[id(matrix)], (begin, 0), (count, width)).to(matrix.dtype)
+        added = None if bias is None else weights.read_block(names[id(bias)], (begin,), (count,)).to(matrix.dtype)
+        logits.append(F.linear(hidden, block, added))
+    return torch.cat(logits, dim=-1)

@@ -63,7 +63,7 @@ def stored_rows(row: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def dequantize(packed: torch.Tensor, scales: torch.Tensor, row: int) -> torch.Tensor:
-    """Return rows of a weight, fp32 [rows, ``row``], from those of both parameters of an ``NF4Linear``."""
+    """Return rows of a weight, fp32 [rows, ``row``], from both parameters of an ``NF4Linear``."""
     from bitsandbytes.functional import dequantize_4bit
 
     state = _state(scales, (len(packed), row), torch.float32)
@@ -74,7 +74,7 @@ def dequantize(packed: torch.Tensor, scales: torch.Tensor, row: int) -> torch.Te
 def quantize_layers(layers: Collection[nn.Module], dtype: torch.dtype, but: Collection[str] = ()) -> None:
     """Make the linear layers in decoder layers ``NF4Linear``, with parameters on the meta device.
 
-    ``dtype`` is that of the numbers that store the bytes. Linear layers whose name ends with one of
+    ``dtype`` is the type of the numbers that store the bytes. Linear layers whose name ends with one of
     ``but`` stay as they are.
 
     Raises:
@@ -99,14 +99,13 @@ class QuantizedWeights:
     """The weights of a model with ``NF4Linear`` layers, quantized block by block as they are read."""
 
     def __init__(self, model: nn.Module, weights: Weights, dtype: torch.dtype) -> None:
-        """``weights`` are those of the model before, which are cast to ``dtype`` first, as transformers does."""
+        """``weights`` of the model before are cast to ``dtype`` first, as transformers does."""
         self._weights, self._dtype = weights, dtype
         self._stored: dict[str, tuple[str, int, torch.dtype]] = {}  # parameter → weight, its row length, stored dtype
         for name, module in model.named_modules():
             if isinstance(module, NF4Linear):
                 for kind in ("weight", _SCALES):
-                    known = (f"{name}.weight", module.in_features, module.weight.dtype)
-                    self._stored[f"{name}.{kind}"] = known
+                    self._stored[f"{name}.{kind}"] = (f"{name}.weight", module.in_features, module.weight.dtype)
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Return a block of a weight; see ``Weights``. Of a quantized one it has whole rows."""
@@ -123,8 +122,7 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     from bitsandbytes.functional import quantize_4bit
 
     if not len(rows):
-        scales = torch.empty((0, rows.shape[1] // BLOCK))
-        return torch.empty((0, rows.shape[1] // 2), dtype=torch.uint8), scales
+        return torch.empty((0, rows.shape[1] // 2), dtype=torch.uint8), torch.empty((0, rows.shape[1] // BLOCK))
     packed, state = quantize_4bit(rows.contiguous(), blocksize=BLOCK, quant_type="nf4")
     return packed.view(len(rows), -1), state.absmax.view(len(rows), -1)
 

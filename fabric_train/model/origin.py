@@ -1,4 +1,4 @@
-"""Find where a model's weights come from: the repository on the hub, its revision and its licence.
+"""Find where a model's weights come from: repository on the hub, revision, licence, and the stages of its training.
 
 ``download_model.py`` writes them into ``hub_source.json`` beside the model's files. A run stores them in its
 checkpoints, so that the model card of an export has them, also after the folder of the base model is gone.
@@ -8,13 +8,13 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from huggingface_hub import metadata_load, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HTTPError
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 from yaml import YAMLError
 
 from fabric_train.files.regular_file import read_json
@@ -62,7 +62,7 @@ class ModelOrigin:
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """The model that an adapter is trained on, of which a checkpoint has no copy.
+    """The model that an adapter is trained on; a checkpoint has no copy of it.
 
     ``place`` is its hub name or absolute path. ``fingerprint`` (``checkpoint.adapter_folder``) is None for a pickle.
     """
@@ -83,6 +83,67 @@ class ReferenceModel:
     fingerprint: str
 
 
+SPLIT_ARGUMENTS = (
+    *("parallelism", "micro_batch_size", "gradient_accumulation_steps", "tensor_parallel_size", "sharding_strategy"),
+    *("cpu_offload", "gradient_reduction", "compile", "activation_checkpointing"),
+)
+"""Arguments that change the order of additions, and so the last digits of the losses."""
+
+
+@dataclass(frozen=True)
+class TrainingSession:
+    """The steps of a run after ``after_step`` that the same processes took, and the devices and the time for them.
+
+    ``device`` is a ``device_name``. ``seconds`` are from the first step to the save, evaluations included.
+    ``arguments`` are ``SPLIT_ARGUMENTS`` and ``log_step_interval``; empty if an earlier version saved it.
+    """
+
+    after_step: NonNegativeInt
+    device: str
+    num_devices: PositiveInt
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def device_hours(self) -> float:
+        return self.num_devices * self.seconds / 3600
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset on the hub; ``revision`` is its commit, None if it is not known."""
+
+    repository: str
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class StageSource:
+    """What a stage of training read of a source, by its public name; of a stream, the numbers are None.
+
+    ``share`` is of the stage's tokens, for a stream of its pass. ``files`` are ``sha256sum`` lines, SOURCE/FILE.
+    """
+
+    name: str
+    share: float
+    tokens: NonNegativeInt | None
+    documents: NonNegativeInt | None
+    files: list[str]
+    datasets: list[HubDataset]
+
+
+@dataclass(frozen=True)
+class TrainingStage:
+    """A run whose weights after ``step`` the next stage began with; the first stage began with ``base_model``."""
+
+    run: str
+    step: NonNegativeInt
+    num_tokens: NonNegativeInt
+    base_model: ModelOrigin | None
+    sources: list[StageSource]
+    sessions: list[TrainingSession]
+
+
 def find_origin(model_name: str) -> tuple[ModelOrigin, tuple[Path, ...]]:
     """Return the origin of a folder or cached hub name, and its licence's files, which are downloaded if possible."""
     is_local = Path(model_name).is_dir()
@@ -98,6 +159,12 @@ def find_origin(model_name: str) -> tuple[ModelOrigin, tuple[Path, ...]]:
     else:
         origin = ModelOrigin(source.repository, source.repository, source.revision, **licence)
     return origin, tuple(legal_files(folder))
+
+
+def read_stages(model_name: str) -> tuple[TrainingStage, ...]:
+    """Return the stages that an export, a folder or a cached hub name, records; none of other models."""
+    file = find_stages_file(model_name)
+    return tuple(read_json(file, list[TrainingStage], "export the model again, or remove this file")) if file else ()
 
 
 def find_stages_file(model_name: str) -> Path | None:

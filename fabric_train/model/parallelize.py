@@ -24,7 +24,7 @@ from fabric_train.distributed.strategy import (
     collective_timeout,
 )
 from fabric_train.model.adapter import AdaptedWeights, materialize, start_magnitudes, without_adapters
-from fabric_train.model.lm_head_loss import compute_loss_in_head, use_sparse_embedding_grad
+from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.load_weights import read_weights
 from fabric_train.model.weight_files import Weights
 
@@ -114,6 +114,18 @@ def setup_model(
     return wrapped
 
 
+def use_sparse_embedding_grad(model: Any) -> None:
+    """Add the gradient of a tied fp32 embedding only to the rows of the batch's tokens.
+
+    This avoids a gradient matrix [V, H] in addition to the head's, which ``grad_in_place`` has written. Not for a GPU:
+    it adds the rows in any order, so the last bits would differ from run to run.
+    """
+    embedding = model.get_input_embeddings()
+    weight = model.get_output_embeddings().weight
+    if type(embedding) is nn.Embedding and embedding.weight is weight and weight.dtype == torch.float32:
+        embedding.sparse = True  # autograd adds a sparse gradient to a dense one in place
+
+
 def _layers(model: nn.Module, layer_classes: LayerClasses) -> list[nn.Module]:
     return [module for module in model.modules() if type(module) in layer_classes]
 
@@ -128,7 +140,7 @@ def _fully_shard(
     """Apply ``fully_shard`` to each layer, to an untied input embedding, and to the rest, and make the parameters.
 
     With tensor parallelism, the embedding and the rest are sharded over the ranks of the tensor dimension too. These
-    ranks have equal gradients, so FSDP's mean over them is correct. ``mesh`` is that of ``FSDP2Strategy``. Each rank
+    ranks have equal gradients, so FSDP's mean over them is correct. ``mesh`` is from ``FSDP2Strategy``. Each rank
     keeps all of the ``replicated`` parameters.
     """
     reshard_after_forward, cpu_offload = not arguments.fsdp.keeps_gathered, arguments.fsdp.cpu_offload

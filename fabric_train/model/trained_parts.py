@@ -1,4 +1,4 @@
-"""Which parameters of a model train: all of them, those of an adapter, or those that ``train_only`` chose.
+"""Which parameters of a model train: all of them, an adapter's, or the ones that ``train_only`` chose.
 
 ``choose_trained`` decides, for ``ModelShape.trained``. Before the model is sharded, ``freeze_other_parts`` applies it,
 and ``requires_grad`` carries it on. A frozen parameter is in a checkpoint, but not in the optimizer's files.
@@ -19,7 +19,7 @@ _trains: Callable[[str], bool] | None = None
 def train_only(trains: Callable[[str], bool] | None) -> None:
     """Train only the parameters for whose names ``trains`` is true; None: all.
 
-    All ranks must call this before the run is prepared. A name is that of transformers' model, such as
+    All ranks must call this before the run is prepared. A name is as in transformers' model, such as
     ``model.layers.0.mlp.up_proj.weight``. A tied weight has the name of the embedding.
     """
     global _trains
@@ -48,5 +48,4 @@ def freeze_other_parts(model: nn.Module, adapter: Adapter | None = None) -> None
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of a set-up model that train, sharded, under the names that they had before any wrapper."""
-    named = named_parameters(model)
-    return [(original_name(name), parameter) for name, parameter in named if parameter.requires_grad]
+    return [(original_name(name), parameter) for name, parameter in named_parameters(model) if parameter.requires_grad]

@@ -145,7 +145,7 @@ def adamw_step(
     """Update weights, first and second moment (``tensors``, flat, fp32 or bfloat16) in place, computing in fp32.
 
     ``factors`` are fp32 [7], from :func:`step_factors`. ``indices``, int32, of the elements in the full tensor are for
-    stochastic rounding; None rounds to the nearest. ``key``, 0-dim int32, is that of this step and parameter.
+    stochastic rounding; None rounds to the nearest. ``key``, 0-dim int32, belongs to this step and parameter.
     """
     decay, first_gain, second_decay, second_gain, rate, root_scale, eps = factors.unbind()
     weights, first, second = (tensor.float() for tensor in tensors)

@@ -54,7 +54,7 @@ class Blockwise8Bit:
 
 @functools.cache
 def levels_and_midpoints(signed: bool, device: torch.device) -> torch.Tensor:
-    """Return the 256 levels and the 255 midpoints between them, the last of which is repeated: fp32 [2, 256]."""
+    """Return the 256 levels and the 255 midpoints between them, the last one twice: fp32 [2, 256]."""
     levels = _levels(signed)
     midpoints = (levels[1:] + levels[:-1]) / 2
     return torch.stack([levels, torch.cat([midpoints, midpoints[-1:]])]).to(device)

@@ -69,7 +69,6 @@ class Schedule:
         return learning_rate(min(step - self.starts_after, self.num_steps), self.num_steps, self.arguments)
 
     def takes(self, step: int) -> bool:
-        """Whether a step is one of this phase's."""
         return self.last_step is not None and self.starts_after < step <= self.last_step
 
     @property
@@ -80,7 +79,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Schedules:
-    """The schedule of a run, and those of phases, which replace it in their steps."""
+    """The schedule of a run, and the schedules of phases, which replace it in their steps."""
 
     of_run: Schedule
     of_phases: tuple[Schedule, ...] = ()

@@ -46,10 +46,10 @@ def build_optimizer(
     cuts: dict[int, FlatShard] | None = None,
     compiles: bool = False,
 ) -> DeclaredStates:
-    """Build the optimizer over the parameters of a set-up model that train, those of ``decayed`` with weight decay.
+    """Build the optimizer over the parameters of a set-up model that train; ``decayed`` ones with weight decay.
 
     AdamW is torch's own if moments and weights have the same dtype and are not rounded stochastically. ``fused``: it
-    updates with one kernel; under an fp16 gradient scaler Fabric could not clip its gradients. ``seed`` is that of
+    updates with one kernel; under an fp16 gradient scaler Fabric could not clip its gradients. ``seed`` is for
     stochastic rounding. ``cuts`` are FSDP1's shards, from ``ranks.flat_shards``. For ``compiles`` see
     ``LowPrecisionAdamW``.
     """

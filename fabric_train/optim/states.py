@@ -14,7 +14,7 @@ class State:
     """A tensor that an optimizer keeps for each parameter that it updates.
 
     ``name`` is its key in ``optimizer.state[parameter]``, and the end of its name in a checkpoint, where it has
-    ``dtype``. A ``shape`` of None is that of the parameter: then it is sharded like the parameter, and starts with
+    ``dtype``. Without a ``shape``, it has the parameter's: then it is sharded like the parameter, and starts with
     zeros; a state of another shape is the same on all ranks. ``held_bytes``: of an element in memory.
     """
 
@@ -37,7 +37,7 @@ class DeclaredStates(torch.optim.Optimizer):
         return {each.name: flat_local(kept[each.name]) for each in self.declare_states(parameter) if each.name in kept}
 
     def restore_states(self, parameter: nn.Parameter, states: Mapping[str, torch.Tensor]) -> None:
-        """Set a parameter's states, on its device; those of its shape are sharded like it."""
+        """Set a parameter's states, on its device; states of its shape are sharded like it."""
         self.state[parameter] = dict(states)
 
 

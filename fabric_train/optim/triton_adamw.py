@@ -53,9 +53,9 @@ def _adamw_kernel(
     STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Update one chunk of one parameter. The tensors are those of ``TensorTable``."""
+    """Update one chunk of one parameter. The tensors are from ``TensorTable``."""
     owner = tl.load(owners + tl.program_id(0))
-    row = rows + owner * _FIELDS  # its fields are those of ``Row``, in order
+    row = rows + owner * _FIELDS  # has the fields of ``Row``, in order
     count = tl.load(row + 6)
     chunk = (tl.program_id(0) - tl.load(row + 7)) * _CHUNK
     end = tl.minimum(chunk + _CHUNK, count)
@@ -110,7 +110,6 @@ def _update(
 
 @triton.jit
 def _read(address, scales, levels, begin, end, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return stored elements as fp32."""
     at = _offsets()
     mask = None
     if end is not None:

@@ -4,10 +4,12 @@ Faults stop the run. Notes are differences that the user should know.
 """
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import Rows, TokenDataset
@@ -15,7 +17,9 @@ from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer
 from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
-from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenizers
+from fabric_train.tokenization.tokenizers.vocabulary import compare_tokenizers
+from fabric_train.training.evaluation import METRICS, EarlyStopping, parse_early_stopping
+from fabric_train.training.objective import objective_of
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -78,6 +82,47 @@ def faults_of_objective(given: "TrainArguments", data: "TrainingData", accelerat
     if accelerator == "tpu":
         faults.append(f"{option} does not work with --accelerator tpu; use a GPU or the CPU")
     return faults
+
+
+def check_deciding_sources(arguments: "TrainArguments", data: "TrainingData") -> EarlyStopping | None:
+    """Check the sources of ``--best_by`` and ``--early_stopping``, and return the latter, None if it is not given."""
+    given, names = arguments.evaluation, _validated_sources(data)
+    figures = {*METRICS, *objective_of(arguments).metric_names}
+    can_decide = _can_decide(given.best_by, ["all", *names], figures)
+    faults = [] if can_decide else [_no_such_source("best_by", given.best_by, names)]
+    stopping = None
+    if given.early_stopping is not None:
+        stopping = parse_early_stopping(given.early_stopping, names)
+        if not names or not _can_decide(stopping.source, ["all", *names], figures):
+            faults.append(_no_such_source("early_stopping", stopping.source, names))
+    if faults:
+        raise InputError(*faults)
+    return stopping
+
+
+def _can_decide(source: str, names: list[str], figures: Collection[str]) -> bool:
+    """Return whether this is a source, a metric of ``figures``, or the metric of a source as METRIC/SOURCE."""
+    metric, _, of_source = source.partition("/")
+    return source in names or (metric in figures and (of_source or "all") in names)
+
+
+def _no_such_source(option: str, source: str, names: list[str]) -> str:
+    if not names:
+        return f"--{option} {source}: there is no validation split; tokenize with --validation_split above 0"
+    if option == "early_stopping" and source.isdecimal():
+        return f"--early_stopping {source}: a source comes before the number; give all:{source}, or {names[0]}:{source}"
+    return f"--{option} {source}: the validation split has no such source; give all, {', '.join(names)}"
+
+
+def _validated_sources(data: "TrainingData") -> list[str]:
+    dataset = data.held_out if isinstance(data, Stream) else data
+    names: dict[str, None] = {}
+    for part in dataset.parts if dataset else ():
+        if part.validation is None:
+            continue
+        ledger = part.manifest.ledger.splits.get("validation") if part.manifest else None
+        names |= dict.fromkeys(ledger.sources if ledger and ledger.sources else part.source_names)
+    return list(names)
 
 
 def _beyond_the_positions(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape) -> list[str]:
@@ -167,15 +212,15 @@ def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -
     if theirs is None or hashlib.sha256(theirs.read_bytes()).hexdigest() == record.sha256.get(ours.name):
         return DatasetCheck((), tuple(notes))
     in_rows = " ".join(filter(None, (record.bos_token, record.eos_token, _template(str(folder / "tokenizer")))))
-    difference = compare_tokenizers(ours, theirs, in_rows)
+    fault, added = compare_tokenizers(ours, theirs, in_rows)
     sides = f"here is {ours}, there {theirs}"
-    if difference.note:
-        notes.append(f"the tokenizers differ in added tokens: {difference.note} ({sides}); text has the same ids")
-    fault = (
-        f"{folder}: not made with the tokenizer of {shape.source}: {difference.fault} ({sides}); "
+    if added:
+        notes.append(f"the tokenizers differ in added tokens: {added} ({sides}); text has the same ids")
+    line = (
+        f"{folder}: not made with the tokenizer of {shape.source}: {fault} ({sides}); "
         f"tokenize with --tokenizer_name {shape.source}, or train a model of {record.name}"
     )
-    return DatasetCheck((fault,) if difference.fault else (), tuple(notes))
+    return DatasetCheck((line,) if fault else (), tuple(notes))
 
 
 def _other_bos_eos(folder: Path, record: TokenizerRecord, shape: ModelShape) -> list[str]:

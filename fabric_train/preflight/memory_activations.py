@@ -69,7 +69,7 @@ def attention_on_gpu(
 
 
 class _LiveBytes(TorchDispatchMode):
-    """The bytes of live storages that operations have made, without those of the ``model``, now and at the peak."""
+    """The bytes of live storages that operations have made, without the ``model``'s, now and at the peak."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class MicroBatch:
     dtype: torch.dtype  # of the weights in the pass
     autocast: torch.dtype | None  # that matrix products are cast to; None if it is ``dtype``
     has_borders: bool  # several documents share a row and are isolated
-    on_gpu: bool  # the kernels are those of a GPU
+    on_gpu: bool  # with a GPU's kernels
     by_unit: bool  # the strategy reduces the gradients of a layer together, when all are computed
 
 

@@ -19,7 +19,7 @@ _DDP_BUCKET = 25 * 1024 * 1024
 CUDA_ALLOWANCE = 2_000_000_000
 """Bytes of a GPU reserved for the CUDA context, NCCL and gaps of the allocator. An allowance, not a measurement."""
 LATER_BYTES = 60_000_000
-"""Resident bytes that a CPU rank adds to those of this process: threads, connections and later imports."""
+"""Resident bytes of a CPU rank beyond this process's: threads, connections and later imports."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,6 @@ class Phase:
 
 @dataclass(frozen=True)
 class Budget:
-    """The bytes that a run needs."""
-
     phases: tuple[Phase, ...]  # of a step on one device, without the process itself
     staging: int  # the copy in host memory that a background save of one rank writes
     checkpoint: int  # one, on the disk
@@ -118,7 +116,7 @@ def make_budget(units: Units, layout: Layout, activations: Activations, saves_in
 
 
 def _with_adapter(phase: Phase, units: Units, layout: Layout) -> Phase:
-    """Add an adapter's gradients, of which each rank has all, the vector that averages them, a dequantized weight."""
+    """Add an adapter's gradients, all of them on each rank, the vector that averages them, a dequantized weight."""
     gradients = 0 if phase.name == "loss" and layout.accumulation == 1 else units.adapter_bytes
     averaged = units.adapter_bytes if layout.is_sharded and phase.name == "end of backward" else 0
     dequantized = 0 if phase.name == "optimizer step" else layout.computed * units.dequantized
@@ -208,8 +206,6 @@ def _reducing(numel: int, layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run needs."""
-
     units: Units
     layout: Layout
     activations: Activations
@@ -236,8 +232,6 @@ class Forecast:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """The run to forecast."""
-
     arguments: "TrainArguments"
     shape: ModelShape
     plan: StepPlan

@@ -25,7 +25,7 @@ ADAPTER_BYTES = 4
 
 @dataclass(frozen=True)
 class Units:
-    """Numbers of parameters, without those of an adapter except where it is named."""
+    """Numbers of parameters, without an adapter's except where it is named."""
 
     parameters: int  # as the model's name counts them
     num_layers: int
@@ -35,10 +35,10 @@ class Units:
     embedding: int
     is_tied: bool  # head and embedding are the same
     trained: int
-    trained_layer: int  # those of ``layer`` that train
+    trained_layer: int  # parameters of ``layer`` that train
     states: int  # bytes of the optimizer's states
     saved_states: int  # bytes of those in a checkpoint
-    adapter: int = 0  # of which each rank has all
+    adapter: int = 0  # all of them on each rank
     adapter_states: int = 0  # bytes in memory
     saved_adapter_states: int = 0
     dequantized: int = 0  # the largest weight in 4 bits, which is dequantized to be multiplied
@@ -55,7 +55,6 @@ class Units:
 
     @property
     def adapter_bytes(self) -> int:
-        """Bytes of the adapter's weights, or of its gradients."""
         return ADAPTER_BYTES * self.adapter
 
 

@@ -168,8 +168,7 @@ def _apply(request: RunRequest, changes: Iterable[Mapping[str, Any]]) -> RunRequ
     arguments, plan, parallelism = request.arguments, request.plan, request.parallelism
     for name, value in (item for change in changes for item in change.items()):
         if name == "devices":
-            num_ranks = value * arguments.device.num_nodes
-            plan = _split_again(plan, arguments.training.micro_batch_size, num_ranks)
+            plan = _split_again(plan, arguments.training.micro_batch_size, value * arguments.device.num_nodes)
         elif name == "micro_batch_size":
             arguments = replace(arguments, training=replace(arguments.training, micro_batch_size=value))
             plan = _split_again(plan, value, plan.world_size)

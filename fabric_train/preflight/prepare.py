@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +15,7 @@ from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import find_other_world, num_restarts
 from fabric_train.data.mixture import Mixture
+from fabric_train.data.step_sampler import DataOrder, PhaseRows, StreamOrder
 from fabric_train.data.streaming import Stream, open_stream
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
@@ -29,15 +30,13 @@ from fabric_train.model.attention import check_attention, choose_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.nf4 import check_installed
-from fabric_train.model.origin import AdapterBase
 from fabric_train.model.parallelize import check_tensor_parallel
-from fabric_train.preflight.dataset_check import faults_of_objective
+from fabric_train.preflight.dataset_check import check_deciding_sources, faults_of_objective
 from fabric_train.preflight.memory_plan import resolve_automatic
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
 from fabric_train.preflight.step_plan import GivenPhase, plan_phases, plan_steps, read_phases, rows_at_once
-from fabric_train.training.evaluation import METRICS, EarlyStopping, SamplePrompts, parse_early_stopping
+from fabric_train.training.evaluation import SamplePrompts
 from fabric_train.training.metrics import are_columns, find_lost_rows
-from fabric_train.training.objective import objective_of
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
 from fabric_train.training.reference import check_reference
 
@@ -72,6 +71,7 @@ def prepare(
     start = _starting_point(None if only_reads else checkpoint, order, start_from)
     starts_after = checkpoints.data_starts_after(start.lineage)
     plan = plan_steps(arguments, model, data, device_plan.world_size, starts_after, phases)
+    reads_base = model.adapter is not None and not arguments.planning.plan  # a plan reads no weights
     run = PreparedRun(
         given=given,
         arguments=arguments,
@@ -84,17 +84,12 @@ def prepare(
         order=order,
         versions={name: version(name) for name in _PACKAGES} | own_versions(model, data),
         notes=plan.notes,
-        early_stopping=_check_deciding_sources(arguments, data),
+        early_stopping=check_deciding_sources(arguments, data),
         sample_prompts=_open_sample_prompts(arguments, data, model, checkpoint),
-        adapter_base=_find_base(arguments, checkpoint, model),
+        adapter_base=checkpoints.find_base(arguments.model.model_name, checkpoint) if reads_base else None,
     )
-    run = _with_notes(run, xla.NOTE if device_plan.parallelism == "xla" else None, arguments.logging.note)
-    if masks_because and data.isolates:
-        mask = f"a mask of {plan.tokens_per_row:,} × {plan.tokens_per_row:,} tokens"
-        run = _with_notes(run, f"attention is slow: it keeps documents apart by {mask}, because {masks_because}")
     check_reference(run)
-    if arguments.planning.plan and arguments.preference.needs_reference:
-        run = _with_notes(run, "before the first step, a forward pass over all rows computes the reference")
+    run = _with_notes(run, *_warnings(run, masks_because))
     if not arguments.planning.checks:
         run = resolve_automatic(run)
     if not only_reads:
@@ -110,6 +105,19 @@ def prepare(
     named = _named_checkpoint(start_from)
     chosen = checkpoints.describe_choice(Path(named), checkpoint) if named else None
     return _with_notes(run, *damaged, chosen, *changed)
+
+
+def _warnings(run: PreparedRun, masks_because: str | None) -> Iterator[str | None]:
+    """Yield what the user should know of the run's speed and arguments, before it starts."""
+    if run.devices.parallelism == "xla":
+        yield xla.NOTE
+    yield run.arguments.logging.note
+    if masks_because and run.data.isolates:
+        tokens = f"{run.plan.tokens_per_row:,}"
+        mask = f"a mask of {tokens} × {tokens} tokens"
+        yield f"attention is slow: it keeps documents apart by {mask}, because {masks_because}"
+    if run.arguments.planning.plan and run.arguments.preference.needs_reference:
+        yield "before the first step, a forward pass over all rows computes the reference"
 
 
 def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None]) -> PreparedRun:
@@ -174,7 +182,7 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
 def _choose_beginning(
     arguments: "TrainArguments", folder: Path, damages: checkpoints.Damages | None
 ) -> tuple["TrainArguments", "CheckpointArguments", Path | None]:
-    """Return the arguments, those of the start, and the checkpoint: the run's own, a named one, or a branch's.
+    """Return the arguments, its part about the start, and the checkpoint: the run's own, a named one, or a branch's.
 
     A restart by torchrun resumes from the run's newest checkpoint, if there is one. A ``--model_name`` that is a
     checkpoint or a run gives the weights of a run that neither begins with another checkpoint nor continues.
@@ -231,7 +239,7 @@ def _continue_branch(
 
 
 def _starting_point(
-    checkpoint: Path | None, order: checkpoints.DataOrder | checkpoints.StreamOrder, given: "CheckpointArguments"
+    checkpoint: Path | None, order: DataOrder | StreamOrder, given: "CheckpointArguments"
 ) -> StartingPoint:
     """Return the state and the lineage of a checkpoint, with a new branch point if the run branches off there.
 
@@ -253,7 +261,7 @@ def _starting_point(
         return start
     same_data = not saved.data_changes(order)
     branch = checkpoints.BranchPoint(str(checkpoints.run_of(checkpoint)), state.step, same_data, {})
-    # metrics that a signal left unlogged are those of a step of the other run; of other data, no row was read
+    # metrics that a signal left unlogged are of the other run's step; of other data, no row was read
     state = replace(state, unlogged=None, progress=None, rows_of_sources=state.rows_of_sources if same_data else None)
     return replace(start, state=state, lineage=(*saved.lineage, branch), branches=True)
 
@@ -312,25 +320,17 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
     return shape
 
 
-def _find_base(arguments: "TrainArguments", checkpoint: Path | None, model: ModelShape) -> AdapterBase | None:
-    if model.adapter is None or arguments.planning.plan:  # a plan reads no weights, and downloads none
-        return None
-    return checkpoints.find_base(arguments.model.model_name, checkpoint)
-
-
 def _data_order(
     data: TrainingData, rows_per_window: int, given: "DataArguments", phases: tuple[RunPhase, ...]
-) -> checkpoints.DataOrder | checkpoints.StreamOrder:
+) -> DataOrder | StreamOrder:
     if isinstance(data, TokenDataset):
-        return checkpoints.DataOrder(data.fingerprint, len(data.train), rows_per_window, given.seed)
+        return DataOrder(data.fingerprint, len(data.train), rows_per_window, given.seed)
     if isinstance(data, TokenMixture):
         rows = list(data.rows_per_epoch)
-        later = tuple(checkpoints.PhaseRows(phase.first_step, phase.rows_per_epoch) for phase in phases)
-        return checkpoints.DataOrder(
-            data.fingerprint, sum(rows), rows_per_window, given.seed, Mixture.VERSION, rows, later
-        )
+        later = tuple(PhaseRows(phase.first_step, phase.rows_per_epoch) for phase in phases)
+        return DataOrder(data.fingerprint, sum(rows), rows_per_window, given.seed, Mixture.VERSION, rows, later)
     identities, shares = data.documents.identities(), data.documents.shares
-    return checkpoints.StreamOrder(
+    return StreamOrder(
         sources=[identity for of_place in identities for identity in of_place],
         text_column=given.text_column,
         max_length=data.max_length,
@@ -343,47 +343,6 @@ def _data_order(
         seed=given.seed if shares is not None or given.shuffle_buffer else None,
         chat_template=data.chat_template.sha256 if data.chat_template else None,
     )
-
-
-def _check_deciding_sources(arguments: "TrainArguments", data: TrainingData) -> EarlyStopping | None:
-    """Check the sources of ``--best_by`` and ``--early_stopping``, and return the latter, None if it is not given."""
-    given, names = arguments.evaluation, _validated_sources(data)
-    figures = {*METRICS, *objective_of(arguments).metric_names}
-    can_decide = _can_decide(given.best_by, ["all", *names], figures)
-    faults = [] if can_decide else [_no_such_source("best_by", given.best_by, names)]
-    stopping = None
-    if given.early_stopping is not None:
-        stopping = parse_early_stopping(given.early_stopping, names)
-        if not names or not _can_decide(stopping.source, ["all", *names], figures):
-            faults.append(_no_such_source("early_stopping", stopping.source, names))
-    if faults:
-        raise InputError(*faults)
-    return stopping
-
-
-def _can_decide(source: str, names: list[str], figures: Collection[str]) -> bool:
-    """Return whether this is a source, a metric of ``figures``, or the metric of a source as METRIC/SOURCE."""
-    metric, _, of_source = source.partition("/")
-    return source in names or (metric in figures and (of_source or "all") in names)
-
-
-def _no_such_source(option: str, source: str, names: list[str]) -> str:
-    if not names:
-        return f"--{option} {source}: there is no validation split; tokenize with --validation_split above 0"
-    if option == "early_stopping" and source.isdecimal():
-        return f"--early_stopping {source}: a source comes before the number; give all:{source}, or {names[0]}:{source}"
-    return f"--{option} {source}: the validation split has no such source; give all, {', '.join(names)}"
-
-
-def _validated_sources(data: TrainingData) -> list[str]:
-    dataset = data.held_out if isinstance(data, Stream) else data
-    names: dict[str, None] = {}
-    for part in dataset.parts if dataset else ():
-        if part.validation is None:
-            continue
-        ledger = part.manifest.ledger.splits.get("validation") if part.manifest else None
-        names |= dict.fromkeys(ledger.sources if ledger and ledger.sources else part.source_names)
-    return list(names)
 
 
 def _open_sample_prompts(

@@ -17,6 +17,7 @@ from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.devices import count_devices, resolve_accelerator
+from fabric_train.model.origin import SPLIT_ARGUMENTS
 from fabric_train.preflight import resume_check
 from fabric_train.preflight.prepare import prepare
 from fabric_train.tokenization.packing.document_index import DocumentIndex, altered_rows, open_index
@@ -35,7 +36,7 @@ _SKIPPED = "not checked, since something else differs"
 def prepare_replay(
     folder: Path, steps: tuple[int, int], given: "TrainArguments", device: "DeviceArguments", temporary: Path
 ) -> Replay:
-    """Prepare the first to the last of ``steps``, and compare arguments, data and rows with those of the checkpoint.
+    """Prepare the first to the last of ``steps``, and compare arguments, data and rows with the checkpoint's.
 
     ``given`` are the arguments in the config.yaml of the run in ``folder``, ``device`` the devices of the replay.
     ``temporary`` is an empty folder in place of the run's.
@@ -73,7 +74,7 @@ def prepare_replay(
     wrong, contents = _check_rows(run, trained, last) if not faults else ([], _SKIPPED)
     computed = {"gradient_accumulation_steps": run.plan.accumulation, "parallelism": run.devices.parallelism}
     resolved = flatten(run.arguments) | computed
-    split = {name: resolved[name] for name in checkpoints.SPLIT_ARGUMENTS}
+    split = {name: resolved[name] for name in SPLIT_ARGUMENTS}
     return Replay(
         folder=folder,
         steps=steps,
@@ -179,7 +180,7 @@ def _layout_of_checkpoint(saved: TrainerJson) -> RunLayout:
     arguments = saved.arguments
     of_rank = arguments["micro_batch_size"] * arguments["gradient_accumulation_steps"]
     num_devices = saved.data.rows_per_window // of_rank * arguments.get("tensor_parallel_size", 1)
-    split = {name: arguments.get(name) for name in checkpoints.SPLIT_ARGUMENTS}
+    split = {name: arguments.get(name) for name in SPLIT_ARGUMENTS}
     if split["parallelism"] == "auto":
         split["parallelism"] = "fsdp" if num_devices > 1 else "single"
     return RunLayout(num_devices, saved.content.get("device"), split)

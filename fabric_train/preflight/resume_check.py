@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.checkpoint import DataOrder, PhaseSchedule, TrainerJson, read_trainer_json
+from fabric_train.checkpoint import PhaseSchedule, TrainerJson, read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
-from fabric_train.data.step_sampler import VALIDATION_VERSION
+from fabric_train.data.step_sampler import VALIDATION_VERSION, DataOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.model.attention import VARLEN
 from fabric_train.model.hf_model import ModelShape
@@ -188,7 +188,7 @@ def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, li
     """Choose the length of the learning-rate schedule that a run which resumes or branches is in; return notes, too.
 
     It is the length of the run, or of its phase, unless the learning rate would jump only because that has another
-    number of steps than before. Then the schedule keeps its length, and the rate stays at that of its last step; with
+    number of steps than before. Then the schedule keeps its length, and the rate stays as at its last step; with
     ``--allow_changes``, or another schedule, it follows the run.
     """
     step, now, saved = run.start.state.step, run.schedules.at(run.start.state.step), read_trainer_json(checkpoint)

@@ -64,7 +64,6 @@ class CleaningArguments:
 
     @property
     def cleans(self) -> bool:
-        """Whether a step of cleaning is asked for."""
         steps = (self.language, self.quality, self.near_duplicates, self.boilerplate, self.redact, self.decontaminate)
         return any(step is not None for step in steps)
 

@@ -85,7 +85,7 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
         files = [record.tokens.with_suffix(".signatures") for record in encoded.records]
         near = find_near_duplicates(files, arguments.near_duplicates, folder / "bands")
     collections = _collect(corpus, encoded, near)
-    encoded.records.clear()  # gigabytes of a large corpus, of which the collections have what is needed
+    encoded.records.clear()  # gigabytes of a large corpus; the collections have what is needed of it
     splits = select(collections, corpus.train, arguments)
     sources = corpus.source_records(encoded.digests)
     table = SourceTable(sources)
@@ -206,7 +206,6 @@ def _write_splits(
 
 
 def _count_pairs(pairs: np.ndarray) -> PairLedger:
-    """Return the ledger of PAIR [pairs]."""
     chosen, rejected = (pairs[name].astype(np.int64) for name in ("chosen", "rejected"))
     margins = pairs["rating_margin"][~np.isnan(pairs["rating_margin"])]
     return PairLedger(

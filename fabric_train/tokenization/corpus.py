@@ -35,7 +35,7 @@ from fabric_train.tokenization.documents import (
 )
 from fabric_train.tokenization.manifest import SourceRecord
 from fabric_train.tokenization.packing.rows import Packing
-from fabric_train.tokenization.pairs import Pair, read_pair
+from fabric_train.tokenization.pairs import Pair, PairEncoder, read_pair
 from fabric_train.tokenization.reading.listing import sha256
 from fabric_train.tokenization.reading.sources import UNFINISHED_SUFFIX, Source, open_each, open_sources, split_names
 from fabric_train.tokenization.shards import SIZES, Shard, ShardSizes, split_into_shards
@@ -43,7 +43,6 @@ from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load
 
 if TYPE_CHECKING:
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
-    from fabric_train.tokenization.chats.pair_encoder import PairEncoder
 
 DOWNLOADS = "downloads"  # the subfolder of an unfinished folder with downloaded files
 _SOURCE_OPTIONS = ("--dataset", "--validation_dataset")
@@ -92,7 +91,7 @@ class SourceFormat:
     kind: str
     columns: tuple[str, ...]
     chat: "ChatEncoder | None"
-    pairs: "PairEncoder | None" = None
+    pairs: PairEncoder | None = None
 
     def read(self, row: Row | BadRowError) -> Chat | Pair:
         """Read a row with a chat or a pair; BadRowError if it has another format."""
@@ -264,9 +263,8 @@ def open_formats(
     formats = {"text": SourceFormat("text", (arguments.text_column,), None)}
     longest = None if arguments.packing == "concat" else arguments.max_length
     for kind in sorted(set(kinds) - {"text"}):
-        # slow to import, and texts do not need them
+        # slow to import, and texts do not need it
         from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
-        from fabric_train.tokenization.chats.pair_encoder import PairEncoder
 
         has_pairs = kind == "preference"
         encoder = ChatEncoder(

@@ -48,7 +48,7 @@ _LONGEST_EXCERPT = 200
 TOO_DEEP = "its objects are nested too deeply; leave the row out"
 
 # rejected_at: where the rejected sequence begins; chosen, rejected: supervised tokens; is_prefix: whether one answer is
-# the beginning of the other; rating_margin: rating of the chosen answer minus that of the rejected one, NaN without
+# the beginning of the other; rating_margin: rating of the chosen answer minus the rejected one's, NaN without
 PAIR = np.dtype(
     [("rejected_at", "u4"), ("chosen", "u4"), ("rejected", "u4"), ("is_prefix", "?"), ("rating_margin", "f8")]
 )
@@ -175,12 +175,10 @@ class Chat:
 
     @property
     def conversations(self) -> "tuple[Chat, ...]":
-        """Itself, as the only conversation."""
         return (self,)
 
     @property
     def joined(self) -> "Chat":
-        """Itself."""
         return self
 
     def with_messages(self, messages: list[Message]) -> "Chat":

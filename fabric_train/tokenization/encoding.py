@@ -67,7 +67,7 @@ class _DifferentIdsError(Exception):
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """What a process needs to encode a shard, of which it gets the index, or to hash files.
+    """What a process needs to encode a shard, whose index it gets, or to hash files.
 
     ``shards`` are all shards, with their many files. ``progress`` is an array of int64 [3 * shards] in shared memory:
     the bytes, documents and tokens done of each shard.

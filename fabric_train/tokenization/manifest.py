@@ -164,7 +164,7 @@ class PairLedger:
     rating_margin: float  # the sum of rating of the chosen answer minus rating of the rejected one
 
     def describe(self, num_pairs: int) -> str:
-        """Return the means over the pairs of the split, of which there are ``num_pairs``, in one line."""
+        """Return the means over the ``num_pairs`` pairs of the split, in one line."""
         chosen, rejected = self.chosen_tokens / num_pairs, self.rejected_tokens / num_pairs
         parts = [
             f"{num_pairs:,} with answers of {chosen:,.1f} tokens (chosen) and {rejected:,.1f} (rejected)",
@@ -180,8 +180,6 @@ class PairLedger:
 
 @dataclass(frozen=True)
 class SplitLedger:
-    """The documents and tokens of one split."""
-
     documents: int  # documents packed, repeats included; `characters` are their code points
     characters: int
     tokens_in: int  # their tokens, BOS and EOS included
@@ -323,8 +321,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     content["ledger"] = {**splits, **totals}
     if not manifest.parts:
         del content["parts"]
-    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-    (folder / FILE_NAME).write_bytes(orjson.dumps(content, option=options))
+    (folder / FILE_NAME).write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -71,8 +71,6 @@ class MergeArguments:
 
 @dataclass(frozen=True)
 class MergeInput:
-    """A token dataset to merge."""
-
     folder: Path
     manifest: Manifest
     splits: dict[str, Split]
@@ -99,7 +97,7 @@ def open_inputs(
     """Open token datasets that can be read as one, with what ``manifest_of`` returns for the folder of each.
 
     InputError, with one line for each dataset that cannot be read, or whose tokenizer, row length, chat template or
-    columns differ from those of the first.
+    columns differ from the first one's.
     """
 
     def open_one(folder: Path) -> MergeInput:
@@ -315,7 +313,7 @@ def _copy_with_labels(file: Path, target: Path, schema: pa.Schema) -> None:
 
 
 def _join_indexes(merged: Sequence[MergeInput], split: str, folder: Path) -> None:
-    """Join the document indexes of a split; the files of each dataset follow those of the datasets before it."""
+    """Join the document indexes of a split; the files of each dataset follow the files of the datasets before it."""
     num_files = [sum(source.num_files for source in dataset.manifest.sources) for dataset in merged]
     first_files = np.cumsum([0, *num_files]).tolist()
     opened = [
@@ -331,7 +329,7 @@ def _settings_that_differ(parts: Sequence[MergedPart]) -> Iterator[str]:
     for name in settings[0]:
         values = list(dict.fromkeys(json.dumps(given[name]) for given in settings))
         if len(values) > 1:
-            yield f"--{name} differs: {', '.join(values)}; manifest.json keeps that of each part"
+            yield f"--{name} differs: {', '.join(values)}; manifest.json keeps each part's"
     if len({json.dumps(part.cleaning, sort_keys=True) for part in parts}) > 1:
         yield "the parts were cleaned differently; manifest.json has the settings of each part"
 

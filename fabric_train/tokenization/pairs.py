@@ -1,14 +1,21 @@
-"""Preference pairs: read a row with a chosen and a rejected answer in any of its forms."""
+"""Preference pairs: read a row with a chosen and a rejected answer in any form, and encode it as one document."""
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from fabric_train.tokenization.documents import (
+    PAIR,
     RATINGS,
     BadRowError,
     Chat,
+    EncodedDocument,
+    LeftOut,
     Message,
     bad_rows_explained,
     excerpt,
@@ -18,21 +25,26 @@ from fabric_train.tokenization.documents import (
     read_message,
     read_tools,
 )
-from fabric_train.tokenization.manifest import EMPTY_ANSWER, EQUAL_ANSWERS
+from fabric_train.tokenization.manifest import EMPTY_ANSWER, EQUAL_ANSWERS, TOO_LONG
+
+if TYPE_CHECKING:
+    from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
 _LARGEST_RATING = 1e12  # the sum of a ledger stays finite
+_PAIRS_AT_ONCE = 500  # that are read ahead
 SAME_ANSWERS = "the chosen and the rejected answer are the same"
+_Result = EncodedDocument | LeftOut | BadRowError
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A preference pair: two conversations with one beginning, of which the first is the better one."""
+    """A preference pair: two conversations with one beginning; the first is the better one."""
 
     prompt: list[Message]  # the longest common beginning; ``chosen`` and ``rejected`` begin with the assistant's turn
     chosen: list[Message]
     rejected: list[Message]
     tools: list[Any] | None = None
-    rating_margin: float = math.nan  # rating of the chosen answer minus that of the rejected one
+    rating_margin: float = math.nan  # rating of the chosen answer minus the rejected one's
 
     @property
     def conversations(self) -> tuple[Chat, ...]:
@@ -46,7 +58,7 @@ class Pair:
         return Chat(self.prompt + self.chosen + self.rejected, len(self.prompt), self.tools)
 
     def with_messages(self, messages: list[Message]) -> "Pair":
-        """Return the pair with other messages in place of those of ``joined``, as many."""
+        """Return the pair with as many other messages in place of ``joined``'s."""
         first = len(self.prompt)
         second = first + len(self.chosen)
         return replace(self, prompt=messages[:first], chosen=messages[first:second], rejected=messages[second:])
@@ -128,3 +140,82 @@ def _rating_margin(record: Mapping[str, Any]) -> float:
         if len(numbers) == len(names):
             return numbers[0] - numbers[1]
     return math.nan
+
+
+@dataclass(frozen=True)
+class PairEncoder:
+    """An encoder of preference pairs that returns the tokens of two chats, as ``chats`` encodes them, as one document.
+
+    Both sequences together have at most ``max_length`` tokens. Of a longer pair, ``cut_start`` removes turns at the
+    start of the prompt, the same of both sequences and after the system turn; the first turn left is the user's. A pair
+    that is still too long is left out, as each is with another value of ``too_long``: no answer is cut.
+    """
+
+    chats: "ChatEncoder"  # without a limit of length
+    too_long: str
+    max_length: int
+
+    def encode_all(self, pairs: Iterable[Pair | BadRowError]) -> Iterator[_Result]:
+        """Yield each pair encoded, or why it is left out or bad; pairs are read ahead. An error stays as it is."""
+        given = iter(pairs)
+        while batch := list(islice(given, _PAIRS_AT_ONCE)):
+            singles = ((one,) if isinstance(one, BadRowError) else one.conversations for one in batch)
+            results = iter(list(self.chats.encode_all(chain.from_iterable(singles))))
+            for pair in batch:
+                first = next(results)
+                yield first if isinstance(pair, BadRowError) else self._join(pair, first, next(results))
+
+    def _join(self, pair: Pair, chosen: _Result, rejected: _Result) -> _Result:
+        if not isinstance(chosen, EncodedDocument):
+            return chosen
+        if not isinstance(rejected, EncodedDocument):
+            return rejected
+        if np.array_equal(chosen.input_ids, rejected.input_ids):
+            return BadRowError(f"{SAME_ANSWERS}, in tokens", EQUAL_ANSWERS)
+        joined = _joined(pair, chosen, rejected)
+        num_tokens = len(joined.input_ids)
+        if num_tokens <= self.max_length:
+            return joined
+        shorter = self._shortened(pair) if self.too_long == "cut_start" else None
+        if shorter is None:
+            return LeftOut(TOO_LONG, num_tokens)
+        return replace(shorter, num_tokens_cut=num_tokens - len(shorter.input_ids))
+
+    def _shortened(self, pair: Pair) -> EncodedDocument | None:
+        """Return the pair with as much of the prompt's end as fits into a row, None if not even its last turn does."""
+        roles = [message["role"] for message in pair.prompt]
+        always = next((index for index, role in enumerate(roles) if role != "system"), len(roles))
+        begins = [begin for begin in range(len(roles) - 1, always, -1) if roles[begin] == "user"]
+        fitting: dict[int, EncodedDocument] = {}
+
+        def is_too_long(number: int) -> bool:
+            part = replace(pair, prompt=pair.prompt[:always] + pair.prompt[begins[number] :])
+            chosen, rejected = self.chats.encode_all(part.conversations)
+            if isinstance(chosen, EncodedDocument) and isinstance(rejected, EncodedDocument):
+                joined = _joined(part, chosen, rejected)
+                if len(joined.input_ids) <= self.max_length:
+                    fitting[number] = joined
+            return number not in fitting
+
+        num_fitting = bisect_left(range(len(begins)), True, key=is_too_long)
+        return fitting[num_fitting - 1] if num_fitting else None
+
+
+def _joined(pair: Pair, chosen: EncodedDocument, rejected: EncodedDocument) -> EncodedDocument:
+    assert chosen.supervised is not None
+    assert rejected.supervised is not None
+    counts = (int(chosen.supervised.sum()), int(rejected.supervised.sum()))
+    one, other = _said(pair.chosen), _said(pair.rejected)
+    is_prefix = one != other and (one.startswith(other) or other.startswith(one))
+    return EncodedDocument(
+        input_ids=np.concatenate([chosen.input_ids, rejected.input_ids]),
+        supervised=np.concatenate([chosen.supervised, rejected.supervised]),
+        num_characters=chosen.num_characters + rejected.num_characters,
+        num_bytes=chosen.num_bytes + rejected.num_bytes,
+        turn_ends=chosen.turn_ends | rejected.turn_ends,
+        pair=np.array([(len(chosen.input_ids), *counts, is_prefix, pair.rating_margin)], dtype=PAIR),
+    )
+
+
+def _said(answer: Sequence[Message]) -> str:
+    return "\n".join(message["content"] for message in answer).strip()

@@ -24,8 +24,6 @@ _Found = TypeVar("_Found", DroppedText, TaskHit)
 
 @dataclass(frozen=True)
 class Collection:
-    """The encoded documents of some sources."""
-
     documents: SpooledDocuments  # all documents on disk, including those that are not kept
     kept: np.ndarray  # int64 [kept], the documents left after caps and deduplication, in the order of the sources
     characters: np.ndarray  # uint32 [documents], code points of each document

@@ -151,9 +151,9 @@ class FilesToHash:
 def files_to_hash(
     sources: Sequence[Source], input_slice: InputSlice, are_read: Sequence[np.ndarray], group_bytes: int = 256 << 20
 ) -> Iterator[FilesToHash]:
-    """Yield the files of a slice, in groups of about ``group_bytes``; the slices of files are not those of shards.
+    """Yield the files of a slice, in groups of about ``group_bytes``; slices of files are not slices of shards.
 
-    A file is hashed by one process, so that its SHA-256 is that of the whole file. ``are_read`` are the files of each
+    A file is hashed by one process, so that its SHA-256 is of the whole file. ``are_read`` are the files of each
     source that are hashed elsewhere, bool [files] each.
     """
     is_in = input_slice.of([size for source in sources for size in source.files.sizes])
@@ -175,8 +175,6 @@ def files_to_hash(
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard and what it holds."""
-
     shard: Shard
     documents: np.ndarray  # ENCODED [kept]
     parts: np.ndarray  # PART [parts of the shard]
@@ -312,8 +310,7 @@ class ShardWriter:
             self.skip(ordinal, LeftOut(result.reason))
             self._num_dropped[result.reason] += 1
             if self._num_dropped[result.reason] <= PER_SHARD:
-                sample = DroppedText(result.reason, result.detail, shown()[:TEXT_CHARACTERS])
-                self._samples.append((place, sample))
+                self._samples.append((place, DroppedText(result.reason, result.detail, shown()[:TEXT_CHARACTERS])))
             return None
         for kind, count in result.edits.items():
             self._edits.append((ordinal, self._kinds.setdefault(kind, len(self._kinds)), count))
@@ -356,8 +353,7 @@ class ShardWriter:
         self._documents.append(documents)
         self._pairs += [] if pairs is None else [pairs]
         if self._hashed:
-            ends = np.cumsum(documents["length"])
-            for begin, end in pairwise([0, *ends.tolist()]):
+            for begin, end in pairwise([0, *np.cumsum(documents["length"]).tolist()]):
                 digest = hashlib.blake2b(ids[begin:end].data, digest_size=HASH_BYTES)
                 if supervised is not None:
                     digest.update(supervised[begin:end].data)

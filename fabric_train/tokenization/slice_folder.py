@@ -62,8 +62,6 @@ class SliceRecord:
 
 @dataclass(frozen=True)
 class Slice:
-    """A finished slice."""
-
     folder: Path
     arguments: TokenizeArguments
     part: InputSlice
@@ -71,7 +69,6 @@ class Slice:
 
 
 def is_slice(folder: Path) -> bool:
-    """Return whether a folder has a finished slice."""
     return (folder / FILE_NAME).is_file()
 
 
@@ -128,7 +125,6 @@ def content_hash(file: Path) -> str:
 
 
 def states_of(sources: Sequence[Source]) -> list[list[FileState]]:
-    """Return the states of the files of each source."""
     states: list[list[FileState]] = []
     for number, source in enumerate(sources):
         names = (os.fsencode(file.name).decode("utf-8", "backslashreplace") for file in source.files)
@@ -140,7 +136,6 @@ def states_of(sources: Sequence[Source]) -> list[list[FileState]]:
 def open_slice(folder: Path) -> Slice:
     """Open a slice and check that its files are there; InputError if it is damaged, or of another version."""
     from fabric_train.cli.parser import parse_arguments
-    from fabric_train.tokenization.arguments import TokenizeArguments
 
     record = read_json(folder / FILE_NAME, SliceRecord, MAKE_AGAIN)
     if record.format != _FORMAT:
@@ -173,8 +168,7 @@ def open_slices(folders: Sequence[Path], target: Path) -> list[Slice]:
 
 def open_input(slices: Sequence[Slice], folder: Path, sizes: ShardSizes) -> OpenedCorpus:
     """Open the input of the slices again, as one run without --shard does, with its tokenizer in ``folder``."""
-    arguments = replace(slices[0].arguments, shard=None, num_proc=None)
-    return open_corpus(arguments, folder, folder, sizes)
+    return open_corpus(replace(slices[0].arguments, shard=None, num_proc=None), folder, folder, sizes)
 
 
 def _in_order(slices: Sequence[Slice]) -> list[Slice]:

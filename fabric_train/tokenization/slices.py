@@ -107,7 +107,6 @@ def merge_slices(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZE
 
 
 def _join(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSources:
-    """Return the shards and the hashed files of all slices."""
     encoder = slices[0].record.encoder
     slice_folder.check_settings(slices, corpus.settings)
     by_encoder = {one.record.encoder: one.folder for one in slices}
@@ -137,7 +136,7 @@ def _join(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSources:
 
 
 def merge_command(arguments: TokenizeArguments, output_dir: str) -> str:
-    """Return the command that merges all slices into ``output_dir``; ``arguments`` are those of one task."""
+    """Return the command that merges all slices into ``output_dir``; ``arguments`` are of one task."""
     parent, name = os.path.split(os.path.normpath(arguments.output_dir))
     pattern, is_numbered = re.subn(rf"(?<!\d){_number(arguments)}(?!\d)", "*", name, count=1)
     folders = os.path.join(parent, pattern) if is_numbered else "SLICES"

@@ -60,7 +60,6 @@ class StepDocuments:
 
 
 def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocuments:
-    """Return the documents of a step, those of one rank if ``rank`` is given."""
     stretch = history.stretch_of(step)
     data = history.data_of(stretch)
     ranks, checkpoint = history.ranks_of(step)
@@ -91,7 +90,7 @@ def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocu
 
 @dataclass(frozen=True)
 class DocumentRow:
-    """A row that holds tokens of the document, of which ``repeated`` are in another row too."""
+    """A row that holds tokens of the document; ``repeated`` of them are in another row too."""
 
     row: int
     tokens: int
@@ -115,8 +114,6 @@ class IndexedDocument:
 
 @dataclass(frozen=True)
 class DocumentRead:
-    """A step of a run that reads a row with the document."""
-
     step: int
     epoch: int
     run: str
@@ -127,8 +124,6 @@ class DocumentRead:
 
 @dataclass(frozen=True)
 class DocumentSteps:
-    """The steps that read a document."""
-
     found: list[IndexedDocument]
     num_done: int
     read: list[DocumentRead]  # up to ``num_done``
@@ -253,7 +248,6 @@ def _reads(history: RunHistory, stretch: Stretch, found: list[IndexedDocument]) 
 
 
 def print_step(listed: StepDocuments) -> None:
-    """Print the documents of a step."""
     console = _console()
     taken = "" if listed.is_taken else ", which no checkpoint has yet"
     _line(console, f"step {listed.step:,} of {_short(listed.run)}{taken}: epoch {listed.epoch}, {listed.num_rows} rows")
@@ -296,8 +290,7 @@ def print_document(found: DocumentSteps) -> None:
 def _describe(one: IndexedDocument) -> str:
     placed = sum(row.tokens - row.repeated for row in one.rows)
     copies = "" if one.copies == 1 else f", {one.copies} times"
-    whole = one.tokens * one.copies
-    rows = f"{placed:,} of {whole:,} tokens in {counted(len(one.rows), 'row')}"
+    rows = f"{placed:,} of {one.tokens * one.copies:,} tokens in {counted(len(one.rows), 'row')}"
     trained = ", which is not trained on" if one.split != "train" else ""
     where = f"{one.dataset}, {one.split} split{trained}{copies}: {rows}" if one.rows else f"{one.dataset}: in no row"
     return f"{one.source}: {one.file}:{one.line}, {one.tokens:,} tokens, {one.bytes:,} bytes; {where}"

@@ -6,22 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, PositiveInt
 
-from fabric_train.checkpoint import (
-    DataOrder,
-    StreamOrder,
-    data_starts_after,
-    find_checkpoint,
-    read_trainer_json,
-    run_of,
-    saved_checkpoints,
-)
-from fabric_train.checkpoint.trainer_json import PositiveCount, find_unreadable
+from fabric_train.checkpoint import data_starts_after, find_checkpoint, read_trainer_json, run_of, saved_checkpoints
+from fabric_train.checkpoint.trainer_json import find_unreadable
 from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
 from fabric_train.data.mixture import Mixture
-from fabric_train.data.step_sampler import WindowOrder, rank_at
+from fabric_train.data.step_sampler import DataOrder, StreamOrder, WindowOrder, rank_at
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import JoinedRows, TokenMixture, open_mixture
 from fabric_train.files.regular_file import read_json
@@ -30,9 +22,9 @@ from fabric_train.tokenization.manifest import read_manifest
 
 
 class _Arguments(BaseModel):
-    micro_batch_size: PositiveCount
-    gradient_accumulation_steps: PositiveCount
-    tensor_parallel_size: PositiveCount = 1
+    micro_batch_size: PositiveInt
+    gradient_accumulation_steps: PositiveInt
+    tensor_parallel_size: PositiveInt = 1
     train_data_dir: str | list[str] | None = None
     weights_only: bool = False
     checkpoint: str | None = None
@@ -116,8 +108,7 @@ class RunHistory:
         self.checkpoint = (list(_readable(run_of(found)).values()) or [found])[-1]
         self._data_dirs = data_dirs
         self.stretches = tuple(_stretches(self.checkpoint))
-        saved = read_trainer_json(self.checkpoint).state.step
-        self.num_done = max(saved, *self.stretches[-1].checkpoints())
+        self.num_done = max(read_trainer_json(self.checkpoint).state.step, *self.stretches[-1].checkpoints())
         end = self.stretches[-1].last
         self.num_planned = max(self.num_done, 0 if math.isinf(end) else int(end))
 
@@ -179,8 +170,7 @@ def _stretches(checkpoint: Path) -> list[Stretch]:
         following = stretches[0].described_by if branch.continues_data else None
         describes = readable.get(branch.step) or following or next(reversed(readable.values()), None)
         first = before[-1].step + 1 if before else 1
-        starts_after = data_starts_after(before)
-        stretches.insert(0, Stretch(Path(branch.run), first, branch.step, starts_after, describes))
+        stretches.insert(0, Stretch(Path(branch.run), first, branch.step, data_starts_after(before), describes))
     return stretches
 
 

@@ -24,7 +24,15 @@ from fabric_train.model.flops import peak_flops_of_run
 from fabric_train.model.hf_model import add_stop_tokens, read_generation_config
 from fabric_train.model.init_weights import note_on_end_of_turn, open_new
 from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained
-from fabric_train.model.origin import ModelOrigin, find_origin, legal_files
+from fabric_train.model.origin import (
+    SPLIT_ARGUMENTS,
+    ModelOrigin,
+    TrainingSession,
+    TrainingStage,
+    find_origin,
+    legal_files,
+    read_stages,
+)
 from fabric_train.model.parallelize import setup_model
 from fabric_train.model.trained_parts import freeze_other_parts, trained_parameters
 from fabric_train.optim.adamw import LowPrecisionAdamW
@@ -203,19 +211,19 @@ def _description(
     run: PreparedRun,
     fabric: Fabric,
     base_model: ModelOrigin | None,
-    stages: tuple[checkpoints.TrainingStage, ...],
+    stages: tuple[TrainingStage, ...],
     licence: tuple[Path, ...],
 ) -> checkpoints.Description:
     arguments, data, start = run.arguments, run.data, run.start
     given = flatten(arguments) | {"gradient_accumulation_steps": run.plan.accumulation}
     split = given | {"parallelism": run.devices.parallelism}
-    session = checkpoints.TrainingSession(
+    session = TrainingSession(
         start.state.step,
         device_name(fabric.device),
         fabric.world_size,
-        arguments={name: split[name] for name in (*checkpoints.SPLIT_ARGUMENTS, "log_step_interval")},
+        arguments={name: split[name] for name in (*SPLIT_ARGUMENTS, "log_step_interval")},
     )
-    # those of a model whose weights alone the run takes are not its own
+    # if the run takes only a model's weights, that model's are not its own
     earlier = checkpoints.read_trainer_json(start.checkpoint).sessions if start.checkpoint and start.resumes else ()
     mixture = data if isinstance(data, TokenMixture) else None
     return checkpoints.Description(
@@ -239,7 +247,7 @@ def _description(
     )
 
 
-def _base_model(run: PreparedRun) -> tuple[ModelOrigin | None, tuple[checkpoints.TrainingStage, ...], tuple[Path, ...]]:
+def _base_model(run: PreparedRun) -> tuple[ModelOrigin | None, tuple[TrainingStage, ...], tuple[Path, ...]]:
     """Return the pretrained model that the run's weights come from, the stages since then, and its licence's files.
 
     An export that is not on the hub is no base that others could find: its own base stands for it.
@@ -251,7 +259,7 @@ def _base_model(run: PreparedRun) -> tuple[ModelOrigin | None, tuple[checkpoints
     if run.model.is_new:
         return None, (), ()
     origin, licence = find_origin(name)
-    stages = checkpoints.read_stages(name)
+    stages = read_stages(name)
     base = stages[-1].base_model if stages else None
     if base and origin.repository is None:
         origin = replace(origin, name=base.name, repository=base.repository, revision=base.revision)

@@ -134,8 +134,7 @@ class _Sums:
         if batch.pieces is None or not self._num_sources:
             return
         for number, values in enumerate(of_pieces):
-            of_sources = sum_by_source(values, batch.pieces.sources, self._num_sources)
-            self._of_sources[number] += of_sources.to(self._device)
+            self._of_sources[number] += sum_by_source(values, batch.pieces.sources, self._num_sources).to(self._device)
         self._counts += batch.pieces.count_by_source(self._num_sources, self._as_wholes)
 
     def over_ranks(self, fabric: Fabric, source_names: Sequence[str]) -> Evaluation:
@@ -169,7 +168,7 @@ class _Sums:
 
 
 def _token_loss(nats: float, num_tokens: int, num_bytes: float | None, sums: Sequence[float]) -> TokenLoss:
-    """Return the loss of some tokens with the figures of ``METRICS``, of which ``sums`` has one each, NaN for none."""
+    """Return the loss of some tokens with the figures of ``METRICS``; ``sums`` has a sum for each, NaN for none."""
     further = {
         name: metric.figure(TokenLoss(total, num_tokens, num_bytes))
         for (name, metric), total in zip(METRICS.items(), sums, strict=True)
@@ -260,7 +259,7 @@ def generate_samples(
 
 @dataclass(frozen=True)
 class Validation:
-    """What is done with the model of a step, on all ranks together. ``batches`` are those of this rank."""
+    """What all ranks do together with the model of a step. ``batches`` are this rank's."""
 
     fabric: Fabric
     model: Any

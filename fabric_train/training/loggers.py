@@ -269,7 +269,7 @@ it, and any other one in every run."""
 
 
 def open_loggers(names: Sequence[str], run: LoggedRun) -> list[Logger]:
-    """Open metrics.csv, samples.jsonl and all of ``LOGGERS``, those of ``--loggers`` if they are among ``names``."""
+    """Open metrics.csv, samples.jsonl and all of ``LOGGERS``, but of ``--loggers`` only what is among ``names``."""
     table = CSVLogger(run.folder / "metrics.csv", run.last_step, run.columns)
     samples = SampleFile(run.folder / "samples.jsonl", run.last_step)
     opened: list[Logger] = [table, GuardedLogger("samples.jsonl", lambda: samples)]
@@ -311,7 +311,7 @@ class Outputs:
 
 
 def describe_loggers(names: Sequence[str], folder: Path, project: str) -> str:
-    """Return where a run's metrics are, with the command that shows or uploads those of each logger."""
+    """Return where a run's metrics are, with the command that shows or uploads each logger's."""
     places = [f"{folder / 'metrics.csv'}; after an evaluation, loss_curves.png beside it"]
     if "tensorboard" in names:
         places.append(f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")

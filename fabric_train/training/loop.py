@@ -43,16 +43,6 @@ class End:
     stopped_by: int = 0
 
 
-@dataclass(frozen=True)
-class _Due:
-    """What follows a step. ``keeps``: its checkpoint stays, whatever its validation loss."""
-
-    evaluates: bool
-    keeps: bool
-    saves: bool
-    logs: bool
-
-
 class Stopwatch:
     """Wall-clock time between two readings, and the share spent waiting for data; evaluation and saves are left out."""
 
@@ -105,7 +95,7 @@ class Loop:
     def train(self) -> End:
         """Train from the start of the run to its last step, or until a signal stops it at the next micro-batch.
 
-        The unfinished window is dropped: the model is still that of the step before, which is saved, and a resumed run
+        The unfinished window is dropped: the model is as after the step before, which is saved, and a resumed run
         repeats the window.
 
         Raises:
@@ -127,25 +117,24 @@ class Loop:
             try:
                 step = self.stepper.take_step(window)
             except RunStopped:  # before a micro-batch: only gradients have changed since the step before
-                saved = self._save_unless_saved(state, checkpoint, cursors)
-                return End(state, saved, heartbeat.stop_border.signal)
+                return End(state, self._save_unless_saved(state, checkpoint, cursors), heartbeat.stop_border.signal)
             if step.check.fault is not None:
                 self._report(step.check.fault, state, checkpoint, cursors)
             if window.step % _COLLECTED_STEPS == 0:
                 gc.collect()  # while the device is busy with the optimizer's step
             heartbeat.enter(StepPhase.COMPLETING)
             self.checkpoints.advance(step.report.sync)
-            due = self._due(window, step)
+            evaluates, keeps, saves, logs = self._due(window, step)
             stopwatch.stepped(step.report.num_tokens, window.num_rows, step.report.flops)
             state, checkpoint, cursors = _state_after(state, window, step), None, window.cursors
-            if not due.logs:
+            if not logs:
                 continue
-            state = self._evaluate_and_log(state, self._metrics(state, step, stopwatch), due.evaluates)
+            state = self._evaluate_and_log(state, self._metrics(state, step, stopwatch), evaluates)
             stop_signal = (self._sync() if state.unlogged else step.report.sync).stop_signal
-            ends_early = due.evaluates and self._ends_early(state)
+            ends_early = evaluates and self._ends_early(state)
             is_last = window.step == self.num_steps or ends_early
-            if due.saves or is_last or stop_signal or self._is_best(state):
-                checkpoint = self._save(state, cursors, due.keeps or is_last, is_last or bool(stop_signal))
+            if saves or is_last or stop_signal or self._is_best(state):
+                checkpoint = self._save(state, cursors, keeps or is_last, is_last or bool(stop_signal))
             if stop_signal and (state.unlogged or not is_last):
                 return End(state, checkpoint, stop_signal)
             if ends_early:
@@ -167,14 +156,15 @@ class Loop:
             stopwatch.waited(time.perf_counter() - started)
             yield window
 
-    def _due(self, window: Window, step: TakenStep) -> _Due:
+    def _due(self, window: Window, step: TakenStep) -> tuple[bool, bool, bool, bool]:
+        """Return whether a step is evaluated, its checkpoint stays whatever its loss, it is saved, and logged."""
         given, number = self.run.arguments, window.step
         always = number == self.num_steps or window.ends_epoch
         evaluates = always or number % given.evaluation.eval_step_interval == 0
         keeps = always or number % given.save.save_step_interval == 0
         saves = keeps or bool(step.report.sync.stop_signal)
         logs = evaluates or saves or step.check.fault is not None or number % given.logging.log_step_interval == 0
-        return _Due(evaluates, keeps, saves, logs)
+        return evaluates, keeps, saves, logs
 
     def _metrics_to_begin_with(self, state: TrainerState) -> Metrics | None:
         """Return the metrics to log after an evaluation before the first step; None if there is none."""
@@ -229,7 +219,7 @@ class Loop:
         return self.run.early_stopping is not None and self.run.early_stopping.ends(state)
 
     def _is_best(self, state: TrainerState) -> bool:
-        """Return whether ``--save_best`` saves a state; never that of step 0, which the run did not train."""
+        """Return whether ``--save_best`` saves a state; never step 0, which the run did not train."""
         return self.run.arguments.save.save_best and state.step > 0 and self.checkpoints.is_best(state)
 
     def _sync(self) -> StepSync:
@@ -251,7 +241,7 @@ class Loop:
         return self.checkpoints.save(state, checkpoint, True, before.interim, before.scheduled)
 
     def _save_unless_saved(self, state: TrainerState, saved: Path | None, cursors: np.ndarray | None) -> Path | None:
-        """Return the checkpoint of a state, complete; save it if there is none yet, unless it is that of step 0."""
+        """Return the checkpoint of a state, complete; save it if there is none yet, except at step 0."""
         self.stepper.heartbeat.enter(StepPhase.SAVING)
         if saved is None and state.step:
             self.outputs.flush()

@@ -28,8 +28,8 @@ class Metrics:
     Losses are in nats per token, or of a preference pair, over all ranks. ``num_tokens`` counts from the run's first
     step, without padding. ``step_time`` is in seconds, ``data_wait`` the share of it spent waiting for batches.
     ``peak_memory_gb`` is in 1e9 bytes on rank 0. Samples are rows. ``mfu`` is between 0 and 1, None if the device's
-    peak is unknown. ``rows_hash`` is that of ``TrainerState``. ``further`` has the columns of an objective's metrics
-    and of ``evaluation.METRICS``, ``train_NAME`` and ``val_NAME``; ``by_source`` those of sources, as
+    peak is unknown. ``rows_hash`` is as in ``TrainerState``. ``further`` has the columns of an objective's metrics
+    and of ``evaluation.METRICS``, ``train_NAME`` and ``val_NAME``; ``by_source`` has the sources' columns, as
     ``val_loss/SOURCE``.
     """
 
@@ -87,7 +87,7 @@ def further_columns(
 ) -> list[str]:
     """Return the columns beside ``COLUMNS``: of the metrics of an objective and an evaluation, and of sources.
 
-    ``of_pieces``: the objective sums over pieces, and its metrics are those of sources too.
+    ``of_pieces``: the objective sums over pieces, and its metrics are told apart by source too.
     """
     train, val = [f"train_{name}" for name in objective], [f"val_{name}" for name in objective]
     whole = [*train, *(f"val_{name}" for name in evaluation), *val]
@@ -116,7 +116,7 @@ def with_objective(
 
 
 def with_evaluation(metrics: Metrics, evaluation: Evaluation, source_names: Sequence[str]) -> Metrics:
-    """Add the figures of an evaluation, those of single sources for ``source_names``."""
+    """Add the figures of an evaluation, and of each source in ``source_names``."""
     whole = evaluation.whole
     by_source = {
         f"val_{figure}/{name}": value

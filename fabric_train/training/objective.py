@@ -15,11 +15,27 @@ from fabric_train.data.batch import Batch, count_supervised, find_targets
 from fabric_train.distributed.ranks import to_device_async
 from fabric_train.model.attention import forward
 from fabric_train.model.lm_head_loss import has_loss_in_head
-from fabric_train.training.batch_loss import BatchLoss, sum_segments
-from fabric_train.training.preference import Preference
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """The loss of a batch.
+
+    ``total``, fp64 [], can be differentiated. ``of_tokens``, fp32 [N] without a gradient, are the losses of the targets
+    in their order; None if the loss is none of single tokens. ``metrics``, fp64 [metrics] without a gradient, are sums
+    like the total; None without metrics. A loss of whole pieces, such as pairs, has their losses in ``of_pieces``, fp64
+    [P], and their metrics in ``metrics_of_pieces``, fp64 [metrics, P], both without a gradient. With neither tokens nor
+    pieces, the loss is not told apart by source and document.
+    """
+
+    total: torch.Tensor
+    of_tokens: torch.Tensor | None = None
+    metrics: torch.Tensor | None = None
+    of_pieces: torch.Tensor | None = None
+    metrics_of_pieces: torch.Tensor | None = None
 
 
 class Objective(Protocol):
@@ -92,10 +108,13 @@ def use_objective(make: MakeObjective) -> None:
 
 
 def objective_of(arguments: "TrainArguments") -> Objective:
-    """Return the objective of a run."""
     if _make is not None:
         return _make(arguments)
-    return Preference(arguments.preference) if arguments.preference.needs_pairs else CrossEntropy()
+    if not arguments.preference.needs_pairs:
+        return CrossEntropy()
+    from fabric_train.training.preference import Preference  # which imports this module
+
+    return Preference(arguments.preference)
 
 
 def counts_pieces(objective: Objective) -> bool:
@@ -138,3 +157,11 @@ def sum_by_source(of_pieces: torch.Tensor, sources: torch.Tensor, num_sources: i
     """Sum the losses of pieces, fp64 [P], by their sources, int64 [P] on the CPU, to fp64 [sources]."""
     in_order = to_device_async(sources.argsort(stable=True), of_pieces.device)
     return sum_segments(of_pieces.index_select(0, in_order), sources.bincount(minlength=num_sources))
+
+
+def sum_segments(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the sums of consecutive parts of ``values``, whose lengths are int64 on the CPU or on their device."""
+    if not len(values):
+        return values.new_zeros(len(lengths))
+    lengths = to_device_async(lengths, values.device)
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)  # else it reads the lengths, and waits

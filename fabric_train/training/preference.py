@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from fabric_train.data.batch import Batch, find_targets
 from fabric_train.model.attention import forward
 from fabric_train.model.lm_head_loss import has_loss_in_head
-from fabric_train.training.batch_loss import BatchLoss, sum_segments
+from fabric_train.training.objective import BatchLoss, sum_segments
 
 if TYPE_CHECKING:
     from arguments import PreferenceArguments

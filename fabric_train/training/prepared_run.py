@@ -4,14 +4,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from fabric_train.checkpoint import BranchPoint, DataOrder, PhaseSchedule, StreamOrder, TrainerState, TrainingStage
+from fabric_train.checkpoint import BranchPoint, PhaseSchedule, TrainerState
 from fabric_train.data.mixture import MixtureOrder
-from fabric_train.data.step_sampler import WindowOrder
+from fabric_train.data.step_sampler import DataOrder, StreamOrder, WindowOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.model.origin import AdapterBase, ReferenceModel
+from fabric_train.model.origin import AdapterBase, ReferenceModel, TrainingStage
 from fabric_train.optim.lr_schedule import Schedule, Schedules
 from fabric_train.training.evaluation import EarlyStopping, SamplePrompts
 
@@ -49,7 +49,7 @@ class StartingPoint:
 
     @property
     def resumes(self) -> bool:
-        """Whether optimizer state and data order continue those of the checkpoint."""
+        """Whether optimizer state and data order continue the checkpoint's."""
         return self.checkpoint is not None and self.state.step > 0
 
 
@@ -67,7 +67,7 @@ class RunPhase:
 class StepPlan:
     """The counts of a run. A window is the rows that one optimizer step consumes over all ranks.
 
-    ``num_rows``, of an epoch, and ``windows_per_epoch`` are None for a stream; with ``phases`` they are those of the
+    ``num_rows``, of an epoch, and ``windows_per_epoch`` are None for a stream; with ``phases`` they belong to the
     first. ``mixture`` is None for a stream and for one token dataset without shares. The first window of the data is
     that of the step after ``data_starts_after``, which is 0 except in a branch with other data. ``notes`` are lines
     that the user should read before the run starts.
@@ -151,7 +151,7 @@ class PreparedRun:
         )
 
     def keeping(self, schedule: Schedule) -> "PreparedRun":
-        """Return this run with a schedule that has another number of steps, in place of that of the same steps."""
+        """Return this run with a schedule that has another number of steps, in place of the one for the same steps."""
         if schedule.last_step is None:
             return replace(self, start=replace(self.start, schedule_steps=schedule.num_steps))
         phases = (
@@ -162,7 +162,7 @@ class PreparedRun:
 
     @property
     def logged_sources(self) -> tuple[str, ...]:
-        """The sources with logged losses, those of the training rows first; none if there are fewer than two."""
+        """The sources with logged losses, sources of the training rows first; none if there are fewer than two."""
         held_out = self.data.validation.source_names if self.data.validation else ()
         names = tuple(dict.fromkeys((*self.data.source_names, *held_out)))
         return names if len(names) > 1 else ()

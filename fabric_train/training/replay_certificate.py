@@ -13,10 +13,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fabric_train.checkpoint import SPLIT_ARGUMENTS
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import machine_name
 from fabric_train.files.regular_file import read_json, write_atomically
+from fabric_train.model.origin import SPLIT_ARGUMENTS
 from fabric_train.training.metrics import Metrics, read_metrics
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.self_check import TOLERANCES
@@ -82,8 +82,7 @@ class Replay:
     @property
     def same_until(self) -> float:
         """The last step that must be the same bit for bit: as long as all steps were split as they are here."""
-        others = (layout.first_step for layout in self.there if self.here.differences(layout))
-        return next(others, math.inf) - 1
+        return next((layout.first_step for layout in self.there if self.here.differences(layout)), math.inf) - 1
 
     def tolerance(self, step: int) -> float:
         """Return the largest relative difference with which a figure of a step holds; 0 is bit for bit."""

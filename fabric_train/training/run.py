@@ -130,8 +130,7 @@ def _evaluate(fabric: Fabric, run: PreparedRun, validation: Validation, heartbea
 def _figures(loss: TokenLoss) -> dict[str, float | None]:
     if loss.of_pairs:
         return loss.figures() | {"num_pairs": loss.num_tokens}
-    sums = {"nats": loss.nats, "num_tokens": loss.num_tokens, "num_bytes": loss.num_bytes}
-    return loss.figures() | sums
+    return loss.figures() | {"nats": loss.nats, "num_tokens": loss.num_tokens, "num_bytes": loss.num_bytes}
 
 
 def _self_check(fabric: Fabric, model: Any, optimizer: Any, objective: Objective, run: PreparedRun) -> int:
@@ -140,8 +139,7 @@ def _self_check(fabric: Fabric, model: Any, optimizer: Any, objective: Objective
     path = run.folder / "self_check.json"
     check_no_link(path)
     progress.info("self check")
-    order = run.plan.window_order(run.arguments.data.seed)
-    rows = order.rows_of(1).tolist()
+    rows = run.plan.window_order(run.arguments.data.seed).rows_of(1).tolist()
     precision, micro_batch_size = run.arguments.model.precision, run.arguments.training.micro_batch_size
     check = check_cuts(fabric, model, optimizer, objective, run.data.train, rows, micro_batch_size, precision)
     if fabric.is_global_zero:

@@ -118,8 +118,7 @@ class _ConsoleLines(logging.Handler):
         elif hasattr(record, "renderable"):
             self._console.print(record.renderable)
         else:
-            style = "yellow" if record.levelno >= logging.WARNING else ""
-            self._console.print(Text(line, style), soft_wrap=True)
+            self._console.print(Text(line, "yellow" if record.levelno >= logging.WARNING else ""), soft_wrap=True)
 
 
 class _WhileSilent(logging.Handler):

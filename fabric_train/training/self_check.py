@@ -77,8 +77,7 @@ class _Row:
     reference: np.ndarray | None = None
 
     def part(self, begin: int, end: int) -> "_Row":
-        inside = (self.starts > begin) & (self.starts < end)
-        starts = self.starts[inside] - begin
+        starts = self.starts[(self.starts > begin) & (self.starts < end)] - begin
         reference = None
         if self.reference is not None:  # of whole pairs
             first = int(np.searchsorted(self.starts, begin)) // 2
@@ -170,7 +169,6 @@ def _read(rows: IndexedRows, index: int, length: int) -> _Row:
 
 
 def _read_pairs(rows: IndexedRows, index: int, num_pairs: int) -> _Row:
-    """Return the first preference pairs of a row."""
     batch = rows.__getitems__([index])
     assert batch.documents is not None  # a pair is two documents
     starts = np.flatnonzero(batch.documents.position_ids[0].numpy() == 0)
@@ -211,8 +209,7 @@ def _share(rows: list[_Row], size: int, fabric: Fabric) -> list[Batch]:
     for number in range(math.ceil(len(rows) / (size * ranks.size))):
         place = positions(number, size, ranks.size, ranks.rank)
         part = rows[place.start : place.stop]
-        starts = [row.starts for row in part]
-        batch = pad_rows([row.input_ids for row in part], [row.labels for row in part], starts)
+        batch = pad_rows([row.input_ids for row in part], [row.labels for row in part], [row.starts for row in part])
         of_pairs = [row.reference for row in part if row.reference is not None]
         reference = torch.from_numpy(np.concatenate(of_pairs)) if of_pairs else None
         batches.append(replace(batch, reference=reference))

@@ -102,7 +102,7 @@ class LocalLoss:
     """The losses of this rank's micro-batches of a window.
 
     ``summed``, fp64, is [micro-batches]; ``counts``, int64, is [data ranks, micro-batches] and the same on all ranks.
-    ``metrics``, fp64, sums those of the objective. ``of_pieces``, fp64 [P], are the losses of all pieces, on the CPU
+    ``metrics``, fp64, are sums of the objective's. ``of_pieces``, fp64 [P], are the losses of all pieces, on the CPU
     with XLA. ``of_sources``, fp64 [sources], sums them by source, and ``tokens_of_sources``, fp64 on the CPU, counts
     their supervised tokens, or their pieces if the objective does; both are empty if sources are not told apart.
     ``metrics_of_sources``, fp64 [metrics, sources], are of an objective of pieces, else [0, sources].
@@ -199,7 +199,7 @@ def exchange_step(
 ) -> StepReport:
     """Exchange this rank's numbers with the other ranks'. The host waits for the device, which it does once a step.
 
-    ``grad_norm``, fp64 [] on the device, is the same on all ranks. The other numbers are those of this rank.
+    ``grad_norm``, fp64 [] on the device, is the same on all ranks. The other numbers are this rank's.
     """
     num_sources, further = len(loss.of_sources), loss.metrics_of_sources
     sizes = [len(loss.summed), num_sources, len(loss.metrics), further.numel(), num_sources, 2]

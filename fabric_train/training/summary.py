@@ -123,7 +123,7 @@ def _cells(loss: TokenLoss | None, figures: list[str]) -> list[str]:
 
 
 def _accuracies(state: TrainerState) -> str | None:
-    """Return the pair accuracy of the last evaluation, after that of the first, each with its interval."""
+    """Return the pair accuracy of the first and of the last evaluation, each with its interval."""
     now, first = state.evaluation, state.first_evaluation
     if now is None or not now.whole.of_pairs or "accuracy" not in now.whole.further:
         return None
@@ -189,8 +189,7 @@ def describe_phases(run: PreparedRun) -> list[Table]:
         read = [(source.name, count) for source, count in zip(run.data.sources, rows, strict=True) if count]
         cells = [f"{start + 1:,}–{end:,}", _rates(run, start + 1, end)]
         for name, count in read:
-            tokens = f"{count * plan.tokens_per_row:,}"
-            table.add_row(*cells, name, f"{count / sum(rows):.2%}", tokens)
+            table.add_row(*cells, name, f"{count / sum(rows):.2%}", f"{count * plan.tokens_per_row:,}")
             cells = ["", ""]
     return [table]
 

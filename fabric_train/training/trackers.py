@@ -270,8 +270,7 @@ class WandbLogger(Logger):
         """Log the samples of a step, whose metrics follow, as a table."""
         if samples:
             rows = [[sample.prompt, sample.text] for sample in samples]
-            table = self._wandb.Table(columns=["prompt", "text"], data=rows)
-            self._run.log({"samples": table}, step=samples[0].step)
+            self._run.log({"samples": self._wandb.Table(columns=["prompt", "text"], data=rows)}, step=samples[0].step)
 
     def log_model(self, checkpoint: Path) -> None:
         """Upload a checkpoint without its optimizer as an artifact."""

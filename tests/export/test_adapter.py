@@ -20,13 +20,13 @@ from fabric_train.evaluation import models_in_turn
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.compare_models import compare_models
 from fabric_train.evaluation.models import find_model
-from fabric_train.export.average import ExportSource
 from fabric_train.export.convert import convert, plan_average, plan_targets
-from fabric_train.export.merged import MergeInto, open_unmerged
 from fabric_train.export.model_card import CardFacts
-from fabric_train.export.model_comparison import compare, layered_forward
+from fabric_train.export.model_comparison import compare
+from fabric_train.export.source import ExportSource, MergeInto, open_unmerged
 from fabric_train.inference import load_model
 from fabric_train.inference.load_model import load_for_inference, load_onto_devices
+from fabric_train.model.load_weights import layered_forward
 from fabric_train.model.nf4 import NF4Linear
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.exports import verify_in_this_process

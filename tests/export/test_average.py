@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import convert_to_hf
 from fabric_train.cli.errors import InputError
-from fabric_train.export import average, convert
-from fabric_train.export.average import AveragedTensors, AveragePart, PlainAverage
+from fabric_train.export import convert, source
 from fabric_train.export.convert import write_export
+from fabric_train.export.source import AveragedTensors, AveragePart, PlainAverage
 from tests.support.bad_input_folder import edit_json
 from tests.support.checkpoint_examples import (
     run_with_two_checkpoints,
@@ -93,7 +93,7 @@ def other_checkpoint(folder: Path, model_dir: Path, *, vocabulary: bool = False,
 def test_the_average_is_the_exact_one_rounded_to_fp32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decay: float
 ) -> None:
-    monkeypatch.setattr(average, "_BLOCK", 8)  # so that tensors are several blocks
+    monkeypatch.setattr(source, "_BLOCK", 8)  # so that tensors are several blocks
     noise = torch.Generator().manual_seed(0)
     stored = [torch.randn(7, 5, generator=noise) * 10.0 ** torch.randint(-6, 6, (7, 5), generator=noise) for _ in "abc"]
     parts = []

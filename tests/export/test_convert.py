@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import convert_to_hf
 from fabric_train.cli.errors import FAILURE, InputError
 from fabric_train.export import convert, verification
-from fabric_train.export.average import ExportSource
 from fabric_train.export.convert import plan_targets, write_export
 from fabric_train.export.model_card import CardFacts, write_model_card
+from fabric_train.export.source import ExportSource
 from fabric_train.export.verification import VerificationError, verify_in_fresh_process
 from tests.support.checkpoint_examples import CHAT_TEMPLATE, run_with_two_checkpoints, trained_weights, write_full
 from tests.support.exports import verify_in_this_process

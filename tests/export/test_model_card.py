@@ -22,10 +22,10 @@ from fabric_train.checkpoint import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.export import model_card
-from fabric_train.export.average import ExportSource
 from fabric_train.export.card_text import PublicNames
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts, draw_card_picture, write_model_card
+from fabric_train.export.source import ExportSource
 from fabric_train.model.origin import ModelOrigin, find_origin
 from fabric_train.tokenization import merge
 from fabric_train.training.loggers import CSVLogger

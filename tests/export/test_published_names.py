@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fabric_train.export import hub_format, model_comparison
-from fabric_train.export.average import ExportSource
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts
 from fabric_train.export.model_comparison import compare
+from fabric_train.export.source import ExportSource
 from tests.support.checkpoint_examples import TOKENIZER_FILES, write_full
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fabric_train.checkpoint import DataOrder, read_cursors, read_trainer_json
+from fabric_train.checkpoint import read_cursors, read_trainer_json
 from fabric_train.checkpoint.discovery import newest_checkpoint
 from fabric_train.checkpoint.files import find_damage
 from fabric_train.cli.errors import InputError
+from fabric_train.data.step_sampler import DataOrder
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.export.verification import OutputReport, TensorReport, VerificationReport
@@ -27,8 +28,7 @@ from fabric_train.model.weight_files import shard_names
 from fabric_train.tokenization.manifest import read_manifest
 from fabric_train.tokenization.packing.token_folder import open_splits
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
-from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenizers
-from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
+from fabric_train.tokenization.tokenizers.vocabulary import compare_tokenizers, load_vocabulary
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.token_datasets import tokenize, write_jsonl
 

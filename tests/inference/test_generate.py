@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fabric_train.cli.errors import InputError
-from fabric_train.export.average import ExportSource
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts
+from fabric_train.export.source import ExportSource
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.generate import GeneratedText, TextPrinter, generate
 from fabric_train.inference.load_model import load_for_inference
@@ -47,7 +47,7 @@ def test_greedy_text_is_that_of_transformers(run: Path, loaded: tuple[Any, Any])
     inputs = tokenizer(PROMPT, return_tensors="pt")
     expected = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0].tolist()
     generated = _generate(loaded)
-    assert [*generated.prompt_ids, *generated.new_ids] == expected
+    assert [*encode_text(loaded[1], PROMPT), *generated.new_ids] == expected
     assert PROMPT + generated.text == tokenizer.decode(expected, skip_special_tokens=True)
 
 

@@ -20,7 +20,7 @@ from arguments import TrainArguments, parse
 from fabric_train.checkpoint.adapter_folder import read_adapter
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, Targets
-from fabric_train.export.merged import MergedTensors
+from fabric_train.export.source import MergedTensors
 from fabric_train.model.adapter import Adapter, attach, without_adapters
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.lm_head_loss import compute_loss_in_head

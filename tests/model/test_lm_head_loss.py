@@ -19,8 +19,8 @@ from fabric_train.model.lm_head_loss import (
     has_loss_in_head,
     summed_cross_entropy,
     token_cross_entropy,
-    use_sparse_embedding_grad,
 )
+from fabric_train.model.parallelize import use_sparse_embedding_grad
 from fabric_train.training.objective import CrossEntropy
 
 VOCABULARY, WIDTH, LENGTH = 96, 16, 40

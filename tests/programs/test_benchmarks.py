@@ -35,8 +35,8 @@ from benchmarks.peers import export_step, train_without_saving
 from benchmarks.token_rows import read_datatrove, read_litdata
 from benchmarks.tokenization_systems import PEERS, our_command, peer_command
 from fabric_train.cli.parser import parse_arguments
-from fabric_train.export.average import ExportSource
 from fabric_train.export.model_comparison import compare
+from fabric_train.export.source import ExportSource
 from fabric_train.model.weight_files import open_weights
 from fabric_train.tokenization.arguments import TokenizeArguments
 from sample_data import real_data

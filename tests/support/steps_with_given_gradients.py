@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from arguments import TrainArguments, parse
 from fabric_train import checkpoint as checkpoints
+from fabric_train.data.step_sampler import DataOrder
 from fabric_train.distributed.cluster_environment import destroy_process_group
 from fabric_train.distributed.precision import weights_dtype
 from fabric_train.distributed.ranks import flat_shards, named_parameters, original_name
@@ -50,7 +51,7 @@ def main() -> None:
             parameter.grad = _part(Gradients(step, shapes, dtype), original_name(name), parameter, cuts)
         optimizer.step()
     described = checkpoints.Description(
-        arguments.fsdp.state_dict_type, str(dtype), checkpoints.DataOrder("", 1, 1, 0), {"model_name": ""}, {}, None, ()
+        arguments.fsdp.state_dict_type, str(dtype), DataOrder("", 1, 1, 0), {"model_name": ""}, {}, None, ()
     )
     folder = Path(arguments.save.output_dir)
     saves = checkpoints.CheckpointManager(folder, fabric, model, optimizer, described, None, False, lambda _: None)

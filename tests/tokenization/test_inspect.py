@@ -20,7 +20,8 @@ from fabric_train.cli.parser import parse_arguments
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.inspect.__main__ import InspectArguments
 from fabric_train.tokenization.inspect.report import make_report
-from fabric_train.tokenization.inspect.split_check import Expectation, SplitCheck
+from fabric_train.tokenization.inspect.row_view import Expectation
+from fabric_train.tokenization.inspect.split_check import SplitCheck
 from fabric_train.tokenization.packing.token_folder import RowBatch, open_splits
 from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
 

@@ -123,7 +123,7 @@ def test_notes_name_differing_settings_and_files_read_twice(
     edit_manifest(other, "settings", "seed", value=7)
     merged(tmp_path / "out", tiny_tokens_dir, other)
     output = capsys.readouterr().out
-    assert "note     --seed differs: 0, 7; manifest.json keeps that of each part\n" in output
+    assert "note     --seed differs: 0, 7; manifest.json keeps each part's\n" in output
     assert "note     slice.jsonl of" in output
     assert output.count("note     ") == 2
 

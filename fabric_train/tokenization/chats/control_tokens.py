@@ -92,7 +92,7 @@ class ControlTokens:
         self._control_ids = np.array(list(control.values()), np.int32)
         self._parts: dict[str, list[str]] = {}  # of renderings, see _split
         self._ids: dict[str, np.ndarray] = {}  # of control tokens, and of the texts between them
-        self._with_control: set[str] = set()  # texts of which the encoder makes control tokens
+        self._with_control: set[str] = set()  # the encoder makes control tokens of these texts
 
     def shield(self, value: Any) -> Any:
         """Return ``value`` (JSON-like) with placeholders for the text of control tokens in all of its strings."""

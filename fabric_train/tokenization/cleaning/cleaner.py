@@ -167,7 +167,7 @@ def _changed(value: Any, change: Callable[[str], str], kept: frozenset[str]) -> 
 
 
 def all_text(chat: Chat) -> str:
-    """Return all texts, on lines of their own: those of a tool call's arguments and of system messages too."""
+    """Return all texts, on lines of their own: also a tool call's arguments and system messages."""
     return _joined(_texts(chat, chat.messages))
 
 

@@ -170,11 +170,9 @@ def ngram_hashes(words: Words, lengths: Sequence[int]) -> dict[int, np.ndarray]:
 
 
 def _word_hashes(words: Words) -> np.ndarray:
-    """Return a hash of each word, uint64 [words]."""
     lengths = np.diff(words.starts, append=len(words.codes))
     places = np.arange(len(words.codes)) - np.repeat(words.starts, lengths)
-    table = _random_odd(1024)
-    products = words.codes * table[places & 1023]
+    products = words.codes * _random_odd(1024)[places & 1023]
     products[words.ends[words.ends < len(products)]] = 0  # the spaces: the last word may have none
     return _mixed(np.add.reduceat(products, words.starts))
 
@@ -200,8 +198,6 @@ def _kinds() -> np.ndarray:
 
 @dataclass(frozen=True)
 class NgramTable:
-    """The n-grams of one length."""
-
     hashes: np.ndarray  # uint64 [n-grams], in ascending order
     texts: np.ndarray  # uint32 [n-grams], the number of the text that each is in
     starts: np.ndarray  # uint32 [n-grams], its first character there

@@ -98,7 +98,7 @@ def _evenly_spaced(text: str, num_characters: int) -> list[str]:
 
 @dataclass(frozen=True)
 class LanguageFilter:
-    """Drop the documents that are in another language, or of which the identifier is not certain.
+    """Drop the documents that are in another language, or whose language is not certain.
 
     It is certain if the probabilities of the languages to keep add up to ``threshold``, so a document that is half in
     one of them and half in another is kept.
@@ -106,7 +106,7 @@ class LanguageFilter:
     ``va`` in ``languages`` without ``ca`` keeps the Catalan documents with more Valencian word forms than forms of
     general Catalan; one that has neither, as short ones often do, is dropped. ``ca`` keeps all Catalan documents.
 
-    By ``paragraph``, the paragraphs of which the identifier is certain that they are in another language are removed
+    By ``paragraph``, the paragraphs that are in another language with certainty are removed
     first. An uncertain one stays, because headings and names are. Blank lines separate paragraphs; in a text without
     any, each line is one.
     """
@@ -138,8 +138,7 @@ class LanguageFilter:
         return Dropped(OTHER, f"{found}, forms: {valencian} Valencian, {general} of general Catalan")
 
     def settings(self) -> dict[str, Any]:
-        chosen = {"languages": list(self.languages), "threshold": self.threshold, "by": self.by}
-        return chosen | identifier_settings()
+        return {"languages": list(self.languages), "threshold": self.threshold, "by": self.by} | identifier_settings()
 
     def _without_other_paragraphs(self, text: str, edits: Counter[str]) -> str:
         separator = _BLANK_LINES if _BLANK_LINES.search(text) else _LINES

@@ -50,7 +50,6 @@ def split_to_count(corpus: OpenedCorpus) -> list[Shard]:
 
 
 def lines_file(folder: Path, shard: Shard) -> Path:
-    """Return the path of a shard's counts."""
     return folder / f"{shard.key}.lines"
 
 

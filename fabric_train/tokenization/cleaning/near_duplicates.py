@@ -103,7 +103,7 @@ class NearDuplicates:
 
 
 def find_near_duplicates(files: Sequence[Path], threshold: float, folder: Path) -> NearDuplicates:
-    """Find documents whose signatures in ``files`` are like those of an earlier one; ``folder`` is for the bands."""
+    """Find documents whose signatures in ``files`` are like an earlier one's; ``folder`` is for the bands."""
     folder.mkdir()
     signatures = SignatureFiles(files)
     with progress_of("near duplicates") as show:

@@ -124,15 +124,14 @@ class Redaction:
         return text
 
     def settings(self) -> dict[str, Any]:
-        """Return the kinds, the version of the rules and those of the packages that check numbers."""
+        """Return the kinds, and the versions of the rules and of the packages that check numbers."""
         packages = sorted({_PACKAGES[kind] for kind in self.kinds if kind in _PACKAGES})
         return {"kinds": list(self.kinds), "rules": _RULES, "versions": {name: version(name) for name in packages}}
 
 
 def open_redaction(kinds: Sequence[str]) -> Redaction:
     """Return the step for ``kinds``, keys of PLACEHOLDERS; InputError if a package that it needs is not installed."""
-    needed = {_PACKAGES[kind]: kind for kind in kinds if kind in _PACKAGES}
-    for package, kind in needed.items():
+    for package, kind in {_PACKAGES[kind]: kind for kind in kinds if kind in _PACKAGES}.items():
         try:
             import_module(_MODULES[package])
         except ImportError:

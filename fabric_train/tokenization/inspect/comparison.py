@@ -235,7 +235,7 @@ def words_more_often(counts: tuple[WordCounts, WordCounts], which: int) -> list[
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """One of two corpora: its totals, and those of its sample, for all documents and by language code."""
+    """One of two corpora: its totals and its sample's, for all documents and by language code."""
 
     folder: Path
     manifest: Manifest
@@ -255,7 +255,6 @@ class Comparison:
 
     @property
     def same_tokenizer(self) -> bool:
-        """Whether both corpora have the same ``tokenizer.json``."""
         first, second = (corpus.manifest.tokenizer.sha256.get("tokenizer.json") for corpus in self.corpora)
         return first == second
 

@@ -25,7 +25,7 @@ Cells: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a comparison: its title, a table, and sentences about it, of which either may be missing."""
+    """A part of a comparison: its title, a table, and sentences about it; either may be missing."""
 
     title: str
     table: TextTable | None
@@ -33,7 +33,6 @@ class Section:
 
 
 def sections(comparison: Comparison) -> list[Section]:
-    """Return all parts of a comparison, in order."""
     languages = _languages(comparison) if comparison.no_languages is None else None
     words = (
         f"Times per million words of the sample, in lower case. Listed are words in {IN_DOCUMENTS} documents or more "
@@ -78,7 +77,7 @@ def _about_totals(comparison: Comparison) -> str:
         lines.append(
             "The tokenizers differ: numbers of tokens cannot be compared. Compare bytes, and tokens per byte or word."
         )
-    lines.append("Tokens include BOS and EOS. Bytes are those of the text in UTF-8, of a chat those of its messages.")
+    lines.append("Tokens include BOS and EOS. Bytes are of the text in UTF-8, or of a chat's messages.")
     if any(source.epochs != 1 for corpus in comparison.corpora for source in corpus.manifest.sources):
         lines.append("A document that --weights repeats counts as often as it is packed.")
     return " ".join(lines)
@@ -96,8 +95,6 @@ def _sources(comparison: Comparison) -> TextTable:
 
 
 def _languages(comparison: Comparison) -> TextTable:
-    """Return the languages of the sampled documents."""
-
     def values(corpus: CorpusSummary, name: str) -> tuple[float, tuple[str, ...]]:
         one, all_of = corpus.languages[name], corpus.sample
         shares = (_share(one.documents, all_of.documents), _share(one.bytes, all_of.bytes))
@@ -124,7 +121,6 @@ def _pairs(
 
 
 def _lengths(comparison: Comparison) -> TextTable:
-    """Return percentiles of the documents' lengths."""
     columns, lines = list[str](), list[tuple[str, ...]]()
     for unit in ("bytes", "tokens"):
         for label, letter, corpus in zip((unit, ""), NAMES, comparison.corpora, strict=True):
@@ -146,7 +142,7 @@ def _about_sample(comparison: Comparison) -> str:
         for name, corpus in zip(NAMES, comparison.corpora, strict=True)
     ]
     note = (
-        f"Languages and words are those of a sample that is spread evenly: {sizes[0]} and {sizes[1]}. Long documents "
+        f"Languages and words are counted in a sample that is spread evenly: {sizes[0]} and {sizes[1]}. Long documents "
         "are cut, so that a sample has at most 2^20 tokens."
     )
     if comparison.no_languages is None:

@@ -11,15 +11,15 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.cleaning.dropped import DROPPED_FILE, SampledDrop, read_sample
-from fabric_train.tokenization.inspect.row_view import RowView, view_rows, with_continuations, with_origins
-from fabric_train.tokenization.inspect.split_check import (
-    Counts,
+from fabric_train.tokenization.inspect.row_view import (
     Expectation,
-    IndexCheck,
-    Problem,
-    SplitCheck,
+    RowView,
     content_ends,
+    view_rows,
+    with_continuations,
+    with_origins,
 )
+from fabric_train.tokenization.inspect.split_check import Counts, IndexCheck, Problem, SplitCheck
 from fabric_train.tokenization.manifest import Manifest, Settings, SourceRecord, load_manifest
 from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
 from fabric_train.tokenization.packing.token_folder import Split, open_splits
@@ -54,7 +54,7 @@ class TextTable:
 
 
 def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, int], None]) -> DatasetReport:
-    """Read all splits of a token dataset, of which ``split``, "train" or "validation", has the ``rows`` to be shown.
+    """Read all splits of a token dataset; ``split``, "train" or "validation", has the ``rows`` to be shown.
 
     ``advance`` is called with the number of rows read so far and the number of all rows.
     """
@@ -63,7 +63,6 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
     if rows and rows.start >= splits[shown].num_rows:
         raise InputError(f"--start {rows.start}: {shown} has {splits[shown].num_rows:,} rows, numbered from 0")
     manifest = load_manifest(folder)
-    has_pairs = manifest is not None and manifest.has_pairs
     vocabulary = load_vocabulary(folder / "tokenizer")
     total = sum(entry.num_rows for entry in splits.values())
     counts: dict[str, Counts] = {}
@@ -78,7 +77,7 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
         check = SplitCheck(name, parts[0])
         index, faults = _open_index(folder, manifest, name)
         problems += faults
-        index_check = IndexCheck(name, index, has_pairs) if index else None
+        index_check = IndexCheck(name, index, manifest.has_pairs) if manifest and index else None
         for batch in entry.batches():
             if batch.first_row in parts:  # a file, and so a batch, belongs to one part
                 check.begin_part(parts[batch.first_row])
@@ -119,9 +118,8 @@ def _open_index(folder: Path, manifest: Manifest | None, split: str) -> tuple[Do
 
 def _file_problems(folder: Path, manifest: Manifest | None) -> list[Problem]:
     """Compare the tokenizer's files with their hashes in the manifest."""
-    named = manifest.tokenizer.sha256 if manifest else {}
     problems = []
-    for name, digest in named.items():
+    for name, digest in manifest.tokenizer.sha256.items() if manifest else ():
         file = folder / "tokenizer" / name
         if not file.is_file():
             problems.append(Problem("tokenizer", f"{name} is missing"))
@@ -132,8 +130,7 @@ def _file_problems(folder: Path, manifest: Manifest | None) -> list[Problem]:
 
 def _ledger_problems(manifest: Manifest, counts: dict[str, Counts]) -> list[Problem]:
     """Check the ledger's sums, and compare it with the counts."""
-    imbalances = manifest.imbalances()
-    problems = [Problem("manifest", f"the ledger does not balance: {imbalance}") for imbalance in imbalances]
+    problems = [Problem("manifest", f"the ledger does not balance: {imbalance}") for imbalance in manifest.imbalances()]
     for name in sorted({*manifest.ledger.splits} ^ {*counts}):
         where = "not in the manifest" if name in counts else "only in the manifest"
         problems.append(Problem(name, f"the split is {where}"))

@@ -1,4 +1,4 @@
-"""Show a row as the model sees it: pieces of documents, with their tokens as text."""
+"""Show a row as the model sees it: pieces of documents with their tokens as text; and say what rows should be."""
 
 import unicodedata
 from collections.abc import Iterator
@@ -8,17 +8,39 @@ from typing import Literal
 
 import numpy as np
 
-from fabric_train.tokenization.inspect.split_check import IGNORED_LABEL, Expectation, content_ends
 from fabric_train.tokenization.packing.document_index import DocumentIndex
 from fabric_train.tokenization.packing.token_folder import RowBatch
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary
 
 Role = Literal["text", "bos", "eos", "special"]
+IGNORED_LABEL = -100  # as in fabric_train.data.batch, which imports torch
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What the rows should be according to the manifest and the tokenizer; None if unknown.
+
+    With ``in_sequence``, a row can only continue the document of the row before. Otherwise any row can continue a long
+    document, so only pieces can be counted. ``ends`` are the ids that end a document: EOS, and in chats the end of a
+    turn, after which a template may write one more token, a line break.
+    """
+
+    max_length: int | None  # of each row
+    overlap: int  # tokens that a row repeats when it continues a document
+    in_sequence: bool
+    vocab_size: int | None
+    bos_token_id: int | None
+    unk_token_id: int | None
+    ends: tuple[int, ...]
+    is_ended: bool  # whether the documents are known to have been written with such an end
+    fillers: tuple[int, ...]  # ids that padding may consist of
+    has_pairs: bool = False  # whether two sequences in a row are a preference pair
+    with_prompts: bool = True  # whether all that follows the prompt of a pair is supervised
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token, or several that share a character. ``position`` is that of the first one in the row."""
+    """A token, or several that share a character. ``position`` is where the first one is in the row."""
 
     position: int
     ids: tuple[int, ...]
@@ -56,8 +78,6 @@ class PairView:
 
 @dataclass(frozen=True)
 class RowView:
-    """A row of a split."""
-
     index: int  # its number in the split, from 0
     num_tokens: int
     num_supervised: int
@@ -67,6 +87,34 @@ class RowView:
     continues: bool  # whether the next row continues its last document
     origins: tuple[str, ...] = ()  # where the document of each piece comes from; empty without a document index
     pairs: tuple[PairView, ...] = ()  # the pieces, two by two, if they are preference pairs
+
+
+def content_ends(batch: RowBatch, expected: Expectation) -> np.ndarray:
+    """Return where the padding of each of the R rows begins, int64 [R], counted from the batch's first token.
+
+    Padding is the last run of one unsupervised filler. With filler ``P`` and unsupervised tokens in lower case, the row
+    ``A B C p p`` has two tokens of padding, and ``A B P P P`` has none. If the filler is EOS and the token before the
+    run does not end a document, the first token of the run ends it and is not padding.
+    """
+    begins, ends = batch.offsets[:-1], batch.offsets[1:]
+    result = ends.copy()
+    filled = np.flatnonzero(ends > begins)
+    if batch.labels is None or not len(filled):
+        return result
+    last = np.full(len(ends), -1, dtype=batch.input_ids.dtype)
+    last[filled] = batch.input_ids[ends[filled] - 1]
+    if not (np.isin(last[filled], expected.fillers) & (batch.labels[ends[filled] - 1] == IGNORED_LABEL)).any():
+        return result
+    is_padding = (batch.labels == IGNORED_LABEL) & (batch.input_ids == np.repeat(last, ends - begins))
+    content = np.where(is_padding, -1, np.arange(len(batch.input_ids)))
+    is_filler = np.isin(last[filled], expected.fillers)
+    stops = np.maximum(np.maximum.reduceat(content, begins[filled]) + 1, begins[filled])
+    result[filled[is_filler]] = stops[is_filler]
+    if expected.is_ended:
+        row = np.flatnonzero((result < ends) & (result > begins) & np.isin(last, expected.ends))
+        before = batch.input_ids[np.stack([result[row] - 1, np.maximum(result[row] - 2, begins[row])])]
+        result[row] += ~np.isin(before, expected.ends).any(axis=0)
+    return result
 
 
 def view_rows(batch: RowBatch, wanted: range, vocabulary: Vocabulary | None, expected: Expectation) -> list[RowView]:
@@ -86,7 +134,6 @@ def with_continuations(rows: list[RowView], wanted: range) -> list[RowView]:
 
 
 def with_origins(rows: list[RowView], index: DocumentIndex | None) -> list[RowView]:
-    """Return the rows with the origins of their documents."""
     if index is None or not rows:
         return rows
     pieces = index.pieces(np.array([row.index for row in rows]))

@@ -4,41 +4,19 @@
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from fabric_train.tokenization.inspect.pair_check import pair_faults
+from fabric_train.tokenization.inspect.row_view import IGNORED_LABEL, Expectation, content_ends
 from fabric_train.tokenization.manifest import SourceLedger
 from fabric_train.tokenization.packing.document_index import DocumentIndex, altered_rows, chunks
+from fabric_train.tokenization.packing.rows import joined_ranges
 from fabric_train.tokenization.packing.token_folder import RowBatch
 
-IGNORED_LABEL = -100  # as in fabric_train.data.batch, which imports torch
 _TOLERATED_UNKNOWN = 0.001
 _COUNTED = ("documents", "bytes", "tokens_in", "tokens_repeated", "tokens_in_rows")
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """What the rows should be according to the manifest and the tokenizer; None if unknown.
-
-    With ``in_sequence``, a row can only continue the document of the row before. Otherwise any row can continue a long
-    document, so only pieces can be counted. ``ends`` are the ids that end a document: EOS, and in chats the end of a
-    turn, after which a template may write one more token, a line break.
-    """
-
-    max_length: int | None  # of each row
-    overlap: int  # tokens that a row repeats when it continues a document
-    in_sequence: bool
-    vocab_size: int | None
-    bos_token_id: int | None
-    unk_token_id: int | None
-    ends: tuple[int, ...]
-    is_ended: bool  # whether the documents are known to have been written with such an end
-    fillers: tuple[int, ...]  # ids that padding may consist of
-    has_pairs: bool = False  # whether two sequences in a row are a preference pair
-    with_prompts: bool = True  # whether all that follows the prompt of a pair is supervised
 
 
 @dataclass(frozen=True)
@@ -56,8 +34,6 @@ class Problem:
 
 @dataclass
 class Counts:
-    """The counts of a split."""
-
     rows: int = 0
     tokens: int = 0  # without padding
     padding: int = 0
@@ -73,7 +49,7 @@ class Counts:
         return None if self.lengths is None else sum(self.lengths.values())
 
 
-# P pieces of documents in order, each of which lies in one row
+# P pieces of documents in order; each lies in one row
 PIECE = np.dtype(
     [
         ("row", np.int64),  # in the split
@@ -278,32 +254,32 @@ class SplitCheck:
 _UNKNOWN = "unknown tokens"
 
 
-def content_ends(batch: RowBatch, expected: Expectation) -> np.ndarray:
-    """Return where the padding of each of the R rows begins, int64 [R], counted from the batch's first token.
+def pair_faults(
+    batch: RowBatch, supervised: np.ndarray, begins: np.ndarray, stops: np.ndarray, rows: np.ndarray, with_prompts: bool
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield each kind of fault with the rows of the batch that have it, once for each pair.
 
-    Padding is the last run of one unsupervised filler. With filler ``P`` and unsupervised tokens in lower case, the row
-    ``A B C p p`` has two tokens of padding, and ``A B P P P`` has none. If the filler is EOS and the token before the
-    run does not end a document, the first token of the run ends it and is not padding.
+    ``begins`` and ``stops``, int64 [S], are where the sequences of the batch begin and end, and ``rows`` are their
+    rows. ``supervised`` is bool [tokens]. Both prompts must have the same tokens if ``with_prompts``: what is before
+    the first supervised token, but for one token at its end, which a tokenizer may join with the answer.
     """
-    begins, ends = batch.offsets[:-1], batch.offsets[1:]
-    result = ends.copy()
-    filled = np.flatnonzero(ends > begins)
-    if batch.labels is None or not len(filled):
-        return result
-    last = np.full(len(ends), -1, dtype=batch.input_ids.dtype)
-    last[filled] = batch.input_ids[ends[filled] - 1]
-    if not (np.isin(last[filled], expected.fillers) & (batch.labels[ends[filled] - 1] == IGNORED_LABEL)).any():
-        return result
-    is_padding = (batch.labels == IGNORED_LABEL) & (batch.input_ids == np.repeat(last, ends - begins))
-    content = np.where(is_padding, -1, np.arange(len(batch.input_ids)))
-    is_filler = np.isin(last[filled], expected.fillers)
-    stops = np.maximum(np.maximum.reduceat(content, begins[filled]) + 1, begins[filled])
-    result[filled[is_filler]] = stops[is_filler]
-    if expected.is_ended:
-        row = np.flatnonzero((result < ends) & (result > begins) & np.isin(last, expected.ends))
-        before = batch.input_ids[np.stack([result[row] - 1, np.maximum(result[row] - 2, begins[row])])]
-        result[row] += ~np.isin(before, expected.ends).any(axis=0)
-    return result
+    counts = np.bincount(rows, minlength=len(batch.offsets) - 1)
+    yield "rows with half a preference pair", np.flatnonzero(counts % 2)
+    is_whole = counts[rows] % 2 == 0
+    chosen, rejected = np.flatnonzero(is_whole)[::2], np.flatnonzero(is_whole)[1::2]
+    targets = np.append(np.flatnonzero(supervised), len(supervised))
+    answers = targets[np.searchsorted(targets, begins)]
+    has_answers = (answers < stops)[chosen] & (answers < stops)[rejected]
+    yield "preference pairs without two supervised answers", rows[chosen[~has_answers]]
+    chosen, rejected = chosen[has_answers], rejected[has_answers]
+    if not with_prompts or not len(chosen):
+        return
+    lengths = answers - begins
+    shared = np.maximum(np.minimum(lengths[chosen], lengths[rejected]) - 1, 0)
+    one, other = (batch.input_ids[joined_ranges(begins[half], shared)] for half in (chosen, rejected))
+    different = np.bincount(np.repeat(np.arange(len(chosen)), shared)[one != other], minlength=len(chosen)) > 0
+    different |= np.abs(lengths[chosen] - lengths[rejected]) > 1
+    yield "preference pairs with two prompts", rows[chosen[different]]
 
 
 def _rows_at(batch: RowBatch, positions: np.ndarray) -> np.ndarray:
@@ -331,8 +307,7 @@ class IndexCheck:
             expected = (pieces.rows << 32 | pieces.positions)[is_border]
             found = batch.start_rows << 32 | batch.document_starts.astype(np.int64)
             if self._has_pairs:  # the index does not know where rejected sequences begin
-                firsts = np.searchsorted(batch.start_rows, batch.start_rows)
-                found = found[(np.arange(len(found)) - firsts) % 2 == 0]
+                found = found[(np.arange(len(found)) - np.searchsorted(batch.start_rows, batch.start_rows)) % 2 == 0]
             self._note("documents begin elsewhere in", batch.first_row + np.unique(np.setxor1d(expected, found) >> 32))
         num_tokens = np.bincount(pieces.rows, weights=pieces.lengths, minlength=num_rows).astype(np.int64)
         wrong = np.flatnonzero(num_tokens != ends - batch.offsets[:-1])
@@ -364,8 +339,7 @@ class IndexCheck:
         return problems
 
     def _count(self, what: str, sources: np.ndarray, values: np.ndarray) -> None:
-        counts = np.bincount(sources, weights=values, minlength=len(self._found[what]))
-        self._found[what] += counts.astype(np.int64)
+        self._found[what] += np.bincount(sources, weights=values, minlength=len(self._found[what])).astype(np.int64)
 
     def _note(self, what: str, rows: np.ndarray) -> None:
         if len(rows):

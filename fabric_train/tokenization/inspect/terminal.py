@@ -47,7 +47,6 @@ def print_report(report: reports.DatasetReport, console: Console) -> None:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print the tables of a comparison."""
     console.rule(Text("token datasets compared"), align="left", style="dim")
     _print_facts([(name, str(one.folder)) for name, one in zip(NAMES, comparison.corpora, strict=True)], console)
     for section in sections(comparison):
@@ -178,5 +177,4 @@ def _append_tokens(shown: Text, all_tokens: Sequence[Token], pair: PairView | No
 def _append_token(shown: Text, token: Token, pair: PairView | None = None) -> None:
     if pair is not None and pair.begins_to_differ(token):
         shown.append("▸", _DIFFERENT)
-    plain = _SUPERVISED if token.is_supervised else _UNSUPERVISED
-    shown.append(visible(token.text), _STYLES.get(token.role, plain))
+    shown.append(visible(token.text), _STYLES.get(token.role, _SUPERVISED if token.is_supervised else _UNSUPERVISED))

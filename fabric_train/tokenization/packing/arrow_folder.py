@@ -180,7 +180,7 @@ def write_split(
 
 @dataclass(frozen=True)
 class _SplitFiles:
-    """The files of a split, each of which a process can write on its own."""
+    """The files of a split; a process can write each on its own."""
 
     folder: Path
     names: list[str]
@@ -255,8 +255,7 @@ def _write_files(files: _SplitFiles, num_proc: int) -> Iterator[tuple[int, tuple
         yield from ((index, files.write(index)) for index in range(num_files))
         return
     with WorkerPool(files.write, min(num_proc, num_files), files.describe) as workers:
-        finished = workers.run(iter(range(num_files)), _TICK_SECONDS)
-        yield from (result for result in finished if result is not None)
+        yield from (result for result in workers.run(iter(range(num_files)), _TICK_SECONDS) if result is not None)
 
 
 def write_dataset_dict(folder: Path, splits: Iterable[str]) -> None:

@@ -8,10 +8,10 @@ Four arrays lie beside the rows, in numpy's files, which are memory-mapped and n
                 checksums.npy      CHECKSUM [rows], of the content of each row (``row_checksums``)
 
 So row r has the documents ``rows["documents"][r] : rows["documents"][r + 1]`` from their beginning on, and the
-continuations of the same range of ``rows["continuations"]``, each of which is piece number ``ordinal`` of its row.
+continuations of the same range of ``rows["continuations"]``; ``ordinal`` is the number of the piece in its row.
 The names of files and sources are in ``manifest.json``: ``file`` counts the files (of a dataset, the splits) of all its
-``sources`` in order. A document takes 16 bytes, a row 24 and a continuation 20. Indexes
-of older versions have no checksums.
+``sources`` in order. A document takes 16 bytes, a row 24 and a continuation 20. Indexes of older versions have no
+checksums.
 """
 
 from bisect import bisect_right
@@ -43,7 +43,7 @@ ShowSearched = Callable[[int], None]  # further records searched
 
 @dataclass(frozen=True)
 class IndexedPieces:
-    """P pieces of documents, those of some rows in order, int64 [P] each."""
+    """P pieces of documents: the pieces of some rows in order, int64 [P] each."""
 
     rows: np.ndarray  # the index of the piece's row among the rows asked for
     positions: np.ndarray  # where the piece begins in its row
@@ -171,7 +171,6 @@ class DocumentIndex:
         return tokens, num_bytes
 
     def origin(self, document: int) -> DocumentOrigin:
-        """Return where a document comes from."""
         file, row, num_tokens, num_bytes = (int(value) for value in self.documents[document])
         source = self.sources.names[int(self.sources.sources_of(np.array([file]))[0])]
         return DocumentOrigin(source, self.sources.file_name(file), row, num_tokens, num_bytes)
@@ -248,7 +247,7 @@ def write_index(folder: Path, plan: RowPlan, documents: np.ndarray, checksums: n
 
 
 def join_indexes(folder: Path, indexes: Sequence[DocumentIndex], first_files: Sequence[int]) -> None:
-    """Write the index of the split ``folder``, whose rows are those of several splits, joined in order.
+    """Write the index of the split ``folder``, whose rows come from several splits, joined in order.
 
     ``first_files`` has the number of each one's first file in the new manifest.
     """

@@ -133,8 +133,7 @@ class DatasetSource(_OfSplits):
         names = dataset.column_names
         kept = [name for name in (name_in(column, names) for column in columns) if name in names] or names
         check_text_columns(place, dataset.features.arrow_schema, kept if kept != names else [])
-        rows = dataset.select_columns(kept).select(range(part.start, part.stop))
-        return RowReader(rows, place, part, part.start)
+        return RowReader(dataset.select_columns(kept).select(range(part.start, part.stop)), place, part, part.start)
 
     def identity(self, part: Any) -> str:
         return f"{self.splits[part.split]._fingerprint} {part.split} {part.start} {part.stop}"

@@ -128,7 +128,7 @@ def list_file(path: str | Path) -> ListedFile:
 
 
 def is_about_data(name: str) -> bool:
-    """Return whether a name or pattern is that of a README, a licence or the like, and no document."""
+    """Return whether a name or pattern means a README, a licence or the like, and no document."""
     return _ABOUT_DATA.fullmatch(os.path.basename(name)) is not None
 
 
@@ -240,8 +240,7 @@ def hashed_files(root: Path, files: ListedFiles, digests: np.ndarray) -> tuple[S
     folder = "" if root == Path() else os.path.join(root, "")
     names = (os.fsencode(file.name.removeprefix(folder)) for file in files)
     paths = (name.decode("utf-8", "backslashreplace") for name in names)
-    hashes = (digest.tobytes().hex() for digest in digests)
-    return tuple(map(SourceFile, paths, files.sizes, hashes))
+    return tuple(map(SourceFile, paths, files.sizes, (digest.tobytes().hex() for digest in digests)))
 
 
 def check_unchanged(file: ListedFile, digest: bytes | None = None) -> None:
@@ -306,7 +305,7 @@ class PackedParts(Sequence[FilePart]):
 
 
 def file_suffix(name: str | Path) -> str:
-    """Return the lower-case suffix that names the kind of file, without that of a compression."""
+    """Return the lower-case suffix that names the kind of file, without a compression's."""
     stem, suffix = os.path.splitext(os.fspath(name).lower())
     return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
 

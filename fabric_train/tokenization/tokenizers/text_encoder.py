@@ -252,7 +252,7 @@ def _byte_letters() -> list[str]:
 
 
 class GigatokenEncoder:
-    """An encoder on one core, whose ids are those of the ``tokenizers`` library.
+    """An encoder on one core with the ids of the ``tokenizers`` library.
 
     After each ``text_between_looks`` bytes it looks at the memory of the process: if that has grown by ``most_growth``
     bytes, it loads the tokenizer again, without its cache. UnsupportedTokenizerError if gigatoken cannot load it.

@@ -287,7 +287,6 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 def load_llama3_ranks(path: Path, chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """Build the tokenizer: the ranks, then Llama-3's 256 special tokens. Like Meta's, it adds BOS to each text."""
-    from tokenizers import processors
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     class Converter(TikTokenConverter):  # the parent class reads with tiktoken, which copies the file into a cache
