@@ -352,7 +352,9 @@ def in_cache(folder: Path, model_dir: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "adapter of a run", "adapter of peft", "hub", "4 bits"])
+@pytest.mark.parametrize(
+    "kind", ["checkpoint", "adapter of a run", "adapter of peft", "adapter to begin with", "hub", "4 bits"]
+)
 def test_reference_values_are_those_of_that_model_by_full_logits(
     forked_runs: ForkedRuns,
     tmp_path: Path,
@@ -373,6 +375,9 @@ def test_reference_values_are_those_of_that_model_by_full_logits(
         reference = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(model_dir), adapted / last)
     elif kind == "adapter of peft":
         reference, place = of_peft(tmp_path / "reference", model_dir), str(tmp_path / "reference")
+    elif kind == "adapter to begin with":
+        policy = reference = of_peft(tmp_path / "reference", model_dir)
+        options, place = {"init_adapter": tmp_path / "reference"}, str(tmp_path / "reference")
     elif kind == "hub":
         reference, place = in_cache(tmp_path / "hub", model_dir), "some/model"
         options = {"reference": place}
@@ -392,7 +397,7 @@ def test_reference_values_are_those_of_that_model_by_full_logits(
     np.testing.assert_allclose(stored_values(tokens)["train"], expected, rtol=1e-6)
     ratios = plain_values(policy.eval(), rows) - expected
     margin = 0.5 * (ratios[:, 0] - ratios[:, 1]).mean()
-    assert bool(margin) == (kind != "4 bits")
+    assert bool(margin) == (policy is not reference)
     assert float(table(tmp_path / "run")[1]["train_margin"]) == pytest.approx(margin, rel=1e-4, abs=1e-6)
     saved = json.loads((tmp_path / "run" / "checkpoints" / "step-00000001" / "trainer.json").read_text())
     assert saved["reference"]["place"] == place
