@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,9 @@ def without_reference(tokens: Path, copy: Path) -> Path:
     return Path(shutil.copytree(tokens, copy, ignore=shutil.ignore_patterns("reference")))
 
 
-def stored_values(tokens: Path) -> dict[str, Any]:
-    """Return the reference log-probabilities of the only reference of a token dataset, [pairs, 2], by split."""
-    (folder,) = (tokens / "reference").iterdir()
+def stored_values(tokens: Path, others: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the log-probabilities of the only reference besides ``others`` of a token dataset, [pairs, 2], by split."""
+    (folder,) = (one for one in (tokens / "reference").iterdir() if one.name not in others)
     return {file.stem: np.load(file) for file in folder.glob("*.npy")}
 
 
@@ -352,9 +353,10 @@ def in_cache(folder: Path, model_dir: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    "kind", ["checkpoint", "adapter of a run", "adapter of peft", "adapter to begin with", "hub", "4 bits"]
-)
+OTHERS = ["checkpoint", "adapter of a run", "adapter of peft", "hub"]
+
+
+@pytest.mark.parametrize("kind", [*OTHERS, "checkpoint to begin with", "adapter to begin with", "4 bits"])
 def test_reference_values_are_those_of_that_model_by_full_logits(
     forked_runs: ForkedRuns,
     tmp_path: Path,
@@ -375,6 +377,9 @@ def test_reference_values_are_those_of_that_model_by_full_logits(
         reference = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(model_dir), adapted / last)
     elif kind == "adapter of peft":
         reference, place = of_peft(tmp_path / "reference", model_dir), str(tmp_path / "reference")
+    elif kind == "checkpoint to begin with":
+        policy = reference = LlamaForCausalLM.from_pretrained(straight / last)
+        options, place = {"model_name": straight / "latest"}, str(straight / last)
     elif kind == "adapter to begin with":
         policy = reference = of_peft(tmp_path / "reference", model_dir)
         options, place = {"init_adapter": tmp_path / "reference"}, str(tmp_path / "reference")
@@ -387,17 +392,18 @@ def test_reference_values_are_those_of_that_model_by_full_logits(
         policy = reference = LlamaForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, quantization_config=nf4, device_map="cpu"
         )
-    tokens = without_reference(packed, tmp_path / "tokens")
+    tokens = Path(shutil.copytree(packed, tmp_path / "tokens"))
+    others = [one.name for one in (tokens / "reference").iterdir()]
     options |= whole_windows(packed, 1, 2) | {"best_by": "accuracy", "max_step": 1}
     options |= {"label_smoothing": 0.1, "sft_weight": 0.2, "dpo_beta": 0.5}
     cache = f"from huggingface_hub import constants; constants.HF_HUB_CACHE = {str(tmp_path / 'hub')!r}"
     forked_runs.start(argv(model_dir, tokens, tmp_path / "run", **options), 1, before=cache).finish()
     rows = open_dataset(str(tokens)).train
     expected = plain_values(reference.eval(), rows)
-    np.testing.assert_allclose(stored_values(tokens)["train"], expected, rtol=1e-6)
+    np.testing.assert_allclose(stored_values(tokens, others)["train"], expected, rtol=1e-6)
     ratios = plain_values(policy.eval(), rows) - expected
     margin = 0.5 * (ratios[:, 0] - ratios[:, 1]).mean()
-    assert bool(margin) == (policy is not reference)
+    assert bool(margin) == (kind in OTHERS)
     assert float(table(tmp_path / "run")[1]["train_margin"]) == pytest.approx(margin, rel=1e-4, abs=1e-6)
     saved = json.loads((tmp_path / "run" / "checkpoints" / "step-00000001" / "trainer.json").read_text())
     assert saved["reference"]["place"] == place
@@ -415,7 +421,8 @@ def test_a_wrong_reference_is_refused_before_anything_is_computed(
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config | changes))
-    shutil.copy(model_dir / "model.safetensors", tmp_path / "short")
+    for name in ("wide", "short"):
+        shutil.copy(model_dir / "model.safetensors", tmp_path / name)
     (tmp_path / "nothing").mkdir()
     of_peft(tmp_path / "peft", model_dir)
     shutil.copytree(tmp_path / "peft", tmp_path / "pickled")
