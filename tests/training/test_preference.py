@@ -123,7 +123,7 @@ def without_reference(tokens: Path, copy: Path) -> Path:
 
 
 def stored_values(tokens: Path, others: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the log-probabilities of the only reference besides ``others`` of a token dataset, [pairs, 2], by split."""
+    """Return the log-probabilities of the only reference besides ``others`` of a token dataset, by split."""
     (folder,) = (one for one in (tokens / "reference").iterdir() if one.name not in others)
     return {file.stem: np.load(file) for file in folder.glob("*.npy")}
 
