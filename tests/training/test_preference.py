@@ -353,6 +353,12 @@ def in_cache(folder: Path, model_dir: Path) -> Any:
     return model
 
 
+def in_4_bits(model_dir: Path) -> Any:
+    """Return transformers' model with its linear layers in 4 bits."""
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    return LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32, quantization_config=nf4, device_map="cpu")
+
+
 OTHERS = ["checkpoint", "adapter of a run", "adapter of peft", "hub"]
 
 
@@ -388,10 +394,7 @@ def test_reference_values_are_those_of_that_model_by_full_logits(
         options = {"reference": place}
     else:
         options, place = {"adapter": "lora", "base_weights": "nf4"}, str(model_dir)
-        nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-        policy = reference = LlamaForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, quantization_config=nf4, device_map="cpu"
-        )
+        policy = reference = in_4_bits(model_dir)
     tokens = Path(shutil.copytree(packed, tmp_path / "tokens"))
     others = [one.name for one in (tokens / "reference").iterdir()]
     options |= whole_windows(packed, 1, 2) | {"best_by": "accuracy", "max_step": 1}
@@ -408,6 +411,19 @@ def test_reference_values_are_those_of_that_model_by_full_logits(
     saved = json.loads((tmp_path / "run" / "checkpoints" / "step-00000001" / "trainer.json").read_text())
     assert saved["reference"]["place"] == place
     assert saved["arguments"]["best_by"] == "accuracy"
+
+
+def test_an_adapter_that_was_trained_in_4_bits_is_a_reference_in_4_bits(
+    forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path
+) -> None:
+    given = {"lora_rank": 4, "lr": 3e-2, "base_weights": "nf4", "objective": "orpo", **whole_windows(packed, 1, 2)}
+    forked_runs.start(argv(model_dir, packed, tmp_path / "first", max_step=2, **given), 1).finish()
+    adapter = tmp_path / "first" / "checkpoints" / "step-00000002"
+    tokens, given = without_reference(packed, tmp_path / "tokens"), whole_windows(packed, 1, 2)
+    forked_runs.start(argv(model_dir, tokens, tmp_path / "run", reference=adapter, max_step=1, **given), 1).finish()
+    reference = peft.PeftModel.from_pretrained(in_4_bits(model_dir), adapter).eval()
+    expected = plain_values(reference, open_dataset(str(tokens)).train)
+    np.testing.assert_allclose(stored_values(tokens)["train"], expected, rtol=1e-6)
 
 
 def test_a_wrong_reference_is_refused_before_anything_is_computed(
