@@ -24,12 +24,14 @@ ROWS_PER_STEP = 2  # packed
 PADDED_PAIRS, PADDED_ACCUMULATION = 2, 2  # pairs in a micro-batch of TRL, padded to the longest of them
 PARITY_STEPS, PAIRS_PER_STEP = 2, 2  # with one pair in a row and in a micro-batch of TRL
 WARM_UP_STEPS = 1
-LR, BETA = 1e-5, 0.1
+LR = 1e-5
 THREADS = 2
-LOSSES = {  # by name of TRL, the options here
-    "sigmoid": ("--objective", "dpo"),
-    "ipo": ("--objective", "ipo"),
-    "sigmoid_norm": ("--objective", "dpo", "--length_normalised", "true"),
+LOSSES: dict[str, tuple[float, tuple[str, ...]]] = {  # by name of TRL: β, and the options here
+    "sigmoid": (0.1, ("--objective", "dpo")),
+    "ipo": (0.1, ("--objective", "ipo")),
+    "sigmoid_norm": (0.1, ("--objective", "dpo", "--length_normalised", "true")),
+    "simpo": (2.0, ("--objective", "simpo")),
+    "orpo": (1.0, ("--objective", "orpo")),
 }
 OURS, PEER = "fabric_train", "trl, padded"
 _LARGEST_DIFFERENCE = 1e-3  # between two losses of a step in fp32, relative to the larger one
@@ -72,8 +74,8 @@ def measure(work: Path) -> Report:
         run(Command(tuple(words.split())))
     commands: dict[str, Command] = {}
     differences = {}
-    for loss, options in LOSSES.items():
-        ours = _our_command(model, single, work / "parity", PAIRS_PER_STEP, PARITY_STEPS, options)
+    for loss in LOSSES:
+        ours = our_command(model, single, work / "parity", PAIRS_PER_STEP, PARITY_STEPS, loss)
         theirs = _trl_command(model, single, loss, 1, PAIRS_PER_STEP, PARITY_STEPS * PAIRS_PER_STEP)
         print(f"preference: losses of {loss}", flush=True)
         of_both = zip(run_ours(ours, work / "parity").losses, run_peer(theirs).losses, strict=True)
@@ -81,9 +83,7 @@ def measure(work: Path) -> Report:
         if not differences[loss] <= _LARGEST_DIFFERENCE:
             raise ChildProcessError(f"the losses of {loss} differ from TRL's by up to {differences[loss]:.1e}")
     num_rows = len(open_dataset(str(ROOT / packed)).train)
-    commands[OURS] = _our_command(
-        model, packed, work / OURS, ROWS_PER_STEP, num_rows // ROWS_PER_STEP, LOSSES["sigmoid"]
-    )
+    commands[OURS] = our_command(model, packed, work / OURS, ROWS_PER_STEP, num_rows // ROWS_PER_STEP, "sigmoid")
     commands[PEER] = _trl_command(model, packed, "sigmoid", PADDED_PAIRS, PADDED_ACCUMULATION, num_rows)
     systems = {OURS: partial(run_ours, commands[OURS], work / OURS), PEER: partial(run_peer, commands[PEER])}
     runs: dict[str, list[TrainingRun]] = interleave(systems, dict.fromkeys(systems, REPETITIONS), "preference")
@@ -142,10 +142,12 @@ def write_pairs(file: Path, num_pairs: int) -> None:
     file.write_text("".join(json.dumps(pair) + "\n" for pair in of_pairs), encoding="utf-8")
 
 
-def _our_command(model: Path, tokens: Path, target: Path, rows: int, steps: int, options: tuple[str, ...]) -> Command:
+def our_command(model: Path, tokens: Path, target: Path, rows: int, steps: int, loss: str) -> Command:
+    """Return the command that trains on rows of one micro-batch each, into the run folder ``target``."""
+    beta, options = LOSSES[loss]
     words = "python -m fabric_train --parallelism single --accelerator cpu --precision 32-true"
     words += f" --model_name {model} --train_data_dir {tokens} --output_dir {target} --loggers csv --max_step {steps}"
-    words += f" --micro_batch_size 1 --total_batch_size {rows} --lr {LR} --lr_schedule constant --dpo_beta {BETA}"
+    words += f" --micro_batch_size 1 --total_batch_size {rows} --lr {LR} --lr_schedule constant --dpo_beta {beta}"
     return Command((*words.split(), *options), {"OMP_NUM_THREADS": str(THREADS)})
 
 
@@ -154,6 +156,7 @@ def _trl_command(model: Path, tokens: Path, loss: str, pairs: int, accumulation:
     order = WindowOrder(len(open_dataset(str(ROOT / tokens)).train), 1, 1, world_size=1, rank=0, seed=0)
     rows = ",".join(str(row) for row in order.epoch_order(0)[:num_rows])
     words = f"python -m benchmarks.peers.trl_preference --model_name {model} --train_data_dir {tokens} --rows {rows}"
-    words += f" --loss {loss} --beta {BETA} --micro_batch_size {pairs} --accumulation {accumulation} --lr {LR}"
+    words += f" --loss {loss} --beta {LOSSES[loss][0]} --lr {LR}"
+    words += f" --micro_batch_size {pairs} --accumulation {accumulation}"
     environment = {"OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": str(install_packages("trl").relative_to(ROOT))}
     return Command(tuple(words.split()), environment)

@@ -22,8 +22,8 @@ class InOrder:
 
     def training_step(self, model: Any, inputs: dict[str, Any], *others: Any) -> torch.Tensor:
         """Return a micro-batch's share of the step's loss."""
-        # a batch without padding has no mask
-        num_tokens = int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else inputs["input_ids"].numel()
+        masks = [int(mask.sum()) for name, mask in inputs.items() if name.endswith("attention_mask")]
+        num_tokens = sum(masks) if masks else inputs["input_ids"].numel()  # a batch without padding has no mask
         loss: torch.Tensor = super().training_step(model, inputs, *others)  # type: ignore[misc]
         self.clock.add_micro_batch(loss, num_tokens)
         return loss

@@ -26,6 +26,7 @@ from fabric_train.checkpoint.adapter_folder import (
     open_frozen,
     read_adapter,
     read_base_name,
+    trained_adapter,
 )
 from fabric_train.checkpoint.discovery import (
     Damages,

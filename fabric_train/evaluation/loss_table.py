@@ -12,10 +12,10 @@ from rich.table import Table
 from fabric_train.checkpoint import perplexity
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console
-from fabric_train.evaluation.bootstrap import FEWEST_DOCUMENTS, LEVEL, DocumentSums, ModelLoss, compare
 from fabric_train.evaluation.texts import EncodedText
 from fabric_train.files.regular_file import open_regular, write_atomically
 from fabric_train.tokenization.inspect.row_view import visible
+from fabric_train.training.bootstrap import FEWEST_DOCUMENTS, LEVEL, DocumentSums, ModelLoss, compare
 
 DOCUMENTS = "documents.jsonl"
 Results = Mapping[str, Mapping[str, ModelLoss]]

@@ -16,7 +16,6 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.evaluation.arguments import EvaluateArguments
-from fabric_train.evaluation.bootstrap import FEWEST_DOCUMENTS, LEVEL, Interval, interval_of, resample
 from fabric_train.evaluation.models import ComparedModel, LossCache, check_tokenizer, score_texts, scoring_progress
 from fabric_train.evaluation.models_in_turn import ModelsInTurn
 from fabric_train.evaluation.texts import HeldOutRows, PackedText
@@ -27,6 +26,7 @@ from fabric_train.tokenization.inspect.row_view import visible
 from fabric_train.tokenization.manifest import FILE_NAME
 from fabric_train.tokenization.reading.sources import split_names
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
+from fabric_train.training.bootstrap import FEWEST_DOCUMENTS, LEVEL, Interval, interval_of, resample
 
 
 @dataclass(frozen=True)

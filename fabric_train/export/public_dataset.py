@@ -12,9 +12,9 @@ from huggingface_hub import DatasetCard, DatasetCardData
 from fabric_train.export import card_text
 from fabric_train.export.card_facts import Row, read_cleaning
 from fabric_train.tokenization.cleaning.dropped import CONTAMINATION_FILE, DROPPED_FILE
-from fabric_train.tokenization.manifest import FILE_NAME, Manifest, SourceRecord, write_manifest
+from fabric_train.tokenization.manifest import FILE_NAME, REFERENCE, Manifest, SourceRecord, write_manifest
 
-_PRIVATE = (DROPPED_FILE, CONTAMINATION_FILE)  # texts that were left out, and places
+_NOT_SENT = (FILE_NAME, "README.md", DROPPED_FILE, CONTAMINATION_FILE)  # or written anew; texts that were left out
 
 
 def dataset_card(manifest: Manifest, repository: str, license: str | None, languages: list[str] | None) -> DatasetCard:
@@ -66,8 +66,9 @@ def public_copy(
     with TemporaryDirectory(prefix="fabric-train-push-") as place:
         copy = Path(place)
         for file in folder.rglob("*"):
-            if file.is_file() and file.name not in (FILE_NAME, "README.md", *_PRIVATE):
-                link = copy / file.relative_to(folder)
+            place_there = file.relative_to(folder)
+            if file.is_file() and file.name not in _NOT_SENT and place_there.parts[0] != REFERENCE:
+                link = copy / place_there
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.symlink_to(os.path.abspath(file))
         public = public_manifest(manifest)

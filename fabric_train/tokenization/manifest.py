@@ -16,6 +16,7 @@ from fabric_train.files.regular_file import check_file_name, parse_json, read_js
 
 FORMAT, FORMAT_OF_PAIRS = 2, 3  # versions that know no pairs refuse the second
 FILE_NAME = "manifest.json"
+REFERENCE = "reference"  # folder in which training keeps log-probabilities of pairs, and names models by their place
 
 # reasons for which the ledger counts documents as skipped, or tokens as dropped or cut
 LAST_INCOMPLETE_ROW = "last_incomplete_row"

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -105,7 +104,6 @@ LOSSES: dict[str, Callable[[Pairs, "PreferenceArguments"], torch.Tensor]] = {
     "simpo": simpo,
     "orpo": orpo,
 }
-_FEWEST_PAIRS, _NUM_RESAMPLES = 10, 2000
 _METRICS = (
     *("reward_chosen", "reward_rejected", "margin", "accuracy", "ties"),
     *("logp_chosen", "logp_rejected", "length_chosen", "length_rejected", "sft_loss"),
@@ -190,18 +188,3 @@ def answers_of(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     ends = torch.searchsorted(targets.positions + 1, batch.documents.borders.long())
     lengths = ends.diff()
     return -sum_segments(losses.double(), lengths).view(-1, 2), lengths.double().view(-1, 2)
-
-
-def accuracy_interval(accuracy: float, ties: float, num_pairs: int) -> tuple[float, float] | None:
-    """Return the 95 % bootstrap interval of a share of pairs in order, in which a tie counts one half.
-
-    The numbers of right, tied and wrong pairs among pairs that are drawn with replacement are multinomial, so they are
-    drawn at once. None of too few pairs, see ``evaluation.bootstrap``.
-    """
-    if num_pairs < _FEWEST_PAIRS:
-        return None
-    right = min(max(accuracy - ties / 2, 0.0), 1.0)
-    shares = [right, min(ties, 1 - right), max(1 - right - ties, 0.0)]
-    drawn = np.random.default_rng(0).multinomial(num_pairs, shares, _NUM_RESAMPLES)
-    low, high = np.percentile((drawn[:, 0] + drawn[:, 1] / 2) / num_pairs, [2.5, 97.5]).tolist()
-    return low, high

@@ -8,6 +8,7 @@ order of the document index, and ``reference.json``, which says what the hash is
 import gc
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -34,12 +35,14 @@ from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.load_weights import find_safetensors
 from fabric_train.model.origin import ReferenceModel
+from fabric_train.model.parallelize import check_tensor_parallel
+from fabric_train.tokenization.manifest import REFERENCE
 from fabric_train.training.build_run import set_up_model
 from fabric_train.training.preference import answers_of
 from fabric_train.training.prepared_run import PreparedRun, StartingPoint
 from fabric_train.training.run_log import log, progress
 
-_FOLDER, _FILE = "reference", "reference.json"
+_FILE = "reference.json"
 _READ_BYTES = 1 << 24
 
 
@@ -56,14 +59,25 @@ def check_reference(run: PreparedRun) -> None:
     """Raise an InputError if ``--reference`` names no model, or one with another vocabulary than the run's model."""
     if (given := run.arguments.preference.reference) is None or run.arguments.planning.plan:
         return
-    shape = _reference_run(run, _place(run)).model
+    try:
+        shape = _reference_run(run, _place(run)).model
+        if not (Path(shape.source) / "trainer.json").is_file():
+            check_readable(shape.source)
+    except InputError as error:
+        raise InputError(*(fault.replace("--model_name ", "--reference ") for fault in error.faults)) from None
     if shape.vocab_size != run.model.vocab_size:
         raise InputError(
             f"--reference {given}: it has {shape.vocab_size} tokens and {run.model.source} has {run.model.vocab_size}; "
             "give a model of the same tokenizer"
         )
-    if not (Path(shape.source) / "trainer.json").is_file():
-        check_readable(shape.source)
+    if (shape.max_positions or math.inf) < run.plan.tokens_per_row:
+        raise InputError(
+            f"--reference {given}: it takes {shape.max_positions} tokens and the rows have {run.plan.tokens_per_row}; "
+            "give another reference, or tokenize with a smaller --max_length"
+        )
+    if shape.adapter and run.arguments.fsdp.tensor_parallel_size > 1:
+        raise InputError(f"--tensor_parallel_size does not work with the adapter --reference {given}; merge it first")
+    check_tensor_parallel(shape.config, f"--reference {given}", run.arguments.fsdp.tensor_parallel_size)
 
 
 def compare_with_reference(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat) -> PreparedRun:
@@ -134,18 +148,20 @@ def _reference_run(run: PreparedRun, place: str) -> PreparedRun:
     """
     given, folder = run.arguments, Path(place)
     if place.startswith("/") and not folder.is_dir():
-        raise InputError(f"the reference model {place} is gone; put it back, or give --reference")
+        fault = f"the reference model {place} is gone; put it back, or give --reference"
+        missing = f"--reference {place}: no such folder; give a hub name, folder, checkpoint or run"
+        raise InputError(missing if given.preference.reference else fault)
     is_saved, of_adapter = bool(place) and (folder / "trainer.json").is_file(), _is_adapter(place)
     start = StartingPoint(folder if is_saved else None, TrainerState())
     if run.adapter_base is not None and given.preference.reference is None:
         return replace(run, start=start if of_adapter else StartingPoint(None, TrainerState()))
     layer_class, attention = given.fsdp.auto_wrap_policy, run.model.config._attn_implementation
     if of_adapter:
-        base = checkpoints.find_base(
-            "" if is_saved else checkpoints.read_base_name(folder), folder if is_saved else None
-        )
+        name = given.model.model_name if is_saved else checkpoints.read_base_name(folder)
+        base = checkpoints.find_base(name, folder if is_saved else None)
         adapter = replace(given.adapter, adapter=None, init_adapter=place, base_weights=None)
-        shape = read_shape(base.place, layer_class, attention, checkpoints.read_adapter(folder))
+        read = checkpoints.trained_adapter if is_saved else checkpoints.read_adapter
+        shape = read_shape(base.place, layer_class, attention, read(folder))
         return replace(run, start=start, model=shape, adapter_base=base, arguments=replace(given, adapter=adapter))
     return replace(run, start=start, model=_shape(run, place), adapter_base=None)
 
@@ -205,7 +221,8 @@ def _hash_of(file: Path) -> str:
 
 def _made_of(run: PreparedRun, part: TokenDataset, reference: ReferenceModel) -> dict[str, str]:
     """Return what decides the values of a token dataset, by what messages call it."""
-    adapter = run.model.adapter if run.arguments.preference.reference is None else None
+    is_own = run.arguments.preference.reference is None
+    adapter = (run if is_own else _reference_run(run, reference.place)).model.adapter
     changes = [adapter.base_weights, adapter.kind if adapter.kind != "lora" else None] if adapter else []
     return {
         "token dataset": part.fingerprint,
@@ -233,12 +250,12 @@ def _agree(fabric: Fabric, run: PreparedRun, part: TokenDataset, content: _Conte
 
 def _look(run: PreparedRun, part: TokenDataset, content: _Content) -> tuple[Path, list[str]]:
     name = hashlib.sha256(json.dumps(content.made_of, sort_keys=True).encode()).hexdigest()[:16]
-    beside, own = part.folder / _FOLDER / name, run.folder / _FOLDER / name
+    beside, own = part.folder / REFERENCE / name, run.folder / REFERENCE / name
     splits = _splits(run, part)
     for folder in (beside, own):
         if (folder / _FILE).is_file():
             return folder, _missing(folder, content, splits)
-    parent = next(path for path in (part.folder / _FOLDER, part.folder) if path.is_dir())
+    parent = next(path for path in (part.folder / REFERENCE, part.folder) if path.is_dir())
     return beside if os.access(parent, os.W_OK) else own, list(splits)
 
 

@@ -19,8 +19,8 @@ from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import decay_form, num_decay_steps
+from fabric_train.training.bootstrap import accuracy_interval
 from fabric_train.training.loggers import describe_loggers
-from fabric_train.training.preference import accuracy_interval
 from fabric_train.training.prepared_run import PreparedRun
 
 if TYPE_CHECKING:

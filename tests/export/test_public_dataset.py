@@ -9,6 +9,7 @@ from huggingface_hub import metadata_load
 from fabric_train.cli.errors import FAILURE, InputError
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, write_repeated_lines
 from fabric_train.tokenization.packing.document_index import open_index
+from tests.support import pair_datasets
 from tests.support.stand_in_hub import TOKEN, Fault, StandInHub, account
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
 
@@ -71,6 +72,26 @@ def test_a_pushed_token_dataset_can_be_read_and_has_no_private_name(
     assert "hf download alice/tokens --repo-type dataset" in card
     assert f"| train | {len(rows['train'])} |" in card
     assert "| `texts.jsonl` | 40 |" in card
+
+
+def test_the_card_of_pairs_says_what_they_are_and_their_reference_stays_here(tmp_path: Path, hub: StandInHub) -> None:
+    model = pair_datasets.write_model(tmp_path / "model")
+    source = pair_datasets.write_source(tmp_path / "pairs.jsonl", range(12))
+    folder = pair_datasets.tokenize(tmp_path / "tokens", model, [source])
+    (folder / "reference" / "0123").mkdir(parents=True)  # as training writes it
+    (folder / "reference" / "0123" / "reference.json").write_text(f'{{"model": "{model}"}}')
+    pair_datasets.tokenize(folder, model, [source], push_to_hub="alice/tokens")
+    there = hub.repositories[PLACE].files()
+    assert not [name for name, data in there.items() if name.startswith("reference") or str(tmp_path).encode() in data]
+    card = there[CARD].decode()
+    assert "--model_name MODEL --objective dpo --output_dir RUN" in card
+    section = card.partition("## Preference pairs\n")[2].partition("\n## ")[0]
+    ledger = manifest_of(fetched(hub, tmp_path / "copy")).ledger
+    for name, split in ledger.splits.items():
+        assert split.pairs is not None
+        assert (
+            f"- {name}: {split.documents} with answers of {split.pairs.chosen_tokens / split.documents:.1f}" in section
+        )
 
 
 def test_the_same_command_pushes_a_token_dataset_that_is_finished(

@@ -98,6 +98,11 @@ def test_loss_and_gradients_out_of_the_head_are_those_of_the_logits(family: str,
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_losses_of_tokens_have_a_gradient_of_their_own_each(has_bias: bool, in_place: bool, is_frozen: bool) -> None:
+    check_losses_of_tokens(has_bias, in_place, is_frozen)
+
+
+def check_losses_of_tokens(has_bias: bool, in_place: bool, is_frozen: bool) -> None:
+    """Compare the losses of tokens, and the gradients of a weighted sum of them, with those of logits."""
     torch.manual_seed(0)
     inputs = [torch.randn(3, LENGTH, WIDTH), torch.randn(VOCABULARY, WIDTH), torch.randn(VOCABULARY)]
     positions, weights = torch.randperm(3 * LENGTH)[:50], torch.randn(50)
@@ -256,6 +261,8 @@ def test_ligers_kernel_gives_the_same_losses_and_gradients(monkeypatch: pytest.M
     expected = F.cross_entropy(logits, targets, reduction="none")
     torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected.sum(), logits)[0], rtol=1e-5, atol=1e-6)
+    monkeypatch.setattr(chunked_loss, "_token_losses", chunked_loss._liger_losses)
+    check_losses_of_tokens(has_bias=True, in_place=False, is_frozen=False)
 
 
 class Calls(TorchDispatchMode):

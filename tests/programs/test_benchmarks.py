@@ -27,6 +27,7 @@ from benchmarks import (
     packages,
     plan,
     precision,
+    preference,
     report,
 )
 from benchmarks.corpora import DOCUMENT_CHARACTERS, Corpus, cut_documents, write_corpus
@@ -141,6 +142,13 @@ def test_commands_of_precisions_differ_only_in_the_precision() -> None:
     precisions = [(each.model.precision, each.training.stochastic_rounding) for each in given]
     assert precisions == [("32-true", True), ("bf16-mixed", True), ("bf16-true", False), ("bf16-true", True)]
     assert {(each.training.lr, each.training.max_step) for each in given} == {(2e-5, precision.STEPS)}
+
+
+@pytest.mark.parametrize("loss", preference.LOSSES)
+def test_every_preference_training_command_is_valid(loss: str) -> None:
+    words = preference.our_command(Path("model"), Path("rows"), Path("run"), 2, 3, loss).words
+    given = parse(TrainArguments, list(words[3:]))
+    assert (given.preference.dpo_beta, given.training.max_step) == (preference.LOSSES[loss][0], 3)
 
 
 @pytest.mark.parametrize("name", gpu.WAYS)

@@ -14,6 +14,7 @@ from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lin
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.reading.hf_datasets import DatasetName, parse_dataset_name
 from fabric_train.tokenization.reading.sources import open_sources
+from tests.support import pair_datasets
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.stand_in_hub import Repository, StandInHub
 from tests.support.token_datasets import documents_in, manifest_of, tokenize
@@ -48,9 +49,16 @@ def content(version: str) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def hub() -> Iterator[str]:
-    """The address of a hub with one dataset, whose tag v1 is an older commit than its branch main."""
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of preference pairs."""
+    return pair_datasets.write_source(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", range(12))
+
+
+@pytest.fixture(scope="module")
+def hub(pairs: Path) -> Iterator[str]:
+    """The address of a hub with two datasets; the tag v1 of one is an older commit than its branch main."""
     with StandInHub() as server:
+        server.add("datasets/owner/pairs", {"train.jsonl": pairs.read_bytes()})
         commits = {OLD: content("old"), NEW: content("new")}
         server.repositories["datasets/owner/texts"] = Repository(commits, {"v1": OLD, "main": NEW})
         yield server.address
@@ -137,6 +145,19 @@ def test_a_part_of_a_hub_dataset_is_read_at_its_commit_and_cleaned(
         ("owner/texts", "hub", "en", ("test",), OLD),
         ("owner/texts", "hub", "es", ("train",), NEW),
     ]
+
+
+@pytest.mark.slow
+def test_pairs_of_a_hub_dataset_are_streamed(online: Start, tmp_path: Path, pairs: Path) -> None:
+    model, out = pair_datasets.write_model(tmp_path / "model"), tmp_path / "out"
+    options = ["--tokenizer_name", model, "--max_length", 192, "--num_proc", 1, "--validation_split", 0]
+    options += ["--packing", "none", "--stream", "true", "--output_dir", out]
+    done = online("tokenize_dataset", "--dataset", "owner/pairs", *options)
+    assert done.codes() == [0], done.report()
+    pair_datasets.tokenize(tmp_path / "local", model, [pairs], validation_split=0, packing="none")
+    streamed, read = (datasets.load_from_disk(folder)["train"].to_list() for folder in (out, tmp_path / "local"))
+    assert sorted(map(str, streamed)) == sorted(map(str, read))
+    assert manifest_of(out).has_pairs
 
 
 @pytest.mark.slow

@@ -14,10 +14,11 @@ import tokenize_dataset
 from fabric_train.cli.errors import InputError
 from fabric_train.data.row_documents import documents_in
 from fabric_train.data.token_dataset import open_dataset
+from fabric_train.tokenization import merge as merging
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.inspect.report import make_report
-from fabric_train.tokenization.merge import merge
 from fabric_train.tokenization.packing.document_index import files_named, find_documents, find_rows
+from fabric_train.tokenization.shards import ShardSizes
 from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
 from tests.support.token_datasets import manifest_of
 
@@ -205,14 +206,14 @@ def test_what_pairs_cannot_be_is_refused_in_one_line_each(
     with pytest.raises(
         InputError, match=f"{made} has preference pairs, {tmp_path / 'chats'} has none; keep them apart"
     ):
-        merge([tmp_path / "chats", made], tmp_path / "merged")
+        merging.merge([tmp_path / "chats", made], tmp_path / "merged")
     again = write(tmp_path / "again.jsonl", [*rows[:4], *rows[2:6]])
     held_out = write(tmp_path / "held_out.jsonl", rows[4:9])
     mixed = {"weights": 1, "max_tokens": 600, "deduplicate": "true", "validation_dataset": held_out}
     run(tmp_path / "again", tokenizer_dir, again, **mixed)
     ledger = manifest_of(tmp_path / "again").ledger
     assert ledger.documents_skipped == {"duplicate": 4}
-    merge([tmp_path / "again", made], tmp_path / "merged")
+    merging.merge([tmp_path / "again", made], tmp_path / "merged")
     merged = manifest_of(tmp_path / "merged")
     assert merged.has_pairs
     parts = [manifest_of(folder).ledger.splits["train"].pairs for folder in (tmp_path / "again", made)]
@@ -220,3 +221,18 @@ def test_what_pairs_cannot_be_is_refused_in_one_line_each(
     assert of_train is not None
     assert vars(of_train) == {name: sum(vars(part)[name] for part in parts) for name in vars(of_train)}
     assert problems_of(tmp_path / "merged") == []
+
+
+def test_slices_of_pairs_merge_to_one_run_byte_for_byte(
+    tmp_path: Path, tokenizer_dir: Path, rows: list[dict[str, Any]]
+) -> None:
+    pairs = write(tmp_path / "pairs.jsonl", rows)
+    sizes = ShardSizes(smallest=pairs.stat().st_size // 4)
+    flags = ["--dataset", str(pairs), "--tokenizer_name", str(tokenizer_dir), "--max_length", "256", "--num_proc", "1"]
+    tokenize_dataset.main([*flags, "--output_dir", f"{tmp_path}/one"], sizes)
+    for task in "12":
+        tokenize_dataset.main([*flags, "--shard", f"{task}/2", "--output_dir", f"{tmp_path}/{task}"], sizes)
+    merging.main([f"{tmp_path}/2", f"{tmp_path}/1", "--output_dir", f"{tmp_path}/merged"], sizes)
+    assert manifest_of(tmp_path / "merged").has_pairs
+    for file in (path for path in (tmp_path / "one").rglob("*") if path.is_file()):
+        assert (tmp_path / "merged" / file.relative_to(tmp_path / "one")).read_bytes() == file.read_bytes(), file

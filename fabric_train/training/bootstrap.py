@@ -108,3 +108,16 @@ def interval_of(values: np.ndarray) -> Interval:
     tail = (100 - LEVEL) / 2
     low, high = np.percentile(values, [tail, 100 - tail]).tolist()
     return low, high
+
+
+def accuracy_interval(accuracy: float, ties: float, num_pairs: int) -> Interval | None:
+    """Return the interval of a share of pairs in order, in which a tie counts one half; None of too few pairs.
+
+    How many of the drawn pairs are in order, tied and not is multinomial, so all are drawn at once.
+    """
+    if num_pairs < FEWEST_DOCUMENTS:
+        return None
+    right = min(max(accuracy - ties / 2, 0.0), 1.0)
+    shares = [right, min(ties, 1 - right), max(1 - right - ties, 0.0)]
+    drawn = np.random.default_rng(0).multinomial(num_pairs, shares, NUM_RESAMPLES)
+    return interval_of((drawn[:, 0] + drawn[:, 1] / 2) / num_pairs)

@@ -5,7 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from fabric_train.evaluation.bootstrap import NUM_RESAMPLES, DocumentSums, compare, resample
+from fabric_train.training.bootstrap import (
+    NUM_RESAMPLES,
+    DocumentSums,
+    accuracy_interval,
+    compare,
+    interval_of,
+    resample,
+)
 
 GENERATOR = np.random.default_rng(7)
 TOKENS = GENERATOR.integers(20, 400, 300).astype(np.float64)
@@ -72,3 +79,11 @@ def test_models_with_other_tokens_differ_in_bits_per_byte_only() -> None:
 def test_few_documents_get_no_interval() -> None:
     few = DocumentSums(NATS[:9], TOKENS[:9], TOKENS[:9])
     assert [(found.loss, found.difference) for found in compare([few, few], seed=0)] == [(None, None)] * 2
+
+
+def test_an_accuracy_has_the_interval_of_pairs_that_are_drawn_again() -> None:
+    low, high = accuracy_interval(0.6, 0.1, 1000) or (0.0, 0.0)
+    one_by_one = resample([np.repeat([1.0, 0.5, 0.0], [550, 100, 350])], seed=1)[:, 0] / 1000
+    assert (low, high) == pytest.approx(interval_of(one_by_one), abs=0.005)
+    assert 0.55 < low < 0.58 < 0.62 < high < 0.65
+    assert accuracy_interval(0.6, 0.1, 9) is None
