@@ -89,7 +89,7 @@ def compare_with_reference(fabric: Fabric, run: PreparedRun, heartbeat: Heartbea
         return run
     assert not isinstance(run.data, Stream)  # preflight refuses it
     progress.info("looking for reference log-probabilities")
-    reference = _saved_reference(run)
+    run, reference = _with_saved_reference(run)
     if reference is None:
         place = _place(run)
         reference = ReferenceModel(place, _fingerprint(fabric, _reference_run(run, place), place))
@@ -114,13 +114,19 @@ def _splits(run: PreparedRun, part: TokenDataset) -> dict[str, Rows]:
     return splits | ({"validation": part.validation} if part.validation else {})
 
 
-def _saved_reference(run: PreparedRun) -> ReferenceModel | None:
-    """Return the reference of the checkpoint that a run continues; None if it has none, or another one is given."""
+def _with_saved_reference(run: PreparedRun) -> tuple[PreparedRun, ReferenceModel | None]:
+    """Return a run, with the ``--reference`` that it began with if it gives none, and the reference of its checkpoint.
+
+    There is no such reference if the run begins, or gives another one.
+    """
     if run.start.checkpoint is None or not (run.start.resumes or run.arguments.evaluation.only_reads):
-        return None
-    saved = read_trainer_json(run.start.checkpoint)
-    given = run.arguments.preference.reference
-    return saved.reference if given in (None, saved.arguments.get("reference")) else None
+        return run, None
+    saved, given = read_trainer_json(run.start.checkpoint), run.arguments
+    name = saved.arguments.get("reference")
+    if given.preference.reference not in (None, name):
+        return run, None
+    preference = replace(given.preference, reference=name)
+    return replace(run, arguments=replace(given, preference=preference)), saved.reference
 
 
 def _place(run: PreparedRun) -> str:
@@ -302,7 +308,7 @@ def _compute(
 ) -> dict[str, np.ndarray]:
     """Return the log-probabilities of splits under the reference model, fp64 [pairs, 2], the same on all ranks."""
     reference_run = _reference_run(run, reference.place)
-    if _saved_reference(run) and _fingerprint(fabric, reference_run, reference.place) != reference.fingerprint:
+    if _with_saved_reference(run)[1] and _fingerprint(fabric, reference_run, reference.place) != reference.fingerprint:
         raise InputError(
             f"the reference model {reference.place} has other weights than when the run began; put them back"
         )

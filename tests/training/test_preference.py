@@ -413,6 +413,19 @@ def test_reference_values_are_those_of_that_model_by_full_logits(
     assert saved["arguments"]["best_by"] == "accuracy"
 
 
+def test_an_evaluation_alone_compares_with_the_reference_that_the_run_began_with(
+    forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, straight: Path
+) -> None:
+    tokens, run = without_reference(packed, tmp_path / "tokens"), tmp_path / "run"
+    given = {"adapter": "dora", "lora_rank": 4, "max_step": 1, **whole_windows(packed, 1, 2)}
+    forked_runs.start(argv(model_dir, tokens, run, reference=straight / "latest", **given), 1).finish()
+    before = stored_values(tokens)["validation"]
+    shutil.rmtree(tokens / "reference")
+    options = {"eval_only": "true", "checkpoint": run / "latest", **given}
+    forked_runs.start(argv(model_dir, tokens, tmp_path / "evaluated", **options), 1).finish()
+    np.testing.assert_array_equal(stored_values(tokens)["validation"], before)
+
+
 def test_an_adapter_that_was_trained_in_4_bits_is_a_reference_in_4_bits(
     forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path
 ) -> None:
