@@ -26,8 +26,8 @@ class BatchLoss:
 
 
 def sum_segments(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the sums of consecutive parts of ``values``, whose lengths are int64 on the CPU or on their device."""
+    """Return the sums of consecutive parts of ``values`` [N, ...], whose lengths are int64 on the CPU or on their device."""
     if not len(values):
-        return values.new_zeros(len(lengths))
+        return values.new_zeros(len(lengths), *values.shape[1:])
     lengths = to_device_async(lengths, values.device)
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)  # else it reads the lengths, and waits

@@ -135,6 +135,8 @@ def sum_by_piece(of_tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def sum_by_source(of_pieces: torch.Tensor, sources: torch.Tensor, num_sources: int) -> torch.Tensor:
-    """Sum the losses of pieces, fp64 [P], by their sources, int64 [P] on the CPU, to fp64 [sources]."""
-    in_order = to_device_async(sources.argsort(stable=True), of_pieces.device)
-    return sum_segments(of_pieces.index_select(0, in_order), sources.bincount(minlength=num_sources))
+    """Sum figures of pieces, fp64 [..., P], by their sources, int64 [P] on the CPU, to fp64 [..., sources]."""
+    ordered, order = sources.sort(stable=True)
+    lengths = torch.searchsorted(ordered, torch.arange(num_sources + 1)).diff()
+    in_order = of_pieces.movedim(-1, 0).index_select(0, to_device_async(order, of_pieces.device))
+    return sum_segments(in_order, lengths).movedim(0, -1)

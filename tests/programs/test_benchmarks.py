@@ -163,6 +163,19 @@ def test_both_commands_for_an_adapter_on_a_gpu_are_valid(name: str) -> None:
     assert ("--nf4" in words) == ("QLoRA" in name)
 
 
+@pytest.mark.parametrize("name", gpu.PAIRED)
+def test_both_commands_for_pairs_on_a_gpu_are_valid_and_read_the_same_rows(name: str) -> None:
+    order, models = list(range(1000)), {gpu.MIDDLE: Path("base"), gpu.SMALL: Path("config")}
+    commands = gpu.pair_commands(Path("pairs"), models, Path("run"), order)
+    given = parse(TrainArguments, list(commands[name].words[3:]))
+    assert (given.preference.objective, given.adapter.is_given) == ("dpo", "LoRA" in name)
+    (peer,) = (command.words for other, command in commands.items() if other.startswith(f"{name}{gpu.OF_TRL}"))
+    script = (ROOT / "benchmarks" / "peers" / "trl_preference.py").read_text(encoding="utf-8")
+    assert {word for word in peer if word.startswith("--")} <= set(re.findall(r'"(--\w+)"', script))
+    rows = given.training.max_step * given.training.micro_batch_size * given.training.gradient_accumulation_steps
+    assert len(peer[peer.index("--rows") + 1].split(",")) == rows
+
+
 def test_gpu_without_a_known_peak_has_speeds_and_no_mfu(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("tokens_per_second,mfu,peak_memory_gb\n" + "100,,1.5\n" * gpu.STEPS)
     ours = gpu.read_run(tmp_path)
