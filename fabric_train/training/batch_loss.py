@@ -26,7 +26,7 @@ class BatchLoss:
 
 
 def sum_segments(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the sums of consecutive parts of ``values`` [N, ...], whose lengths are int64 on the CPU or on their device."""
+    """Return the sums of consecutive parts of ``values`` [N, ...]. Their ``lengths`` are int64, also on the CPU."""
     if not len(values):
         return values.new_zeros(len(lengths), *values.shape[1:])
     lengths = to_device_async(lengths, values.device)
