@@ -19,7 +19,7 @@ from rich.table import Table
 
 from arguments import TrainArguments, parse
 from benchmarks.large_checkpoint import write_checkpoint
-from benchmarks.measure import ROOT, Command, Spread, interleave, run, spread
+from benchmarks.measure import ROOT, Command, CommandError, Spread, interleave, run, spread
 from benchmarks.packages import install_packages
 from benchmarks.pair_rows import TEMPLATE_TOKENS, write_chat_tokenizer, write_pairs
 from benchmarks.report import Report
@@ -275,11 +275,18 @@ def _is_peer(name: str) -> bool:
 def _run_ours(target: Path, command: Command) -> GpuRun:
     shutil.rmtree(ROOT / target, ignore_errors=True)
     run(command)
-    return read_run(target)
+    return _with_enough_steps(read_run(target))
 
 
 def _run_peer(command: Command) -> GpuRun:
-    return read_peer(run(command).output)
+    return _with_enough_steps(read_peer(run(command).output))
+
+
+def _with_enough_steps(found: GpuRun) -> GpuRun:
+    """Raise a CommandError if all steps are of the warm-up."""
+    if len(found.tokens_per_second) <= WARM_UP_STEPS:
+        raise CommandError(f"it took {len(found.tokens_per_second)} steps, of which {WARM_UP_STEPS} are not counted")
+    return found
 
 
 def read_run(target: Path) -> GpuRun:

@@ -23,6 +23,7 @@ from benchmarks.measure import ROOT
 from sample_data import real_data
 
 gpu.LENGTH, gpu.STEPS, gpu.WARM_UP_STEPS, gpu.REPETITIONS = 256, 3, 1, 1
+gpu.PROMPT_WORDS, gpu.ANSWER_WORDS = 4, 12
 gpu.WAYS, gpu.PEERS, gpu.LAYERS_OF_LARGE = {f"{gpu.SMALL}, single": (gpu.SMALL, "--parallelism single")}, {}, ()
 with tempfile.TemporaryDirectory(dir=real_data.CACHE) as folder:
     report = gpu.measure(Path(folder).relative_to(ROOT), sys.argv[1])

@@ -6,6 +6,7 @@ import re
 import shlex
 import struct
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ from benchmarks import (
     report,
 )
 from benchmarks.corpora import DOCUMENT_CHARACTERS, Corpus, cut_documents, write_corpus
-from benchmarks.measure import ROOT, Spread
+from benchmarks.measure import ROOT, Command, Spread, interleave
 from benchmarks.peers import export_step, train_without_saving
 from benchmarks.token_rows import read_datatrove, read_litdata
 from benchmarks.tokenization_systems import PEERS, our_command, peer_command
@@ -174,6 +175,14 @@ def test_both_commands_for_pairs_on_a_gpu_are_valid_and_read_the_same_rows(name:
     assert {word for word in peer if word.startswith("--")} <= set(re.findall(r'"(--\w+)"', script))
     rows = given.training.max_step * given.training.micro_batch_size * given.training.gradient_accumulation_steps
     assert len(peer[peer.index("--rows") + 1].split(",")) == rows
+
+
+def test_a_peer_on_a_gpu_that_takes_too_few_steps_is_left_out_with_the_reason() -> None:
+    printed = json.dumps({"tokens_per_second": [1.0] * gpu.WARM_UP_STEPS, "peak_device_bytes": 1})
+    left_out: dict[str, str] = {}
+    system = partial(gpu._run_peer, Command(("python", "-c", f"print('{printed}')")))
+    assert interleave({"a peer": system}, {"a peer": 1}, "gpu", left_out) == {}
+    assert left_out == {"a peer": "it took 4 steps, of which 4 are not counted"}
 
 
 def test_gpu_without_a_known_peak_has_speeds_and_no_mfu(tmp_path: Path) -> None:
