@@ -4,6 +4,7 @@ Nothing is measured in time, and no GPU is needed: ``fake_rank`` runs the progra
 """
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from benchmarks.fake_rank import DOCUMENTS, LENGTH, FakeRun
 from benchmarks.measure import Command, run
 from benchmarks.op_counts import PARTS, StepCounts, Work
 from benchmarks.report import Report
+from fabric_train.tokenization.corpus import available_cores
 
 TOLERANCE = 0.05
 """Of the plan's peak memory, relative to the counted one."""
@@ -93,10 +95,13 @@ def measure(work: Path) -> Report:
     """
     del work
     commands = {str(case): Command(("python", "-m", "benchmarks.fake_rank", *case.argv)) for case in CASES}
-    runs = {}
-    for name, command in commands.items():
+
+    def count(name: str) -> FakeRun:
         print(f"rehearsal: {name}", flush=True)
-        runs[name] = [read_fake_run(run(command).output.splitlines()[-1])]
+        return read_fake_run(run(commands[name]).output.splitlines()[-1])
+
+    with ThreadPoolExecutor(available_cores()) as pool:  # no times are measured
+        runs = {name: [found] for name, found in zip(commands, pool.map(count, commands), strict=True)}
     settings = {"length": LENGTH, "documents of a row": DOCUMENTS, "rows of a rank": 1}
     errors = {name: plan_error(found) for name, (found,) in runs.items()}
     pairs = {str(case): str(replace(case, is_dpo=False)) for case in CASES if case.is_dpo}
