@@ -14,6 +14,7 @@ from tests.support.forked_runs import ROOT
 from tests.support.pretended_cuda.run import environment
 
 pytestmark = pytest.mark.cuda_rehearsal
+_ALLOWED_SECONDS = 3600
 _MEASURE = """
 import json, sys, tempfile
 from dataclasses import asdict
@@ -35,7 +36,7 @@ def test_rows_of_adapters_and_pairs_run_and_what_fails_is_left_out(tmp_path: Pat
     variables = {**os.environ, **environment(1, tmp_path)}
     command = [sys.executable, "-c", _MEASURE, SIZES["tiny"].options]
     finished = subprocess.run(
-        command, cwd=ROOT, env=variables, text=True, capture_output=True, timeout=1200, check=False
+        command, cwd=ROOT, env=variables, text=True, capture_output=True, timeout=_ALLOWED_SECONDS, check=False
     )
     assert finished.returncode == 0, finished.stdout[-5000:] + finished.stderr[-2000:]
     summary = json.loads(finished.stdout.splitlines()[-1])
