@@ -173,7 +173,8 @@ def test_both_commands_for_pairs_on_a_gpu_are_valid_and_read_the_same_rows(name:
     (peer,) = (command.words for other, command in commands.items() if other.startswith(f"{name}{gpu.OF_TRL}"))
     script = (ROOT / "benchmarks" / "peers" / "trl_preference.py").read_text(encoding="utf-8")
     assert {word for word in peer if word.startswith("--")} <= set(re.findall(r'"(--\w+)"', script))
-    rows = given.training.max_step * given.training.micro_batch_size * given.training.gradient_accumulation_steps
+    assert given.training.max_step == gpu.STEPS
+    rows = gpu.STEPS * given.training.micro_batch_size * gpu.ACCUMULATION
     assert len(peer[peer.index("--rows") + 1].split(",")) == rows
 
 
