@@ -73,10 +73,11 @@ def run_fake_rank(argv: list[str], work: Path, length: int = LENGTH, documents: 
     world_size = int(arguments.device.devices) * arguments.device.num_nodes
     num_rows = (_STEPS + 1) * world_size * arguments.training.micro_batch_size
     num_rows *= arguments.training.gradient_accumulation_steps
-    _write_rows(work / "tokens", num_rows, length, documents)
+    write = _write_pairs if arguments.preference.needs_pairs else _write_rows
+    write(work / "tokens", num_rows, length, documents)
     _become_rank_0(world_size, arguments.device.num_nodes)
     with _fake_devices(int(arguments.device.devices)) as counter:
-        return _train(arguments, counter)
+        return _train(arguments, counter, work / "reference.npy")
 
 
 def _with_base(arguments: "TrainArguments", folder: Path) -> "TrainArguments":
@@ -104,7 +105,7 @@ def _with_base(arguments: "TrainArguments", folder: Path) -> "TrainArguments":
     return replace(arguments, model=base)
 
 
-def _train(arguments: "TrainArguments", counter: "StepCounter") -> FakeRun:
+def _train(arguments: "TrainArguments", counter: "StepCounter", reference: Path) -> FakeRun:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from fabric_train.distributed.signals import Heartbeat
@@ -113,14 +114,16 @@ def _train(arguments: "TrainArguments", counter: "StepCounter") -> FakeRun:
     from fabric_train.preflight.prepare import prepare
     from fabric_train.training.build_run import build_loop, set_up_model, set_up_optimizer
     from fabric_train.training.loggers import Logger, Outputs
-    from fabric_train.training.objective import CrossEntropy
+    from fabric_train.training.objective import objective_of
 
     run = prepare(arguments)
+    if arguments.preference.needs_reference:
+        _write_reference(reference, run.data)
     planned = make_request(run).forecast().budget.most.parts
     fabric = build_fabric(arguments, run.model.layer_classes)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with fakes, counter:
-        model, decayed = set_up_model(fabric, run)
+        model, decayed = set_up_model(fabric, run, shows_notes=False)  # which would read the weights
         for module in model.modules():  # FSDP moves them by assigning to .data, which fake tensors do not follow
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(fabric.device)
@@ -133,7 +136,8 @@ def _train(arguments: "TrainArguments", counter: "StepCounter") -> FakeRun:
             steps.append(counter.take())
 
     outputs = Outputs([CountedSteps()], arguments.logging.log_model)
-    loop = build_loop(fabric, model, optimizer, CrossEntropy(), run, Heartbeat(), None, outputs)
+    objective = objective_of(arguments)
+    loop = build_loop(fabric, model, optimizer, objective, run, Heartbeat(), None, outputs)
     windows = list(itertools.islice(loop.batches.windows(0, run.plan.num_steps), _STEPS))
     with fakes, counter:
         counter.take()
@@ -147,6 +151,23 @@ def _write_rows(folder: Path, num_rows: int, length: int, documents: int) -> Non
     starts = list(range(0, length, length // documents))
     rows = {"input_ids": [[1] * length] * num_rows, "document_starts": [starts] * num_rows}
     datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)}).save_to_disk(str(folder))
+
+
+def _write_pairs(folder: Path, num_rows: int, length: int, documents: int) -> None:
+    """Write rows of preference pairs of two sources. Nearly all of their tokens are supervised."""
+    from benchmarks.pair_rows import TEMPLATE_TOKENS, write_chat_tokenizer, write_pairs
+
+    words = length // documents - TEMPLATE_TOKENS - 1
+    tokenizer = write_chat_tokenizer(folder.with_name("tokenizer"))
+    write_pairs(folder, tokenizer, [(1, words, words)] * (num_rows * documents // 2), length, num_sources=2)
+
+
+def _write_reference(file: Path, data: Any) -> None:
+    """Give all pairs the log-probability 0 under the reference model, as ``training.reference`` would its own."""
+    import numpy as np
+
+    np.save(file, np.zeros((len(data.train.index.documents), 2)))
+    data.train.use_reference(file)
 
 
 def _become_rank_0(world_size: int, num_nodes: int) -> None:

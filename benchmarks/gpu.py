@@ -1,28 +1,33 @@
-"""Train Llama shapes on one GPU: speed and model FLOPs utilization (MFU), adapters, other trainers, the largest shape.
+"""Train Llama shapes on one GPU: speed, model FLOPs utilization (MFU), adapters, pairs, other trainers, large shapes.
 
 All in bf16 on rows of 4,096 tokens.
 """
 
 import csv
 import json
+import math
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from arguments import TrainArguments, parse
-from benchmarks.large_checkpoint import LLAMA_8B, write_checkpoint
-from benchmarks.measure import ROOT, Command, Spread, interleave, run, spread
+from benchmarks.large_checkpoint import write_checkpoint
+from benchmarks.measure import ROOT, Command, CommandError, Spread, interleave, run, spread
 from benchmarks.packages import install_packages
+from benchmarks.pair_rows import TEMPLATE_TOKENS, write_chat_tokenizer, write_pairs
 from benchmarks.report import Report
 from fabric_train.cli.errors import InputError
+from fabric_train.data.step_sampler import WindowOrder
+from fabric_train.data.token_dataset import open_dataset
 from fabric_train.model.init_weights import new_shape
 from tests.support.plan_accuracy import write_rows
-from tests.support.tiny_model import write_tokenizer
 
 REPETITIONS = 2
 STEPS, WARM_UP_STEPS = 10, 4
@@ -44,7 +49,14 @@ ADAPTED = {  # options of ours, and of TRL with peft
     f"{MIDDLE}, LoRA": ("--adapter lora --lora_rank 16", "--lora_rank 16"),
     f"{MIDDLE}, QLoRA": ("--adapter lora --lora_rank 16 --base_weights nf4", "--lora_rank 16 --nf4"),
 }
-OF_PEFT = ", TRL with peft"
+OF_PEFT, OF_TRL = ", TRL with peft", ", TRL"
+PAIRED = {  # preset, options of ours, and of TRL: DPO on the same pairs
+    f"{MIDDLE}, LoRA, DPO": (MIDDLE, "--adapter lora --lora_rank 16", "--lora_rank 16 --gradient_checkpointing"),
+    f"{SMALL}, DPO": (SMALL, "", ""),
+}
+PAIRS_OF_A_ROW = 4  # in a micro-batch of TRL, padded to the longest of them
+PROMPT_WORDS, ANSWER_WORDS = 60, 300  # medians of log-normal distributions
+BETA = 0.1
 LAYERS_OF_LARGE = (30, 28, 26, 24, 22, 20)  # each of width 8,192; the first number that trains is the result
 LARGE_OPTIONS = "--parallelism single --activation_checkpointing full --optimizer_states 8bit"
 
@@ -84,11 +96,12 @@ class GpuSummary:
     left_out: dict[str, str]
 
 
-def measure(work: Path) -> Report:
+def measure(work: Path, sizes: str = "") -> Report:
     """Measure all ways to train.
 
     Args:
         work: folder for the files, relative to the project's root.
+        sizes: options that are added to every preset, for smaller models.
 
     Raises:
         InputError: there is no GPU.
@@ -98,23 +111,27 @@ def measure(work: Path) -> Report:
 
     if not torch.cuda.is_available():
         raise InputError("torch finds no GPU; run the benchmark gpu on a machine with one")
-    rows, config = work / "rows", work / "config"
+    rows, target = work / "rows", work / "run"
     write_rows(ROOT / rows, num_rows=STEPS * ACCUMULATION * max(ROWS.values()), length=LENGTH)
-    given = parse(TrainArguments, list(our_command(SMALL, "", rows, work / "unused").words[3:]))
-    new_shape(given.model, given.fsdp.auto_wrap_policy).config.save_pretrained(ROOT / config)
-    commands = {name: our_command(preset, options, rows, work / "run") for name, (preset, options) in WAYS.items()}
+    config, tokenizer = work / "config", write_chat_tokenizer(ROOT / work / "tokenizer")
+    _config(SMALL, sizes).save_pretrained(ROOT / config)
+    shutil.copytree(tokenizer, ROOT / config, dirs_exist_ok=True)  # trl asks for one; the rows are token ids
+    commands = {
+        name: our_command(preset, f"{options} {sizes}", rows, target) for name, (preset, options) in WAYS.items()
+    }
     commands |= {name: peer_command(SMALL, options, rows, config) for name, options in PEERS.items()}
     left_out: dict[str, str] = {}
-    commands |= _adapter_commands(work, rows, left_out)
+    commands |= _further_commands(work, sizes, left_out)
     systems: dict[str, Callable[[], GpuRun]] = {
-        name: partial(_run_peer if _is_peer(name) else partial(_run_ours, work / "run"), command)
+        name: partial(_run_peer if _is_peer(name) else partial(_run_ours, target), command)
         for name, command in commands.items()
+        if name not in left_out
     }
     runs = interleave(systems, dict.fromkeys(systems, REPETITIONS), "gpu", left_out)
     for layers in LAYERS_OF_LARGE:
         name = f"{LARGE} with {layers} layers, single, 8-bit moments, full checkpointing"
-        commands[name] = our_command(LARGE, f"{LARGE_OPTIONS} --num_layers {layers}", rows, work / "run")
-        largest: dict[str, Callable[[], GpuRun]] = {name: partial(_run_ours, work / "run", commands[name])}
+        commands[name] = our_command(LARGE, f"{LARGE_OPTIONS} --num_layers {layers}", rows, target)
+        largest: dict[str, Callable[[], GpuRun]] = {name: partial(_run_ours, target, commands[name])}
         runs |= interleave(largest, {name: 1}, "gpu", left_out)
         if name in runs:
             break
@@ -126,6 +143,8 @@ def measure(work: Path) -> Report:
         "steps": STEPS,
         "warm_up_steps": WARM_UP_STEPS,
         "repetitions": REPETITIONS,
+        "medians of the words of pairs": {"prompt": PROMPT_WORDS, "answer": ANSWER_WORDS},
+        "pairs of TRL's micro-batch for each row of ours": PAIRS_OF_A_ROW,
     }
     return Report("gpu", settings, commands, runs, summarize(runs, left_out, torch.cuda.get_device_name()))
 
@@ -169,23 +188,49 @@ def peer_command(preset: str, options: str, rows: Path, config: Path) -> Command
     return Command(tuple(words.split()))
 
 
-def _adapter_commands(work: Path, rows: Path, left_out: dict[str, str]) -> dict[str, Command]:
-    """Write a base of the middle shape, and return the commands that train its adapters, ours and TRL's."""
-    base, tokenizer = work / "base", work / "tokenizer"
-    write_tokenizer(ROOT / tokenizer, ["one two three"])
-    write_checkpoint(ROOT / base, LLAMA_8B, ROOT / tokenizer, sharded=False)
-    shutil.copytree(ROOT / tokenizer, ROOT / base, dirs_exist_ok=True)  # trl asks for one; the rows are token ids
-    commands = adapter_commands(rows, base, work / "run")
+def _config(preset: str, sizes: str) -> Any:
+    given = parse(TrainArguments, list(our_command(preset, sizes, Path("rows"), Path("run")).words[3:]))
+    return new_shape(given.model, given.fsdp.auto_wrap_policy).config
+
+
+def _further_commands(work: Path, sizes: str, left_out: dict[str, str]) -> dict[str, Command]:
+    """Write a base of the middle shape, and pairs, and return the commands that train on them, ours and TRL's.
+
+    Systems that lack what they need get a reason in ``left_out``.
+    """
+    base, pairs, target = work / "base", work / "pairs", work / "run"
+    write_pairs(ROOT / pairs, ROOT / work / "tokenizer", _pair_lengths(), LENGTH)
+    commands = adapter_commands(work / "rows", base, target)
+    order = WindowOrder(len(open_dataset(str(ROOT / pairs)).train), 1, 1, world_size=1, rank=0, seed=0).epoch_order(0)
+    commands |= pair_commands(pairs, {MIDDLE: base, SMALL: work / "config"}, target, order.tolist(), sizes)
     try:
-        packages = str(install_packages("trl").relative_to(ROOT))
+        write_checkpoint(ROOT / base, _config(MIDDLE, sizes), ROOT / work / "tokenizer", sharded=False)
+        shutil.copytree(ROOT / work / "tokenizer", ROOT / base, dirs_exist_ok=True)  # where trl looks for one
+    except OSError as error:  # such as a full disk
+        left_out |= {name: f"no base: {error}" for name in commands if name.startswith(MIDDLE)}
+    environment = {"CUDA_VISIBLE_DEVICES": "0"}  # with several, their Trainer copies the model to all of them
+    try:
+        environment["PYTHONPATH"] = str(install_packages("trl").relative_to(ROOT))
     except ChildProcessError as error:
-        peers = [name for name in commands if _is_peer(name)]
-        left_out |= dict.fromkeys(peers, str(error))
-        return {name: command for name, command in commands.items() if name not in peers}
+        left_out |= {name: str(error) for name in commands if _is_peer(name)}
     return {
-        name: replace(command, environment={"PYTHONPATH": packages}) if _is_peer(name) else command
+        name: replace(command, environment=environment) if _is_peer(name) else command
         for name, command in commands.items()
     }
+
+
+def _pair_lengths() -> list[tuple[int, int, int]]:
+    """Draw the words of prompt, chosen and rejected answer of as many pairs as the largest number of rows takes."""
+    most, left = LENGTH // 4 - TEMPLATE_TOKENS - 1, STEPS * ACCUMULATION * max(ROWS.values()) * LENGTH
+    draw, pairs = random.Random(0), list[tuple[int, int, int]]()
+
+    def words(median: int) -> int:
+        return max(1, min(most, round(draw.lognormvariate(math.log(median), 0.6))))
+
+    while left > 0:
+        pairs.append((words(PROMPT_WORDS), words(ANSWER_WORDS), words(ANSWER_WORDS)))
+        left -= 2 * pairs[-1][0] + pairs[-1][1] + pairs[-1][2]
+    return pairs
 
 
 def adapter_commands(rows: Path, base: Path, target: Path) -> dict[str, Command]:
@@ -198,18 +243,50 @@ def adapter_commands(rows: Path, base: Path, target: Path) -> dict[str, Command]
     return commands
 
 
+def pair_commands(
+    pairs: Path, models: dict[str, Path], target: Path, order: list[int], sizes: str = ""
+) -> dict[str, Command]:
+    """Return the commands of DPO on the same rows of ``pairs``: ours into the run folder ``target``, and TRL's.
+
+    Args:
+        pairs: a token dataset.
+        models: by preset, the base of its adapters, or a folder with its configuration.
+        target: of our runs.
+        order: in which our runs read the rows.
+        sizes: options that are added to a preset of which all weights are trained.
+    """
+    commands = {}
+    for name, (preset, ours, peer) in PAIRED.items():
+        base, further = (models[preset], "") if ours else (None, sizes)
+        options = f"--parallelism single --objective dpo --dpo_beta {BETA} {ours} {further}"
+        commands[name] = our_command(preset, options, pairs, target, base)
+        rows = ",".join(map(str, order[: STEPS * ACCUMULATION * ROWS[preset]]))
+        words = f"python -m benchmarks.peers.trl_preference --cuda --model_name {models[preset]} --rows {rows}"
+        words += f" --train_data_dir {pairs} --loss sigmoid --beta {BETA} --lr {LR} --accumulation {ACCUMULATION}"
+        words += f" --micro_batch_size {PAIRS_OF_A_ROW * ROWS[preset]} {peer}"
+        commands[f"{name}{OF_PEFT if ours else OF_TRL}"] = Command(tuple(words.split()))
+    return commands
+
+
 def _is_peer(name: str) -> bool:
-    return name in PEERS or name.endswith(OF_PEFT)
+    return name in PEERS or OF_TRL in name
 
 
 def _run_ours(target: Path, command: Command) -> GpuRun:
     shutil.rmtree(ROOT / target, ignore_errors=True)
     run(command)
-    return read_run(target)
+    return _with_enough_steps(read_run(target))
 
 
 def _run_peer(command: Command) -> GpuRun:
-    return read_peer(run(command).output)
+    return _with_enough_steps(read_peer(run(command).output))
+
+
+def _with_enough_steps(found: GpuRun) -> GpuRun:
+    """Raise a CommandError if all steps are of the warm-up."""
+    if len(found.tokens_per_second) <= WARM_UP_STEPS:
+        raise CommandError(f"it took {len(found.tokens_per_second)} steps, of which {WARM_UP_STEPS} are not counted")
+    return found
 
 
 def read_run(target: Path) -> GpuRun:
@@ -251,5 +328,5 @@ def summarize(runs: dict[str, list[GpuRun]], left_out: dict[str, str], gpu: str)
 
 def _trained(name: str) -> str:
     """Return the part of a system's name that says what it trains: a shape, or an adapter of one."""
-    name = name.removesuffix(OF_PEFT)
-    return name if name in ADAPTED else name.split(",")[0]
+    name = name.partition(OF_TRL)[0]
+    return name if name in ADAPTED or name in PAIRED else name.split(",")[0]

@@ -4,7 +4,8 @@ Nothing is measured in time, and no GPU is needed: ``fake_rank`` runs the progra
 """
 
 import json
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from benchmarks.fake_rank import DOCUMENTS, LENGTH, FakeRun
 from benchmarks.measure import Command, run
 from benchmarks.op_counts import PARTS, StepCounts, Work
 from benchmarks.report import Report
+from fabric_train.tokenization.corpus import available_cores
 
 TOLERANCE = 0.05
 """Of the plan's peak memory, relative to the counted one."""
@@ -26,17 +28,22 @@ ADAPTERS = {"LoRA": "--adapter lora", "QLoRA": "--adapter lora --base_weights nf
 
 @dataclass(frozen=True)
 class Case:
-    """A preset on ``num_nodes`` machines of 8 devices, with all weights trained or one of ``ADAPTERS``."""
+    """A preset on ``num_nodes`` machines of 8 devices, with all weights trained or one of ``ADAPTERS``.
+
+    With ``is_dpo``, rows are of preference pairs, nearly all of whose tokens are supervised.
+    """
 
     preset: str
     num_nodes: int
     parallelism: str
     checkpointing: str
     adapter: str | None = None
+    is_dpo: bool = False
 
     def __str__(self) -> str:
         adapter = f", {self.adapter}" if self.adapter else ""
-        return f"{self.preset} of {8 * self.num_nodes}, {self.parallelism}, {self.checkpointing}{adapter}"
+        pairs = " on pairs" if self.is_dpo else ""
+        return f"{self.preset} of {8 * self.num_nodes}{pairs}, {self.parallelism}, {self.checkpointing}{adapter}"
 
     @property
     def argv(self) -> list[str]:
@@ -44,6 +51,7 @@ class Case:
         words = f"--config configs/{self.preset}.yaml --devices 8 --num_nodes {self.num_nodes}"
         words += f" --parallelism {self.parallelism} --activation_checkpointing {self.checkpointing}"
         words += " --micro_batch_size 1 --gradient_accumulation_steps 1"
+        words += " --objective dpo" * self.is_dpo
         return [*words.split(), *ADAPTERS.get(self.adapter or "", "").split()]
 
 
@@ -55,14 +63,25 @@ CASES = [
         for checkpointing in ("none", "selective", "full")
     ),
     *(Case("llama-3-8b", 1, parallelism, "full", adapter) for parallelism in ("fsdp", "fsdp2") for adapter in ADAPTERS),
+    *(
+        Case("llama-3-8b", 1, parallelism, checkpointing, adapter, is_dpo=True)
+        for parallelism in ("fsdp", "fsdp2")
+        for checkpointing, adapter in (("none", None), ("full", "LoRA"))
+    ),
 ]
 
 
 @dataclass(frozen=True)
 class RehearsalSummary:
-    """``plan_errors``: of the plan's peak memory, relative to the counted one, by case."""
+    """Figures by case.
+
+    Attributes:
+        plan_errors: of the plan's peak memory, relative to the counted one.
+        pairs_per_text: of a case on pairs, the kernels over those of the same case on as many tokens of texts.
+    """
 
     plan_errors: dict[str, float]
+    pairs_per_text: dict[str, float]
 
 
 def measure(work: Path) -> Report:
@@ -76,13 +95,19 @@ def measure(work: Path) -> Report:
     """
     del work
     commands = {str(case): Command(("python", "-m", "benchmarks.fake_rank", *case.argv)) for case in CASES}
-    runs = {}
-    for name, command in commands.items():
+
+    def count(name: str) -> FakeRun:
         print(f"rehearsal: {name}", flush=True)
-        runs[name] = [read_fake_run(run(command).output.splitlines()[-1])]
+        return read_fake_run(run(commands[name]).output.splitlines()[-1])
+
+    with ThreadPoolExecutor(available_cores()) as pool:  # no times are measured
+        runs = {name: [found] for name, found in zip(commands, pool.map(count, commands), strict=True)}
     settings = {"length": LENGTH, "documents of a row": DOCUMENTS, "rows of a rank": 1}
     errors = {name: plan_error(found) for name, (found,) in runs.items()}
-    return Report("rehearsal", settings, commands, runs, RehearsalSummary(errors))
+    pairs = {str(case): str(replace(case, is_dpo=False)) for case in CASES if case.is_dpo}
+    kernels = {name: num_kernels(found) for name, (found,) in runs.items()}
+    ratios = {name: kernels[name] / kernels[on_texts] for name, on_texts in pairs.items()}
+    return Report("rehearsal", settings, commands, runs, RehearsalSummary(errors, ratios))
 
 
 def read_fake_run(line: str) -> FakeRun:
@@ -99,6 +124,11 @@ def plan_error(found: FakeRun) -> float:
     return sum(found.planned.values()) / found.step.peak_bytes - 1
 
 
+def num_kernels(found: FakeRun) -> int:
+    """Return the kernels of all parts of a step."""
+    return sum(part.number for part in found.step.parts.values())
+
+
 def table(report: Report) -> Group:
     """Return a table for each model and number of ranks."""
     places = dict.fromkeys(name.partition(", ")[0] for name in report.runs)
@@ -112,6 +142,11 @@ def _table_of(place: str, report: Report) -> Table:
     steps = [found.step for found in runs.values()]
     for part in PARTS:
         shown.add_row(part, *(_cell(_parts(step).get(part)) for step in steps))
+    shown.add_row("all kernels", *(f"{num_kernels(found):,}" for found in runs.values()))
+    summary: RehearsalSummary = report.summary
+    ratios = [summary.pairs_per_text.get(f"{place}, {name}") for name in runs]
+    if any(ratios):
+        shown.add_row("over those on texts", *(f"{ratio:.3f}" if ratio else "" for ratio in ratios))
     shown.add_row("host waits", *(str(sum(step.host_waits.values())) for step in steps))
     shown.add_row("peak memory, GB", *(f"{step.peak_bytes / 1e9:.2f}" for step in steps))
     shown.add_row("error of the plan", *(f"{plan_error(found):+.1%}" for found in runs.values()))

@@ -14,6 +14,7 @@ from trl import DPOConfig, DPOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+from benchmarks.peers.huggingface_gpu import lora_config, model_on_gpu
 from benchmarks.peers.huggingface_trainers import InOrder, train, trainer_options
 from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.token_dataset import StoredRow, open_dataset
@@ -81,7 +82,7 @@ def sequences_of(pair: Pair) -> Pair:
 
 
 def main() -> None:
-    """Train one epoch on the pairs of the rows given on the command line."""
+    """Train one epoch on the pairs of the rows given on the command line: in fp32 on a CPU, or in bf16 on a GPU."""
     parser = argparse.ArgumentParser()
     for name in ("--model_name", "--train_data_dir", "--rows", "--loss"):
         parser.add_argument(name, required=True)
@@ -89,18 +90,28 @@ def main() -> None:
         parser.add_argument(name, type=int, required=True)
     for name in ("--lr", "--beta"):
         parser.add_argument(name, type=float, required=True)
+    parser.add_argument("--lora_rank", type=int, default=0)
+    for name in ("--cuda", "--gradient_checkpointing"):
+        parser.add_argument(name, action="store_true")
     given = parser.parse_args()
     rows = open_dataset(given.train_data_dir).train.read([int(row) for row in given.rows.split(",")])
     options: dict[str, Any] = trainer_options(given.accumulation, given.lr, compiles=False)
     options |= {"per_device_train_batch_size": given.micro_batch_size, "beta": given.beta}
+    options["gradient_checkpointing"] = given.gradient_checkpointing
+    if given.cuda:
+        model = model_on_gpu(given.model_name)
+        options |= {"use_cpu": False, "optim": "adamw_torch_fused"}
+    else:
+        model = AutoModelForCausalLM.from_pretrained(given.model_name, dtype=torch.float32)
     of_dpo = {"loss_type": given.loss, "precompute_ref_log_probs": True, "max_length": None}
     trainer, config, further = TRAINERS.get(given.loss, (WithReference, DPOConfig, of_dpo))
     train(
         trainer(
-            AutoModelForCausalLM.from_pretrained(given.model_name, dtype=torch.float32),
+            model,
             args=config(**options, **further),
             train_dataset=Dataset.from_list([pair for row in rows for pair in pairs_of(row)]),
             processing_class=AutoTokenizer.from_pretrained(given.model_name),
+            peft_config=lora_config(given.lora_rank) if given.lora_rank else None,
         )
     )
 

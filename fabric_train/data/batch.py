@@ -87,7 +87,7 @@ class Pieces(TensorRecord):
         """Return the targets and the bytes of each source, fp64 [2, sources]; ``as_wholes`` its pieces, and NaN."""
         ones = torch.ones_like(self.num_bytes)
         weights = (ones, ones * torch.nan) if as_wholes else (self.num_targets.double(), self.num_bytes.double())
-        return torch.stack([torch.bincount(self.sources, each, num_sources) for each in weights])
+        return torch.zeros(2, num_sources).double().index_add(1, self.sources, torch.stack(weights))
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,8 @@ def prepare(
     if faults := faults_of_objective(arguments, data, device_plan.accelerator):
         raise InputError(*faults)
     model = _read_model(arguments, checkpoint, data)
+    if device_plan.parallelism == "fsdp":
+        _check_frozen_ties(arguments, model)
     masks_because = choose_attention(model, arguments) if device_plan.accelerator == "cuda" else None
     phases = plan_phases(phases_given, arguments.training, data)
     window = math.prod(rows_at_once(arguments, device_plan.world_size))  # it may have no rows before it is checked
@@ -318,6 +320,15 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
     if not checkpoint and not shape.is_new:
         check_readable(shape.source)
     return shape
+
+
+def _check_frozen_ties(arguments: "TrainArguments", model: ModelShape) -> None:
+    is_tied = model.config.get_text_config().tie_word_embeddings
+    if arguments.fsdp.sharding_strategy == "NO_SHARD" and model.adapter and is_tied:  # torch's FSDP1 loses the tie
+        raise InputError(
+            "--sharding_strategy NO_SHARD does not work with an adapter of a model whose head is its embedding; "
+            "use --parallelism ddp"
+        )
 
 
 def _data_order(

@@ -128,13 +128,12 @@ class _Sums:
             values.append(metric.of_tokens(losses_of_targets(loss.of_tokens, batch)))
             self._of_metrics[number] += values[-1].sum(dtype=torch.float64)
         if batch.pieces is not None:
-            self._add_by_source(batch, [sum_by_piece(of_tokens, batch) for of_tokens in values])
+            self._add_by_source(batch, torch.stack([sum_by_piece(of_tokens, batch) for of_tokens in values]))
 
-    def _add_by_source(self, batch: Batch, of_pieces: Iterable[torch.Tensor]) -> None:
+    def _add_by_source(self, batch: Batch, of_pieces: torch.Tensor) -> None:
         if batch.pieces is None or not self._num_sources:
             return
-        for number, values in enumerate(of_pieces):
-            self._of_sources[number] += sum_by_source(values, batch.pieces.sources, self._num_sources).to(self._device)
+        self._of_sources += sum_by_source(of_pieces, batch.pieces.sources, self._num_sources).to(self._device)
         self._counts += batch.pieces.count_by_source(self._num_sources, self._as_wholes)
 
     def over_ranks(self, fabric: Fabric, source_names: Sequence[str]) -> Evaluation:

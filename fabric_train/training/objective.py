@@ -154,14 +154,16 @@ def sum_by_piece(of_tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def sum_by_source(of_pieces: torch.Tensor, sources: torch.Tensor, num_sources: int) -> torch.Tensor:
-    """Sum the losses of pieces, fp64 [P], by their sources, int64 [P] on the CPU, to fp64 [sources]."""
-    in_order = to_device_async(sources.argsort(stable=True), of_pieces.device)
-    return sum_segments(of_pieces.index_select(0, in_order), sources.bincount(minlength=num_sources))
+    """Sum figures of pieces, fp64 [..., P], by their sources, int64 [P] on the CPU, to fp64 [..., sources]."""
+    ordered, order = sources.sort(stable=True)
+    lengths = torch.searchsorted(ordered, torch.arange(num_sources + 1)).diff()
+    in_order = of_pieces.movedim(-1, 0).index_select(0, to_device_async(order, of_pieces.device))
+    return sum_segments(in_order, lengths).movedim(0, -1)
 
 
 def sum_segments(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the sums of consecutive parts of ``values``, whose lengths are int64 on the CPU or on their device."""
+    """Return the sums of consecutive parts of ``values`` [N, ...]. Their ``lengths`` are int64, also on the CPU."""
     if not len(values):
-        return values.new_zeros(len(lengths))
+        return values.new_zeros(len(lengths), *values.shape[1:])
     lengths = to_device_async(lengths, values.device)
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)  # else it reads the lengths, and waits

@@ -87,9 +87,9 @@ def compare_with_reference(fabric: Fabric, run: PreparedRun, heartbeat: Heartbea
     """
     if not run.arguments.preference.needs_reference or run.arguments.evaluation.self_check:
         return run
-    assert not isinstance(run.data, Stream)  # preflight refuses it
     progress.info("looking for reference log-probabilities")
     run, reference = _with_saved_reference(run)
+    assert not isinstance(run.data, Stream)  # preflight refuses it
     if reference is None:
         place = _place(run)
         reference = ReferenceModel(place, _fingerprint(fabric, _reference_run(run, place), place))

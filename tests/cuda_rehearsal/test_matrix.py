@@ -5,13 +5,15 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.pretended_cuda.matrix import Case, cases
+from tests.support.forked_runs import ForkedRuns
+from tests.support.pair_datasets import tokenize, write_model, write_source
+from tests.support.pretended_cuda.matrix import FACTORS, Case, cases
 from tests.support.pretended_cuda.rehearsal import (
     LATE,
     STEP_WAITS,
@@ -83,9 +85,9 @@ def test_case(rehearsal: Rehearsal, case: Case) -> None:
         ROWS.append((*row, result))
 
 
-def rehearse(rehearsal: Rehearsal, case: Case, row: list[str]) -> None:
-    """Run one case and fill in its row of the table."""
-    name, devices, options = case.name, case.num_devices, dict(case.options)
+def rehearse(rehearsal: Rehearsal, case: Case, row: list[str], further: Mapping[str, object] = {}) -> None:
+    """Run one case, with ``further`` options, and fill in its row of the table."""
+    name, devices, options = row[0], case.num_devices, {**case.options, **further}
     if case["data"] == "stream":
         options |= {"streaming_dataset": rehearsal.tokens.parent / "slice.jsonl", "max_length": 64}
     late = rehearsal.run(f"{name}, late", options, devices, copy_delay=LATE, timeout=SECONDS)
@@ -115,6 +117,29 @@ def rehearse(rehearsal: Rehearsal, case: Case, row: list[str]) -> None:
     assert not foreign_contexts(late)
     reads = {wait for wait in waits_in_steps(late) if wait.startswith(("copy to host", "item", "nonzero"))}
     assert reads <= STEP_WAITS | FURTHER_READS
+
+
+@pytest.fixture(scope="module")
+def on_pairs(tmp_path_factory: pytest.TempPathFactory, pretended_devices: None, forked_runs: ForkedRuns) -> Rehearsal:
+    """Starts runs on preference pairs."""
+    folder = tmp_path_factory.mktemp("pairs")
+    model, source = write_model(folder / "model"), write_source(folder / "pairs.jsonl", range(150))
+    return Rehearsal(folder, model, tokenize(folder / "tokens", model, [source]), forked_runs)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [{"strategy": "fsdp2", "precision": "bf16-true"}, {"strategy": "single", "devices": "1", "trained": "lora"}],
+    ids=lambda chosen: chosen["strategy"],
+)
+def test_preference(on_pairs: Rehearsal, chosen: Mapping[str, str]) -> None:
+    case = Case(tuple(chosen.get(factor, values[0]) for factor, values in FACTORS.items()))
+    row, result = [f"{case.name}, dpo", "", "", "", "", ""], "**failed**"
+    try:
+        rehearse(on_pairs, case, row, {"objective": "dpo"})
+        result = "passed"
+    finally:
+        ROWS.append((*row, result))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "ddp", "single"])

@@ -1,12 +1,13 @@
 """What a step on a GPU may take: kernels, host waits, memory. Counted on fake tensors, which have no content."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from benchmarks.fake_rank import FakeRun
 from benchmarks.measure import ROOT
-from benchmarks.rehearsal import CASES, TOLERANCE, Case, plan_error, read_fake_run
+from benchmarks.rehearsal import CASES, TOLERANCE, Case, num_kernels, plan_error, read_fake_run
 from tests.support.pretended_cuda.run import run_pretended
 
 LAYERS = 3
@@ -19,6 +20,13 @@ MOST_WAITS = 1
 """The reading of the step's results."""
 
 
+MOST_PER_TEXT = 1.1
+"""Kernels of a step on pairs over one on as many tokens of texts."""
+MOST_MORE_FOR_PAIRS = 150
+"""However many layers: the metrics, and the head's chunks, which the backward pass computes again."""
+
+
+@cache
 def fake_step(case: Case, *options: str) -> FakeRun:
     argv = ["benchmarks.fake_rank", *case.argv, *options]
     run = run_pretended(argv, devices=8, ranks=1, cwd=ROOT, timeout=600)
@@ -45,7 +53,27 @@ def test_step_takes_no_more_than_its_budget(parallelism: str, checkpointing: str
 @pytest.mark.cuda_rehearsal
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plan_is_within_5_percent_of_tensors_on_a_gpu(case: Case) -> None:
-    assert plan_error(fake_step(case)) == pytest.approx(0, abs=TOLERANCE)
+    found = fake_step(case)
+    assert plan_error(found) == pytest.approx(0, abs=TOLERANCE)
+    if case.is_dpo:
+        assert num_kernels(found) <= MOST_PER_TEXT * num_kernels(fake_step(replace(case, is_dpo=False)))
+        assert found.step.peak_bytes < 78e9  # of 80 GB, 2 for CUDA: there is no second model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("llama-3-8b", 1, "fsdp", "full", is_dpo=True),
+        pytest.param(Case("llama-3-8b", 1, "fsdp2", "none", "LoRA", is_dpo=True), marks=pytest.mark.cuda_rehearsal),
+    ],
+    ids=str,
+)
+def test_step_on_pairs_takes_few_kernels_more_than_one_on_texts(case: Case) -> None:
+    pairs, texts = (fake_step(each, "--num_layers", str(LAYERS)) for each in (case, replace(case, is_dpo=False)))
+    assert 0 < num_kernels(pairs) - num_kernels(texts) <= MOST_MORE_FOR_PAIRS
+    assert sum(pairs.step.host_waits.values()) <= MOST_WAITS, pairs.step.host_waits
+    assert plan_error(pairs) == pytest.approx(0, abs=TOLERANCE)
 
 
 @pytest.mark.slow

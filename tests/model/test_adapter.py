@@ -377,6 +377,7 @@ def test_layers_are_replaced_below_their_adapters() -> None:
 
 
 TENSOR_PARALLEL = ("--parallelism", "fsdp2", "--tensor_parallel_size", "2")
+FSDP2_ON_GPUS = ("--accelerator", "cuda", "--devices", "2", "--parallelism", "fsdp2")
 
 
 @pytest.mark.parametrize(
@@ -404,6 +405,14 @@ TENSOR_PARALLEL = ("--parallelism", "fsdp2", "--tensor_parallel_size", "2")
             ["--lora_rank", "2", "--base_weights", "nf4", "--float8", "true"],
             "--float8 does not work with --base_weights nf4; leave one of them out",
         ),
+        (
+            ["--lora_rank", "2", "--base_weights", "nf4", "--precision", "16-mixed"],
+            "--precision 16-mixed does not work on CPU; use bf16-mixed",
+        ),
+        (
+            ["--lora_rank", "2", "--base_weights", "nf4", "--precision", "16-mixed", *FSDP2_ON_GPUS],
+            "--precision 16-mixed does not work with --parallelism fsdp2; use bf16-mixed",
+        ),
         (["--lora_rank", "2", "--lora_dropout", "1"], "--lora_dropout must be below 1"),
         (["--lora_rank", "2", "--from_scratch", "llama"], "--from_scratch llama needs"),
         (
@@ -419,6 +428,13 @@ def test_what_an_adapter_cannot_be_is_one_line(
     with pytest.raises(InputError, match=message) as refused:
         prepare(parse(TrainArguments, line))
     assert "\n" not in str(refused.value)
+
+
+def test_replicas_of_a_frozen_model_whose_head_is_its_embedding_are_refused(tmp_path: Path, tokens: Path) -> None:
+    model = write_model(tmp_path / "tied", tie_word_embeddings=True)
+    given = {"lora_rank": 2, "devices": 2, "parallelism": "fsdp", "sharding_strategy": "NO_SHARD", "plan": "check"}
+    with pytest.raises(InputError, match="NO_SHARD does not work with an adapter of a model whose head"):
+        prepare(parse(TrainArguments, argv(model, tokens, tmp_path / "run", **given)))
 
 
 def test_scale_and_names_are_as_in_peft(model: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import shlex
 import struct
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ from benchmarks import (
     report,
 )
 from benchmarks.corpora import DOCUMENT_CHARACTERS, Corpus, cut_documents, write_corpus
-from benchmarks.measure import ROOT, Spread
+from benchmarks.measure import ROOT, Command, Spread, interleave
 from benchmarks.peers import export_step, train_without_saving
 from benchmarks.token_rows import read_datatrove, read_litdata
 from benchmarks.tokenization_systems import PEERS, our_command, peer_command
@@ -169,6 +170,28 @@ def test_both_commands_for_an_adapter_on_a_gpu_are_valid(name: str) -> None:
     script = (ROOT / "benchmarks" / "peers" / "huggingface_gpu.py").read_text(encoding="utf-8")
     assert {word for word in words if word.startswith("--")} <= set(re.findall(r'"(--\w+)"', script))
     assert ("--nf4" in words) == ("QLoRA" in name)
+
+
+@pytest.mark.parametrize("name", gpu.PAIRED)
+def test_both_commands_for_pairs_on_a_gpu_are_valid_and_read_the_same_rows(name: str) -> None:
+    order, models = list(range(1000)), {gpu.MIDDLE: Path("base"), gpu.SMALL: Path("config")}
+    commands = gpu.pair_commands(Path("pairs"), models, Path("run"), order)
+    given = parse(TrainArguments, list(commands[name].words[3:]))
+    assert (given.preference.objective, given.adapter.is_given) == ("dpo", "LoRA" in name)
+    (peer,) = (command.words for other, command in commands.items() if other.startswith(f"{name}{gpu.OF_TRL}"))
+    script = (ROOT / "benchmarks" / "peers" / "trl_preference.py").read_text(encoding="utf-8")
+    assert {word for word in peer if word.startswith("--")} <= set(re.findall(r'"(--\w+)"', script))
+    assert given.training.max_step == gpu.STEPS
+    rows = gpu.STEPS * given.training.micro_batch_size * gpu.ACCUMULATION
+    assert len(peer[peer.index("--rows") + 1].split(",")) == rows
+
+
+def test_a_peer_on_a_gpu_that_takes_too_few_steps_is_left_out_with_the_reason() -> None:
+    printed = json.dumps({"tokens_per_second": [1.0] * gpu.WARM_UP_STEPS, "peak_device_bytes": 1})
+    left_out: dict[str, str] = {}
+    system = partial(gpu._run_peer, Command(("python", "-c", f"print('{printed}')")))
+    assert interleave({"a peer": system}, {"a peer": 1}, "gpu", left_out) == {}
+    assert left_out == {"a peer": "it took 4 steps, of which 4 are not counted"}
 
 
 def test_gpu_without_a_known_peak_has_speeds_and_no_mfu(tmp_path: Path) -> None:

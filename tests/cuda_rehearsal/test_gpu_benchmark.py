@@ -1,0 +1,53 @@
+"""The benchmark of a GPU runs through on pretended devices, with small models; a system that fails is left out."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.first_hour_parts import SIZES
+from tests.support.forked_runs import ROOT
+from tests.support.pretended_cuda.run import environment
+
+pytestmark = pytest.mark.cuda_rehearsal
+_ALLOWED_SECONDS = 3600
+_MEASURE = """
+import json, sys, tempfile
+from dataclasses import asdict
+from pathlib import Path
+from benchmarks import gpu
+from benchmarks.measure import ROOT
+from sample_data import real_data
+
+gpu.LENGTH, gpu.STEPS, gpu.WARM_UP_STEPS, gpu.REPETITIONS = 256, 3, 1, 1
+gpu.PROMPT_WORDS, gpu.ANSWER_WORDS = 4, 12
+gpu.WAYS, gpu.PEERS, gpu.LAYERS_OF_LARGE = {f"{gpu.SMALL}, single": (gpu.SMALL, "--parallelism single")}, {}, ()
+with tempfile.TemporaryDirectory(dir=real_data.CACHE) as folder:
+    report = gpu.measure(Path(folder).relative_to(ROOT), sys.argv[1])
+print(json.dumps(asdict(report.summary)))
+"""
+
+
+def test_rows_of_adapters_and_pairs_run_and_what_fails_is_left_out(tmp_path: Path) -> None:
+    variables = {**os.environ, **environment(1, tmp_path)}
+    command = [sys.executable, "-c", _MEASURE, SIZES["tiny"].options]
+    finished = subprocess.run(
+        command, cwd=ROOT, env=variables, text=True, capture_output=True, timeout=_ALLOWED_SECONDS, check=False
+    )
+    assert finished.returncode == 0, finished.stdout[-5000:] + finished.stderr[-2000:]
+    summary = json.loads(finished.stdout.splitlines()[-1])
+    quantized = {name for name in gpu.ADAPTED if "QLoRA" in name}  # bitsandbytes has no kernels for such a device
+    expected = {f"{gpu.SMALL}, single", *gpu.ADAPTED, *gpu.PAIRED} - quantized
+    ours = {name for name in summary["ways"] if gpu.OF_TRL not in name}
+    assert ours == expected, summary["left_out"]
+    assert quantized <= summary["left_out"].keys()
+    assert all(way["tokens_per_second"]["median"] > 0 for way in summary["ways"].values())
+    assert all(way["peak_bytes"]["median"] > 0 for way in summary["ways"].values())
+    peers = {name for name in summary["ways"] if gpu.OF_TRL in name}
+    reasons = {name: reason for name, reason in summary["left_out"].items() if "cannot be installed" not in reason}
+    assert {name.partition(gpu.OF_TRL)[0] for name in reasons} == quantized, reasons
+    assert len(peers) in (0, len(expected) - 1)  # TRL may not be installed
