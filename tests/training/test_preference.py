@@ -242,7 +242,7 @@ def test_losses_do_not_depend_on_packing_ranks_or_micro_batches(
     for row, other in zip(table(straight), table(tmp_path / "run"), strict=True):
         columns = [name for name in row if name in FIGURES or name.startswith(("train_loss/", "val_"))]
         found, expected = ([float(one[name] or "nan") for name in columns] for one in (other, row))
-        assert found == pytest.approx(expected, rel=2e-6, abs=2e-6, nan_ok=True), dict(zip(columns, found, strict=True))
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True), dict(zip(columns, found, strict=True))
     dataset, stored = open_dataset(str(tokens)), stored_values(tokens)
     assert dataset.validation is not None
     model = LlamaForCausalLM.from_pretrained(model_dir).eval()
