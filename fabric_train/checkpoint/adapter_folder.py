@@ -86,6 +86,7 @@ def can_be_taken_off(folder: Path) -> bool:
 
 
 def files_of_adapter(folder: Path) -> list[Path]:
+    """Return the configuration and the weights of an adapter's folder; neither need be there."""
     return [folder / CONFIG, folder / WEIGHTS]
 
 

@@ -14,7 +14,8 @@ from fabric_train.export.card_facts import Row, read_cleaning
 from fabric_train.tokenization.cleaning.dropped import CONTAMINATION_FILE, DROPPED_FILE
 from fabric_train.tokenization.manifest import FILE_NAME, REFERENCE, Manifest, SourceRecord, write_manifest
 
-_NOT_SENT = (FILE_NAME, "README.md", DROPPED_FILE, CONTAMINATION_FILE)  # or written anew; texts that were left out
+# the first two are written anew; the others hold texts that were left out of the rows
+_NOT_SENT = (FILE_NAME, "README.md", DROPPED_FILE, CONTAMINATION_FILE)
 
 
 def dataset_card(manifest: Manifest, repository: str, license: str | None, languages: list[str] | None) -> DatasetCard:

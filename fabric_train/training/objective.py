@@ -108,6 +108,7 @@ def use_objective(make: MakeObjective) -> None:
 
 
 def objective_of(arguments: "TrainArguments") -> Objective:
+    """Return the objective of ``use_objective``, or else the one that ``--objective`` names."""
     if _make is not None:
         return _make(arguments)
     if not arguments.preference.needs_pairs:

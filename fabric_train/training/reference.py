@@ -90,21 +90,31 @@ def compare_with_reference(fabric: Fabric, run: PreparedRun, heartbeat: Heartbea
     progress.info("looking for reference log-probabilities")
     run, reference = _with_saved_reference(run)
     assert not isinstance(run.data, Stream)  # preflight refuses it
-    if reference is None:
+    if is_new := reference is None:
         place = _place(run)
         reference = ReferenceModel(place, _fingerprint(fabric, _reference_run(run, place), place))
-    for part in run.data.parts:
-        content = _Content(_made_of(run, part, reference), reference.place)
-        folder, missing = _agree(fabric, run, part, content)
+    contents = [_Content(_made_of(run, part, reference), reference.place) for part in run.data.parts]
+    agreed = [_agree(fabric, run, part, content) for part, content in zip(run.data.parts, contents, strict=True)]
+    model = None
+    for part, content, (folder, missing) in zip(run.data.parts, contents, agreed, strict=True):
+        splits = _splits(run, part)
         if missing:
-            found = _compute(fabric, run, reference, {name: _splits(run, part)[name] for name in missing}, heartbeat)
+            if model is None:  # for all token datasets
+                model = _set_up(fabric, run, reference, is_new)
+            found = {name: _of_split(fabric, model, run, name, splits[name], heartbeat) for name in missing}
             if fabric.is_global_zero:
                 _write(folder, content, found)
             fabric.barrier()
             pairs = sum(map(len, found.values()))
             log.info("reference log-probabilities of %s pairs → %s", f"{pairs:,}", folder)
-        for name, rows in _splits(run, part).items():
+        for name, rows in splits.items():
             rows.use_reference(folder / f"{name}.npy")
+    if model is not None:
+        heartbeat.enter(StepPhase.LOADING)
+        del model
+        gc.collect()
+        if fabric.device.type == "cuda":
+            torch.cuda.empty_cache()
     return replace(run, reference=reference)
 
 
@@ -303,26 +313,14 @@ def _write(folder: Path, content: _Content, found: dict[str, np.ndarray]) -> Non
     write_atomically(file, json.dumps(asdict(replace(content, files=files)), indent=2) + "\n")
 
 
-def _compute(
-    fabric: Fabric, run: PreparedRun, reference: ReferenceModel, splits: dict[str, Rows], heartbeat: Heartbeat
-) -> dict[str, np.ndarray]:
-    """Return the log-probabilities of splits under the reference model, fp64 [pairs, 2], the same on all ranks."""
+def _set_up(fabric: Fabric, run: PreparedRun, reference: ReferenceModel, is_new: bool) -> Any:
+    """Return the reference model, without dropout; raise an InputError if its weights are others than at the start."""
     reference_run = _reference_run(run, reference.place)
-    if _with_saved_reference(run)[1] and _fingerprint(fabric, reference_run, reference.place) != reference.fingerprint:
+    if not is_new and _fingerprint(fabric, reference_run, reference.place) != reference.fingerprint:
         raise InputError(
             f"the reference model {reference.place} has other weights than when the run began; put them back"
         )
-    model: Any = set_up_model(fabric, reference_run, shows_notes=False)[0]
-    model.eval()  # no dropout
-    found = {}
-    for name, rows in splits.items():
-        found[name] = _of_split(fabric, model, run, name, rows, heartbeat)
-    heartbeat.enter(StepPhase.LOADING)
-    del model
-    gc.collect()
-    if fabric.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return found
+    return set_up_model(fabric, reference_run, shows_notes=False)[0].eval()
 
 
 @torch.no_grad()

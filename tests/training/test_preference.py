@@ -500,7 +500,14 @@ def test_pairs_of_two_datasets_train_in_shares_and_the_best_is_that_of_the_accur
     words[place + 1 : place + 1] = [str(folders[1])]
     shares = words.index("0.5 0.5")
     words[shares : shares + 1] = ["0.5", "0.5"]
-    forked_runs.start(words).finish()
+    told = """
+from fabric_train.training import reference
+build = reference.set_up_model
+reference.set_up_model = lambda *given, **options: print("the reference is built") or build(*given, **options)
+"""
+    started = forked_runs.start(words, before=told)
+    started.finish()
+    assert started.stdout().count("the reference is built") == 1  # for both token datasets
     rows = table(tmp_path / "run")
     counts = {one: len(list((one / "reference").iterdir())) for one in folders}
     assert set(counts.values()) == {1}
