@@ -6,7 +6,7 @@ It takes about five minutes on two cores. docs/mixture.md shows what it prints.
 import shutil
 import sys
 
-from demo.stages import ROOT, StageError, run_stage
+from demo.stages import ROOT, exit_on_failure, run_stage
 from fabric_train.training.metrics import read_metrics
 from fabric_train.training.trackers import draw_loss_curves
 from sample_data import real_data
@@ -16,16 +16,8 @@ TOKENS, TRUNK, DECAY, PICTURE = (f"{FOLDER}/{name}" for name in ("tokens", "trun
 SOURCES = ("es", "en")
 
 
-def main() -> None:
-    """Run the stages in turn; exit with the exit code of a stage that fails."""
-    try:
-        _run_stages()
-    except (StageError, real_data.FetchError) as error:
-        print(f"\nerror: demo: {error}", file=sys.stderr, flush=True)
-        sys.exit(getattr(error, "exit_code", 1))
-
-
-def _run_stages() -> None:
+def run_stages() -> None:
+    """Run the stages in turn."""
     documents = [
         f"{name}={path.relative_to(ROOT)}"
         for name, path in zip(SOURCES, (real_data.bible_es(), real_data.shakespeare()), strict=True)
@@ -49,4 +41,5 @@ def _run_stages() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with exit_on_failure():
+        run_stages()

@@ -6,10 +6,9 @@ and lines of Shakespeare as the rejected one. It took 15 minutes on two busy cor
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 
-from demo.stages import ROOT, StageError, run_stage
+from demo.stages import ROOT, exit_on_failure, run_stage
 from sample_data import real_data
 
 FOLDER = "demo_run/preference"
@@ -18,16 +17,8 @@ PROMPT = "Continúa el texto: En el principio era el Verbo, y el Verbo era con D
 _NUM_PAIRS, _PROMPT_WORDS, _ANSWER_WORDS = 120, 20, 30
 
 
-def main() -> None:
-    """Run the stages in turn; exit with the exit code of a stage that fails."""
-    try:
-        _run_stages()
-    except (StageError, real_data.FetchError) as error:
-        print(f"\nerror: demo: {error}", file=sys.stderr, flush=True)
-        sys.exit(getattr(error, "exit_code", 1))
-
-
-def _run_stages() -> None:
+def run_stages() -> None:
+    """Run the stages in turn."""
     model = real_data.smollm2().relative_to(ROOT)
     shutil.rmtree(ROOT / FOLDER, ignore_errors=True)
     (ROOT / FOLDER).mkdir(parents=True)
@@ -64,4 +55,5 @@ def _pairs() -> Iterator[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    main()
+    with exit_on_failure():
+        run_stages()

@@ -4,7 +4,11 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from sample_data import real_data
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,3 +39,13 @@ def run_stage(name: str, *command: object) -> None:
     if code:
         code = code if code > 0 else 128 - code
         raise StageError(f"{name} failed with exit code {code}; see its message above", code)
+
+
+@contextmanager
+def exit_on_failure() -> Iterator[None]:
+    """Print why a stage or a download failed, and exit with the stage's exit code."""
+    try:
+        yield
+    except (StageError, real_data.FetchError) as error:
+        print(f"\nerror: demo: {error}", file=sys.stderr, flush=True)
+        sys.exit(getattr(error, "exit_code", 1))
