@@ -44,7 +44,6 @@ _IMPORTED = (
     "transformers.conversion_mapping",
     "transformers.models.llama.modeling_llama",
     "wandb",
-    "matplotlib.pyplot",
     "gigatoken",
     "sentencepiece",
     "pydantic",

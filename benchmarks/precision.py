@@ -6,11 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from rich import box
 from rich.table import Table
 
 from benchmarks.measure import ROOT, Command, run
 from benchmarks.report import Report
+from fabric_train.pages import charts
+from fabric_train.pages.charts import Chart, Series
 from sample_data import real_data
 
 STEPS, LR = 100, 2e-5
@@ -26,7 +29,6 @@ VARIANTS = {
 }
 LARGEST_SHARE = 0.005  # largest difference of bf16-true's final held-out loss from fp32's, relative
 PICTURE = ROOT / "docs" / "precision.png"
-_COLOURS = ("#555555", "#7ea3d4", "#c03a2b", "#d9782d")
 
 
 @dataclass(frozen=True)
@@ -97,24 +99,12 @@ def summarize(curves: dict[str, Curve]) -> PrecisionSummary:
 
 def draw(curves: dict[str, Curve], picture: Path) -> None:
     """Draw the held-out losses over the steps as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display is needed
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.8), dpi=110, layout="constrained")
-    for (name, curve), colour in zip(curves.items(), _COLOURS, strict=True):
-        style = "--" if name == SHIPPED else "-"
-        label = f"{name}: {curve.held_out[-1]:.3f}"
-        axes.plot(curve.steps, curve.held_out, style, color=colour, linewidth=2, marker="o", markersize=3, label=label)
-    axes.set_title(f"SmolLM2-135M on the Spanish Bible, lr {LR:g}", loc="left", weight="bold")
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("held-out loss (nats per token)")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(picture)
-    plt.close(figure)
+    series = tuple(
+        Series(f"{name}: {curve.held_out[-1]:.3f}", np.array(curve.steps), np.array(curve.held_out), kind="points")
+        for name, curve in curves.items()
+    )
+    title = f"SmolLM2-135M on the Spanish Bible, lr {LR:g}"
+    charts.draw([Chart("precision", "Held-out loss", "nats per token", series)], picture, title=title, heights=[360])
 
 
 def _tokenize_command(model: Path, tokens: Path) -> Command:

@@ -9,13 +9,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from demo.stages import ROOT, StageError, run_stage
-from fabric_train.training.metrics import Metrics, read_metrics
-from fabric_train.training.trackers import draw_loss_curves
+from fabric_train.training.curves import MetricsTable, draw_loss_curves, joined, read_curves
 from sample_data import real_data
 
 FOLDER = Path("demo_run")
@@ -80,11 +80,9 @@ def _run_demo() -> Result:
     run_stage("generation", "python", "generate.py", "--model_name", EXPORT, "--prompt", PROMPT, *sampling)
 
     result = _read_result()
-    before, rows = (
-        Metrics(step=0, epoch=0, val_loss=result.loss_before),
-        read_metrics(ROOT / RUN / "metrics.csv", sys.maxsize),
-    )
-    draw_loss_curves([before, *rows], ROOT / PICTURE, "SmolLM2-135M on Shakespeare")
+    before = MetricsTable(np.zeros(1, np.int64), {"val_loss": np.array([result.loss_before])})
+    table = joined([before, read_curves(ROOT / RUN / "metrics.csv")])
+    draw_loss_curves(table, ROOT / PICTURE, "SmolLM2-135M on Shakespeare")
     return result
 
 

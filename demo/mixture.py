@@ -4,11 +4,9 @@ It takes about five minutes on two cores. docs/mixture.md shows what it prints.
 """
 
 import shutil
-import sys
 
 from demo.stages import ROOT, exit_on_failure, run_stage
-from fabric_train.training.metrics import read_metrics
-from fabric_train.training.trackers import draw_loss_curves
+from fabric_train.training.curves import draw_loss_curves, joined, read_curves
 from sample_data import real_data
 
 FOLDER = "demo_run/mixture"
@@ -35,8 +33,11 @@ def run_stages() -> None:
     document = ["--document", "bible-es.jsonl:141"]
     run_stage("the trace of a document", "python", "-m", "fabric_train.trace", DECAY, *document)
     run_stage("the replay", "python", "-m", "fabric_train.replay", TRUNK, "--steps", "41:43")
-    trunk, decay = (read_metrics(ROOT / run / "metrics.csv", sys.maxsize) for run in (TRUNK, DECAY))
-    draw_loss_curves([*trunk, *decay], ROOT / PICTURE, "Spanish and English: a trunk and its decay", [trunk[-1].step])
+    trunk, decay = (read_curves(ROOT / run / "metrics.csv") for run in (TRUNK, DECAY))
+    branched_after = [int(trunk.steps[-1])]
+    draw_loss_curves(
+        joined([trunk, decay]), ROOT / PICTURE, "Spanish and English: a trunk and its decay", branched_after
+    )
     print(f"\nlosses of each source: {PICTURE}")
 
 

@@ -11,7 +11,8 @@ import os
 import re
 import select
 import sys
-from collections.abc import Iterable
+import unicodedata
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ _CONTROLS = re.compile(
     r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # without tab and line break
     r"\u202a-\u202e\u2066-\u2069]"  # these change the direction of text
 )
+_INVISIBLE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs")
+_SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥", " ": " "}
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MOVES = re.compile(r"(\n|\x1b\[A)+")  # of tqdm, between the bars of several downloads
 _GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ECONNRESET)  # reader has ended, closed, terminal has gone
@@ -62,6 +65,12 @@ class _LastingFile(io.FileIO):
 def escape_controls(text: str) -> str:
     """Return a text with its control characters made visible, such as ``\\x1b``, except tabs and line breaks."""
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def visible(text: str) -> str:
+    """Replace line breaks, tabs and invisible characters by visible ones; the result cannot control a terminal."""
+    escaped = (f"⟨U+{ord(one):04X}⟩" if unicodedata.category(one) in _INVISIBLE else one for one in text)
+    return "".join(_SIGNS.get(one) or shown for one, shown in zip(text, escaped, strict=True))
 
 
 class _SafeText(io.TextIOWrapper):
@@ -165,8 +174,11 @@ def redact(text: str) -> str:
     return text
 
 
-def open_templates(folder: Path, **options: Any) -> "Environment":
-    """Return a folder's templates: values are escaped, missing ones errors; ``options`` are further ones of jinja2."""
+def open_templates(folder: Path | Sequence[Path], **options: Any) -> "Environment":
+    """Return the templates of one folder or of several: values are escaped, missing ones are errors.
+
+    ``options`` are further ones of jinja2.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # most programs need none
 
     options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True, **options}

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from lightning import Fabric
 
+from fabric_train.cli.output import visible
 from fabric_train.data.step_sampler import Window
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.ranks import data_ranks, gather_over_data_ranks
-from fabric_train.tokenization.inspect.row_view import visible
 from fabric_train.tokenization.packing.document_index import DocumentOrigin
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 

@@ -10,7 +10,7 @@ import numpy as np
 from fabric_train.cli.errors import InputError
 from fabric_train.evaluation import loss_table
 from fabric_train.evaluation.arguments import EvaluateArguments
-from fabric_train.evaluation.loss_changes import changes_page, find_changes
+from fabric_train.evaluation.loss_changes import CHANGES, PAGE, find_changes, show_changes, write_changes
 from fabric_train.evaluation.models import (
     FOLDER,
     ComparedModel,
@@ -85,11 +85,12 @@ def compare_models(arguments: EvaluateArguments) -> None:
         loss_table.write_evaluated(folder, evaluated, results)
         loss_table.draw_losses(folder / "evaluation.png", list(evaluated), results)
     if outdated:
-        (folder / "report.html").unlink(missing_ok=True)  # it may be of the former weights
+        for name in (CHANGES, PAGE):
+            (folder / name).unlink(missing_ok=True)  # it may be of the former weights
     if models[0] is not models[-1] and models[0].tokenizer_id == models[-1].tokenizer_id:
         first, last = models[0].name, models[-1].name
         changes = find_changes((first, last), encoded[first], losses[first], losses[last])
-        (folder / "report.html").write_text(changes_page(changes, models[0].tokenizer), encoding="utf-8")
+        write_changes(folder, show_changes(changes, models[0].tokenizer))
     notes = (text.note() for text in encoded[models[0].name] if isinstance(text, PackedText))
     loss_table.print_table(results, loss_table.have_same_tokens(evaluated), [note for note in notes if note])
     print(f"written to {folder}", file=sys.stderr)

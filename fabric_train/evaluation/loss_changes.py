@@ -1,19 +1,23 @@
 """Find where tokens got better and worse between two models of one tokenizer: by source, by frequency, by document."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from fabric_train.cli.output import open_templates
+from fabric_train.cli.output import visible
 from fabric_train.evaluation.texts import EncodedText
-from fabric_train.tokenization.inspect.page import html_page, marked
-from fabric_train.tokenization.inspect.row_view import visible
+from fabric_train.files.regular_file import write_atomically
+from fabric_train.pages.markdown import Markdown, escaped, table
+from fabric_train.pages.page import Section, page_templates, to_html
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
+CHANGES = "changes.json"
+PAGE = "report.html"
 NUM_DOCUMENTS = 10
 FEWEST_TOKENS = 16
 """Documents with fewer tokens are not ranked: a single token would decide their mean."""
@@ -119,34 +123,109 @@ def _extremes(
     return improved, damaged
 
 
-def changes_page(changes: LossChanges, tokenizer: Any) -> str:
-    """Return the page, with every text of the documents escaped; both models have the ``tokenizer``."""
-    folder = Path(__file__).with_name("templates")
-    templates = open_templates(folder)
-    templates.filters |= {"visible": visible, "marked": marked}
+@dataclass(frozen=True)
+class ShownToken:
+    """Text and ids of tokens that share a character, mostly one; the losses are sums in nats."""
+
+    text: str
+    ids: list[int]
+    before: float
+    after: float
+
+    @property
+    def num_ids(self) -> int:
+        return len(self.ids)
+
+    @property
+    def shade(self) -> str:
+        """Its class in the page: better or worse, and how much; empty for a small change."""
+        change = self.after - self.before
+        level = sum(abs(change) >= limit for limit in _SHADES)
+        return f"{'better' if change < 0 else 'worse'}{level}" * bool(level)
+
+    @property
+    def title(self) -> str:
+        losses = f"{self.before:.3f} → {self.after:.3f} nats, {self.after - self.before:+.3f}"
+        return f"{visible(self.text)!r}, id {' '.join(map(str, self.ids))}\n{losses}"
+
+
+@dataclass(frozen=True)
+class ShownDocument:
+    """A document as the page shows it: the mean losses in nats per token, and its first tokens."""
+
+    source: str
+    place: str
+    num_tokens: int
+    before: float
+    after: float
+    tokens: list[ShownToken]
+
+
+@dataclass(frozen=True)
+class ShownChanges:
+    """The content of ``changes.json``; the same as ``LossChanges``, with texts in place of ids and arrays."""
+
+    first: str
+    last: str
+    sources: list[TokenGroup]
+    frequencies: list[TokenGroup]
+    improved: list[ShownDocument]
+    damaged: list[ShownDocument]
+
+
+def show_changes(changes: LossChanges, tokenizer: Any) -> ShownChanges:
+    """Return the changes with the texts of the tokens; both models have the ``tokenizer``."""
     with TemporaryDirectory() as saved:
         tokenizer.save_pretrained(saved)
         vocabulary = load_vocabulary(Path(saved))
-        body = templates.get_template("loss_changes.html.j2").render(
-            changes=changes,
-            tokens=lambda document: _tokens(document, vocabulary),
-            shades=_SHADES,
-            fewest_tokens=FEWEST_TOKENS,
-            shown_tokens=_SHOWN_TOKENS,
-        )
-    style = (folder / "loss_changes.css").read_text(encoding="utf-8")
-    return html_page("Where tokens got better and worse", [body], style)
+    documents = ([_shown(one, vocabulary) for one in some] for some in (changes.improved, changes.damaged))
+    return ShownChanges(changes.first, changes.last, [*changes.sources], [*changes.frequencies], *documents)
 
 
-def _tokens(document: ChangedDocument, vocabulary: Vocabulary | None) -> Iterator[tuple[str, str, str]]:
-    """Yield class, title and text of tokens; those that share a character are one, with the sum of their losses."""
-    ids = document.ids[:_SHOWN_TOKENS].tolist()
+def _shown(document: ChangedDocument, vocabulary: Vocabulary | None) -> ShownDocument:
+    ids, tokens = document.ids[:_SHOWN_TOKENS].tolist(), []
     start = 0
     for count, text in vocabulary.spans(ids) if vocabulary else ((1, f"⟨{token}⟩") for token in ids):
         stop = start + count
-        before, after = (float(losses[start:stop].sum()) for losses in (document.before, document.after))
-        change = after - before
-        level = sum(abs(change) >= limit for limit in _SHADES)
-        title = f"{visible(text)!r}, id {' '.join(map(str, ids[start:stop]))}\n{before:.3f} → {after:.3f} nats"
-        yield f"{'better' if change < 0 else 'worse'}{level}" * bool(level), f"{title}, {change:+.3f}", text
+        losses = (float(values[start:stop].sum()) for values in (document.before, document.after))
+        tokens.append(ShownToken(text, ids[start:stop], *losses))
         start = stop
+    before, after = (float(values.mean()) for values in (document.before, document.after))
+    return ShownDocument(document.source, document.place, len(document.ids), before, after, tokens)
+
+
+def write_changes(folder: Path, changes: ShownChanges) -> None:
+    """Write ``changes.json`` and the page ``report.html``."""
+    write_atomically(folder / CHANGES, json.dumps(asdict(changes), ensure_ascii=False) + "\n")
+    write_atomically(folder / PAGE, to_html("Where tokens got better and worse", changes_sections(changes)))
+
+
+def changes_sections(changes: ShownChanges) -> list[Section]:
+    """Return what a page shows: tables of the groups of tokens, and the documents with coloured tokens."""
+    template = page_templates(Path(__file__).with_name("templates")).get_template("changed_documents.html.j2")
+    rows = [("first model", escaped(changes.first)), ("last model", escaped(changes.last))]
+    rows.append(("predicted tokens", sum(group.num_tokens for group in changes.sources)))
+    about = (
+        "Loss in nats per token. Better and worse are the shares of tokens whose loss fell or rose by at least "
+        f"{CLEAR_CHANGE} nats. By frequency, tokens are grouped by how often their id is predicted in these texts, "
+        "into groups of about the same size."
+    )
+    sections = [
+        Section("changes", "Token changes", f"{table('models | ', rows)}\n\n{about}"),
+        Section("changes-sources", "Changes by source", _groups_table("source", changes.sources)),
+        Section("changes-frequency", "Changes by frequency", _groups_table("times here", changes.frequencies)),
+    ]
+    for title, documents in (("improved", changes.improved), ("damaged", changes.damaged)):
+        html = template.render(title=title, documents=documents, shades=_SHADES, fewest_tokens=FEWEST_TOKENS)
+        found = [(one.source, one.place, one.num_tokens, f"{one.before:.3f}", f"{one.after:.3f}") for one in documents]
+        listing = table("source | document | tokens | first | last", found, 3) if found else f"No document is {title}."
+        sections.append(Section(f"changes-{title}", f"Most {title} documents", listing, html=html))
+    return sections
+
+
+def _groups_table(name: str, groups: Sequence[TokenGroup]) -> Markdown:
+    rows = []
+    for group in groups:
+        losses = f"{group.before:.4f}", f"{group.after:.4f}", f"{group.after - group.before:+.4f}"
+        rows.append((group.name, group.num_tokens, *losses, f"{group.better:.1%}", f"{group.worse:.1%}"))
+    return table(f"{name} | tokens | first | last | change | better | worse", rows, 6)

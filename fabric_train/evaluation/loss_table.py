@@ -11,10 +11,10 @@ from rich.table import Table
 
 from fabric_train.checkpoint import perplexity
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.output import open_console
+from fabric_train.cli.output import open_console, visible
 from fabric_train.evaluation.texts import EncodedText
 from fabric_train.files.regular_file import open_regular, write_atomically
-from fabric_train.tokenization.inspect.row_view import visible
+from fabric_train.pages.charts import BETTER, TEXT, WORSE, write_png
 from fabric_train.training.bootstrap import FEWEST_DOCUMENTS, LEVEL, DocumentSums, ModelLoss, compare
 
 DOCUMENTS = "documents.jsonl"
@@ -229,49 +229,37 @@ def _whole(number: float) -> float:
 
 def draw_losses(file: Path, models: Sequence[str], results: Results) -> None:
     """Write a PNG with a panel for each source: bits per byte of each model, or nats per token if bytes are unknown."""
-    from matplotlib.figure import Figure  # slow
-
-    num_columns = min(_PANELS_IN_A_ROW, len(results))
-    num_rows = -(-len(results) // num_columns)
-    size = (1.5 + 3.6 * num_columns, num_rows * (1.1 + 0.34 * len(models)))
-    figure = Figure(size, layout="constrained")
-    grid = figure.subplots(num_rows, num_columns, squeeze=False)
-    for panel in grid.flat:
-        panel.axis("off")
-    for number, (panel, (source, of_models)) in enumerate(zip(grid.flat, results.items(), strict=False)):
-        _draw_panel(panel, [of_models.get(model) for model in models])
-        panel.set_title(source, loc="left", fontsize=10, parse_math=False)
-        labels = [model if len(model) <= 32 else f"…{model[-31:]}" for model in models]
-        labels = labels if number % num_columns == 0 else [""] * len(models)
-        panel.set_yticks(range(len(models)), labels, parse_math=False)
+    panels = []
+    for source, of_models in results.items():
+        in_bits = all(found.total.bits_per_byte is not None for found in of_models.values())
+        rows = [_drawn(model, found, in_bits) for model, found in of_models.items()]
+        x = {
+            "type": "quantitative",
+            "scale": {"zero": False},
+            "title": "bits per byte" if in_bits else "nats per token",
+        }
+        y = {"field": "model", "type": "nominal", "sort": list(models), "title": None}
+        known = {"domain": ["better", "worse", ""], "range": [BETTER, WORSE, TEXT]}
+        encoding = {"y": y, "color": {"field": "verdict", "type": "nominal", "scale": known, "legend": None}}
+        interval = {"x": {**x, "field": "low"}, "x2": {"field": "high"}}
+        value, shown = {"x": {**x, "field": "value"}}, {"text": {"field": "value", "format": ".3f"}}
+        layers = [
+            {"mark": {"type": "rule", "strokeWidth": 2}, "encoding": interval},
+            {"mark": {"type": "circle", "size": 50, "opacity": 1}, "encoding": value},
+            {"mark": {"type": "text", "dy": -10}, "encoding": {**value, **shown}},
+        ]
+        panel = {"title": source, "width": 230, "height": {"step": 36}, "data": {"values": rows}, "layer": layers}
+        panels.append({**panel, "encoding": encoding})
     title = f"Loss with {LEVEL} % intervals; lower is better"
     if len(models) > 1:
-        title += "\ngreen, red: the interval of the difference to the first model excludes 0"
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    figure.savefig(file, dpi=150)
+        title += ". Green, red: the interval of the difference to the first model excludes 0"
+    write_png({"concat": panels, "columns": _PANELS_IN_A_ROW}, file, title)
 
 
-def _draw_panel(panel: Any, of_models: Sequence[ModelLoss | None]) -> None:
-    panel.axis("on")
-    evaluated = [(row, found) for row, found in enumerate(of_models) if found is not None]
-    in_bits = all(found.total.bits_per_byte is not None for _, found in evaluated)
-    first = _value(evaluated[0][1], in_bits)
-    panel.axvline(first, color="0.8", linewidth=1, zorder=0)
-    for row, found in evaluated:
-        value, interval = _value(found, in_bits), found.bits_per_byte if in_bits else found.loss
-        is_known = found.difference is not None and found.difference.excludes_0
-        colour = "0.35" if not is_known else "#2a7f46" if value < first else "#b3402e"
-        if interval is not None:
-            panel.plot(interval, [row, row], color=colour, linewidth=2)
-        panel.plot([value], [row], "o", color=colour, markersize=5)
-        panel.annotate(f"{value:.3f}", (value, row), (0, 5), textcoords="offset points", ha="center", fontsize=8)
-    panel.set_ylim(len(of_models) - 0.5, -0.7)
-    panel.margins(x=0.12)
-    panel.set_xlabel("bits per byte" if in_bits else "nats per token", fontsize=9)
-    panel.tick_params(labelsize=8, left=False)
-    panel.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _value(found: ModelLoss, in_bits: bool) -> float:
-    bits = found.total.bits_per_byte
-    return bits if in_bits and bits is not None else found.total.loss
+def _drawn(model: str, found: ModelLoss, in_bits: bool) -> dict[str, Any]:
+    interval = found.bits_per_byte if in_bits else found.loss
+    low, high = interval or (None, None)
+    is_known = found.difference is not None and found.difference.excludes_0
+    verdict = ("better" if found.difference.value < 0 else "worse") if is_known and found.difference else ""
+    value = found.total.bits_per_byte if in_bits else found.total.loss
+    return {"model": model, "value": value, "low": low, "high": high, "verdict": verdict}

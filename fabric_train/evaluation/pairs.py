@@ -13,7 +13,7 @@ import numpy as np
 from rich.table import Table
 
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.output import open_console
+from fabric_train.cli.output import open_console, visible
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.models import ComparedModel, LossCache, check_tokenizer, score_texts, scoring_progress
@@ -22,7 +22,6 @@ from fabric_train.evaluation.texts import HeldOutRows, PackedText
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.build import build_token_dataset
-from fabric_train.tokenization.inspect.row_view import visible
 from fabric_train.tokenization.manifest import FILE_NAME
 from fabric_train.tokenization.reading.sources import split_names
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck

@@ -7,10 +7,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from fabric_train.evaluation.tasks_file import LanguageTask, TaskSettings
 from fabric_train.files.regular_file import read_json, write_atomically
+from fabric_train.pages.charts import Chart, Series, draw
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,7 +22,6 @@ _ACCURACIES = ("acc_norm", "acc", "exact_match", "f1")  # shares of right answer
 _USUAL_METRICS = (*_ACCURACIES, "bits_per_byte", "byte_perplexity", "word_perplexity", "perplexity")
 """Of a task's metrics, the first of these is shown."""
 _PANELS_PER_ROW = 3
-_LINE_STYLES = ("--", ":", "-.", (0, (5, 1)), (0, (1, 1)))
 
 
 @dataclass(frozen=True)
@@ -202,25 +204,24 @@ def _cells(table: ScoreTable, model: ModelScores) -> Iterator[str]:
 
 def write_picture(table: ScoreTable, path: Path) -> None:
     """Write a PNG, complete or unchanged: a line with errors for the checkpoints, a level one for each other model."""
-    from matplotlib.figure import Figure  # slow
+    columns = min(len(table.columns), _PANELS_PER_ROW)
+    charts = score_charts(table)
+    draw(charts, path, title="Mean scores of each language", heights=[200] * len(charts), columns=columns)
 
-    num_rows = -(-len(table.columns) // _PANELS_PER_ROW)
-    num_columns = min(len(table.columns), _PANELS_PER_ROW)
-    figure = Figure(figsize=(4.2 * num_columns, 3.2 * num_rows + 0.6), layout="constrained")
-    panels = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
-    for panel, column in zip(panels, table.columns, strict=False):
-        _draw(panel, table, column)
-    for panel in panels[len(table.columns) :]:
-        panel.set_visible(False)
-    found = (panel.get_legend_handles_labels() for panel in panels)
-    entries = {label: handle for pairs in found for handle, label in zip(*pairs, strict=True)}
-    columns = min(len(entries), 4)
-    legend = figure.legend(entries.values(), entries, loc="outside lower center", ncols=columns, frameon=False)
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a name may have a dollar sign
-    temporary = path.with_name(f".{path.stem}.new.png")
-    figure.savefig(temporary, dpi=120)
-    temporary.replace(path)
+
+def score_charts(table: ScoreTable) -> list[Chart]:
+    """Return a chart for each column: the checkpoints by step with one standard error, the other models as levels."""
+    charts = []
+    for number, column in enumerate(table.columns):
+        points = np.array(points_of(table, column), dtype=np.float64).reshape(-1, 3)
+        steps, values, errors = points.T
+        curve = Series("checkpoints", steps, values, low=values - errors, high=values + errors, kind="points")
+        others = ((model.name, np.zeros(1), np.array([value])) for model, value in levels_of(table, column))
+        levels = [Series(*other, kind="level") for other in others]
+        better = "higher" if column.higher_is_better else "lower"
+        y_title = f"{column.quantity} ({better} is better)"
+        charts.append(Chart(f"score-{number}", column.title, y_title, (*([curve] if len(points) else []), *levels)))
+    return charts
 
 
 def points_of(table: ScoreTable, column: Column) -> list[tuple[int, float, float]]:
@@ -237,17 +238,3 @@ def levels_of(table: ScoreTable, column: Column) -> list[tuple[ModelScores, floa
     """Return the value of each model without a step that has the score."""
     scores = ((model, table.cell(model, column)) for model in table.models if model.step is None)
     return [(model, score.value) for model, score in scores if score is not None and score.value is not None]
-
-
-def _draw(panel: Any, table: ScoreTable, column: Column) -> None:
-    steps, values, errors = zip(*points_of(table, column), strict=True) if points_of(table, column) else ((), (), ())
-    panel.errorbar(steps, values, yerr=errors, marker="o", markersize=4, capsize=2, label="checkpoints")
-    for number, (model, value) in enumerate(levels_of(table, column)):
-        style = _LINE_STYLES[number % len(_LINE_STYLES)]
-        panel.axhline(value, color=f"C{number + 1}", linestyle=style, label=model.name)
-    better = "higher" if column.higher_is_better else "lower"
-    panel.set_title(column.title, parse_math=False)
-    panel.set_ylabel(f"{column.quantity} ({better} is better)")
-    panel.set_xlabel("step")
-    panel.xaxis.get_major_locator().set_params(integer=True)
-    panel.grid(alpha=0.3)

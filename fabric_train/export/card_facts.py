@@ -1,6 +1,7 @@
 """What a checkpoint says about its model: sources, stages, mixture, devices and hours, as facts and rows of tables."""
 
 import hashlib
+import itertools
 import json
 import re
 from collections import Counter
@@ -11,18 +12,17 @@ from typing import Any
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.output import redact
-from fabric_train.export.card_text import (
+from fabric_train.export.source import AveragePart, MergeInto
+from fabric_train.model.origin import STAGES, HubDataset, ModelOrigin, StageSource, TrainingSession, TrainingStage
+from fabric_train.pages.markdown import (
     SHOWN_DIGITS,
     Markdown,
-    PublicNames,
     code,
     dataset_link,
     escaped,
     last_part,
     listed,
 )
-from fabric_train.export.source import AveragePart, MergeInto
-from fabric_train.model.origin import STAGES, HubDataset, ModelOrigin, StageSource, TrainingSession, TrainingStage
 from fabric_train.tokenization.manifest import Manifest, SourceRecord, read_manifest
 from fabric_train.tokenization.reading.sources import place_of
 from fabric_train.training.replay_certificate import StoredCertificate, read_certificate
@@ -34,7 +34,27 @@ _WHAT_BECAME = {"drop": "left out", "mark": "kept"}
 _HUB_IDENTITY = re.compile(r"([^,]+), .*(?:commit|version) ([^,]*)")
 
 Row = tuple[Any, ...]
-"""A row of a table, see ``card_text.table``."""
+"""A row of a table, see ``markdown.table``."""
+
+
+class PublicNames:
+    """A public name for each source, no two the same: its given name, dataset on the hub, or last part of its path."""
+
+    def __init__(self, manifest: Manifest | None) -> None:
+        self._names: dict[str, str] = {}
+        for source in manifest.sources if manifest else ():
+            is_plain_hub = source.kind == "hub" and source.place in (None, source.name)
+            self._add(source.name, source.hub_name if is_plain_hub else last_part(source.name))
+
+    def __getitem__(self, name: str) -> str:
+        if name not in self._names:
+            self._add(name, last_part(name))
+        return self._names[name]
+
+    def _add(self, name: str, public: str) -> None:
+        if name not in self._names:
+            names = (f"{public} ({number})" if number > 1 else public for number in itertools.count(1))
+            self._names[name] = next(one for one in names if one not in self._names.values())
 
 
 @dataclass(frozen=True)

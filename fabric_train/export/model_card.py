@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import safetensors
 import torch
 import transformers
@@ -26,14 +27,14 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
 from fabric_train.export import card_facts
 from fabric_train.export.card_facts import ModelRecord, Row, read_record
-from fabric_train.export.card_text import Markdown, code, escaped, last_part, link, public_value, render
 from fabric_train.export.source import AveragePart, ExportSource, MergeInto
 from fabric_train.export.verification import REPORT_NAME, OutputReport, VerificationReport
 from fabric_train.files.regular_file import read_json, write_atomically
 from fabric_train.model.origin import ModelOrigin, TrainingStage, legal_files
-from fabric_train.training.metrics import Metrics, read_metrics
-from fabric_train.training.trackers import PICTURE, draw_loss_curves
+from fabric_train.pages.markdown import Markdown, code, escaped, last_part, link, public_value, render
+from fabric_train.training.curves import PICTURE, MetricsTable, draw_loss_curves, joined, read_curves
 
+_CARD = Path(__file__).with_name("templates") / "model_card.md.j2"
 _METRICS = {"loss": "Loss (nats per token)", "perplexity": "Perplexity", "bits_per_byte": "Bits per byte"}
 _HYPERPARAMETERS = ("precision", "parallelism", "seed", *(field.name for field in fields(TrainingArguments)))
 _OF_ADAPTERS = (
@@ -170,7 +171,7 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
     lengths = [f"{positions:,} tokens"] if positions else []
     lengths += [f"trained on rows of {row_length:,} tokens"] if row_length else []
     return render(
-        "model_card.md.j2",
+        _CARD,
         record=record,
         facts=facts,
         card_facts=card_facts,
@@ -195,11 +196,11 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
         is_adapter=is_adapter(folder),
         in_4_bits=saved.adapter_base is not None and saved.arguments.get("base_weights") is not None,
         difference=_difference_from_training(folder),
-        lineage_rows=list(map(_lineage_row, saved.lineage)),
+        lineage_rows=list(map(lineage_row, saved.lineage)),
         export_versions={one.__name__: one.__version__ for one in (torch, transformers, huggingface_hub, safetensors)},
         source_rows=list(map(card_facts.source_row, sources)),
         most_files=max((len(source.files) for source in sources), default=0),
-        **_results(record),
+        **results_of(record),
     )
 
 
@@ -232,7 +233,7 @@ def _stage_row(number: int, stage: TrainingStage) -> Row:
     return number, code(stage.run), begun, stage.num_tokens, stage.step, hours
 
 
-def _lineage_row(branch: checkpoints.BranchPoint) -> Row:
+def lineage_row(branch: checkpoints.BranchPoint) -> Row:
     changed = [
         f"`{name}`: {escaped(public_value(there))} → {escaped(public_value(here))}"
         for name, (there, here) in branch.changed.items()
@@ -242,7 +243,7 @@ def _lineage_row(branch: checkpoints.BranchPoint) -> Row:
     return code(last_part(branch.run)), branch.step, Markdown(", ".join([*changed, *data]) or "nothing")
 
 
-def _results(record: ModelRecord) -> dict[str, Any]:
+def results_of(record: ModelRecord) -> dict[str, Any]:
     """Return what the section on the results has: the losses of each source, at the first evaluation and now."""
     state, total = record.saved.state, sum(part.weight for part in record.parts)
     now, first = state.evaluation, state.first_evaluation or state.evaluation
@@ -291,25 +292,23 @@ def draw_card_picture(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
     """
     record = read_record(checkpoint)
     own = _read(checkpoints.run_of(checkpoint), record.saved.state.step)
-    if not own:
+    if not len(own.steps):
         return
-    rows: list[Metrics] = []
+    parts, after = list[MetricsTable](), -1
     for branch in record.saved.lineage:
-        after = rows[-1].step if rows else -1
-        rows += [row for row in _read(Path(branch.run), branch.step) if row.step > after]
+        part = _read(Path(branch.run), branch.step).between(after, branch.step)
+        parts, after = [*parts, part], branch.step
+    table = joined([*parts, own.between(after, math.inf)])
+    columns = {}
+    for column, values in table.columns.items():
+        figure, slash, name = column.partition("/")
+        columns[f"{figure}/{record.names[name]}" if slash else column] = values
     branched_after = [branch.step for branch in record.saved.lineage]
-    rows += [row for row in own if row.step > (branched_after[-1] if branched_after else -1)]
-    for number, row in enumerate(rows):
-        by_source = {}
-        for column, value in row.by_source.items():
-            figure, _, name = column.partition("/")
-            by_source[f"{figure}/{record.names[name]}"] = value
-        rows[number] = replace(row, by_source=by_source)
-    draw_loss_curves(rows, folder / PICTURE, Path(facts.name).name, branched_after)
+    draw_loss_curves(replace(table, columns=columns), folder / PICTURE, Path(facts.name).name, branched_after)
 
 
-def _read(run: Path, last_step: int) -> list[Metrics]:
+def _read(run: Path, last_step: int) -> MetricsTable:
     try:
-        return read_metrics(run / "metrics.csv", last_step)
+        return read_curves(run / "metrics.csv").between(-1, last_step)
     except InputError:
-        return []
+        return MetricsTable(np.empty(0, np.int64), {})

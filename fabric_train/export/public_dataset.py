@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub import DatasetCard, DatasetCardData
 
-from fabric_train.export import card_text
-from fabric_train.export.card_facts import Row, read_cleaning
+from fabric_train.export.card_facts import PublicNames, Row, read_cleaning
+from fabric_train.pages import markdown
 from fabric_train.tokenization.cleaning.dropped import CONTAMINATION_FILE, DROPPED_FILE
 from fabric_train.tokenization.manifest import FILE_NAME, REFERENCE, Manifest, SourceRecord, write_manifest
 
@@ -32,8 +32,8 @@ def dataset_card(manifest: Manifest, repository: str, license: str | None, langu
         source_datasets=sorted({one.hub_name for one in manifest.sources if one.kind == "hub"}) or None,
         configs=[{"config_name": "default", "data_files": files}],
     )
-    text = card_text.render(
-        "dataset_card.md.j2",
+    text = markdown.render(
+        Path(__file__).with_name("templates") / "dataset_card.md.j2",
         repository=repository,
         name=repository.partition("/")[2],
         settings=vars(manifest.settings),
@@ -50,13 +50,13 @@ def dataset_card(manifest: Manifest, repository: str, license: str | None, langu
 def _source_row(source: SourceRecord) -> Row:
     """Return name, counts and share of a source, and its revision on the hub or the number of its files."""
     share = None if source.share_reached is None else f"{source.share_reached:.2%}"
-    place, count = card_text.Markdown(""), len(source.files)
+    place, count = markdown.Markdown(""), len(source.files)
     if source.kind == "hub":
-        revision = f" at {card_text.code(source.revision[: card_text.SHOWN_DIGITS])}" if source.revision else ""
-        place = card_text.Markdown(card_text.dataset_link(source.hub_name) + revision)
+        revision = f" at {markdown.code(source.revision[: markdown.SHOWN_DIGITS])}" if source.revision else ""
+        place = markdown.Markdown(markdown.dataset_link(source.hub_name) + revision)
     elif count:  # their hashes are in manifest.json
-        place = card_text.Markdown(f"{count:,} file{'s' * (count != 1)}, SHA-256 in `manifest.json`")
-    return card_text.code(source.name), source.documents, source.tokens, share, place
+        place = markdown.Markdown(f"{count:,} file{'s' * (count != 1)}, SHA-256 in `manifest.json`")
+    return markdown.code(source.name), source.documents, source.tokens, share, place
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def public_manifest(manifest: Manifest) -> Manifest:
 
     Files keep their paths within their source. ``manifest`` is not of a merge, which no program pushes.
     """
-    names, settings = card_text.PublicNames(manifest), manifest.settings
+    names, settings = PublicNames(manifest), manifest.settings
     held_out, template, lines = settings.validation_dataset, settings.chat_template, settings.boilerplate
     splits = {
         name: replace(split, sources={names[source]: sums for source, sums in split.sources.items()})
@@ -93,23 +93,23 @@ def public_manifest(manifest: Manifest) -> Manifest:
         manifest,
         ledger=replace(manifest.ledger, splits=splits),
         sources=tuple(_public_source(source, names) for source in manifest.sources),
-        tokenizer=replace(manifest.tokenizer, name=card_text.public_value(manifest.tokenizer.name)),
+        tokenizer=replace(manifest.tokenizer, name=markdown.public_value(manifest.tokenizer.name)),
         settings=replace(
             settings,
-            validation_dataset=held_out and [card_text.public_value(name) for name in held_out],
-            chat_template=template and card_text.last_part(template),
-            boilerplate=card_text.last_part(lines) if isinstance(lines, str) else lines,
+            validation_dataset=held_out and [markdown.public_value(name) for name in held_out],
+            chat_template=template and markdown.last_part(template),
+            boilerplate=markdown.last_part(lines) if isinstance(lines, str) else lines,
         ),
     )
 
 
-def _public_source(source: SourceRecord, names: card_text.PublicNames) -> SourceRecord:
+def _public_source(source: SourceRecord, names: PublicNames) -> SourceRecord:
     place = source.place or source.name
     files = tuple(
         replace(
-            file, path=card_text.last_part(file.path) if "://" in file.path or os.path.isabs(file.path) else file.path
+            file, path=markdown.last_part(file.path) if "://" in file.path or os.path.isabs(file.path) else file.path
         )
         for file in source.files
     )
-    public = place if source.kind == "hub" else card_text.last_part(place)
+    public = place if source.kind == "hub" else markdown.last_part(place)
     return replace(source, name=names[source.name], place=public, folder=None, files=files)

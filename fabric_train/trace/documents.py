@@ -16,10 +16,9 @@ from rich.text import Text
 
 from fabric_train.cli.argument_types import counted
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.output import open_console
+from fabric_train.cli.output import open_console, visible
 from fabric_train.data.row_documents import documents_in
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.tokenization.inspect.row_view import visible
 from fabric_train.tokenization.manifest import Manifest
 from fabric_train.tokenization.packing import document_index
 from fabric_train.tokenization.packing.document_index import DocumentIndex

@@ -51,6 +51,9 @@ class Logger:
     def log_model(self, checkpoint: Path) -> None:
         """Upload a complete checkpoint; called for all or the last, as ``--log_model`` says."""
 
+    def log_report(self, page: Path, markdown: str) -> None:
+        """Record the report of the run: a page without other files, and the same as Markdown."""
+
     def flush(self) -> None:
         """Write what was logged to disk. It is called before each save, so no checkpoint is ahead of its metrics."""
 
@@ -87,6 +90,9 @@ class GuardedLogger(Logger):
 
     def log_model(self, checkpoint: Path) -> None:
         self._try(lambda logger: logger.log_model(checkpoint))
+
+    def log_report(self, page: Path, markdown: str) -> None:
+        self._try(lambda logger: logger.log_report(page, markdown))
 
     def flush(self) -> None:
         self._try(lambda logger: logger.flush())
@@ -259,8 +265,14 @@ def _trackers() -> Any:
     return trackers
 
 
+def _loss_curves(run: LoggedRun) -> Logger:
+    from fabric_train.training.curves import LossCurves  # which imports this module
+
+    return LossCurves(run.folder, run.branched_after)
+
+
 LOGGERS: dict[str, Callable[[LoggedRun], Logger]] = {
-    "loss_curves.png": lambda run: _trackers().LossCurves(run.folder, run.branched_after),
+    "loss_curves.png": _loss_curves,
     "--loggers tensorboard": lambda run: _trackers().TensorBoardLogger(run.folder / "tensorboard", run.last_step),
     "--loggers wandb": lambda run: _trackers().open_wandb(run),
 }
@@ -294,6 +306,10 @@ class Outputs:
         """Log the samples of a step to all, before its metrics."""
         for logger in self._loggers:
             logger.log_samples(samples)
+
+    def log_report(self, page: Path, markdown: str) -> None:
+        for logger in self._loggers:
+            logger.log_report(page, markdown)
 
     def flush(self) -> None:
         for logger in self._loggers:

@@ -91,7 +91,7 @@ def show(renderable: RenderableType) -> None:
 
 def quiet_libraries() -> None:
     """Hide messages of the libraries, on every rank, about things that are intended."""
-    for name in ("lightning.fabric", "lightning.pytorch", "torch.distributed", "matplotlib"):
+    for name in ("lightning.fabric", "lightning.pytorch", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*FSDP.state_dict_type.*")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.*")

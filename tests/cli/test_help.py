@@ -21,7 +21,7 @@ from fabric_train.cli.help import PROGRAM, examples_of
 from tests.support.program_arguments import PROGRAM_ARGUMENTS as PROGRAMS
 from tests.support.programs import ROOT
 
-SLOW = ("torch", "transformers", "datasets", "lightning", "huggingface_hub", "wandb", "matplotlib", "pandas")
+SLOW = ("torch", "transformers", "datasets", "lightning", "huggingface_hub", "wandb", "vl_convert", "pandas")
 
 
 def run(*words: str) -> "subprocess.CompletedProcess[str]":

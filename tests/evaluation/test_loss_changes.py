@@ -8,8 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fabric_train.evaluation.loss_changes import FEWEST_TOKENS, NUM_DOCUMENTS, LossChanges, changes_page, find_changes
+from fabric_train.evaluation.loss_changes import (
+    CHANGES,
+    FEWEST_TOKENS,
+    NUM_DOCUMENTS,
+    PAGE,
+    LossChanges,
+    ShownChanges,
+    changes_sections,
+    find_changes,
+    show_changes,
+    write_changes,
+)
 from fabric_train.evaluation.texts import DocumentTexts, WindowedText
+from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import load_hf_tokenizer
 
 HARD = "<script>alert('x')</script> &amp; \"é\" 你好 😀 \x1b[31m \u202edrawkcab\r\n  end of the text"
@@ -84,10 +96,16 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_the_page_shows_changes_as_colours_and_text_as_text(changes: LossChanges, tokenizer: Any) -> None:
-    page = Page(changes_page(changes, tokenizer))
+def test_the_page_shows_changes_as_colours_and_text_as_text(
+    changes: LossChanges, tokenizer: Any, tmp_path: Path
+) -> None:
+    shown_changes = show_changes(changes, tokenizer)
+    write_changes(tmp_path, shown_changes)
+    assert read_json(tmp_path / CHANGES, ShownChanges, "") == shown_changes  # a report of the run reads it
+    assert next(one.key for one in changes_sections(shown_changes)) == "changes"
+    page = Page((tmp_path / PAGE).read_text())
     assert page.tags.isdisjoint({"script", "link", "img", "b"})
-    assert page.attributes <= {"lang", "charset", "name", "content", "class", "style", "title", "dir"}
+    assert not {name for name in page.attributes if name.startswith("on")}
     for shown in ("<script>alert('x')</script>", "你好", "⟨U+001B⟩", "⟨U+202E⟩", "a<b>.jsonl, line 2", "run<1>"):
         assert shown in page.text
     assert {"better3", "worse3", "worse4"} <= {kind for kind, _ in page.tokens}

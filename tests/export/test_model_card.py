@@ -22,7 +22,7 @@ from fabric_train.checkpoint import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.export import model_card
-from fabric_train.export.card_text import PublicNames
+from fabric_train.export.card_facts import PublicNames
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts, draw_card_picture, write_model_card
 from fabric_train.export.source import ExportSource
@@ -327,8 +327,8 @@ def test_the_card_has_the_losses_of_the_run_and_of_its_trunk(tmp_path: Path, tin
     drawn: list[Any] = []
     with patch.object(model_card, "draw_loss_curves", lambda *given: drawn.append(given)):
         draw_card_picture(checkpoint, tmp_path, CardFacts("owner/name"))
-    ((rows, picture, title, branches),) = drawn
-    assert [row.step for row in rows] == list(range(7))
+    ((table, picture, title, branches),) = drawn
+    assert table.steps.tolist() == list(range(7))
     assert (picture, title, branches) == (tmp_path / "loss_curves.png", "name", [3])
     draw_card_picture(checkpoint, tmp_path, CardFacts("owner/name"))
     write_model_card(checkpoint, tmp_path, CardFacts("owner/name"))

@@ -48,8 +48,6 @@ _IMPORTED_LATER = (
     "torch.distributed._shard.checkpoint",
     "torch.utils.tensorboard",
     "attrs",
-    "matplotlib.backends.backend_agg",
-    "matplotlib.pyplot",
     "rich._emoji_codes",
     "transformers.conversion_mapping",
     "transformers.models.llama.modeling_llama",
@@ -149,8 +147,8 @@ class ForkedRuns:
         Args:
             folder: for the output of the ranks.
             env: further environment variables of the server; a ``PYTHONPATH`` comes before what can be imported here.
-            draws: whether runs draw ``loss_curves.png`` where ``start`` does not say it. Drawing takes half the time of
-                a run of a few steps.
+            draws: whether runs draw ``loss_curves.png`` and write a report where ``start`` does not say it. That
+                takes more time than a run of a few steps.
             imports: modules that the server imports besides the program.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -190,7 +188,8 @@ class ForkedRuns:
                 make the rank fail at a certain moment.
             env: further environment variables.
             program: name of a module with a ``main``.
-            draws: whether the run draws ``loss_curves.png``; by default as the server was told.
+            draws: whether the run draws ``loss_curves.png`` and writes its report; by default as the server was told.
+                With ``--report`` it writes a report, too.
             terminal: device that is the standard input and output of all ranks, instead of files.
         """
         self._num_runs += 1
@@ -432,6 +431,8 @@ def _run(rank: int, request: dict[str, Any]) -> NoReturn:
     def main() -> None:
         if not request["draws"]:
             del LOGGERS["loss_curves.png"]
+            if "--report" not in request["argv"]:
+                importlib.import_module("fabric_train.__main__").__dict__["write_run_report"] = lambda _: None
         exec(request["before"], {"rank": rank})
         importlib.import_module(request["program"]).main()
 

@@ -346,7 +346,17 @@ def test_page_is_self_contained_and_runs_no_text_of_the_dataset(
     page = _Page()
     page.feed(text)
     assert not page.tags.keys() & {"script", "link", "img", "iframe", "object"}
-    assert page.attributes.keys() <= {"lang", "charset", "name", "content", "class", "style", "title", "dir"}
+    assert page.attributes.keys() <= {
+        "lang",
+        "charset",
+        "name",
+        "content",
+        "http-equiv",
+        "class",
+        "style",
+        "title",
+        "dir",
+    }
     assert not re.search(r"https?:|url\(|@import|<b>hard", text)
     assert "\x1b" not in text
     assert "\u202e" not in text

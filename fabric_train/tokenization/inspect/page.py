@@ -1,17 +1,14 @@
 """Write the report, or a comparison, as one HTML page without other files; the text is in ``templates/``."""
 
-import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup, escape
-
-from fabric_train.cli.output import open_templates
+from fabric_train.cli.output import visible
+from fabric_train.pages.page import page_templates
 from fabric_train.tokenization.inspect import report as reports
 from fabric_train.tokenization.inspect.comparison import Comparison
 from fabric_train.tokenization.inspect.comparison_tables import NAMES, sections
-from fabric_train.tokenization.inspect.row_view import Token, visible
+from fabric_train.tokenization.inspect.row_view import Token
 
 
 def report_to_html(report: reports.DatasetReport) -> str:
@@ -45,26 +42,6 @@ def comparison_to_html(comparison: Comparison) -> str:
     )
 
 
-def html_page(title: str, body: Iterable[str], further_style: str = "") -> str:
-    """Return a page without other files, scripts or links; title and body are HTML."""
-    return _render("page.html.j2", title=Markup(title), body=Markup("\n".join(body)), further_style=further_style)
-
-
-def marked(text: str) -> Markup:
-    """Escape a token's text; show line breaks and keep them, and mark spaces at its edges."""
-    parts = Markup()
-    for part in re.split(r"(\r?\n|\r|\t|^ +| +$)", text):
-        if part in ("\n", "\r\n", "\r"):
-            parts += Markup(f"<i>{visible(part)}</i>\n")
-        elif part == "\t":
-            parts += Markup("<i>⇥</i>\t")
-        elif part and not part.strip(" "):
-            parts += Markup("<i class=b> </i>") * len(part)
-        else:
-            parts += escape(visible(part))
-    return parts
-
-
 def _title(token: Token) -> str:
     first, last = token.position, token.position + len(token.ids) - 1
     position = f"position {first:,}" if first == last else f"positions {first:,} to {last:,}"
@@ -73,10 +50,9 @@ def _title(token: Token) -> str:
     return f"{position}, id {' '.join(map(str, token.ids))}{name}: {visible(token.text)!r}\n{label}"
 
 
-_TEMPLATES = open_templates(Path(__file__).with_name("templates"), keep_trailing_newline=True)
-_TEMPLATES.filters |= {"visible": visible, "marked": marked, "title": _title}
-_TEMPLATES.filters["number"] = "{:,}".format
+_TEMPLATES = page_templates(Path(__file__).with_name("templates"), keep_trailing_newline=True)
+_TEMPLATES.filters["title"] = _title
 
 
 def _render(template: str, **values: Any) -> str:
-    return _TEMPLATES.get_template(template).render({"further_style": "", **values}).lstrip()
+    return _TEMPLATES.get_template(template).render(values).lstrip()

@@ -1,6 +1,5 @@
 """Show a row as the model sees it: pieces of documents with their tokens as text; and say what rows should be."""
 
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -144,16 +143,6 @@ def with_origins(rows: list[RowView], index: DocumentIndex | None) -> list[RowVi
         part = f"tokens {start:,} to {start + length - 1:,} of {origin.num_tokens:,}"
         lines[row].append(f"position {position:,}: {origin}, {part}, {origin.num_bytes:,} bytes")
     return [replace(row, origins=tuple(own)) for row, own in zip(rows, lines, strict=True)]
-
-
-def visible(text: str) -> str:
-    """Replace line breaks, tabs and invisible characters by visible ones; the result cannot control a terminal."""
-    escaped = (f"⟨U+{ord(one):04X}⟩" if unicodedata.category(one) in _INVISIBLE else one for one in text)
-    return "".join(_SIGNS.get(one) or shown for one, shown in zip(text, escaped, strict=True))
-
-
-_INVISIBLE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs")
-_SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥", " ": " "}
 
 
 def _view(batch: RowBatch, row: int, end: int, vocabulary: Vocabulary | None) -> RowView:

@@ -10,10 +10,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fabric_train.cli.output import visible
 from fabric_train.tokenization.inspect import report as reports
 from fabric_train.tokenization.inspect.comparison import Comparison
 from fabric_train.tokenization.inspect.comparison_tables import NAMES, sections
-from fabric_train.tokenization.inspect.row_view import PairView, RowView, Token, visible
+from fabric_train.tokenization.inspect.row_view import PairView, RowView, Token
 
 _BAR_WIDTH = 40
 _LONGEST_STRETCH = 400  # tokens with the same supervision; in a longer stretch, the middle is left out

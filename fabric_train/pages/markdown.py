@@ -1,18 +1,20 @@
-"""What the cards of models and of token datasets share: templates, escaped values, and names without private places.
+"""Markdown of cards and reports: templates, tables, escaped values, and names without private places.
 
-Each value that a template (``templates/*.md.j2``) inserts is escaped, so that a name from the data is no Markdown and
+Each value that a template (``*.md.j2``) inserts is escaped, so that a name from the data is no Markdown and
 no HTML, unless it is :class:`Markdown` already.
 """
 
 import re
 from collections.abc import Sequence
-from itertools import count
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from fabric_train.cli.output import open_templates, redact
-from fabric_train.tokenization.manifest import Manifest
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 SHOWN_DIGITS = 12
 """Hexadecimal digits of a hash or revision in a card."""
@@ -44,9 +46,13 @@ def number(value: float) -> str:
     return f"{value:,}"
 
 
-def table(head: str, rows: Sequence[Sequence[Any]]) -> Markdown:
-    """Return a table; ``head`` has the names of its columns, separated by ``|``. None is an empty cell."""
-    lines = [f"| {head} |", f"|{'|'.join('---' for _ in head.split('|'))}|"]
+def table(head: str, rows: Sequence[Sequence[Any]], num_numbers: int = 0) -> Markdown:
+    """Return a table; ``head`` has the names of its columns, separated by ``|``. None is an empty cell.
+
+    The last ``num_numbers`` columns are aligned at the right.
+    """
+    num_words = head.count("|") + 1 - num_numbers
+    lines = [f"| {head} |", f"|{'|'.join(['---'] * num_words + ['---:'] * num_numbers)}|"]
     for row in rows:
         cells = (number(one) if isinstance(one, int) else "" if one is None else one for one in row)
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
@@ -103,32 +109,15 @@ def public_value(value: Any) -> str:
     return value if _HUB_NAME.fullmatch(value) and not Path(value).exists() else last_part(value)
 
 
-_TEMPLATES = open_templates(Path(__file__).with_name("templates"), finalize=escaped)
-_TEMPLATES.filters |= {"cell": _cell, "code": code, "listed": listed, "number": number, "public": public_value}
-_TEMPLATES.filters["rounded"] = _rounded
-_TEMPLATES.globals |= {"table": table, "link": link}
+@cache
+def _templates(folder: Path) -> "Environment":
+    templates = open_templates(folder, finalize=escaped)
+    templates.filters |= {"cell": _cell, "code": code, "listed": listed, "number": number, "public": public_value}
+    templates.filters["rounded"] = _rounded
+    templates.globals |= {"table": table, "link": link}
+    return templates
 
 
-def render(template: str, **values: Any) -> str:
-    """Return the text of a card; the blank lines around parts that are left out become one."""
-    return _BLANK_LINES.sub("\n\n", _TEMPLATES.get_template(template).render(values)).strip()
-
-
-class PublicNames:
-    """A public name for each source, no two the same: its given name, dataset on the hub, or last part of its path."""
-
-    def __init__(self, manifest: Manifest | None) -> None:
-        self._names: dict[str, str] = {}
-        for source in manifest.sources if manifest else ():
-            is_plain_hub = source.kind == "hub" and source.place in (None, source.name)
-            self._add(source.name, source.hub_name if is_plain_hub else last_part(source.name))
-
-    def __getitem__(self, name: str) -> str:
-        if name not in self._names:
-            self._add(name, last_part(name))
-        return self._names[name]
-
-    def _add(self, name: str, public: str) -> None:
-        if name not in self._names:
-            names = (f"{public} ({number})" if number > 1 else public for number in count(1))
-            self._names[name] = next(one for one in names if one not in self._names.values())
+def render(template: Path, **values: Any) -> str:
+    """Return the text of a template; the blank lines around parts that are left out become one."""
+    return _BLANK_LINES.sub("\n\n", _templates(template.parent).get_template(template.name).render(values)).strip()
