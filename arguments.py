@@ -637,6 +637,8 @@ class LoggingArguments:
     """Project of Weights & Biases (wandb)."""
     log_model: Literal["none", "last", "all"] = "none"
     """Checkpoints to upload to Weights & Biases; last and all add wandb to the loggers."""
+    report: bool = True
+    """Write RUN/report.html and report.md at the end: curves, results, health, data, checkpoints."""
     profile: str | None = None
     """Steps first:last to trace into RUN/profile/, such as 10:12; on a GPU, with a memory history."""
     profile_ranks: Literal["first", "all"] = "first"

@@ -33,6 +33,7 @@ from fabric_train.training.run_log import log, note, progress, quiet_libraries, 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fabric_train.pages.page import WrittenPage
     from fabric_train.training.prepared_run import PreparedRun
 
 
@@ -97,11 +98,19 @@ def _launch(run: "PreparedRun", console: "Console") -> int:
     fabric, heartbeat, device = build_fabric(run.given, run.model.layer_classes), Heartbeat(), run.given.device
     with watch_ranks(fabric, heartbeat, device.rank_timeout, device.num_nodes):
         progress.info("checking the checkpoint")
-        code = execute(fabric, check_content(fabric, run, note), heartbeat, console)
+        code = execute(fabric, check_content(fabric, run, note), heartbeat, console, write_run_report)
         heartbeat.enter(StepPhase.ENDING)
         stop_signals.ignore()
         destroy_process_group(fabric)
     return code
+
+
+def write_run_report(folder: Path) -> "WrittenPage":
+    """Write RUN/report.html and report.md."""
+    from fabric_train.report.run_files import open_runs
+    from fabric_train.report.write import PAGE, write_report
+
+    return write_report(open_runs([str(folder)]), folder / PAGE)
 
 
 def _report_nothing_left(run: "PreparedRun") -> None:

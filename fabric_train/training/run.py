@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train.checkpoint import CheckpointManager, TokenLoss, TrainerState
-from fabric_train.cli.errors import FAILURE, STOPPED
+from fabric_train.cli.errors import FAILURE, STOPPED, first_line
 from fabric_train.cli.parser import to_yaml
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture, unpredicted_tokens
@@ -19,6 +20,7 @@ from fabric_train.distributed.memory import reuse_freed_memory
 from fabric_train.distributed.signals import Heartbeat, stop_signals
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
 from fabric_train.model.attention import check_isolation
+from fabric_train.pages.page import WrittenPage
 from fabric_train.training import summary
 from fabric_train.training.build_run import build_loop, build_outputs, build_validation, set_up_model, set_up_optimizer
 from fabric_train.training.evaluation import Validation
@@ -31,9 +33,17 @@ from fabric_train.training.reference import compare_with_reference
 from fabric_train.training.run_log import log, progress, show, warn, write_log
 from fabric_train.training.self_check import check_cuts
 
+ReportWriter = Callable[[Path], WrittenPage | None]
+"""Writes the report of a run folder; None if none is wanted."""
 
-def execute(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat, console: Console) -> int:
-    """Build the model and train, evaluate or self-check; return the exit code. All ranks call this together."""
+
+def execute(
+    fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat, console: Console, write_report: ReportWriter
+) -> int:
+    """Build the model and train, evaluate or self-check; return the exit code. All ranks call this together.
+
+    ``write_report`` writes the report of a run folder, on rank 0 at the end of training.
+    """
     evaluation = run.arguments.evaluation
     run = compare_with_reference(fabric, run, heartbeat)
     model, decayed = _set_up_model(fabric, run)
@@ -51,7 +61,7 @@ def execute(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat, console: Con
         return _self_check(fabric, model, optimizer, objective, run)
     progress.info("opening the loggers")
     outputs = build_outputs(fabric, run, objective, console)
-    return _train(build_loop(fabric, model, optimizer, objective, run, heartbeat, validation, outputs))
+    return _train(build_loop(fabric, model, optimizer, objective, run, heartbeat, validation, outputs), write_report)
 
 
 def _set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
@@ -74,17 +84,20 @@ def _write_run_folder(run: PreparedRun) -> None:
         run.data.write_manifest()
 
 
-def _train(loop: Loop) -> int:
+def _train(loop: Loop, write_report: ReportWriter) -> int:
     run, heartbeat = loop.run, loop.stepper.heartbeat
     log.info(summary.describe_mfu(loop.stepper.flops, loop.peak_flops))
     progress.info("%s%s", heartbeat, ", compiling" if run.arguments.fsdp.compile is True else "")
-    started = time.monotonic()
+    started, report = time.monotonic(), list[str]()
     try:
         stop_signals.defer()
         with manual_collection():
             end = loop.train()
         if end.checkpoint:
             loop.outputs.saved(end.checkpoint, is_last=True)
+        seconds = time.monotonic() - started
+        if end.stopped_by is None and run.arguments.logging.report and loop.stepper.fabric.is_global_zero:
+            report = _report(loop, write_report)
     finally:
         loop.checkpoints.close()
         loop.outputs.close()
@@ -94,12 +107,28 @@ def _train(loop: Loop) -> int:
     assert end.checkpoint is not None  # the last step is saved
     if run.early_stopping and run.early_stopping.ends(end.state):
         log.info(run.early_stopping.describe(end.state))
-    seconds = time.monotonic() - started
     if loop.stepper.fabric.is_global_zero:
         show(summary.describe_end(end.state, seconds, run, end.checkpoint))
+        for line in report:
+            log.info("%s", line)
         if displaced := summary.warn_of_displacement(end.state):
             warn(displaced)
     return 0
+
+
+def _report(loop: Loop, write_report: ReportWriter) -> list[str]:
+    """Write and log the report, and return the lines to print about it. Whatever fails, the run does not."""
+    folder = loop.run.folder
+    loop.stepper.heartbeat.take_time()  # the other ranks wait
+    try:
+        written = write_report(folder)
+        if written is None:
+            return []
+        loop.outputs.log_report(written.page, written.markdown.read_text(encoding="utf-8"))
+    except Exception as error:  # noqa: BLE001 - a folder, a disk, a library, a bug
+        warn(f"no report: {first_line(error)}; later: python -m fabric_train.report {folder}")
+        return []
+    return written.lines
 
 
 def _evaluate(fabric: Fabric, run: PreparedRun, validation: Validation, heartbeat: Heartbeat) -> int:

@@ -1,0 +1,64 @@
+# PYTHON_ARGCOMPLETE_OK
+"""Write the report of a run, or of several: ``python -m fabric_train.report RUN [RUN …] [--output FILE.html]``."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fabric_train.cli.argument_types import POSITIONAL, NonNegativeFloat
+from fabric_train.cli.errors import InputError, run_program
+from fabric_train.cli.output import open_console
+from fabric_train.cli.parser import parse_arguments
+from fabric_train.pages.charts import DrawError
+from fabric_train.pages.page import library
+
+
+@dataclass(frozen=True)
+class ReportArguments:
+    """Write the report of a run as a page without other files, and as Markdown; several runs are compared
+
+    PROGRAM runs/1
+    PROGRAM runs/1 runs/2 runs/3 --output comparison.html
+    """
+
+    runs: list[str] = field(metadata=POSITIONAL)
+    """Run folders: the --output_dir of training; a copy, an old run or one that runs serves too."""
+    output: str | None = None
+    """The page; the Markdown lies beside it with the ending .md. Default: RUN/report.html, or of several runs
+    report.html in the current folder.
+    """
+    price_per_hour: NonNegativeFloat | None = None
+    """What an hour of one device costs, in any currency; the report then has the cost."""
+
+    def faults(self) -> list[str]:
+        wrong = self.output is not None and not self.output.endswith(".html")
+        return [f"--output {self.output}: give a name that ends in .html"] if wrong else []
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the report, and print where it is and what is unusual."""
+    arguments = parse_arguments(ReportArguments, argv)
+
+    console = open_console()
+    with console.status("reading and drawing"), ThreadPoolExecutor(1) as pool:
+        drawing = pool.submit(library)  # it takes seconds, as the imports do
+
+        from fabric_train.report.run_files import open_runs
+        from fabric_train.report.write import PAGE, write_report
+
+        runs = open_runs(arguments.runs)
+        single = runs[0].folder / PAGE if len(runs) == 1 else Path(PAGE)
+        page = Path(arguments.output) if arguments.output else single
+        if not page.absolute().parent.is_dir():
+            raise InputError(f"--output {page}: no folder {page.parent}; create it first")
+        try:
+            drawing.result()
+            written = write_report(runs, page, arguments.price_per_hour)
+        except DrawError as error:
+            raise InputError(str(error)) from None
+    for line in written.lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_program(main)

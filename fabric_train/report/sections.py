@@ -1,0 +1,317 @@
+"""The sections of a report on one run, each from its own files; one whose files are damaged says so."""
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fabric_train.checkpoint import perplexity
+from fabric_train.cli.errors import InputError, describe_os_error
+from fabric_train.cli.output import redact, visible
+from fabric_train.evaluation.loss_changes import CHANGES, ShownChanges, changes_sections
+from fabric_train.evaluation.loss_table import DOCUMENTS, compare_evaluated, have_same_tokens, read_evaluated
+from fabric_train.export import card_facts
+from fabric_train.export.model_card import lineage_row, results_of
+from fabric_train.files.regular_file import read_json
+from fabric_train.pages.charts import Chart, Series
+from fabric_train.pages.markdown import SHOWN_DIGITS, Markdown, code, escaped, table
+from fabric_train.pages.page import Section
+from fabric_train.report.health import find_unusual
+from fabric_train.report.run_files import RunFiles, best_step, content_hash
+from fabric_train.training.curves import metric_charts
+
+_SHOWN_SAMPLES = 4  # of each prompt
+_SHOWN_LINES = 200
+_MOST_RUNS_BESIDE = 200
+_SEED = 0  # of the bootstrap, as in evaluate.py
+
+
+def run_sections(run: RunFiles, price_per_hour: float | None = None) -> list[Section]:
+    """Return the sections on a run; ``price_per_hour`` is of one device."""
+    planned: tuple[tuple[str, str, Callable[[], Iterator[Section]]], ...] = (
+        ("summary", "Summary", lambda: _summary(run, price_per_hour)),
+        ("results", "Results", lambda: _results(run)),
+        ("health", "Health", lambda: _health(run)),
+        ("curves", "Curves", lambda: _curves(run)),
+        ("events", "What happened", lambda: _events(run)),
+        ("evaluation", "Evaluation", lambda: _evaluation(run)),
+        ("scores", "Scores on tasks", lambda: _scores(run)),
+        ("changes", "Token changes", lambda: _changes(run)),
+        ("samples", "Samples", lambda: _samples(run)),
+        ("data", "Data", lambda: _data(run)),
+        ("lineage", "Lineage", lambda: _lineage(run)),
+        ("checkpoints", "Checkpoints", lambda: _checkpoints(run)),
+        ("repeat", "How to repeat this run", lambda: _repeat(run)),
+        ("configuration", "Configuration", lambda: _configuration(run)),
+    )
+    return [section for key, title, build in planned for section in _guarded(key, title, build)]
+
+
+def _guarded(key: str, title: str, build: Callable[[], Iterator[Section]]) -> list[Section]:
+    try:
+        return list(build())
+    except InputError as error:
+        reason = str(error)
+    except OSError as error:
+        reason = describe_os_error(error)
+    return [Section(key, title, fault=redact(reason))]
+
+
+def _summary(run: RunFiles, price_per_hour: float | None) -> Iterator[Section]:
+    rows: list[tuple[str, Any]] = [("folder", code(redact(str(run.folder))))]
+    if (run.folder / "config.yaml").is_file():
+        rows.append(("started by", f"{run.folder.owner()}"))
+    rows += _guarded_rows(lambda: _trained(run, price_per_hour))
+    rows += _guarded_rows(lambda: _last(run))
+    yield Section("summary", "Summary", table("what | ", rows))
+
+
+def _guarded_rows(build: Callable[[], list[tuple[str, Any]]]) -> list[tuple[str, Any]]:
+    try:
+        return build()
+    except InputError as error:
+        return [("not known", redact(str(error)))]
+
+
+def _trained(run: RunFiles, price_per_hour: float | None) -> list[tuple[str, Any]]:
+    record, saved = run.record, run.saved
+    origin, sources = record.origin, card_facts.stored_sources(record) or record.stream_places()
+    begun = "random weights" if origin is None else origin.name
+    if origin is not None and origin.revision:
+        begun += f" at {origin.revision[:SHOWN_DIGITS]}"
+    if saved.adapter_base is not None:
+        begun += f", with an adapter on {saved.adapter_base.place}"
+    planned = "" if math.isinf(saved.num_steps) else f" of {saved.num_steps:,.0f}"
+    hours = sum(one.device_hours for one in saved.sessions)
+    rows: list[tuple[str, Any]] = [
+        ("model", begun),
+        ("trained on", ", ".join(f"{one.name} ({one.share:.1%})" for one in sources[:12])),
+        ("objective", saved.arguments.get("objective", "sft")),
+        ("steps", f"{saved.state.step:,}{planned} in the newest checkpoint"),
+        ("tokens", saved.state.num_tokens),
+    ]
+    if saved.sessions:
+        rows.append(("devices", card_facts.device_hours(saved.sessions)))
+        rows.append(("duration", f"{sum(one.seconds for one in saved.sessions) / 3600:,.2f} h of training"))
+        if price_per_hour is not None:
+            rows.append(("cost", f"{hours * price_per_hour:,.2f} at {price_per_hour:g} for an hour of a device"))
+    rows.append(("versions", ", ".join(f"{name} {version}" for name, version in saved.versions.items())))
+    return rows
+
+
+def _last(run: RunFiles) -> list[tuple[str, Any]]:
+    metrics = run.metrics
+    rows: list[tuple[str, Any]] = [("last logged step", int(metrics.steps[-1]) if len(metrics.steps) else "none yet")]
+    for name, column in (("training loss", "train_loss"), ("validation loss", "val_loss")):
+        if (value := metrics.last(column)) is not None:
+            rows.append((name, f"{value:.4f}"))
+    if best := best_step(run):
+        rows.append(("best validation", f"step {best:,}"))
+    speeds = metrics.columns["tokens_per_second"][metrics.known("tokens_per_second")]
+    if len(speeds):
+        rows.append(("speed", f"{np.median(speeds):,.0f} tokens/s, the median"))
+    return rows
+
+
+def _results(run: RunFiles) -> Iterator[Section]:
+    found = results_of(run.record)
+    if not found["result_rows"]:
+        yield Section("results", "Results", "The run has no evaluation yet.")
+        return
+    now, first = found["now"], found["first"]
+    about = f"After step {now.step:,}" + (f", before it after step {first.step:,}" if first.step < now.step else "")
+    head = found["result_columns"]
+    body = f"{table(head, found['result_rows'], head.count('|'))}\n\n{about}; loss in nats per {now.whole.unit}."
+    yield Section("results", "Results", body)
+
+
+def _health(run: RunFiles) -> Iterator[Section]:
+    findings = find_unusual(run)
+    lines = [f"- {escaped(finding.text)} See {code(finding.page)}." for finding in findings]
+    yield Section("health", "Health", "\n".join(lines) or "Nothing unusual was found.")
+
+
+def _curves(run: RunFiles) -> Iterator[Section]:
+    charts = metric_charts([(run.name, run.metrics)], run.marks())
+    yield Section("curves", "Curves", "" if charts else "No step is logged yet.", tuple(charts))
+
+
+def _events(run: RunFiles) -> Iterator[Section]:
+    rows = [(int(mark.x), mark.kind, mark.text) for mark in run.marks()]
+    body = table("step | what | ", rows) if rows else "Nothing but training."
+    told = run.told
+    lines = [(line.when, line.machine, line.rank, line.text) for line in told[-_SHOWN_LINES:]]
+    if lines:
+        shown = f"The last {len(lines):,} of {len(told):,} lines" if len(told) > len(lines) else "Lines"
+        body = f"{body}\n\n{shown} of {code('run.log')} about what was stopped or went wrong:\n\n"
+        body += table("time | machine | rank | line", lines)
+    yield Section("events", "What happened", body)
+
+
+def _evaluation(run: RunFiles) -> Iterator[Section]:
+    folder = run.folder / "evaluation"
+    if not (folder / DOCUMENTS).is_file():
+        return
+    evaluated = read_evaluated(folder)
+    rows = []
+    for source, of_models in compare_evaluated(evaluated, _SEED).items():
+        for model, found in of_models.items():
+            total, difference = found.total, found.difference
+            loss = f"{total.loss:.4f}", f"{perplexity(total.loss):.2f}"
+            bits = "" if total.bits_per_byte is None else f"{total.bits_per_byte:.4f}"
+            interval = "{:.4f} to {:.4f}".format(*found.bits_per_byte) if found.bits_per_byte else ""
+            change = f"{difference.value:+.4f}" if difference else ""
+            verdict = ("better" if difference.value < 0 else "worse") if difference and difference.excludes_0 else ""
+            rows.append((source, model, found.num_documents, *loss, bits, interval, change, verdict))
+    head = "source | model | documents | loss | perplexity | bits per byte | 95 % interval | to the first | "
+    note = "Better and worse: the interval of the difference (paired bootstrap over documents) is on one side of 0."
+    if not have_same_tokens(evaluated):
+        note += " The models have different tokenizers: compare bits per byte only."
+    yield Section("evaluation", "Evaluation", f"{table(head, rows, 7)}\n\n{note}")
+
+
+def _scores(run: RunFiles) -> Iterator[Section]:
+    """Show the means of scores.csv, which ``evaluate.py --watch`` writes."""
+    file = run.folder / "evaluation" / "scores.csv"
+    if not file.is_file():
+        return
+    with file.open(encoding="utf-8", newline="") as lines:
+        means = [row for row in csv.DictReader(lines) if row.get("task") == "mean" and row.get("value")]
+    charts = []
+    for number, key in enumerate(dict.fromkeys((row["language"], row["metric"]) for row in means)):
+        own = [row for row in means if (row["language"], row["metric"]) == key]
+        at_steps = [(float(row["step"]), float(row["value"])) for row in own if row["step"]]
+        steps, values = np.array(at_steps, dtype=np.float64).reshape(-1, 2).T
+        series = [Series("checkpoints", steps, values, kind="points")] if at_steps else []
+        for row in own:
+            if not row["step"]:
+                series.append(Series(row["model"], np.zeros(1), np.array([float(row["value"])]), kind="level"))
+        charts.append(Chart(f"score-{number}", " ".join(key), key[1], tuple(series)))
+    rows = [
+        (row["model"], row["language"], row["metric"], f"{float(row['value']):.4f}", row["stderr"]) for row in means
+    ]
+    yield Section(
+        "scores", "Scores on tasks", table("model | language | metric | mean | standard error", rows, 2), tuple(charts)
+    )
+
+
+def _changes(run: RunFiles) -> Iterator[Section]:
+    file = run.folder / "evaluation" / CHANGES
+    if file.is_file():
+        yield from changes_sections(read_json(file, ShownChanges, "evaluate again"))
+
+
+def _samples(run: RunFiles) -> Iterator[Section]:
+    parts = []
+    for prompt in dict.fromkeys(sample.prompt for sample in run.samples):
+        own = [sample for sample in run.samples if sample.prompt == prompt]
+        chosen = np.unique(np.linspace(0, len(own) - 1, _SHOWN_SAMPLES).round().astype(int))
+        parts.append(f"### {escaped(prompt)}")
+        for number in chosen.tolist():
+            parts.append(f"Step {own[number].step:,}:\n\n{_block(visible(own[number].text))}")
+    if parts:
+        yield Section("samples", "Samples", "\n\n".join(parts))
+
+
+def _block(text: str) -> str:
+    """Return a text as a block of code; nothing in it ends the block."""
+    return "\n".join(f"    {line}" for line in redact(text).splitlines() or [""])
+
+
+def _data(run: RunFiles) -> Iterator[Section]:
+    record = run.record
+    parts = list[str]()
+    if sources := [card_facts.source_row(one) for one in card_facts.stored_sources(record)]:
+        parts.append(table("source | share | tokens | documents | files | SHA-256 or revision", sources))
+    elif rows := card_facts.stream_rows(record):
+        parts.append(table("stream | share | revision", rows))
+    if record.manifest:
+        left_out = card_facts.left_out_rows(record.manifest, record.names)
+        parts.append(table("ledger: source | documents read | kept | left out", left_out))
+    if seen := card_facts.mixture_rows(record):
+        parts.append(table("mixture: source | share seen | tokens seen", seen))
+    given = {name: run.saved.arguments.get(name) for name in ("shares", "token_shares")}
+    parts += [
+        f"Planned with {code(f'--{name}')}: {escaped(json.dumps(value))}" for name, value in given.items() if value
+    ]
+    if phases := card_facts.phase_rows(record):
+        parts.append(table("phase: first step | shares | learning rate", phases))
+    yield Section("data", "Data", "\n\n".join(parts) or "The data are not described in the checkpoint.")
+
+
+def _lineage(run: RunFiles) -> Iterator[Section]:
+    """Show the runs before this one as a tree, with the branches that lie beside it."""
+    saved = run.saved
+    names = [Path(branch.run).name for branch in saved.lineage]
+    begun = [stage.run for stage in saved.stages]
+    origin = saved.base_model.name if saved.base_model else "random weights"
+    lines = [f"- {code(name)}" for name in [origin, *begun]]
+    for depth, branch in enumerate(saved.lineage):
+        follows = [*names, run.name][depth + 1]
+        if depth == 0:
+            lines.append(f"- {code(names[0])}")
+        lines.append(f"{'  ' * (depth + 1)}- after step {branch.step:,}: {code(follows)}")
+    lines += [] if saved.lineage else [f"- {code(run.name)}"]
+    indent = "  " * (len(saved.lineage) + 1)
+    lines += [f"{indent}- after step {step:,}: {code(name)}" for name, step in _branches_of(run)]
+    body = "\n".join(lines)
+    if saved.lineage:
+        body += f"\n\n{table('branch of | after step | changed', list(map(lineage_row, saved.lineage)))}"
+    yield Section("lineage", "Lineage", body)
+
+
+def _branches_of(run: RunFiles) -> Iterator[tuple[str, int]]:
+    beside = sorted(path for path in run.folder.resolve().parent.iterdir() if (path / "checkpoints").is_dir())
+    for folder in beside[:_MOST_RUNS_BESIDE]:
+        other = RunFiles(folder)
+        try:
+            lineage = other.saved.lineage
+        except (InputError, OSError):  # another run's damage is not this run's
+            continue
+        if lineage and Path(lineage[-1].run).name == run.name and folder != run.folder.resolve():
+            yield folder.name, lineage[-1].step
+
+
+def _checkpoints(run: RunFiles) -> Iterator[Section]:
+    rows: list[Sequence[Any]] = []
+    losses = dict(zip(run.metrics.steps.tolist(), run.metrics.columns.get("val_loss", []), strict=False))
+    for step, folder in run.checkpoints.items():
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        size = sum(path.stat().st_size for path in files)
+        inside = ", ".join(sorted({path.relative_to(folder).parts[0] for path in files}))
+        loss = losses.get(step, math.nan)
+        shown = "" if math.isnan(loss) else f"{loss:.4f}"
+        rows.append((step, f"{size / 1e9:,.3f}", shown, content_hash(folder), inside))
+    parts = [
+        table("step | GB | validation loss | hash of checksums.json | what is in it", rows) if rows else "None yet."
+    ]
+    if rows:
+        parts.append(f"Hash of the rows read up to the newest one: {code(str(run.saved.state.rows_hash))}.")
+    if certificate := run.record.certificate if rows else None:
+        steps = "{:,} to {:,}".format(*certificate.steps)
+        parts.append(f"Replayed: steps {steps} were trained again on {certificate.date}, and {certificate.rule}.")
+    yield Section("checkpoints", "Checkpoints", "\n\n".join(parts))
+
+
+def _repeat(run: RunFiles) -> Iterator[Section]:
+    config = run.folder / "config.yaml"
+    if not config.is_file():
+        raise InputError(f"{config}: no such file")
+    devices = run.config.get("devices", "auto")
+    lines = [
+        f"fabric run fabric_train --devices {devices} --config {config} --resume false --output_dir NEW",
+        f"python -m fabric_train.replay {run.folder} --steps FIRST:LAST",
+    ]
+    about = "The second command trains some steps again and compares every loss with those of this run."
+    blocks = "\n\n".join(_block(line) for line in lines)
+    yield Section("repeat", "How to repeat this run", f"{blocks}\n\n{about}")
+
+
+def _configuration(run: RunFiles) -> Iterator[Section]:
+    text = (run.folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+    run.config  # noqa: B018 - a damaged one is a fault
+    yield Section("configuration", "Configuration", Markdown(_block(text)), is_folded=True)
