@@ -105,9 +105,16 @@ _end_display: Callable[[], None] | None = None
 
 
 def set_display(end: Callable[[], None] | None) -> None:
-    """From now on, call ``end`` before errors are printed: it stops a progress bar where it is."""
+    """From now on, call ``end`` before errors are printed: it takes the display of the progress off the terminal."""
     global _end_display
     _end_display = end
+
+
+def announce(line: str) -> None:
+    """Log that the run is about to stop, and print it on standard error, unless a display shows it there."""
+    if _end_display is None or not os.isatty(2):
+        print(redact(line), file=sys.stderr, flush=True)
+    _log.error(line)
 
 
 def print_errors(*lines: str) -> None:

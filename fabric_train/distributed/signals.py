@@ -208,6 +208,8 @@ class Heartbeat:
         self.min_pass_seconds = 0.0
         """Duration of the fastest forward and backward pass so far; 0 before the first."""
         self.stop_border = StopBorder()
+        self.machines: dict[int, str] = {}
+        """On rank 0, the name of the machine of each rank."""
         self._since, self._first_step = time.monotonic(), 0
 
     def enter(self, phase: StepPhase, index: int = 0, step: int | None = None) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from lightning import Fabric
 
-from fabric_train.cli.errors import FAILURE, exit_process, print_errors, set_connected_ranks
+from fabric_train.cli.errors import FAILURE, announce, exit_process, print_errors, set_connected_ranks
 from fabric_train.cli.launcher import machine_name
 from fabric_train.distributed.signals import Border, Heartbeat, Position, StepPhase, describe_signal, stop_signals
 
@@ -126,6 +126,7 @@ class Watchdog:
             self._add(rank_0)
             for message in answer:
                 self._handle(rank_0, message)
+        self._heartbeat.machines = {rank.rank: rank.host for rank in (self._me, *self._others.values())}
         os.register_at_fork(after_in_child=self._close_connections)  # a worker must not keep a dead rank's open
         self._thread.start()
 
@@ -248,7 +249,7 @@ class Watchdog:
             for rank_0 in self._others.values():
                 rank_0.send(stop=number)
             return
-        print_errors(f"{describe_signal(number)}: stopping and saving; once more ends without saving")
+        announce(f"{describe_signal(number)}: stopping and saving; once more ends without saving")
         self._passed[0] = self._heartbeat.stop_border.freeze()
         for other in self._others.values():
             other.send(freeze=number)

@@ -38,13 +38,14 @@ from fabric_train.model.trained_parts import freeze_other_parts, trained_paramet
 from fabric_train.optim.adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer, decayed_names, use_triton
 from fabric_train.training.evaluation import METRICS, Validation
-from fabric_train.training.loggers import GuardedLogger, LoggedRun, Outputs, ProgressLine, open_loggers
+from fabric_train.training.loggers import GuardedLogger, LoggedRun, Outputs, open_loggers
 from fabric_train.training.loop import Loop
 from fabric_train.training.metrics import ProfiledWindows, further_columns
 from fabric_train.training.objective import Objective, counts_pieces
+from fabric_train.training.panel import open_progress
 from fabric_train.training.prepared_run import PreparedRun, TrainingData
 from fabric_train.training.run_log import log, note, progress, warn
-from fabric_train.training.step import StepGuard, Stepper
+from fabric_train.training.step import OwnTime, StepGuard, Stepper
 
 
 def set_up_model(fabric: Fabric, run: PreparedRun, shows_notes: bool = True) -> tuple[Any, set[str]]:
@@ -113,8 +114,10 @@ def build_validation(
     return Validation(fabric, model, objective, batches, rows.source_names, run.sample_prompts, heartbeat)
 
 
-def build_outputs(fabric: Fabric, run: PreparedRun, objective: Objective, console: Console) -> Outputs:
-    """Return the loggers and the progress line on rank 0, nothing on other ranks."""
+def build_outputs(
+    fabric: Fabric, run: PreparedRun, objective: Objective, console: Console, heartbeat: Heartbeat
+) -> Outputs:
+    """Return the loggers and the display of the progress on rank 0, nothing on other ranks."""
     given, state = run.arguments.logging, run.start.state
     if not fabric.is_global_zero:
         return Outputs([], given.log_model)
@@ -125,8 +128,9 @@ def build_outputs(fabric: Fabric, run: PreparedRun, objective: Objective, consol
         columns=further_columns(objective.metric_names, list(METRICS), run.logged_sources, counts_pieces(objective)),
         branched_after=[branch.step for branch in run.start.lineage],
     )
-    line = GuardedLogger("progress", lambda: ProgressLine(state.step, run.plan.num_steps, console))
-    return Outputs([*open_loggers(given.opened_loggers, logged), line], given.log_model)
+    loggers, num_steps = open_loggers(given.opened_loggers, logged), run.plan.num_steps
+    shown = GuardedLogger("progress", lambda: open_progress(run.folder.name, state.step, num_steps, console, heartbeat))
+    return Outputs([*loggers, shown], given.log_model)
 
 
 def build_loop(
@@ -171,6 +175,7 @@ def build_loop(
         heartbeat=heartbeat,
         flops=run.model.flops,
         num_sources=len(run.logged_sources),
+        own_time=OwnTime(fabric.device),
     )
     return Loop(
         run=run,

@@ -8,26 +8,16 @@ import csv
 import json
 import os
 import shlex
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, ConsoleOptions
-from rich.live import Live
-from rich.text import Text
-
-from fabric_train.cli.errors import InputError, describe_os_error, first_line, set_display
+from fabric_train.cli.errors import InputError, describe_os_error, first_line
 from fabric_train.files.regular_file import check_no_link, open_to_write, parse_json, write_atomically
 from fabric_train.training.metrics import COLUMNS, Metrics, columns_of, read_table
-from fabric_train.training.run_log import log, progress, warn
-
-_SECONDS_BETWEEN_LINES = 2.0
-_SECONDS_BETWEEN_DRAWINGS = 0.1
-_BAR_WIDTH = 10
+from fabric_train.training.run_log import warn
 
 
 @dataclass(frozen=True)
@@ -47,6 +37,9 @@ class Logger:
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
         """Record the samples of a step, whose metrics follow."""
+
+    def log_save(self, checkpoint: Path) -> None:
+        """Record that a checkpoint is complete."""
 
     def log_model(self, checkpoint: Path) -> None:
         """Upload a complete checkpoint; called for all or the last, as ``--log_model`` says."""
@@ -87,6 +80,9 @@ class GuardedLogger(Logger):
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
         self._try(lambda logger: logger.log_samples(samples))
+
+    def log_save(self, checkpoint: Path) -> None:
+        self._try(lambda logger: logger.log_save(checkpoint))
 
     def log_model(self, checkpoint: Path) -> None:
         self._try(lambda logger: logger.log_model(checkpoint))
@@ -174,91 +170,6 @@ def _line(sample: Sample) -> str:
     return json.dumps(asdict(sample), ensure_ascii=False) + "\n"
 
 
-class ProgressLine(Logger):
-    """Shows step, time left, loss, learning rate, gradient norm, tokens/s and memory."""
-
-    def __init__(self, first_step: int, num_steps: int, console: Console) -> None:
-        self._first_step, self._num_steps = first_step, num_steps
-        self._started, self._shown_at = time.monotonic(), 0.0
-        self._bar: Live | None = None
-        if console.is_interactive:
-            # without a thread that redraws it, nothing draws the bar after an error message
-            bar = _Bar(first_step, num_steps, "-:--", ())
-            self._bar = Live(bar, console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
-            self._bar.start(refresh=True)
-            set_display(self._bar.stop)
-
-    def log(self, metrics: Metrics) -> None:
-        progress.info("")
-        if metrics.val_loss is not None:
-            whole = f"validation loss {metrics.val_loss:.4f}"
-            whole += "" if metrics.perplexity is None else f", perplexity {metrics.perplexity:.3f}"
-            whole += f", accuracy {metrics.further['val_accuracy']:.3f}" if "val_accuracy" in metrics.further else ""
-            pairs = ((column.partition("val_loss/"), loss) for column, loss in metrics.by_source.items())
-            of_sources = (f"{name} {loss:.4f}" for (before, found, name), loss in pairs if found and not before)
-            log.info("step %d: %s", metrics.step, "; ".join([whole, *of_sources]))
-        now, is_last = time.monotonic(), metrics.step == self._num_steps
-        if metrics.step == 0:  # an evaluation before the first step
-            self._started = now
-            return
-        pace = (now - self._started) / max(metrics.step - self._first_step, 1)
-        eta, values = _clock(pace * (self._num_steps - metrics.step)), _in_short(metrics)
-        pause = _SECONDS_BETWEEN_DRAWINGS if self._bar else _SECONDS_BETWEEN_LINES
-        is_due = now - self._shown_at > pause or is_last
-        if is_due:
-            self._shown_at = now
-        if self._bar is None and is_due:
-            log.debug("step %d/%d %s eta %s", metrics.step, self._num_steps, " ".join(values), eta)
-        elif self._bar is not None and self._bar.is_started:
-            self._bar.update(_Bar(metrics.step, self._num_steps, eta, values), refresh=is_due)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            set_display(None)
-
-
-@dataclass(frozen=True)
-class _Bar:
-    """A line that fits the terminal: the values that do not fit are left out, the last ones first."""
-
-    step: int
-    num_steps: int
-    eta: str
-    values: tuple[str, ...]
-
-    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[Text]:
-        filled = _BAR_WIDTH * self.step // self.num_steps
-        bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
-        counts = f"{self.step:,}/{self.num_steps:,} eta {self.eta}"
-        line = f"train [{bar}] {counts}"
-        if len(line) >= options.max_width:
-            line = counts
-        for value in self.values:
-            if len(f"{line} {value}") >= options.max_width:
-                break
-            line = f"{line} {value}"
-        yield Text(line, no_wrap=True, overflow="crop")
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
-def _in_short(metrics: Metrics) -> tuple[str, ...]:
-    parts = [
-        ("loss", metrics.train_loss, "{:.4f}"),
-        ("lr", metrics.learning_rate, "{:.2e}"),
-        ("grad", metrics.grad_norm, "{:.3f}"),
-        ("tok/s", metrics.tokens_per_second, "{:,.0f}"),
-        ("mfu", metrics.mfu, "{:.1%}"),
-        ("mem", metrics.peak_memory_gb, "{:.2f} GB"),
-    ]
-    return tuple(f"{name} {form.format(value)}" for name, value, form in parts if value is not None)
-
-
 def _trackers() -> Any:
     from fabric_train.training import trackers  # which imports this module
 
@@ -316,9 +227,11 @@ class Outputs:
             logger.flush()
 
     def saved(self, checkpoint: Path, is_last: bool = False) -> None:
-        """Upload a complete checkpoint, if all are uploaded, or this is the run's last one and only that is."""
-        if self._log_model == ("last" if is_last else "all"):
-            for logger in self._loggers:
+        """Record a complete checkpoint, and upload it if all are uploaded; ``is_last`` comes again, after the run."""
+        for logger in self._loggers:
+            if not is_last:
+                logger.log_save(checkpoint)
+            if self._log_model == ("last" if is_last else "all"):
                 logger.log_model(checkpoint)
 
     def close(self) -> None:

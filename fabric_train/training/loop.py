@@ -2,8 +2,9 @@
 
 import gc
 import itertools
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,18 +55,23 @@ class Stopwatch:
         self._started, self._waited = time.perf_counter(), 0.0
         self._num_steps = self._num_tokens = self._num_samples = 0
         self._flops = 0.0
+        self._own_seconds: list[Sequence[float]] = []
 
     def waited(self, seconds: float) -> None:
         self._waited += seconds
 
-    def stepped(self, num_tokens: int, num_samples: int, flops: float) -> None:
+    def stepped(self, num_tokens: int, num_samples: int, flops: float, own_seconds: Sequence[float] = ()) -> None:
         self._num_steps += 1
         self._num_tokens += num_tokens
         self._num_samples += num_samples
         self._flops += flops
+        self._own_seconds.append(own_seconds)
 
     def read(self) -> dict[str, Any]:
-        """Return step_time, data_wait, tokens and samples per second, and mfu if the peak is known; then restart."""
+        """Return step_time, data_wait, tokens and samples per second, then restart.
+
+        Also mfu if the peak is known, and of several ranks the slowest and its lag.
+        """
         elapsed = time.perf_counter() - self._started
         reading = {
             "step_time": elapsed / self._num_steps,
@@ -75,6 +81,10 @@ class Stopwatch:
         }
         if self._peak_flops:
             reading["mfu"] = self._flops / elapsed / self._peak_flops
+        by_rank = [sum(of_rank) / self._num_steps for of_rank in zip(*self._own_seconds, strict=True)]
+        if len(by_rank) > 1:
+            reading["slowest_rank"] = by_rank.index(max(by_rank))
+            reading["rank_lag"] = max(by_rank) - statistics.median_low(by_rank)
         self.restart()
         return reading
 
@@ -125,7 +135,8 @@ class Loop:
             heartbeat.enter(StepPhase.COMPLETING)
             self.checkpoints.advance(step.report.sync)
             evaluates, keeps, saves, logs = self._due(window, step)
-            stopwatch.stepped(step.report.num_tokens, window.num_rows, step.report.flops)
+            report = step.report
+            stopwatch.stepped(report.num_tokens, window.num_rows, report.flops, report.own_seconds)
             state, checkpoint, cursors = _state_after(state, window, step), None, window.cursors
             if not logs:
                 continue

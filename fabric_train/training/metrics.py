@@ -27,6 +27,8 @@ class Metrics:
 
     Losses are in nats per token, or of a preference pair, over all ranks. ``num_tokens`` counts from the run's first
     step, without padding. ``step_time`` is in seconds, ``data_wait`` the share of it spent waiting for batches.
+    The others wait for ``slowest_rank``, whose own time is ``rank_lag`` seconds a step above the median
+    (``step.OwnTime``); both are None with a single rank.
     ``peak_memory_gb`` is in 1e9 bytes on rank 0. Samples are rows. ``mfu`` is between 0 and 1, None if the device's
     peak is unknown. ``rows_hash`` is as in ``TrainerState``. ``further`` has the columns of an objective's metrics
     and of ``evaluation.METRICS``, ``train_NAME`` and ``val_NAME``; ``by_source`` has the sources' columns, as
@@ -46,6 +48,8 @@ class Metrics:
     samples_per_second: float | None = None
     step_time: float | None = None
     data_wait: float | None = None
+    slowest_rank: int | None = None
+    rank_lag: float | None = None
     mfu: float | None = None
     peak_memory_gb: float | None = None
     skipped_steps: int | None = None

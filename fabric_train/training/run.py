@@ -60,7 +60,7 @@ def execute(
     if evaluation.self_check:
         return _self_check(fabric, model, optimizer, objective, run)
     progress.info("opening the loggers")
-    outputs = build_outputs(fabric, run, objective, console)
+    outputs = build_outputs(fabric, run, objective, console, heartbeat)
     return _train(build_loop(fabric, model, optimizer, objective, run, heartbeat, validation, outputs), write_report)
 
 

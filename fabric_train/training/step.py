@@ -7,6 +7,7 @@ the first backward pass. So loss and gradient do not depend on how the window is
 import itertools
 import math
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from arguments import TrainArguments
 
 _LISTED_ROWS = 64
+_MARKS_OF_STEP = 4  # both ends of what precedes the first exchange, and of the passes
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Stepper:
     heartbeat: Heartbeat
     flops: ModelFlops
     num_sources: int
+    own_time: "OwnTime"
 
     def take_step(self, window: Window) -> TakenStep:
         """Compute the gradient of a window, clip and check it, and take the step unless the check finds a fault.
@@ -68,12 +71,15 @@ class Stepper:
         rate = self.schedules.rate(window.step)
         set_learning_rate(self.optimizer, rate)
         reduces_each = given.fsdp.gradient_reduction == "micro_batch"
-        loss = backpropagate(fabric, self.model, window, self.objective, self.heartbeat, reduces_each, self.num_sources)
+        loss = backpropagate(
+            fabric, self.model, window, self.objective, self.heartbeat, reduces_each, self.num_sources, self.own_time
+        )
         self.heartbeat.enter(StepPhase.OPTIMIZER)
         grad_norm = clip_grad_norm(fabric, self.model, self.optimizer, given.training.grad_clip)
         lengths = [length for batch in window.batches for length in batch.lengths]
-        work = (sum(lengths), self.flops.of(lengths))
+        work = (sum(lengths), self.flops.of(lengths), self.own_time.seconds)
         report = exchange_step(fabric, loss, grad_norm, *work, own_flags(self.checkpoints))
+        self.own_time.restart()
         check = self.guard.check(window, report.loss, report.grad_norm, report.of_pieces)
         if check.fault is None:
             self.checkpoints.wait_until_copied()
@@ -95,6 +101,37 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
 def own_flags(checkpoints: CheckpointManager) -> StepSync:
     """Return this rank's flags for the per-step all-reduce."""
     return StepSync(stop_signals.received, is_saving=checkpoints.is_writing, save_failed=checkpoints.has_failed)
+
+
+class OwnTime:
+    """Measures how long a rank takes for what it does in a step without the others.
+
+    Ranks wait for each other, so a step takes all of them the same time. A rank's own time is from the exchange of a
+    step to the first one of the next (optimizer, logging, waiting for data), and from there to the last backward pass,
+    in which gradients are averaged. With sharded weights the ranks also wait for each other in each layer: own times
+    then differ by less than the ranks do. On a GPU events are recorded, and read when the device has passed them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = 0.0
+        """Own time of the step before, 0 as long as none is complete."""
+        self._device, self._marks = device, list[Any]()
+
+    def mark(self) -> None:
+        """Begin or end a part of the step that is this rank's own."""
+        if self._device.type == "cuda":
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+
+    def restart(self) -> None:
+        """End a step, after the exchange in which the host has waited for the device; the next one begins."""
+        if len(self._marks) == _MARKS_OF_STEP:  # not after the first step
+            parts, on_gpu = zip(self._marks[::2], self._marks[1::2], strict=True), self._device.type == "cuda"
+            self.seconds = sum(first.elapsed_time(last) / 1e3 if on_gpu else last - first for first, last in parts)
+        self._marks.clear()
+        self.mark()
 
 
 @dataclass(frozen=True)
@@ -125,6 +162,7 @@ def backpropagate(
     heartbeat: Heartbeat | None = None,
     reduces_each: bool = False,
     num_sources: int = 0,
+    own_time: OwnTime | None = None,
 ) -> LocalLoss:
     """Add the gradient of the window's mean loss to the parameters.
 
@@ -135,7 +173,12 @@ def backpropagate(
     if heartbeat:
         heartbeat.enter(StepPhase.COMPUTING)  # before the first wait for the other ranks
         heartbeat.stop_border.enter(window.step, 0)
-    counts = gather_over_data_ranks(fabric, torch.stack([objective.count(batch) for batch in window.batches]))
+    own_counts = torch.stack([objective.count(batch) for batch in window.batches])
+    if own_time:
+        own_time.mark()
+    counts = gather_over_data_ranks(fabric, own_counts)
+    if own_time:
+        own_time.mark()
     scale = data_ranks(fabric).size / counts.sum().clamp(min=1).double()
     losses, of_batches, last = [], [], len(window.batches) - 1
     metrics = torch.zeros(len(objective.metric_names), dtype=torch.float64, device=fabric.device)
@@ -146,6 +189,8 @@ def backpropagate(
         # every backward pass is inside the context: FSDP2's leaves synchronization off for those after it
         with fabric.no_backward_sync(model, enabled=index < last and not reduces_each):
             loss = objective.loss(model, batch.to(fabric.device), scale)
+            if own_time and index == (0 if reduces_each else last):
+                own_time.mark()
             fabric.backward(loss.total * scale)
         losses.append(loss.total.detach())
         if loss.metrics is not None:
@@ -180,7 +225,7 @@ class StepReport:
     None for one without supervised tokens, and ``metrics_of_sources`` their means of an objective of pieces, NaN for
     such a source. ``of_pieces``, fp64 [P], are the losses of the pieces on this rank.
     ``grad_norm``, fp64 [], is the norm before clipping. ``num_tokens`` are without padding, and take ``flops`` of the
-    model.
+    model. ``own_seconds`` are of each rank in the step before, see :class:`OwnTime`.
     """
 
     loss: WindowLoss
@@ -192,10 +237,17 @@ class StepReport:
     flops: float
     sync: StepSync
     metrics_of_sources: list[list[float]]
+    own_seconds: list[float]
 
 
 def exchange_step(
-    fabric: Fabric, loss: LocalLoss, grad_norm: torch.Tensor, num_tokens: int, flops: float, own: StepSync
+    fabric: Fabric,
+    loss: LocalLoss,
+    grad_norm: torch.Tensor,
+    num_tokens: int,
+    flops: float,
+    own_seconds: float,
+    own: StepSync,
 ) -> StepReport:
     """Exchange this rank's numbers with the other ranks'. The host waits for the device, which it does once a step.
 
@@ -203,7 +255,7 @@ def exchange_step(
     """
     num_sources, further = len(loss.of_sources), loss.metrics_of_sources
     sizes = [len(loss.summed), num_sources, len(loss.metrics), further.numel(), num_sources, 2]
-    flags = torch.tensor([num_tokens, flops, *astuple(own)], dtype=torch.float64)
+    flags = torch.tensor([num_tokens, flops, *astuple(own), own_seconds], dtype=torch.float64)
     on_host = ranks.to_device_async(torch.cat([loss.tokens_of_sources, flags]), fabric.device)
     on_device = [loss.summed, loss.of_sources, loss.metrics, further.flatten()]
     by_rank = ranks.gather_over_ranks(fabric, torch.cat([*on_device, on_host]))
@@ -216,7 +268,8 @@ def exchange_step(
     of_data_ranks = gathered[:: data_ranks(fabric).tensor_parallel_size, : sum(sizes)].split(sizes, dim=1)
     summed, (nats, metrics, further, tokens, work) = of_data_ranks[0], (part.sum(dim=0) for part in of_data_ranks[1:])
     all_tokens, all_flops = work.tolist()
-    stop_signal, is_saving, save_failed = gathered[:, sum(sizes) :].amax(dim=0).tolist()
+    *of_sync, own_times = gathered[:, sum(sizes) :].T
+    stop_signal, is_saving, save_failed = torch.stack(of_sync).amax(dim=1).tolist()
     window_loss = WindowLoss(summed.contiguous(), counts.long().view(loss.counts.shape))
     return StepReport(
         loss=window_loss,
@@ -230,6 +283,7 @@ def exchange_step(
         flops=all_flops,
         sync=StepSync(int(stop_signal), bool(is_saving), bool(save_failed)),
         metrics_of_sources=(further.view(loss.metrics_of_sources.shape) / tokens).T.tolist(),
+        own_seconds=own_times.tolist(),
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import ROOT
 from tests.support.short_runs import argv, checkpoints
-from tests.support.terminal import Screen, run_in_terminal
+from tests.support.terminal import run_in_terminal, shown
 
 PRINTS = """
 import sys
@@ -130,11 +130,9 @@ def test_no_text_of_others_controls_a_terminal(tmp_path: Path, shows: list[str])
     assert code == 2
     own = re.compile(r"\x1b\[(?:\?25[hl]|2K|1A|[0-9;]*m)|[\r\n\t]")  # of rich
     assert own.sub("", written).isprintable()
-    screen = Screen(200)
-    screen.write(written.replace("\t", " "))
-    shown = [line.rstrip() for line in (*screen.drawn, *screen.lines)]
-    assert shown.count(f"a {SAFE}") >= 2
-    assert f"error: a {SAFE}; fix it" in shown
+    lines = shown(written.replace("\t", " "), columns=200)
+    assert lines.count(f"a {SAFE}") >= 2
+    assert f"error: a {SAFE}; fix it" in lines
     assert "\x1b[1m" in written  # what the program itself wants in bold
     assert "\r 50%" in written
 

@@ -19,7 +19,10 @@ from safetensors.torch import load_file
 
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 
-MEASURED_COLUMNS = ("tokens_per_second", "samples_per_second", "step_time", "data_wait", "mfu", "peak_memory_gb")
+MEASURED_COLUMNS = (
+    *("tokens_per_second", "samples_per_second", "step_time", "data_wait", "mfu", "peak_memory_gb"),
+    *("slowest_rank", "rank_lag"),
+)
 """Columns of metrics.csv that differ in every repetition."""
 
 _LONGEST_SECONDS = 120.0

@@ -1,22 +1,21 @@
-"""Run a program in a terminal of a given width, and read what its screen shows."""
+"""Run a program in a terminal of a given size, and read what its screen shows."""
 
 import fcntl
 import os
 import pty
-import re
 import struct
 import subprocess
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import pyte
 
 from tests.support.forked_runs import OF_CONSOLES, ForkedRun
 
 _KIND = "xterm-256color"
-_SEQUENCE = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])")
 
 
 def run_in_terminal(
@@ -47,38 +46,77 @@ def run_in_terminal(
     return process.returncode, written
 
 
-def run_forked_in_terminal(
-    start: Callable[..., ForkedRun], columns: int = 80, timeout: float = 120, kind: str = _KIND
-) -> tuple[int, str]:
-    """Return the exit code of a run of one rank, and all that it wrote to its terminal.
-
-    Args:
-        start: starts the run with the given ``terminal`` and ``env``.
-        columns: the width of the terminal.
-        timeout: seconds in which the run has to end.
-        kind: the terminal's name in ``TERM``.
-
-    Raises:
-        TimeoutError: it did not end in time; it was killed.
-    """
-    terminal, program = _open_terminal(columns)
-    run = start(terminal=os.ttyname(program), env={"TERM": kind, "PYTHONWARNINGS": "ignore"})
-    os.close(program)
-    written = _read(terminal, run.has_ended, timeout)
-    if not run.has_ended():
-        run.kill()
-        run.wait()
-        raise TimeoutError(written)
-    (code,) = run.wait()
-    return code, written
+def shown(written: str, columns: int, rows: int = 200) -> list[str]:
+    """Return the lines of the screen of a terminal after a program has written to it."""
+    screen = pyte.Screen(columns, rows)
+    pyte.Stream(screen).feed(written)
+    return [line.rstrip() for line in screen.display]
 
 
-def _open_terminal(columns: int) -> tuple[int, int]:
+class Terminal:
+    """A terminal for forked runs, and its screen; give ``device`` and ``env`` to ``ForkedRuns.start``."""
+
+    def __init__(self, columns: int = 80, rows: int = 24, kind: str = _KIND) -> None:
+        self._ours, self._theirs = _open_terminal(columns, rows)
+        self.device = os.ttyname(self._theirs)
+        self.env = {"TERM": kind, "PYTHONWARNINGS": "ignore"}
+        self.written = ""
+        self._screen = pyte.HistoryScreen(columns, rows, history=10_000)
+        self._stream = pyte.ByteStream(self._screen)
+
+    def resize(self, columns: int, rows: int) -> None:
+        _set_size(self._theirs, columns, rows)
+        self._screen.resize(rows, columns)
+
+    def lines(self) -> list[str]:
+        """Return the lines that the screen shows now, and before them those that have scrolled away."""
+        with suppress(BlockingIOError):
+            while part := os.read(self._ours, 1 << 16):
+                self.written += part.decode(errors="replace")
+                self._stream.feed(part)
+        columns = range(self._screen.columns)
+        gone = ["".join(line[column].data for column in columns).rstrip() for line in self._screen.history.top]
+        return [*gone, *(line.rstrip() for line in self._screen.display)]
+
+    def text(self) -> str:
+        return "\n".join(self.lines())
+
+    def wait_for(self, holds: Callable[[str], object], timeout: float = 60) -> str:
+        """Return the text of the screen as soon as a condition holds for it.
+
+        Raises:
+            TimeoutError: it did not hold in time.
+        """
+        deadline = time.monotonic() + timeout
+        while not holds(text := self.text()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(text)
+            time.sleep(0.02)
+        return text
+
+    def wait_for_end(self, run: ForkedRun, timeout: float = 120) -> list[int]:
+        """Return the exit codes of a run's ranks; it is killed if it does not end in time."""
+        try:
+            self.wait_for(lambda _: run.has_ended(), timeout)
+        finally:
+            run.kill()
+        return run.wait()
+
+    def close(self) -> None:
+        os.close(self._ours)
+        os.close(self._theirs)
+
+
+def _open_terminal(columns: int, rows: int = 24) -> tuple[int, int]:
     """Return both ends of a new terminal: one to read what its screen gets, one for the program."""
     terminal, program = pty.openpty()
-    fcntl.ioctl(program, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    _set_size(program, columns, rows)
     os.set_blocking(terminal, False)
     return terminal, program
+
+
+def _set_size(terminal: int, columns: int, rows: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
 
 def _read(terminal: int, has_ended: Callable[[], bool], timeout: float) -> str:
@@ -94,66 +132,3 @@ def _read(terminal: int, has_ended: Callable[[], bool], timeout: float) -> str:
             time.sleep(0.02)
     os.close(terminal)
     return written.decode(errors="replace")
-
-
-@dataclass
-class Screen:
-    """The lines of a terminal, those that have scrolled away included.
-
-    ``drawn`` are the states of every line at the moment at which it was erased or left.
-    """
-
-    columns: int
-    lines: list[str] = field(default_factory=lambda: [""])
-    drawn: list[str] = field(default_factory=list)
-    shows_cursor: bool = True
-    _row: int = 0
-    _column: int = 0
-
-    def write(self, text: str) -> None:
-        """Show what a program has written.
-
-        Raises:
-            ValueError: the text has a control code that this class does not know.
-        """
-        place = 0
-        while place < len(text):
-            sequence = _SEQUENCE.match(text, place)
-            if sequence:
-                self._control(sequence[1], sequence[2])
-                place = sequence.end()
-                continue
-            self._put(text[place])
-            place += 1
-
-    def _put(self, character: str) -> None:
-        if character == "\r":
-            self._column = 0
-        elif character == "\n":
-            self._leave()
-        elif character.isprintable():
-            if self._column == self.columns:
-                self._leave()
-                self._column = 0
-            line = self.lines[self._row].ljust(self._column)
-            self.lines[self._row] = line[: self._column] + character + line[self._column + 1 :]
-            self._column += 1
-        else:
-            raise ValueError(f"{character!r} after {self.lines[-3:]}")
-
-    def _leave(self) -> None:
-        self.drawn.append(self.lines[self._row])
-        self._row += 1
-        if self._row == len(self.lines):
-            self.lines.append("")
-
-    def _control(self, numbers: str, letter: str) -> None:
-        if (numbers, letter) == ("2", "K"):
-            self.drawn.append(self.lines[self._row])
-            self.lines[self._row] = ""
-        elif letter == "A":
-            self._row -= int(numbers or "1")
-        elif numbers == "?25":
-            self.shows_cursor = letter == "h"
-        elif letter != "m":  # colours
-            raise ValueError(f"escape code {numbers}{letter}")

@@ -43,7 +43,8 @@ from tests.support.wandb_files import read_history
 
 COLUMNS = [
     *("step", "epoch", "train_loss", "val_loss", "perplexity", "val_bits_per_byte", "learning_rate", "grad_norm"),
-    *("num_tokens", "tokens_per_second", "samples_per_second", "step_time", "data_wait", "mfu", "peak_memory_gb"),
+    *("num_tokens", "tokens_per_second", "samples_per_second", "step_time", "data_wait", "slowest_rank", "rank_lag"),
+    *("mfu", "peak_memory_gb"),
     "skipped_steps",
     "rows_hash",
 ]

@@ -1,4 +1,4 @@
-"""What a run prints and logs: the same lines on any standard output and in RUN/run.log, and a bar that fits."""
+"""What a run prints and logs: the same lines on any standard output and in RUN/run.log."""
 
 import contextlib
 import io
@@ -8,7 +8,6 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from fabric_train.training.loggers import ProgressLine
 from fabric_train.training.metrics import Metrics
+from fabric_train.training.panel import ProgressLines
 from fabric_train.training.run_log import log, note, progress, show, start_log, warn, write_log
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv, at_point
-from tests.support.terminal import Screen, run_forked_in_terminal
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 HEAD = rf"{TIME}[+-]\d{{4}} {re.escape(socket.gethostname())} rank (\d): "
@@ -77,8 +75,8 @@ def test_redirected_lines_carry_the_time_are_whole_and_without_codes(forked_runs
     assert row.split() == ["next", "python", "convert_to_hf.py", "--checkpoint", "deep/" * 40]
 
 
-def test_the_progress_line_is_printed_where_there_is_no_terminal(console: Console) -> None:
-    line = ProgressLine(0, 3, console)
+def test_progress_lines_are_printed_where_there_is_no_terminal(console: Console) -> None:
+    line = ProgressLines(0, 3)
     line.log(metrics(1, tokens_per_second=1234.5, peak_memory_gb=1.5))
     line.log(metrics(2))  # within two seconds: not a line
     line.log(metrics(3, val_loss=1.0, perplexity=2.718281828))
@@ -97,7 +95,7 @@ def test_the_time_left_follows_from_the_steps_since_the_start(
 ) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    line = ProgressLine(100, 160, console)
+    line = ProgressLines(100, 160)
     monkeypatch.setattr(time, "monotonic", lambda: now + 10 * seconds_a_step)
     line.log(metrics(110))  # 50 are left
     monkeypatch.undo()
@@ -256,69 +254,3 @@ def test_a_slow_start_names_weights_and_the_first_step(
     assert re.search(rf"^{TIME} step 1, forward and backward pass 1 \(\d+ s\)$", run.stdout(), re.MULTILINE)
     assert not re.search(r" step 2, ", run.stdout())
     assert run.stdout(1) == ""
-
-
-# --------------------------------------------------------------------------------------------------------- a terminal
-
-
-FAILS = """
-import sys, threading, time
-from fabric_train.cli.errors import end_run
-from fabric_train.training.metrics import Metrics
-from fabric_train.training.loggers import ProgressLine
-from fabric_train.training.run_log import start_log
-
-line = ProgressLine(0, 100_000, start_log())
-values = dict(train_loss=2.5, learning_rate=1e-4, grad_norm=1.25, tokens_per_second=123456.0, mfu=0.5)
-line.log(Metrics(step=40_000, epoch=0, peak_memory_gb=70.25, val_loss=1.0, perplexity=2.7, **values))
-print("a library's warning", file=sys.stderr)
-threading.Thread(target=end_run, args=(1, "error: rank 1 died")).start()
-while True:  # until the other thread ends the process
-    line.log(Metrics(step=40_001, epoch=0, **values))
-"""
-
-
-@pytest.mark.parametrize("columns", [80, 40, 200])
-def test_nothing_follows_an_error_on_a_terminal_and_the_bar_fits(forked_runs: ForkedRuns, columns: int) -> None:
-    code, written = run_forked_in_terminal(partial(forked_runs.start, [], 1, before=FAILS), columns)
-    assert code == 1
-    screen = Screen(columns)
-    screen.write(written)
-    *before, error, empty = screen.lines
-    assert (error, empty, screen.shows_cursor) == ("error: rank 1 died", "", True)
-    text = "\n".join(before)
-    assert "a library's warning" in before
-    assert "validation loss 1.0000" in text
-    assert len(re.findall(r" eta ", text)) == 1  # one bar is left
-    bars = [line for line in screen.drawn if re.search(r"40,00\d/100,000", line)]
-    assert bars
-    for bar in bars:
-        assert re.search(r"40,00\d/100,000 eta \d+:\d\d", bar)
-        assert len(bar) < columns
-        assert re.fullmatch(r".*?( loss 2\.5000( lr 1\.00e-04( grad 1\.250( tok/s 123,456.*)?)?)?)?", bar)
-    assert ("grad 1.250" in bars[-1]) == (columns >= 80)
-    assert ("mfu 50.0%" in bars[-1]) == (columns == 200)
-
-
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines(forked_runs: ForkedRuns) -> None:
-    _, written = run_forked_in_terminal(partial(forked_runs.start, [], 1, before=FAILS), kind="dumb")
-    assert "\x1b" not in written.replace("\x1b[?25h", "")
-    assert "step 40000/100000 loss 2.5000 lr 1.00e-04 " in written
-
-
-@pytest.mark.slow
-def test_a_whole_run_on_a_terminal_leaves_a_clean_screen(
-    forked_runs: ForkedRuns, tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path
-) -> None:
-    line = argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", max_step=3)
-    code, written = run_forked_in_terminal(partial(forked_runs.start, line, 1))
-    assert code == 0, written
-    screen = Screen(80)
-    screen.write(written)
-    lines = [line.rstrip() for line in screen.lines]
-    (bar,) = (line for line in lines if " eta " in line)
-    assert re.match(r"train \[#{10}\] 3/3 eta 0:00 loss ", bar)
-    assert lines.index(bar) < lines.index("Done")
-    assert screen.shows_cursor
-    assert not re.search(TIME, "\n".join(screen.lines))
-    assert "\x1b" not in (tmp_path / "run" / "run.log").read_text()

@@ -1,6 +1,7 @@
 """The functions and classes that ``torch._C`` has in a build with CUDA, for the pretended devices."""
 
 import os
+import time
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -141,5 +142,15 @@ def _stream_classes(c: Any, devices: Devices) -> tuple[type, type]:
         @property
         def cuda_event(self) -> int:
             return id(self)
+
+        def record(self, stream: Any) -> None:
+            self._recorded_at = time.perf_counter()
+            super().record(stream)
+
+        def elapsed_time(self, end: Any) -> float:
+            """Return the milliseconds between two events; as in CUDA, an error if the device has not passed them."""
+            if not (self.query() and end.query()):
+                raise RuntimeError("CUDA error: device not ready")
+            return (end._recorded_at - self._recorded_at) * 1e3
 
     return CudaStream, CudaEvent
