@@ -46,7 +46,7 @@ def _data_wait(table: MetricsTable) -> Iterator[Finding]:
         yield Finding(
             f"Steps wait for data {mean:.1%} of their time, more than {_MOST_WAIT:.0%}: raise --num_workers, or "
             "put the token dataset on a faster disk.",
-            "docs/performance.md#data",
+            "docs/performance.md#speed",
         )
 
 
@@ -111,13 +111,16 @@ def _skipped(table: MetricsTable) -> Iterator[Finding]:
     skipped = table.last("skipped_steps") or 0
     if skipped:
         yield Finding(
-            f"{skipped:,.0f} steps were left out, because their loss or gradient was not finite.", "docs/training.md"
+            f"{skipped:,.0f} steps were left out, because their loss or gradient was not finite.",
+            "docs/training.md#evaluation",
         )
 
 
 def _unevaluated(table: MetricsTable) -> Iterator[Finding]:
     if len(table.steps) >= _LEARNING_STEPS and not len(table.known("val_loss")):
-        yield Finding("The run has no evaluation: nobody sees whether it learns by heart.", "docs/training.md")
+        yield Finding(
+            "The run has no evaluation: nobody sees whether it learns by heart.", "docs/training.md#evaluation"
+        )
 
 
 _OF_METRICS: tuple[Callable[[MetricsTable], Iterator[Finding]], ...] = (
@@ -140,7 +143,7 @@ def _near_uniform(run: RunFiles, table: MetricsTable) -> Iterator[Finding]:
         yield Finding(
             f"The training loss is {losses.mean():.2f}; a model that guesses has {of_guessing:.2f}, ln {vocab_size:,}: "
             "look at the tokens with python -m fabric_train.tokenization.inspect, and at --lr.",
-            "docs/training.md",
+            "docs/training.md#evaluation",
         )
 
 

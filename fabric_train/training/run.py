@@ -96,7 +96,7 @@ def _train(loop: Loop, write_report: ReportWriter) -> int:
         if end.checkpoint:
             loop.outputs.saved(end.checkpoint, is_last=True)
         seconds = time.monotonic() - started
-        if end.stopped_by is None and run.arguments.logging.report and loop.stepper.fabric.is_global_zero:
+        if not end.stopped_by and run.arguments.logging.report and loop.stepper.fabric.is_global_zero:
             report = _report(loop, write_report)
     finally:
         loop.checkpoints.close()

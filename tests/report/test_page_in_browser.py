@@ -1,0 +1,106 @@
+"""The page in a real browser: no error, every section and chart, hover, zoom, axes, dark, narrow, printed, accessible."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.report.conftest import ReportedRuns
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+def open_page(browser: Browser, file: Path, width: int = 1100, colours: str = "light") -> tuple[Page, list[str]]:
+    """Return the page once its charts are drawn, and a list of its errors and of all that it loads."""
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=colours)  # type: ignore[arg-type]
+    faults: list[str] = []
+    page.on("console", lambda message: faults.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("request", lambda request: faults.append(request.url) if not request.url.startswith("file:") else None)
+    page.goto(file.as_uri())
+    page.wait_for_selector("body[data-drawn]", timeout=60_000)
+    return page, faults
+
+
+def test_every_section_and_chart_is_there_without_an_error(browser: Browser, reported: ReportedRuns) -> None:
+    page, faults = open_page(browser, reported.trunk / "report.html")
+    titles = page.locator("section > h2").all_text_contents()
+    assert titles[:5] == ["Summary", "Results", "Health", "Curves", "What happened"]
+    assert page.locator("nav a").all_text_contents() == titles
+    charts = page.locator(".chart canvas")
+    assert charts.count() == page.locator(".chart").count() >= 9
+    assert all(size > 100 for size in charts.evaluate_all("all => all.map(one => one.width)"))
+    assert faults == []
+    page.close()
+
+
+def test_a_chart_answers_the_mouse_and_the_controls(browser: Browser, reported: ReportedRuns) -> None:
+    page, faults = open_page(browser, reported.trunk / "report.html")
+    box = page.locator("#chart-loss canvas").bounding_box()
+    assert box is not None
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] / 2, middle)
+    tooltip = page.locator("#vg-tooltip-element")
+    tooltip.wait_for(state="visible")
+    assert "optimizer step" in tooltip.inner_text()
+    assert "nats per token" in tooltip.inner_text()
+
+    page.mouse.move(box["x"] + box["width"] * 0.3, middle)  # drag: all charts show this part
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, middle, steps=5)
+    page.mouse.up()
+    page.wait_for_function("state.domain !== null")
+    first, last = page.evaluate("state.domain")
+    assert 0 < first < last < 6
+    page.evaluate("drawing")
+    page.get_by_role("button", name="whole run").click()
+    page.evaluate("drawing")
+    assert page.evaluate("state.domain") is None
+
+    tokens = page.evaluate("axes[0].tokens")
+    page.get_by_label("tokens").check()
+    page.evaluate("drawing")
+    assert page.evaluate("specification(charts[0]).datasets.points.at(-1).x") == tokens[-1]
+    for label in ("log scale", "smooth"):
+        page.get_by_label(label).click()
+        page.evaluate("drawing")
+    assert page.evaluate("state.log") is True
+    assert page.evaluate("state.smooth") is False
+    assert faults == []
+    page.close()
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+@pytest.mark.parametrize("width", [1100, 390])
+def test_it_can_be_read_on_a_phone_and_in_the_dark(
+    browser: Browser, reported: ReportedRuns, width: int, colours: str
+) -> None:
+    page, faults = open_page(browser, reported.trunk / "report.html", width, colours)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    found = Axe().run(page).response["violations"]
+    serious = [one for one in found if one["impact"] in ("serious", "critical")]
+    assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in serious] == []
+    assert faults == []
+    page.close()
+
+
+def test_it_is_printed_with_all_that_is_folded(browser: Browser, reported: ReportedRuns, tmp_path: Path) -> None:
+    page, _ = open_page(browser, reported.trunk / "report.html")
+    page.pdf(path=tmp_path / "report.pdf")
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+    assert page.locator("details:not([open])").count() == 0
+    page.close()

@@ -1,0 +1,265 @@
+"""A report has every section from the files of a run, leaves out one whose file is damaged, and never ends a run."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fabric_train.cli.errors import InputError
+from fabric_train.evaluation.loss_changes import CHANGES
+from fabric_train.pages.charts import sampled, smoothed
+from fabric_train.pages.page import Section
+from fabric_train.report.__main__ import main
+from fabric_train.report.comparison import comparison_sections
+from fabric_train.report.health import find_unusual
+from fabric_train.report.run_files import RunFiles, open_runs
+from fabric_train.report.sections import run_sections
+from fabric_train.training.curves import metric_charts
+from tests.report.conftest import HOSTILE, ReportedRuns
+from tests.support.forked_runs import ForkedRuns
+from tests.support.short_runs import argv
+
+KEYS = (
+    *("summary", "results", "health", "curves", "events", "samples", "data", "lineage", "checkpoints", "repeat"),
+    "configuration",
+)
+
+
+def sections_of(run: Path) -> dict[str, Section]:
+    return {section.key: section for section in run_sections(RunFiles(run))}
+
+
+@pytest.fixture
+def copy(reported: ReportedRuns, tmp_path: Path) -> Path:
+    """The trunk in another place, without the files that it was made from."""
+    return Path(shutil.copytree(reported.trunk, tmp_path / "copied"))
+
+
+def test_every_section_is_there_also_in_a_copied_folder(copy: Path) -> None:
+    sections = sections_of(copy)
+    assert tuple(sections) == KEYS
+    assert not any(section.fault for section in sections.values())
+    charts = {chart.key: chart for chart in sections["curves"].charts}
+    assert {"loss", "sources", "trained", "learning_rate", "grad_norm", "tokens_per_second", "data_wait"} <= set(charts)
+    kinds = {(mark.kind, mark.x) for mark in charts["loss"].marks}
+    assert {("resume", 3), ("signal", 3)} <= kinds
+    rows = [float(line.split(",")[2] or "nan") for line in (copy / "metrics.csv").read_text().splitlines()[1:]]
+    assert charts["loss"].series[0].y.tolist() == [value for value in rows if value == value]
+    assert "after step 3: `branch`" not in sections["lineage"].body
+    for step in (2, 4, 6):
+        assert f"| {step} | " in sections["checkpoints"].body
+    assert "fabric run fabric_train --devices" in sections["repeat"].body
+    assert "max_step: 6" in sections["configuration"].body
+
+
+def test_a_branch_shows_its_trunk_and_the_trunk_its_branch(reported: ReportedRuns) -> None:
+    branch = sections_of(reported.branch)
+    (loss,) = (chart for chart in branch["curves"].charts if chart.key == "loss")
+    assert loss.series[0].x.tolist() == [1, 2, 3, 4, 5, 6]
+    assert ("branch", 4) in {(mark.kind, mark.x) for mark in loss.marks}
+    assert "- `trunk`\n  - after step 4: `branch`" in branch["lineage"].body
+    assert "`lr`: 0.001 → 0.0005" in branch["lineage"].body
+    assert "after step 4: `branch`" in sections_of(reported.trunk)["lineage"].body
+
+
+def test_the_run_wrote_its_report_after_its_last_save(reported: ReportedRuns) -> None:
+    page, text = ((reported.trunk / f"report.{end}").read_text() for end in ("html", "md"))
+    assert re.search(r"http-equiv=.Content-Security-Policy. content=.default-src 'none'", page)
+    assert "![Report of trunk](report.png)" in text
+    assert (reported.trunk / "report.png").read_bytes().startswith(b"\x89PNG")
+    for title in ("Summary", "Results", "What happened", "Samples", "Checkpoints"):
+        assert f"\n## {title}\n" in text
+    assert "step-00000006" in (reported.trunk / "run.log").read_text().split("written")[0]
+    assert "| cost | " in (reported.branch / "report.md").read_text()
+
+
+def test_no_text_of_the_run_is_markup(reported: ReportedRuns) -> None:
+    page = (reported.trunk / "report.html").read_text()
+    assert HOSTILE not in page
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page
+    markdown = (reported.trunk / "report.md").read_text()
+    assert "\\<img" in markdown
+    assert not re.search(r"^<img|[^\\`]<img(?! src=x onerror=alert\(1\)>$)", markdown, re.M)
+
+
+@pytest.mark.parametrize(
+    "damage, lost",
+    [
+        (lambda run: (run / "metrics.csv").write_text("nothing,of,this\n1,2,3\n"), {"curves", "health", "checkpoints"}),
+        (lambda run: (run / "metrics.csv").unlink(), {"curves", "health"}),
+        (lambda run: (run / "config.yaml").write_text("- a\n: b\n"), {"configuration", "repeat"}),
+        (lambda run: (run / "samples.jsonl").write_text("{\n"), {"samples"}),
+        (lambda run: shutil.rmtree(run / "checkpoints"), {"results", "data", "lineage"}),
+        (lambda run: (run / "run.log").unlink(), {"events"}),
+        (lambda run: damage_changes(run), {"changes"}),
+    ],
+)
+def test_a_damaged_file_leaves_its_sections_out_with_a_reason(
+    copy: Path, damage: Callable[[Path], object], lost: set[str]
+) -> None:
+    damage(copy)
+    faults = {key: section.fault for key, section in sections_of(copy).items() if section.fault}
+    assert lost <= set(faults), faults
+    assert all("\n" not in fault for fault in faults.values())
+    main([str(copy)])
+    assert "Left out: " in (copy / "report.html").read_text()
+
+
+def damage_changes(run: Path) -> None:
+    (run / "evaluation").mkdir()
+    (run / "evaluation" / CHANGES).write_text('{"first": 1}')
+
+
+def test_a_run_without_a_checkpoint_yet_is_reported(copy: Path) -> None:
+    shutil.rmtree(copy / "checkpoints")
+    lines = (copy / "metrics.csv").read_text().splitlines(keepends=True)
+    (copy / "metrics.csv").write_text("".join(lines[:3]) + lines[3][:9])  # a row that is being written
+    sections = sections_of(copy)
+    assert sections["curves"].charts[0].series[0].x.tolist() == [1]
+    assert "no checkpoint yet" in sections["summary"].body
+
+
+def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, reported: ReportedRuns) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError) as caught:
+        open_runs([str(tmp_path / "empty"), str(tmp_path / "gone"), str(reported.trunk / "best")])
+    first, second = caught.value.faults
+    assert "no run folder" in first
+    assert "no such folder" in second
+    for words, fault in (
+        ([str(reported.trunk), "--output", "x.pdf"], r"\.html"),
+        ([str(reported.trunk), "--output", str(tmp_path / "none" / "x.html")], "create it first"),
+    ):
+        with pytest.raises(InputError, match=fault):
+            main(words)
+
+
+def test_several_runs_are_compared_with_their_differences_first(reported: ReportedRuns, tmp_path: Path) -> None:
+    page = tmp_path / "both.html"
+    main([str(reported.trunk), str(reported.branch), "--output", str(page)])
+    sections = {one.key: one for one in comparison_sections(open_runs([str(reported.trunk), str(reported.branch)]))}
+    assert list(sections)[:4] == ["differences", "data", "fair", "results"]
+    assert re.search(r"\| `lr` \| 0\.001 \| 0\.0005 \|", sections["differences"].body)
+    assert "max_step" not in sections["differences"].body
+    assert "same token datasets" in sections["data"].body
+    names = [series.name for series in sections["curves"].charts[0].series]
+    assert names == ["trunk: training", "branch: training", "trunk: validation", "branch: validation"]
+    assert "trunk: training" in page.read_text()
+
+
+def test_an_unfair_comparison_is_said_and_why(reported: ReportedRuns, copy: Path) -> None:
+    for folder in (copy / "checkpoints").iterdir():
+        trainer = json.loads((folder / "trainer.json").read_text())
+        for name in ("evaluation", "first_evaluation"):
+            trainer[name]["rows"] = "0" * 32
+        (folder / "trainer.json").write_text(json.dumps(trainer))
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["tokenizer"]["name"] = "another"
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    body = {one.key: one for one in comparison_sections(open_runs([str(reported.trunk), str(copy)]))}["fair"].body
+    assert "other validation rows than trunk" in body
+    assert "another tokenizer than trunk: compare bits per byte alone" in body
+
+
+def write_metrics(run: Path, **columns: np.ndarray) -> RunFiles:
+    """Write a run of which only metrics.csv is there."""
+    run.mkdir(exist_ok=True)
+    length = len(next(iter(columns.values())))
+    table = {"step": np.arange(length), "epoch": np.zeros(length, int), **columns}
+    names = ["train_loss", "val_loss", "learning_rate", "grad_norm", "num_tokens", "tokens_per_second", "data_wait"]
+    names = [name for name in names if name not in columns]
+    with (run / "metrics.csv").open("w") as file:
+        file.write(",".join([*table, *names]) + "\n")
+        for row in zip(*(values.tolist() for values in table.values()), strict=True):
+            file.write(",".join(["" if value != value else str(value) for value in row] + [""] * len(names)) + "\n")
+    return RunFiles(run)
+
+
+def test_what_is_unusual_is_said_and_a_usual_run_gets_no_sentence(tmp_path: Path) -> None:
+    steps, rng = np.arange(400), np.random.default_rng(0)
+    usual = {
+        "train_loss": 2 + np.exp(-steps / 100) + rng.normal(0, 0.05, 400),
+        "val_loss": np.where(steps % 50 == 0, 2 + np.exp(-steps / 100), np.nan),
+        "val_loss/es": np.where(steps % 50 == 0, 2 + np.exp(-steps / 100), np.nan),
+        "grad_norm": rng.lognormal(0, 0.2, 400),
+        "tokens_per_second": rng.normal(1000, 30, 400),
+        "data_wait": rng.uniform(0, 0.02, 400),
+        "skipped_steps": np.zeros(400, int),
+    }
+    assert find_unusual(write_metrics(tmp_path / "usual", **usual)) == []
+    spike = usual["grad_norm"].copy()
+    spike[217] = 60.0
+    rising = np.where(steps % 50 == 0, 2 + np.abs(steps - 150) / 1000, np.nan)
+    unusual = {
+        "data_wait": ("wait for data 1", usual["data_wait"] + 0.1),
+        "grad_norm": ("1 spike above .* step 217", spike),
+        "val_loss/es": ("validation loss of es rises: 2.0000 at step 150, 2.2000", rising),
+        "tokens_per_second": ("got slower", usual["tokens_per_second"] - steps),
+        "skipped_steps": ("3 steps were left out", np.minimum(steps, 3)),
+    }
+    for column, (sentence, values) in unusual.items():
+        texts = [finding.text for finding in find_unusual(write_metrics(tmp_path / "run", **{**usual, column: values}))]
+        assert any(re.search(sentence, text) for text in texts), (column, texts)
+        assert len(texts) <= 2  # a source that rises may be above its first loss, too
+
+
+def test_pages_that_findings_name_exist() -> None:
+    root = Path(__file__).parents[2]
+    source = (root / "fabric_train" / "report" / "health.py").read_text()
+    pages = re.findall(r'"(docs/[^"]+)"', source)
+    assert len(pages) > 5
+    for page in pages:
+        file, _, anchor = page.partition("#")
+        heads = re.findall(r"^#+ (.*)$", (root / file).read_text(), re.M)
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}, page
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(2, 60))
+def test_a_sampled_curve_keeps_its_ends_and_extremes(values: list[float], most: int) -> None:
+    y, x = np.array(values), np.arange(len(values), dtype=np.float64)
+    chosen = sampled(x, y, most)
+    assert (np.diff(chosen) > 0).all()
+    assert len(chosen) <= max(most, 2) + 2
+    assert {y[chosen].min(), y[chosen].max()} == {y.min(), y.max()}
+    assert (chosen[0], chosen[-1]) == (0, len(values) - 1)
+
+
+def test_a_smooth_curve_is_the_mean_of_the_last_values() -> None:
+    y = np.array([1.0, 3.0, np.nan, 5.0, 9.0])
+    np.testing.assert_allclose(smoothed(y, 2), [1, 2, 3, 5, 7])
+
+
+def test_a_long_run_has_a_small_page_with_all_extremes(tmp_path: Path) -> None:
+    length = 30_000
+    rng, steps = np.random.default_rng(1), np.arange(length)
+    columns = {f"train_loss/source {number}": rng.normal(3, 0.2, length) for number in range(20)}
+    columns |= {"train_loss": rng.normal(3, 0.1, length), "grad_norm": rng.lognormal(0, 0.3, length)}
+    columns["grad_norm"][12_345] = 77.5
+    run = write_metrics(tmp_path / "long", step_time=np.full(length, 0.5), num_tokens=steps * 1000, **columns)
+    charts = {chart.key: chart for chart in metric_charts([("long", run.metrics)])}
+    (norm,) = charts["grad_norm"].series
+    assert norm.y.max() == 77.5
+    assert norm.x[norm.y.argmax()] == 12_345
+    assert sum(len(series.x) for chart in charts.values() for series in chart.series) < 60_000
+    main([str(run.folder)])
+    assert (run.folder / "report.html").stat().st_size < 3_000_000
+
+
+def test_a_report_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path
+) -> None:
+    words = argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", max_step=1, report="true")
+    (tmp_path / "run" / "report.html").mkdir(parents=True)
+    run = forked_runs.start(words, 1)
+    run.finish()
+    (line,) = (line for line in run.lines() if "no report" in line)
+    assert "report.html" in line
+    assert "python -m fabric_train.report" in line
+    assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
