@@ -123,25 +123,26 @@ class Panel:
 
     def one_line(self, width: int, moment: Moment) -> Line:
         """Return step, time left and as many values as fit."""
-        step, left = self.metrics.step, "-:--" if self.ends is None else _clock(self.ends - moment.now)
-        line = f"step {step:,}/{self.num_steps:,} eta {left}"
+        line = f"step {self.metrics.step:,}/{self.num_steps:,} eta {self._left(moment)}"
         for value in _in_short(self.metrics):
             if len(f"{line} {value}") > width:
                 break
             line = f"{line} {value}"
         return [Segment(line)]
 
+    def _left(self, moment: Moment) -> str:
+        return "-:--" if self.ends is None else _clock(self.ends - moment.now)
+
     def _rule(self, width: int) -> Line:
         dash, step = "─" if self.is_unicode else "-", self.metrics.step
         done = f" step {step:,} of {self.num_steps:,} ({step / self.num_steps:.0%}), epoch {self.metrics.epoch} "
-        title = _fit(f" {self.title} ", min(cell_len(self.title) + 2, max(width - len(done) - 5, 0)))
+        title = set_cell_size(f" {self.title} ", min(cell_len(self.title) + 2, max(width - len(done) - 5, 0)))
         rest = width - cell_len(title) - len(done) - 3
         parts = [(dash * 2, _DIM), (title, _BOLD), (dash, _DIM), (done, None), (dash * rest, _DIM)]
         return [Segment(text, style) for text, style in parts]
 
     def _bar(self, width: int, moment: Moment) -> Line:
-        left = "-:--" if self.ends is None else _clock(max(self.ends - moment.now, 0))
-        times = f" {left} left, {_clock(moment.now - self.started)} gone"
+        times = f" {self._left(moment)} left, {_clock(moment.now - self.started)} gone"
         full, empty = ("█", "░") if self.is_unicode else ("#", "-")
         size = width - len(times)
         filled = size * self.metrics.step // self.num_steps
@@ -156,10 +157,11 @@ class Panel:
         shown = list(names) if len(names) < rows else list(names)[: max(rows - 2, 1)]
         size = min(max(cell_len(name) for name in names.values()), _LONGEST_NAME, width - 2 * _LOSS)
         size = max(size, len("loss"))
-        lines = [[Segment(_fit("loss", size) + "train".rjust(_LOSS - 2) + "validation".rjust(_LOSS), _DIM)]]
+        lines = [[Segment(set_cell_size("loss", size) + "train".rjust(_LOSS - 2) + "validation".rjust(_LOSS), _DIM)]]
         for source in shown:
             columns = (f"{split}_loss/{source}".removesuffix("/") for split in ("train", "val"))
-            lines.append([Segment(_fit(names[source], size)), *(part for name in columns for part in self._loss(name))])
+            losses = [part for name in columns for part in self._loss(name)]
+            lines.append([Segment(set_cell_size(names[source], size)), *losses])
         if len(shown) < len(names):
             lines.append([Segment(f"and {len(names) - len(shown)} more sources", _DIM)])
         return lines
@@ -178,7 +180,6 @@ class Panel:
         of, now = self.metrics, moment.now
         rank = of.slowest_rank
         machine = "" if rank is None else f"{self.machines.get(rank, '')} rank {rank}".strip()
-        accuracy = of.further.get("val_accuracy")
         facts = [
             ("now", moment.position, None),
             ("tokens/s", _shown(of.tokens_per_second, ",.0f"), None),
@@ -190,7 +191,7 @@ class Panel:
             ("last save", _step_and_age(self.saved, now), None),
             ("last evaluation", _step_and_age(self.evaluated, now), None),
             ("slowest rank", f"{machine}, {_shown(of.rank_lag, '+.3f')} s a step" if machine else "", None),
-            ("accuracy", _shown(accuracy, ".3f"), None),
+            ("accuracy", _shown(of.further.get("val_accuracy"), ".3f"), None),
             ("mfu", _shown(of.mfu, ".1%"), None),
             ("step time", _shown(of.step_time, ".3f", " s"), None),
         ]
@@ -245,6 +246,7 @@ class ProgressPanel(ProgressLines, RenderHook):
             lines = self._panel.lines(*self._size(), self._moment())
         except Exception as error:  # noqa: BLE001 - the next ``log`` raises it, and ``GuardedLogger`` reports it
             self._fault, self._is_live = error, False
+            set_display(None)
             return [_control(_ERASE), *renderables]
         below = [segment for line in lines for segment in (Segment.line(), *line)]
         up = f"\r\x1b[{len(lines)}A" if lines else ""
@@ -312,19 +314,14 @@ def _grid(facts: list[tuple[str, str, Style | None]], width: int) -> list[Line]:
     lines: list[Line] = [[]]
     free = columns
     for name, value, style in facts:
-        label = _fit(name, max(_LABEL, len(name) + 1))
+        label = set_cell_size(name, max(_LABEL, len(name) + 1))
         taken = min(-(-(cell_len(label) + cell_len(value) + 1) // cell), columns)
         if taken > free:
             lines.append([])
             free = columns
-        lines[-1] += [Segment(label, _DIM), Segment(_fit(value, taken * cell - len(label)), style)]
+        lines[-1] += [Segment(label, _DIM), Segment(set_cell_size(value, taken * cell - len(label)), style)]
         free -= taken
     return lines
-
-
-def _fit(text: str, size: int) -> str:
-    """Return a text filled up or cut to a number of columns."""
-    return set_cell_size(text, size) if cell_len(text) <= size else set_cell_size(text, max(size - 1, 0)) + "…"[:size]
 
 
 def _shown(value: float | None, form: str, unit: str = "") -> str:
@@ -345,7 +342,7 @@ def _describe_stop(moment: Moment) -> str:
     if not moment.stop_signal:
         return ""
     name = "Ctrl-C" if moment.stop_signal == signal.SIGINT else describe_signal(moment.stop_signal)
-    return f"{name}: stopping ({moment.position}), then saving; once more, after 2 s, ends at once without saving"
+    return f"{name}: stopping and saving ({moment.position}); once more, after 2 s, ends at once without saving"
 
 
 def _describe_evaluation(metrics: Metrics) -> str:

@@ -505,6 +505,12 @@ def test_stopwatch_counts_everything_since_its_last_reading() -> None:
     assert reading["mfu"] == pytest.approx(7e6 / elapsed / 1e9)
     stopwatch.stepped(1, 1, 1.0)
     assert stopwatch.read()["step_time"] < elapsed + 5
+    stopwatch.stepped(1, 1, 1.0, [0.1, 0.5, 0.2])
+    stopwatch.stepped(1, 1, 1.0, [0.1, 0.3, 0.2])
+    reading = stopwatch.read()
+    assert (reading["slowest_rank"], reading["rank_lag"]) == (1, pytest.approx(0.2))
+    stopwatch.stepped(1, 1, 1.0, [0.1])
+    assert "slowest_rank" not in stopwatch.read()  # a single rank
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="compares with /proc")
