@@ -13,6 +13,7 @@ from fabric_train.report.run_files import RunFiles
 from fabric_train.training.curves import MetricsTable
 
 _MOST_WAIT = 0.05  # of a step's time
+_MOST_LAG = 0.1
 _SPIKE = 8.0  # times the median of the norms around it
 _AROUND = 50  # logged steps
 _RISE = 0.01  # of a source's lowest validation loss
@@ -92,6 +93,23 @@ def _rising_sources(table: MetricsTable) -> Iterator[Finding]:
             )
 
 
+def _slow_rank(table: MetricsTable) -> Iterator[Finding]:
+    known = table.known("rank_lag")[1:]
+    if len(known) < _FEWEST_ROWS:
+        return
+    slowest = table.columns["slowest_rank"][known]
+    ranks, counts = np.unique(slowest, return_counts=True)
+    rank = ranks[counts.argmax()]
+    own = known[slowest == rank]
+    share = float(np.mean(table.columns["rank_lag"][own] / table.columns["step_time"][own]))
+    if counts.max() > len(known) / 2 and share > _MOST_LAG:
+        yield Finding(
+            f"The others wait for rank {rank:.0f}: its own time is {share:.1%} of a step above the median: look at its "
+            "machine's temperature, its GPU's clock, and other programs there.",
+            "docs/performance.md#metrics",
+        )
+
+
 def _slower(table: MetricsTable) -> Iterator[Finding]:
     known = table.known("tokens_per_second")[1:]
     if len(known) < 4 * _FEWEST_ROWS:
@@ -124,7 +142,7 @@ def _unevaluated(table: MetricsTable) -> Iterator[Finding]:
 
 
 _OF_METRICS: tuple[Callable[[MetricsTable], Iterator[Finding]], ...] = (
-    *(_skipped, _rising_sources, _norm_spikes, _data_wait, _slower, _unevaluated),
+    *(_skipped, _rising_sources, _norm_spikes, _data_wait, _slow_rank, _slower, _unevaluated),
 )
 
 

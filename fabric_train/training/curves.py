@@ -30,6 +30,7 @@ _SINGLE = (
     ("mfu", "MFU", "share of the peak FLOP/s", True),
     ("data_wait", "Waiting for data", "share of the step's time", True),
     ("step_time", "Time of a step", "seconds", True),
+    ("rank_lag", "Lag of the slowest rank", "seconds a step above the median", True),
     ("peak_memory_gb", "Peak memory of rank 0", "10⁹ bytes", True),
 )
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: no error, every section and chart, hover, zoom, axes, dark, narrow, printed, accessible."""
+"""The page in a real browser: no error, all sections and charts, hover, zoom, axes, dark, narrow, printed, axe."""
 
 import shutil
 from collections.abc import Iterator
@@ -50,7 +50,9 @@ def test_every_section_and_chart_is_there_without_an_error(browser: Browser, rep
 
 def test_a_chart_answers_the_mouse_and_the_controls(browser: Browser, reported: ReportedRuns) -> None:
     page, faults = open_page(browser, reported.trunk / "report.html")
-    box = page.locator("#chart-loss canvas").bounding_box()
+    chart = page.locator("#chart-loss canvas")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
     assert box is not None
     middle = box["y"] + box["height"] / 2
     page.mouse.move(box["x"] + box["width"] / 2, middle)

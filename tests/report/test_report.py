@@ -48,7 +48,7 @@ def test_every_section_is_there_also_in_a_copied_folder(copy: Path) -> None:
     charts = {chart.key: chart for chart in sections["curves"].charts}
     assert {"loss", "sources", "trained", "learning_rate", "grad_norm", "tokens_per_second", "data_wait"} <= set(charts)
     kinds = {(mark.kind, mark.x) for mark in charts["loss"].marks}
-    assert {("resume", 3), ("signal", 3)} <= kinds
+    assert {("resume", 2), ("signal", 2)} <= kinds
     rows = [float(line.split(",")[2] or "nan") for line in (copy / "metrics.csv").read_text().splitlines()[1:]]
     assert charts["loss"].series[0].y.tolist() == [value for value in rows if value == value]
     assert "after step 3: `branch`" not in sections["lineage"].body
@@ -191,6 +191,9 @@ def test_what_is_unusual_is_said_and_a_usual_run_gets_no_sentence(tmp_path: Path
         "tokens_per_second": rng.normal(1000, 30, 400),
         "data_wait": rng.uniform(0, 0.02, 400),
         "skipped_steps": np.zeros(400, int),
+        "step_time": np.full(400, 0.5),
+        "slowest_rank": rng.integers(0, 4, 400),
+        "rank_lag": rng.uniform(0, 0.02, 400),
     }
     assert find_unusual(write_metrics(tmp_path / "usual", **usual)) == []
     spike = usual["grad_norm"].copy()
@@ -201,10 +204,14 @@ def test_what_is_unusual_is_said_and_a_usual_run_gets_no_sentence(tmp_path: Path
         "grad_norm": ("1 spike above .* step 217", spike),
         "val_loss/es": ("validation loss of es rises: 2.0000 at step 150, 2.2000", rising),
         "tokens_per_second": ("got slower", usual["tokens_per_second"] - steps),
+        "rank_lag": ("wait for rank 2: its own time is 2", np.full(400, 0.12)),
         "skipped_steps": ("3 steps were left out", np.minimum(steps, 3)),
     }
     for column, (sentence, values) in unusual.items():
-        texts = [finding.text for finding in find_unusual(write_metrics(tmp_path / "run", **{**usual, column: values}))]
+        columns = {**usual, column: values}
+        if column == "rank_lag":
+            columns["slowest_rank"] = np.where(steps % 4, 2, columns["slowest_rank"])
+        texts = [finding.text for finding in find_unusual(write_metrics(tmp_path / "run", **columns))]
         assert any(re.search(sentence, text) for text in texts), (column, texts)
         assert len(texts) <= 2  # a source that rises may be above its first loss, too
 
