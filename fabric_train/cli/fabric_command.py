@@ -33,6 +33,7 @@ PROGRAMS = {
     "train": "fabric_train",
     "trace": "fabric_train.trace",
     "replay": "fabric_train.replay",
+    "report": "fabric_train.report",
     "convert": "convert_to_hf",
     "generate": "generate",
     "evaluate": "evaluate",

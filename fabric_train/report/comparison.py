@@ -14,7 +14,7 @@ from fabric_train.report.health import find_unusual
 from fabric_train.report.run_files import RunFiles
 from fabric_train.training.curves import MetricsTable, metric_charts
 
-_OF_THE_PLACE = {"output_dir", "resume", "plan"}
+_OF_THE_PLACE = {"output_dir", "resume", "plan", "report"}
 """Arguments that say nothing about what a run does."""
 
 

@@ -123,9 +123,11 @@ def _results(run: RunFiles) -> Iterator[Section]:
         yield Section("results", "Results", "The run has no evaluation yet.")
         return
     now, first = found["now"], found["first"]
-    about = f"After step {now.step:,}" + (f", before it after step {first.step:,}" if first.step < now.step else "")
+    about = f"After step {now.step:,}"
+    if first.step < now.step:
+        about += f"; before the arrows, after step {first.step:,}"
     head = found["result_columns"]
-    body = f"{table(head, found['result_rows'], head.count('|'))}\n\n{about}; loss in nats per {now.whole.unit}."
+    body = f"{table(head, found['result_rows'], head.count('|'))}\n\n{about}. Loss in nats per {now.whole.unit}."
     yield Section("results", "Results", body)
 
 

@@ -159,13 +159,14 @@ def _objective_metrics(tables: Sequence[MetricsTable]) -> Iterator[tuple[str, li
 def _series(
     runs: Sequence[tuple[str, MetricsTable]], label: str, column: str, most: int, is_one_of_several: bool
 ) -> Iterator[Series]:
+    counts = [len(table.known(column)) for _, table in runs]
+    is_smooth = max(counts) > _SMOOTHED_FROM and column not in ("learning_rate", "peak_memory_gb")
     for number, (run, table) in enumerate(runs):
         known = table.known(column)
         if not len(known):
             continue
         steps, values = table.steps[known].astype(np.float64), table.columns[column][known]
-        is_smooth = len(known) > _SMOOTHED_FROM and column not in ("learning_rate", "peak_memory_gb")
-        smooth = smoothed(values, _width(len(known))) if is_smooth else None
+        smooth = smoothed(values, _width(max(counts))) if is_smooth else None
         chosen = sampled(steps, values, most)
         name = label if len(runs) == 1 else f"{run}: {label}" if is_one_of_several else run
         kind = "points" if column.startswith("val_") else "line"
@@ -180,9 +181,8 @@ def _width(number: int) -> int:
 def _note(series: Sequence[Series], tables: Sequence[MetricsTable]) -> str:
     if all(one.smooth is None for one in series):
         return ""
-    widths = dict.fromkeys(_width(len(table.steps)) for table in tables)
-    shown = " or ".join(f"{width:,}" for width in widths)
-    return f"Smooth curves are the mean of the last {shown} logged steps; of the faint ones all extremes are kept."
+    width = _width(max(len(table.steps) for table in tables))
+    return f"Smooth curves are means of about {width:,} logged steps; of the faint ones all extremes are kept."
 
 
 def _on(marks: Sequence[Mark], series: Sequence[Series]) -> tuple[Mark, ...]:
