@@ -134,7 +134,7 @@ def test_help_with_a_word_shows_only_the_arguments_that_match(capsys: pytest.Cap
     assert "--warmup_steps" in help_of(TrainArguments, capsys, "warmup-steps")
     assert "--warmup_steps" in help_of(TrainArguments, capsys, "learning", "RATE")
     of_wandb = re.findall(r"^  --(\w+)", help_of(TrainArguments, capsys, "wandb"), re.MULTILINE)
-    assert of_wandb == ["loggers", "entity", "project", "log_model"]
+    assert of_wandb == ["loggers", "entity", "project", "run_name", "tags", "group", "notes", "log_model"]
     assert "--sharding_strategy" in help_of(TrainArguments, capsys, "shard_grad_op")  # a choice
 
 
