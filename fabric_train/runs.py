@@ -34,7 +34,7 @@ from fabric_train.files.regular_file import open_regular, read_json
 
 _PARTS = ("config.yaml", "metrics.csv", "checkpoints")
 _CHECKPOINT = re.compile(r"step-[0-9]{8,18}")
-_LOG_LINE = re.compile(r"[0-9-]{10} [0-9:]{8}\S* \S+ rank [0-9]+: (.*)")
+_LOG_LINE = re.compile(r"[0-9-]{10} [0-9:]{8}\S* .* rank [0-9]+: (.*)")
 _ENDS = {"Done": "done", "early stopping": "done", "stopped by": "stopped", "error": "failed"}
 """How the last line of a session in run.log begins, and the state of its run."""
 _TAIL = 1 << 18  # bytes that are read from the end of metrics.csv and run.log

@@ -66,6 +66,7 @@ _GROUPS = {
     **dict.fromkeys(("epoch", "learning_rate", "grad_norm", "num_tokens", "skipped_steps"), "train"),
     "perplexity": "val",
     **dict.fromkeys(("tokens_per_second", "samples_per_second", "step_time", "data_wait", "mfu"), "speed"),
+    **dict.fromkeys(("slowest_rank", "rank_lag"), "speed"),
     "peak_memory_gb": "system",
 }
 """The group of each column whose name does not begin with it."""

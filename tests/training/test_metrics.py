@@ -304,7 +304,8 @@ def test_every_column_has_a_group() -> None:
     assert [grouped_name(name) for name in columns] == [
         *("train/epoch", "train/loss", "val/loss", "val/perplexity", "val/bits_per_byte", "train/learning_rate"),
         *("train/grad_norm", "train/num_tokens", "speed/tokens_per_second", "speed/samples_per_second"),
-        *("speed/step_time", "speed/data_wait", "speed/mfu", "system/peak_memory_gb", "train/skipped_steps"),
+        *("speed/step_time", "speed/data_wait", "speed/slowest_rank", "speed/rank_lag", "speed/mfu"),
+        *("system/peak_memory_gb", "train/skipped_steps"),
     ]
     further = further_columns(["margin"], ["accuracy"], ["es/news"])
     assert [grouped_name(name) for name in further] == [
