@@ -257,7 +257,8 @@ def _state(folder: Path, changed: float) -> str:
         opened.seek(max(0, log.stat().st_size - _TAIL))
         lines = opened.read(_TAIL).decode(errors="replace").splitlines()
     messages = [found[1] for line in lines if (found := _LOG_LINE.fullmatch(line))]
-    last = next((line for line in reversed(messages) if not line.startswith(("warning: ", "note: "))), "")
+    after = ("warning: ", "note: ", "written ")  # which may follow the last line
+    last = next((line for line in reversed(messages) if not line.startswith(after)), "")
     return next((state for begin, state in _ENDS.items() if last.startswith(begin)), "stopped")
 
 
