@@ -40,8 +40,10 @@ ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SH
 Schedule = Literal["cosine", "linear", "constant", "step", "exponential", "wsd"]
 DecayForm = Literal["1-sqrt", "linear", "cosine"]
 OptimizerStates = Literal["float32", "bfloat16", "8bit"]
-LoggerName = Literal["csv", "tensorboard", "wandb"]
+LoggerName = Literal["csv", "tensorboard", "wandb", "trackio", "mlflow"]
 PROJECT = "fabric_llama"
+_TRACKERS = {"wandb", "trackio", "mlflow"}
+_OF_TRACKERS = ("project", "run_name", "tags", "group", "notes")
 _OF_MIXTURES = ("shares", "token_shares", "phases")
 _OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
     "sft": (),
@@ -628,15 +630,24 @@ class LoggingArguments:
     log_step_interval: PositiveInt = 1
     """Optimizer steps between lines of metrics."""
     loggers: list[LoggerName] | None = None
-    """Where metrics are logged, in addition to RUN/metrics.csv, which is always written; csv adds nothing. Default: csv
-    tensorboard, and wandb (Weights & Biases) too if --entity or --project is given.
+    """Where metrics are logged, in addition to RUN/metrics.csv, which is always written; csv adds nothing. trackio and
+    mlflow need pip install 'fabric-train[trackio]' or 'fabric-train[mlflow]'. Default: csv tensorboard, and wandb
+    (Weights & Biases) too if --entity or --project is given.
     """
     entity: str | None = None
     """Team or user of Weights & Biases (wandb)."""
     project: str = PROJECT
-    """Project of Weights & Biases (wandb)."""
+    """Project of wandb and trackio, experiment of mlflow."""
+    run_name: str | None = None
+    """Name of the run in wandb, trackio and mlflow; default: that of the folder; wandb makes one up."""
+    tags: list[str] | None = None
+    """Tags of the run in wandb and mlflow; in the configuration of trackio."""
+    group: str | None = None
+    """Group of the run in wandb and trackio, a tag of this name in mlflow."""
+    notes: str | None = None
+    """Notes on the run in wandb and mlflow; in the configuration of trackio."""
     log_model: Literal["none", "last", "all"] = "none"
-    """Checkpoints to upload to Weights & Biases; last and all add wandb to the loggers."""
+    """Checkpoints to upload to wandb, trackio and mlflow; if --loggers has none of them, last and all add wandb."""
     report: bool = True
     """Write RUN/report.html and report.md at the end: curves, results, health, data, checkpoints."""
     profile: str | None = None
@@ -646,25 +657,28 @@ class LoggingArguments:
 
     @property
     def opened_loggers(self) -> list[LoggerName]:
-        """The loggers of --loggers, and those that other arguments need."""
-        needs_wandb = self.log_model != "none" or (self.loggers is None and bool(self._of_wandb))
+        """The loggers of --loggers, and wandb if other arguments need it."""
         chosen: list[LoggerName] = ["csv", "tensorboard"] if self.loggers is None else self.loggers
-        return [*chosen, "wandb"] if needs_wandb and "wandb" not in chosen else chosen
+        uploads = self.log_model != "none" and not _TRACKERS & set(chosen)
+        return [*chosen, "wandb"] if uploads or (self._turns_wandb_on and "wandb" not in chosen) else chosen
 
     @property
     def note(self) -> str | None:
-        """Why --loggers has wandb, or that it lacks it, though other arguments are for it; else None."""
-        if not self._of_wandb or "wandb" in (self.loggers or ()) or self.log_model != "none":
-            return None
-        if self.loggers is None:
-            return f"{self._of_wandb}: metrics go to Weights & Biases too, as with --loggers csv tensorboard wandb"
-        return f"{self._of_wandb} is for Weights & Biases, which --loggers leaves out: add wandb to it"
+        """Why --loggers has wandb, or which arguments no logger uses; else None."""
+        if self._turns_wandb_on and self.log_model == "none":
+            words = " ".join(self._turns_wandb_on)
+            return f"{words}: metrics go to Weights & Biases too, as with --loggers csv tensorboard wandb"
+        opened = set(self.opened_loggers)
+        used = {*(_OF_TRACKERS if _TRACKERS & opened else ()), *(["entity"] if "wandb" in opened else [])}
+        given = [name for name in ("entity", *_OF_TRACKERS) if getattr(self, name) not in (None, PROJECT)]
+        unused = ", ".join(f"--{name}" for name in given if name not in used)
+        return f"{unused}: no logger uses this; add wandb to --loggers" if unused else None
 
     @property
-    def _of_wandb(self) -> str:
+    def _turns_wandb_on(self) -> list[str]:
         entity = [] if self.entity is None else [f"--entity {self.entity}"]
         project = [] if self.project == PROJECT else [f"--project {self.project}"]
-        return " ".join([*entity, *project])
+        return [*entity, *project] if self.loggers is None else []
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
@@ -672,10 +686,22 @@ class LoggingArguments:
         return range_of_steps(self.profile or "")
 
     def faults(self) -> list[str]:
-        """Return invalid steps."""
+        """Return invalid steps, and names that Weights & Biases, Trackio or MLflow refuses."""
+        faults = [
+            f"--{name}: expected a name of 1 to {longest} characters on one line, got {value!r}"
+            for name, longest in (("project", 128), ("run_name", 128), ("group", 128), ("tags", 64))
+            for value in self._values_of(name)
+            if not value.strip() or len(value) > longest or not value.isprintable()
+        ]
+        if found := re.findall(r"[/\\#?%:]", self.project):
+            faults.append(f"--project {self.project!r}: a project has no {found[0]} in its name; leave it out")
         if self.profile is not None and self.profiled_steps is None:
-            return [f"--profile: expected a first and a last step such as 10:12, got {self.profile!r}"]
-        return []
+            faults.append(f"--profile: expected a first and a last step such as 10:12, got {self.profile!r}")
+        return faults
+
+    def _values_of(self, name: str) -> list[str]:
+        value: str | list[str] | None = getattr(self, name)
+        return [] if value is None else [value] if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)

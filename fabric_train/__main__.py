@@ -115,13 +115,14 @@ def write_run_report(folder: Path) -> "WrittenPage":
 
 def _report_nothing_left(run: "PreparedRun") -> None:
     from fabric_train.training.loggers import LoggedRun
-    from fabric_train.training.trackers import complete_wandb
+    from fabric_train.training.trackers import complete_trackers
 
     log.info("step %d of %d: nothing is left to train", run.start.state.step, run.plan.num_steps)
     if run.early_stopping and run.ends_early:
         log.info(run.early_stopping.describe(run.start.state))
-    if "wandb" in run.arguments.logging.opened_loggers and global_rank() == 0:
-        complete_wandb(LoggedRun(run.folder, run.start.state.step, flatten(run.arguments)))
+    if global_rank() == 0:
+        given = run.arguments.logging.opened_loggers
+        complete_trackers(given, LoggedRun(run.folder, run.start.state.step, flatten(run.arguments)))
 
 
 if __name__ == "__main__":

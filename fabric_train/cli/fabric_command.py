@@ -31,6 +31,7 @@ PROGRAMS = {
     "inspect": "fabric_train.tokenization.inspect",
     "merge": "fabric_train.tokenization.merge",
     "train": "fabric_train",
+    "runs": "fabric_train.runs",
     "trace": "fabric_train.trace",
     "replay": "fabric_train.replay",
     "report": "fabric_train.report",

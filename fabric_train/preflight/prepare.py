@@ -39,6 +39,7 @@ from fabric_train.training.evaluation import SamplePrompts
 from fabric_train.training.metrics import are_columns, find_lost_rows
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
 from fabric_train.training.reference import check_reference
+from fabric_train.training.trackers import check_trackers
 
 if TYPE_CHECKING:
     from arguments import CheckpointArguments, DataArguments, TrainArguments
@@ -175,6 +176,7 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
     check_attention(arguments, accelerator)
     if arguments.model.float8:
         check_float8(arguments, accelerator)
+    check_trackers(arguments.logging.opened_loggers)
     for name, is_compiled in (("compile", arguments.fsdp.compile is True), ("float8", arguments.model.float8)):
         if is_compiled:
             check_compiler(f"--{name} true", "leave it out")

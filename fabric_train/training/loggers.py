@@ -6,17 +6,27 @@ run, or change its exit code (:class:`GuardedLogger`). To add a logger, see :dat
 
 import csv
 import json
+import mmap
 import os
 import shlex
+import struct
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from fabric_train.cli.errors import InputError, describe_os_error, first_line
-from fabric_train.files.regular_file import check_no_link, open_to_write, parse_json, write_atomically
-from fabric_train.training.metrics import COLUMNS, Metrics, columns_of, read_table
+from fabric_train.files.regular_file import (
+    check_no_link,
+    check_no_links_in,
+    open_to_write,
+    parse_json,
+    write_atomically,
+)
+from fabric_train.training.metrics import COLUMNS, Metrics, columns_of, measured, read_table
 from fabric_train.training.run_log import warn
 
 
@@ -45,7 +55,7 @@ class Logger:
         """Upload a complete checkpoint; called for all or the last, as ``--log_model`` says."""
 
     def log_report(self, page: Path, markdown: str) -> None:
-        """Record the report of the run: a page without other files, and the same as Markdown."""
+        """Record the report of the run, after its last save: a self-contained HTML file, and the same as Markdown."""
 
     def flush(self) -> None:
         """Write what was logged to disk. It is called before each save, so no checkpoint is ahead of its metrics."""
@@ -170,10 +180,67 @@ def _line(sample: Sample) -> str:
     return json.dumps(asdict(sample), ensure_ascii=False) + "\n"
 
 
-def _trackers() -> Any:
-    from fabric_train.training import trackers  # which imports this module
+class TensorBoardLogger(Logger):
+    """Event files in ``RUN/tensorboard``."""
 
-    return trackers
+    def __init__(self, folder: Path, last_step: int) -> None:
+        """Continue after ``last_step``; remove what an interrupted run wrote after it."""
+        from torch.utils.tensorboard import SummaryWriter  # a slow import, needed only here
+
+        check_no_links_in(folder)
+        shown = threading.excepthook  # prints a traceback of the thread that writes; flush and close raise its error
+        threading.excepthook = lambda end: None if type(end.thread).__name__ == "_AsyncWriterThread" else shown(end)
+        for file in folder.glob("events.out.tfevents.*"):
+            _cut_events(file, last_step)
+        # an open TensorBoard has read the removed steps: purge_step makes it drop them
+        self._writer = SummaryWriter(str(folder), purge_step=last_step + 1)
+        self._last_step = max(last_step, 0)
+
+    def log(self, metrics: Metrics) -> None:
+        self._last_step = metrics.step
+        for name, value in measured(metrics).items():
+            self._writer.add_scalar(name, value, metrics.step)
+
+    def log_samples(self, samples: Sequence[Sample]) -> None:
+        for number, sample in enumerate(samples, 1):
+            as_code = indent(f"{sample.prompt}▸{sample.text}", "    ", lambda _: True)  # not read as Markdown
+            self._writer.add_text(f"samples/{number}", as_code, sample.step)
+
+    def log_report(self, page: Path, markdown: str) -> None:
+        self._writer.add_text("report", markdown, self._last_step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _cut_events(path: Path, last_step: int) -> None:
+    """Truncate an event file before its first event after ``last_step``, or before a record that is damaged or cut off.
+
+    Its records are of tensorboard's ``RecordWriter``: uint64 length, uint32 checksum, content, uint32 checksum.
+    """
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    size, end = path.stat().st_size, 0
+    if not size:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as records:
+        while end + 12 <= size:
+            (length,) = struct.unpack_from("<Q", records, end)
+            after = end + 12 + length + 4
+            if after > size:
+                break
+            try:
+                event = Event.FromString(records[end + 12 : after - 4])
+            except DecodeError:  # TensorBoard reads nothing after a damaged record either
+                break
+            if event.step > last_step:
+                break
+            end = after
+    os.truncate(path, end)
 
 
 def _loss_curves(run: LoggedRun) -> Logger:
@@ -182,10 +249,16 @@ def _loss_curves(run: LoggedRun) -> Logger:
     return LossCurves(run.folder, run.branched_after)
 
 
+def _open_tracker(name: str, run: LoggedRun) -> Logger:
+    from fabric_train.training.trackers import TRACKERS  # as above
+
+    return TRACKERS[name](run)
+
+
 LOGGERS: dict[str, Callable[[LoggedRun], Logger]] = {
     "loss_curves.png": _loss_curves,
-    "--loggers tensorboard": lambda run: _trackers().TensorBoardLogger(run.folder / "tensorboard", run.last_step),
-    "--loggers wandb": lambda run: _trackers().open_wandb(run),
+    "--loggers tensorboard": lambda run: TensorBoardLogger(run.folder / "tensorboard", run.last_step),
+    **{f"--loggers {name}": partial(_open_tracker, name) for name in ("wandb", "trackio", "mlflow")},
 }
 """How loggers are opened, by the name that messages call them. A name with ``--loggers`` is opened if that option names
 it, and any other one in every run."""
@@ -218,10 +291,6 @@ class Outputs:
         for logger in self._loggers:
             logger.log_samples(samples)
 
-    def log_report(self, page: Path, markdown: str) -> None:
-        for logger in self._loggers:
-            logger.log_report(page, markdown)
-
     def flush(self) -> None:
         for logger in self._loggers:
             logger.flush()
@@ -234,6 +303,10 @@ class Outputs:
             if self._log_model == ("last" if is_last else "all"):
                 logger.log_model(checkpoint)
 
+    def log_report(self, page: Path, markdown: str) -> None:
+        for logger in self._loggers:
+            logger.log_report(page, markdown)
+
     def close(self) -> None:
         for logger in self._loggers:
             logger.close()
@@ -245,8 +318,16 @@ def describe_loggers(names: Sequence[str], folder: Path, project: str) -> str:
     if "tensorboard" in names:
         places.append(f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")
     if "wandb" in names:
-        mode = _trackers().wandb_mode()
+        from fabric_train.training.trackers import wandb_mode
+
+        mode = wandb_mode()
         offline = f"{shlex.quote(str(folder / 'wandb'))}/offline-run-*"
         where = {"online": f"project {project}", "offline": f"offline; upload with: wandb sync {offline}"}
         places.append(f"Weights & Biases, {where.get(mode, mode)}")
+    if "trackio" in names:
+        places.append(f"trackio show --project {shlex.quote(project)}")
+    if "mlflow" in names:
+        files = f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {shlex.quote(str(folder / 'mlruns'))}"
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        places.append(f"MLflow at {server}, experiment {project}" if server else files)
     return "\n".join(places)

@@ -62,6 +62,14 @@ COLUMNS = tuple(column.name for column in fields(Metrics) if column.name not in 
 _INTEGERS = {column.name for column in fields(Metrics) if column.type in (int, int | None)}
 _TEXTS = {"rows_hash"}
 _REQUIRED = ["step", "epoch"]
+_GROUPS = {
+    **dict.fromkeys(("epoch", "learning_rate", "grad_norm", "num_tokens", "skipped_steps"), "train"),
+    "perplexity": "val",
+    **dict.fromkeys(("tokens_per_second", "samples_per_second", "step_time", "data_wait", "mfu"), "speed"),
+    **dict.fromkeys(("slowest_rank", "rank_lag"), "speed"),
+    "peak_memory_gb": "system",
+}
+"""The group of each column whose name does not begin with it."""
 _USUAL_FIGURES = ("loss", "perplexity", "bits_per_byte")
 
 
@@ -211,9 +219,22 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def measured(metrics: Metrics) -> dict[str, float]:
-    """Return the measured values by name, without the step and the hash of rows."""
+    """Return the measured values by :func:`grouped_name`, without the step and the hash of rows."""
     unmeasured = {"step", *_TEXTS}
-    return {name: value for name, value in columns_of(metrics).items() if value is not None and name not in unmeasured}
+    values = columns_of(metrics).items()
+    return {grouped_name(name): value for name, value in values if value is not None and name not in unmeasured}
+
+
+def grouped_name(column: str) -> str:
+    """Return the name that loggers give a column of metrics.csv: ``val_loss/es`` is ``val/es/loss``.
+
+    The first part is the group: train, val, speed or system.
+    """
+    figure, _, source = column.partition("/")
+    group, _, name = figure.partition("_")
+    if column in _GROUPS:
+        group, name = _GROUPS[column], column
+    return "/".join(filter(None, (group, source, name)))
 
 
 @dataclass(frozen=True)

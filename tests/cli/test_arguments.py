@@ -139,8 +139,20 @@ def test_default_loggers_need_no_account_and_no_network() -> None:
         (
             "--entity gplsi --loggers csv",
             ["csv"],
-            "--entity gplsi is for Weights & Biases, which --loggers leaves out: add wandb to it",
+            "--entity: no logger uses this; add wandb to --loggers",
         ),
+        (
+            "--run_name first --tags a b --project ours --loggers csv",
+            ["csv"],
+            "--project, --run_name, --tags: no logger uses this; add wandb to --loggers",
+        ),
+        ("--run_name first", ["csv", "tensorboard"], "--run_name: no logger uses this; add wandb to --loggers"),
+        (
+            "--entity gplsi --group g --notes n --loggers mlflow",
+            ["mlflow"],
+            "--entity: no logger uses this; add wandb to --loggers",
+        ),
+        ("--project ours --run_name first --log_model all --loggers trackio", ["trackio"], None),
         ("--entity gplsi --loggers wandb", ["wandb"], None),
         ("--entity gplsi --loggers csv --log_model last", ["csv", "wandb"], None),
     ],
@@ -167,7 +179,7 @@ def test_only_a_switch_needs_no_value() -> None:
     assert faults("--project", "--lr", "--loggers", "--micro_batch_size") == [
         "--project: expected text, got nothing",
         "--lr: expected a number above 0, got nothing",
-        "--loggers: expected a list, each one of csv, tensorboard, wandb or null, got nothing",
+        "--loggers: expected a list, each one of csv, tensorboard, wandb, trackio, mlflow or null, got nothing",
         "--micro_batch_size: expected a whole number above 0, got nothing",
     ]
 
@@ -183,8 +195,8 @@ def test_numbers_have_the_type_of_their_argument() -> None:
 
 def test_text_that_looks_like_yaml_stays_text() -> None:
     for text in ("123", "true", "null", "[a]", "a: b", "1e-3", "é", "a=b", "-", "# no comment"):
-        assert train("--project", text)["project"] == text
-        assert train(f"--project={text}")["project"] == text
+        assert train("--output_dir", text)["output_dir"] == text
+        assert train(f"--output_dir={text}")["output_dir"] == text
     for text in ("123", "~", "#1", "[a]"):
         assert train("--entity", text)["entity"] == text
 
@@ -205,7 +217,7 @@ def test_text_that_looks_like_yaml_stays_text() -> None:
         ("num_workers", "-1", "a whole number, 0 or more"),
         ("beta1", "1.5", "a number from 0 to 1"),
         ("precision", "fp8", "one of auto, bf16-true, bf16-mixed, 32-true, 16-mixed"),
-        ("loggers", "paper", "a list, each one of csv, tensorboard, wandb or null"),
+        ("loggers", "paper", "a list, each one of csv, tensorboard, wandb, trackio, mlflow or null"),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_is_expected(name: str, value: str, expected: str) -> None:
@@ -396,7 +408,10 @@ def test_the_default_of_a_wrong_value_makes_no_fault() -> None:
         ("resume: yes", "resume: expected true or false, got 'yes'; here it is true"),
         ("micro_batch_size: 1:30", "micro_batch_size: expected a whole number above 0, got '1:30'"),
         ("project: ''", "project: expected text, got ''"),
-        ("loggers: [paper]", "loggers: expected a list, each one of csv, tensorboard, wandb or null, got ['paper']"),
+        (
+            "loggers: [paper]",
+            "loggers: expected a list, each one of csv, tensorboard, wandb, trackio, mlflow or null, got ['paper']",
+        ),
         ("training: {lr: 1}", "training: no such argument; --help lists them"),
         ("config: other.yaml", "config: no such argument; --help lists them"),
         ("min-lr: 0\nmin_lr: 0", "min_lr is given twice"),
@@ -540,7 +555,7 @@ FLOATS = st.floats(0, 1, allow_subnormal=False)
         LoggingArguments,
         loggers=st.lists(st.sampled_from(get_args(LoggerName))),
         entity=st.none() | WORDS,
-        project=WORDS,
+        notes=st.none() | WORDS,
     ),
 )
 def test_a_saved_configuration_can_be_read_again(tmp_path_factory: pytest.TempPathFactory, **groups: Any) -> None:
@@ -677,6 +692,12 @@ def test_only_the_training_program_reads_the_launchers_variables(monkeypatch: py
             "run, add --weights_only true for its weights, or leave --checkpoint out for --model_name",
         ),
         ("--branch a@5 --checkpoint c", "--branch a@5 and --checkpoint c: give one of them"),
+        ("--project a/b", "--project 'a/b': a project has no / in its name; leave it out"),
+        (
+            f"--run_name {'n' * 129}",
+            f"--run_name: expected a name of 1 to 128 characters on one line, got '{'n' * 129}'",
+        ),
+        ("--tags fine a\x07b", "--tags: expected a name of 1 to 64 characters on one line, got 'a\\x07b'"),
         ("--lr 1e-4 --min_lr 1e-3", "--min_lr 0.001 is above --lr 0.0001"),
         ("--lr_schedule exponential", "--lr_schedule exponential never reaches 0: give a --min_lr above 0"),
         ("--warmup_steps 6 --max_step 5", "--warmup_steps 6 is more than --max_step 5"),

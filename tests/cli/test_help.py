@@ -121,7 +121,8 @@ def test_help_shows_choices_and_defaults(capsys: pytest.CaptureFixture[str]) -> 
     text = " ".join(help_of(TrainArguments, capsys).split())
     assert "--precision auto|bf16-true|bf16-mixed|32-true|16-mixed bf16-true keeps" in text
     assert "Passes over the rows; a stream is read until --max_step. (default: 2)" in text
-    assert "csv adds nothing. Default: csv tensorboard, and wandb" in text
+    assert "csv adds nothing. trackio and mlflow need pip install" in text
+    assert "Default: csv tensorboard, and wandb" in text
     assert "(default: false)" in text
 
 
@@ -134,7 +135,7 @@ def test_help_with_a_word_shows_only_the_arguments_that_match(capsys: pytest.Cap
     assert "--warmup_steps" in help_of(TrainArguments, capsys, "warmup-steps")
     assert "--warmup_steps" in help_of(TrainArguments, capsys, "learning", "RATE")
     of_wandb = re.findall(r"^  --(\w+)", help_of(TrainArguments, capsys, "wandb"), re.MULTILINE)
-    assert of_wandb == ["loggers", "entity", "project", "log_model"]
+    assert of_wandb == ["loggers", "entity", "project", "run_name", "tags", "group", "notes", "log_model"]
     assert "--sharding_strategy" in help_of(TrainArguments, capsys, "shard_grad_op")  # a choice
 
 

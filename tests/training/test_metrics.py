@@ -2,13 +2,18 @@
 
 import csv
 import errno
+import importlib
+import json
 import logging
 import shlex
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,6 +31,7 @@ from fabric_train.training.loggers import (
     GuardedLogger,
     LoggedRun,
     Logger,
+    TensorBoardLogger,
     describe_loggers,
     open_loggers,
 )
@@ -34,11 +40,12 @@ from fabric_train.training.metrics import (
     Metrics,
     find_lost_rows,
     further_columns,
+    grouped_name,
     peak_memory_gb,
     read_metrics,
 )
-from fabric_train.training.trackers import TensorBoardLogger, WandbLogger, complete_wandb
-from tests.support.forked_runs import ForkedRuns
+from fabric_train.training.trackers import WandbLogger, check_trackers, complete_trackers
+from tests.support.forked_runs import ForkedRuns, free_port
 from tests.support.wandb_files import read_history
 
 COLUMNS = [
@@ -48,7 +55,16 @@ COLUMNS = [
     "skipped_steps",
     "rows_hash",
 ]
-WANDB = {"project": "project", "entity": None}
+TRACKED = {
+    "project": "project of ours",
+    "entity": None,
+    "run_name": "first try",
+    "tags": ["es", "ca"],
+    "group": "ours",
+    "notes": "notes of ours",
+    "log_model": "none",
+    "lr": 0.5,
+}
 
 
 def metrics(step: int, loss: float = 2.5) -> Metrics:
@@ -144,7 +160,7 @@ def test_step_0_is_logged_once_by_a_run_that_starts_again(tmp_path: Path) -> Non
     logger = TensorBoardLogger(tmp_path / "tensorboard", -1)
     logger.log(metrics(0, 2.0))
     logger.close()
-    found = scalars(tmp_path / "tensorboard").Scalars("train_loss")
+    found = scalars(tmp_path / "tensorboard").Scalars("train/loss")
     assert [(event.step, event.value) for event in found] == [(0, 2.0)]
 
 
@@ -168,7 +184,8 @@ def test_losses_of_sources_are_columns_whatever_the_names_hold(tmp_path: Path) -
     board = TensorBoardLogger(tmp_path / "tensorboard", -1)
     board.log(row)
     board.close()
-    assert set(value) <= set(scalars(tmp_path / "tensorboard").Tags()["scalars"])
+    grouped = {"val/es/loss", 'train/a, "b"/loss', "val/gone\nlines/bits_per_byte"}
+    assert grouped <= set(scalars(tmp_path / "tensorboard").Tags()["scalars"])
 
 
 def test_a_run_that_resumes_with_other_sources_has_the_columns_of_both(tmp_path: Path) -> None:
@@ -276,9 +293,43 @@ def test_tensorboard_holds_every_measured_value_at_its_step(tmp_path: Path) -> N
         logger.log(metrics(step, loss=step / 2))
     logger.close()
     events = scalars(tmp_path)
-    assert set(events.Tags()["scalars"]) == {"epoch", "train_loss", "learning_rate", "grad_norm", "num_tokens"}
-    assert [(event.step, event.value) for event in events.Scalars("train_loss")] == [(1, 0.5), (2, 1.0)]
-    assert [event.value for event in events.Scalars("num_tokens")] == [64.0, 128.0]
+    names = ("epoch", "loss", "learning_rate", "grad_norm", "num_tokens")
+    assert set(events.Tags()["scalars"]) == {f"train/{name}" for name in names}
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 1.0)]
+    assert [event.value for event in events.Scalars("train/num_tokens")] == [64.0, 128.0]
+
+
+def test_every_column_has_a_group() -> None:
+    columns = [name for name in COLUMNS if name not in ("step", "rows_hash")]
+    assert [grouped_name(name) for name in columns] == [
+        *("train/epoch", "train/loss", "val/loss", "val/perplexity", "val/bits_per_byte", "train/learning_rate"),
+        *("train/grad_norm", "train/num_tokens", "speed/tokens_per_second", "speed/samples_per_second"),
+        *("speed/step_time", "speed/data_wait", "speed/slowest_rank", "speed/rank_lag", "speed/mfu"),
+        *("system/peak_memory_gb", "train/skipped_steps"),
+    ]
+    further = further_columns(["margin"], ["accuracy"], ["es/news"])
+    assert [grouped_name(name) for name in further] == [
+        *("train/margin", "val/accuracy", "val/margin", "train/es/news/loss", "val/es/news/loss"),
+        *("val/es/news/perplexity", "val/es/news/bits_per_byte", "val/es/news/accuracy"),
+    ]
+
+
+def test_tensorboard_has_the_report_as_text(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, -1)
+    logger.log(metrics(7))
+    logger.log_report(tmp_path / "report.html", "# The report")
+    logger.close()
+    (event,) = scalars(tmp_path).Tensors("report/text_summary")
+    assert (event.step, event.tensor_proto.string_val[0]) == (7, b"# The report")
+
+
+def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])  # nothing can be found any more
+    importlib.invalidate_caches()
+    for name in ("trackio", "mlflow"):
+        with pytest.raises(InputError, match=rf"--loggers {name} needs {name}: pip install 'fabric-train\[{name}\]'"):
+            check_trackers(["csv", "wandb", name])
+    check_trackers(["csv", "wandb"])
 
 
 def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
@@ -287,7 +338,7 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
         for step in steps:
             logger.log(metrics(step, loss))
         logger.close()
-    found = [(event.step, event.value) for event in scalars(tmp_path).Scalars("train_loss")]
+    found = [(event.step, event.value) for event in scalars(tmp_path).Scalars("train/loss")]
     assert found == [(step, 1.0 if step <= 3 else 2.0) for step in range(1, 8)]
 
 
@@ -322,19 +373,20 @@ def test_a_damaged_wandb_id_is_named(tmp_path: Path) -> None:
     for content in (b"\xff\x00", b"", b"../elsewhere"):
         (tmp_path / "wandb_run_id").write_bytes(content)
         with pytest.raises(InputError, match=r"wandb_run_id: damaged; "):
-            WandbLogger(LoggedRun(tmp_path, -1, WANDB))
+            WandbLogger(LoggedRun(tmp_path, -1, TRACKED))
 
 
 def fails(*_: object) -> NoReturn:
     raise OSError(errno.ENOSPC, "No space left on device", "events")
 
 
-@pytest.mark.parametrize("method", ["log", "log_samples", "log_model", "flush", "close"])
+@pytest.mark.parametrize("method", ["log", "log_samples", "log_model", "log_report", "flush", "close"])
 def test_a_logger_that_fails_is_reported_once_and_left_out(caplog: pytest.LogCaptureFixture, method: str) -> None:
     whole = Logger()
     setattr(whole, method, fails)
     logger = GuardedLogger("--loggers tensorboard", lambda: whole)
     given: dict[str, list[object]] = {"log": [metrics(1)], "log_samples": [[]], "log_model": [Path("step-00000001")]}
+    given["log_report"] = [Path("report.html"), "# The report"]
     for _ in range(2):
         getattr(logger, method)(*given.get(method, []))
     (line,) = (record.getMessage() for record in caplog.records)
@@ -345,7 +397,7 @@ def test_a_logger_that_fails_is_reported_once_and_left_out(caplog: pytest.LogCap
 def test_loggers_that_cannot_be_opened_leave_metrics_csv(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "tensorboard").write_text("a file")
     (tmp_path / "wandb_run_id").write_text("../elsewhere")
-    loggers = open_loggers(["tensorboard", "wandb"], LoggedRun(tmp_path, 0, WANDB))
+    loggers = open_loggers(["tensorboard", "wandb"], LoggedRun(tmp_path, 0, TRACKED))
     for logger in loggers:
         logger.log(metrics(1))
         logger.close()
@@ -361,11 +413,11 @@ def test_wandb_that_is_disabled_is_noted_and_writes_nothing(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     caplog.set_level(logging.INFO)
-    for logger in open_loggers(["wandb"], LoggedRun(tmp_path, 0, WANDB)):
+    for logger in open_loggers(["wandb"], LoggedRun(tmp_path, 0, TRACKED)):
         logger.log(metrics(1))
         logger.log_model(tmp_path)
         logger.close()
-    complete_wandb(LoggedRun(tmp_path, 1, WANDB))
+    complete_trackers(["wandb"], LoggedRun(tmp_path, 1, TRACKED))
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
     assert caplog.messages == ["note: WANDB_MODE=disabled: nothing is logged to Weights & Biases"]
 
@@ -380,7 +432,7 @@ def test_metrics_are_read_back_as_they_were_logged(tmp_path: Path) -> None:
 def test_what_was_flushed_outlives_a_sigkill(tmp_path: Path, forked_runs: ForkedRuns) -> None:
     assert forked_runs.start([tmp_path], 1, before=LOG_AND_DIE).wait() == [-signal.SIGKILL]
     assert len(rows_of(tmp_path / "metrics.csv")) == 3
-    assert [event.step for event in scalars(tmp_path / "tensorboard").Scalars("train_loss")] == [1, 2, 3]
+    assert [event.step for event in scalars(tmp_path / "tensorboard").Scalars("train/loss")] == [1, 2, 3]
 
 
 def test_metrics_csv_is_written_whatever_loggers_are_asked_for(tmp_path: Path) -> None:
@@ -413,26 +465,34 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 # ------------------------------------------------------------------------------------------------- Weights & Biases
 
-LOG_TO_WANDB = """
+LOG_TO_TRACKER = f"""
 import os, sys
+kept = ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_BASE_URL", "WANDB_API_KEY")
 for name in list(os.environ):
-    if name == "NETRC" or name.startswith("WANDB_") and name not in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+    if name == "NETRC" or name.startswith("WANDB_") and name not in kept:
         del os.environ[name]
 from pathlib import Path
-from typing import NoReturn
+from fabric_train.training.loggers import LoggedRun, Sample, open_loggers
 from fabric_train.training.metrics import Metrics
-from fabric_train.training.loggers import LoggedRun, open_loggers
+from fabric_train.training.run_log import start_log
 
-run, checkpoint, last_step = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-loggers = open_loggers(["wandb"], LoggedRun(run, last_step, {"project": "project of ours", "entity": None, "lr": 0.5}))
+start_log()
+tracker, run, checkpoint, last_step = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+loggers = open_loggers([tracker], LoggedRun(run, last_step, {TRACKED}, ["val_loss/a|b"]))
 for step in (last_step + 1, last_step + 2):
     for logger in loggers:
-        logger.log(Metrics(step=step, epoch=0, train_loss=step / 2))
-print("mode", loggers[-1].logger.mode)
+        logger.log_samples([Sample(step, "To be", "or not"), Sample(step, "Ser", f"o no {{step}}")])
+        logger.log(Metrics(step=step, epoch=0, train_loss=step / 2, by_source={{"val_loss/a|b": 1.5}}))
+print("mode", getattr(loggers[-1].logger, "mode", None))
+page = run / "report.html"
+page.write_text("<p>the whole page")
 for logger in loggers:
     logger.log_model(checkpoint)
-    logger.close()
-raise SystemExit
+    logger.log_report(page, "# The report")
+    if len(sys.argv) == 5:
+        logger.close()
+sys.stdout.flush()
+os._exit(0)
 """
 
 
@@ -451,38 +511,193 @@ def test_the_places_of_loggers_are_commands(tmp_path: Path, monkeypatch: pytest.
     assert describe_loggers(["wandb"], run, "ours").splitlines()[1] == "Weights & Biases, project ours"
 
 
-def test_wandb_without_account_logs_offline_and_never_asks(tmp_path: Path, forked_runs: ForkedRuns) -> None:
-    run, home, checkpoint = tmp_path / "run", tmp_path / "home", tmp_path / "step-00000002"
-    for folder in (run, home, checkpoint / "tokenizer", checkpoint / "optimizer"):
-        folder.mkdir(parents=True)
-    (checkpoint / "model.safetensors").write_bytes(b"weights of the model")
-    (checkpoint / "tokenizer" / "tokenizer.json").write_text("{}")
-    (checkpoint / "optimizer" / "optimizer.safetensors").write_bytes(b"moments of the optimizer")
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "step-00000002"
+    for name in ("tokenizer", "optimizer"):
+        (folder / name).mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights of the model")
+    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+    (folder / "optimizer" / "optimizer.safetensors").write_bytes(b"moments of the optimizer")
+    return folder
+
+
+def test_wandb_without_account_logs_offline_and_never_asks(
+    tmp_path: Path, checkpoint: Path, forked_runs: ForkedRuns
+) -> None:
+    run, home = tmp_path / "run", tmp_path / "home"
+    for folder in (run, home):
+        folder.mkdir()
     environment = {"HOME": str(home), "WANDB_CACHE_DIR": str(home / "cache"), "WANDB_DATA_DIR": str(home / "data")}
     for last_step in (0, 1):  # the second time resumes, from the checkpoint of step 1
-        words = [run, checkpoint, last_step]
-        finished = forked_runs.start(words, 1, before=LOG_TO_WANDB, env=environment, cwd=tmp_path)
+        words = ["wandb", run, checkpoint, last_step]
+        finished = forked_runs.start(words, 1, before=LOG_TO_TRACKER, env=environment, cwd=tmp_path)
         finished.finish()
         assert finished.stdout().splitlines() == ["mode offline"]
         assert "wandb" not in finished.stderr()
     identity = (run / "wandb_run_id").read_text()
     (newest,) = (run / "wandb").glob("offline-run-*")
-    assert [(row["_step"], row["train_loss"]) for row in read_history(newest)] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    rows = [row for row in read_history(newest) if "train/loss" in row]
+    assert [(row["_step"], row["train/loss"]) for row in rows] == [(1, 0.5), (2, 1.0), (3, 1.5)]
     offline = [newest, *(run / "wandb" / "replaced").glob("offline-run-*")]
     assert len(offline) == 2
     assert all(folder.name.endswith(identity) for folder in offline)
     for folder in offline:
         content = next(folder.glob("*.wandb")).read_bytes()
-        assert b"train_loss" in content
-        assert b"project of ours" in content
-        assert f"model-{identity}".encode() in content
-        assert b"model.safetensors" in content
+        for expected in ("train/loss", "val/a|b/loss", f"model-{identity}", "model.safetensors"):
+            assert expected.encode() in content
+        for expected in ("project of ours", "first try", "notes of ours", f"report-{identity}", "report.html"):
+            assert expected.encode() in content, expected
         assert b"tokenizer/tokenizer.json" in content
         assert b"optimizer.safetensors" not in content
+    tables = "".join(file.read_text() for file in newest.rglob("samples_*.table.json"))
+    assert all(f'["Ser","o no {step}"]' in tables for step in (1, 2, 3))
     staged = [path.read_bytes() for path in home.rglob("*") if path.is_file()]
     assert b"weights of the model" in staged
+    assert b"<p>the whole page" in staged
     assert b"moments of the optimizer" not in staged
     assert not (home / ".netrc").exists()
+
+
+# ------------------------------------------------------------------------------------------------ Trackio and MLflow
+
+needs = {
+    name: pytest.mark.skipif(find_spec(name) is None, reason=f"pip install 'fabric-train[{name}]'")
+    for name in ("trackio", "mlflow")
+}
+
+
+def log_and_resume(tracker: str, run: Path, checkpoint: Path, runs: ForkedRuns, env: dict[str, str]) -> None:
+    """Log steps 1 and 2 and die, log them again, then resume after step 1 with steps 2 and 3."""
+    run.mkdir()
+    for *further, last_step in (("dies", 0), (0,), (1,)):
+        words = [tracker, run, checkpoint, last_step, *further]
+        started = runs.start(words, 1, before=LOG_TO_TRACKER, env=env, cwd=run.parent)
+        started.finish()
+        assert (started.lines(), started.stderr()) == (["mode None"], "")
+
+
+@needs["mlflow"]
+def test_mlflow_has_each_step_once_and_everything_else(
+    tmp_path: Path, checkpoint: Path, forked_runs: ForkedRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    log_and_resume("mlflow", run, checkpoint, forked_runs, {})
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow import MlflowClient
+
+    client, run_id = MlflowClient((run / "mlruns").as_uri()), (run / "mlflow_run_id").read_text()
+    for name, values in (("train/loss", [0.5, 1.0, 1.5]), ("val/a_b/loss", [1.5] * 3)):
+        history = client.get_metric_history(run_id, name)
+        assert sorted((metric.step, metric.value) for metric in history) == list(enumerate(values, 1))
+    found = client.get_run(run_id)
+    assert (found.info.run_name, found.info.status, found.data.params["lr"]) == ("first try", "FINISHED", "0.5")
+    tags = {"es": "true", "ca": "true", "group": "ours", "mlflow.note.content": "notes of ours"}
+    assert tags.items() <= found.data.tags.items()
+    assert client.get_experiment(found.info.experiment_id).name == "project of ours"
+    (stored,) = (run / "mlruns").rglob("artifacts")
+    files = {path.relative_to(stored).as_posix(): path.read_text() for path in stored.rglob("*") if path.is_file()}
+    assert files == {
+        **{f"samples/step-{step:08d}.txt": f"To be▸or not\n\nSer▸o no {step}" for step in (1, 2, 3)},
+        "report.html": "<p>the whole page",
+        "step-00000002/model.safetensors": "weights of the model",
+        "step-00000002/tokenizer/tokenizer.json": "{}",
+    }
+
+
+@needs["trackio"]
+def test_trackio_has_each_step_once_and_everything_else(
+    tmp_path: Path, checkpoint: Path, forked_runs: ForkedRuns
+) -> None:
+    run, own = tmp_path / "run", tmp_path / "trackio"
+    log_and_resume("trackio", run, checkpoint, forked_runs, {"TRACKIO_DIR": str(own)})
+    (database,) = own.glob("*.db")
+    with closing(sqlite3.connect(database)) as opened:
+        rows = opened.execute("select step, run_name, metrics from metrics order by id").fetchall()
+        (config,) = opened.execute("select config from configs").fetchone()
+    logged = [(step, json.loads(metrics)) for step, _, metrics in rows]
+    steps = [(step, row) for step, row in logged if "train/loss" in row]
+    assert [(step, row["train/loss"], row["val/a|b/loss"]) for step, row in steps] == [
+        (step, step / 2, 1.5) for step in (1, 2, 3)
+    ]
+    assert [row["samples"]["_value"][1] for _, row in steps] == [
+        {"prompt": "Ser", "text": f"o no {step}"} for step in (1, 2, 3)
+    ]
+    assert logged[-1] == (3, {"report": {"_type": "trackio.markdown", "_value": "# The report"}})
+    assert {name for _, name, _ in rows} == {f"first try-{(run / 'trackio_run_id').read_text()}"}
+    assert {"notes": "notes of ours", "tags": ["es", "ca"], "_Group": "ours"}.items() <= json.loads(config).items()
+    stored = {path.read_bytes() for path in own.rglob("*") if path.is_file()}
+    assert {b"<p>the whole page", b"weights of the model", b"{}"} <= stored
+    assert b"moments of the optimizer" not in stored
+
+
+# --------------------------------------------------------------------------------------------------------- failures
+
+LOG_WITHOUT = f"""
+import json, resource, signal, sys
+from pathlib import Path
+from fabric_train.training.loggers import LoggedRun, Outputs, Sample, open_loggers
+from fabric_train.training.metrics import Metrics
+from fabric_train.training.run_log import quiet_libraries, start_log
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+if "disk" in sys.argv:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+start_log()
+quiet_libraries()
+run = Path(sys.argv[1])
+outputs = Outputs(open_loggers(sys.argv[2].split(), LoggedRun(run, 0, {TRACKED})), "none")
+for step in range(1, 6):
+    outputs.log_samples([Sample(step, "prompt", "text " * 900)] if step == 2 else [])
+    outputs.log(Metrics(step=step, epoch=0, train_loss=step / 2))
+    outputs.flush()
+(run / "report.html").write_text("page")
+outputs.log_report(run / "report.html", "# The report " * 900)
+outputs.close()
+raise SystemExit
+"""
+INSTALLED = [name for name in ("trackio", "mlflow") if find_spec(name)]
+
+
+def lines_of_failures(without: str, names: list[str], folder: Path, runs: ForkedRuns, env: dict[str, str]) -> list[str]:
+    """Return the lines of a process that logs five steps without a disk or network; metrics.csv has all of them."""
+    run = folder / "run"
+    run.mkdir()
+    words = [run, " ".join(names), without]
+    started = runs.start(words, 1, before=LOG_WITHOUT, env={"TRACKIO_DIR": str(folder / "own"), **env}, cwd=folder)
+    started.finish()
+    assert started.stderr() == ""
+    assert [row["step"] for row in rows_of(run / "metrics.csv")] == ["1", "2", "3", "4", "5"]
+    return started.lines()
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_each_logger_one_line(tmp_path: Path, forked_runs: ForkedRuns) -> None:
+    names = ["tensorboard", "wandb", *INSTALLED]
+    lines = lines_of_failures("disk", names, tmp_path, forked_runs, {"WANDB_MODE": "offline"})
+    failed = ["samples.jsonl", *(f"--loggers {name}" for name in names)]
+    assert sorted(line.split(": ")[1] for line in lines) == sorted(failed)
+    assert all(line.startswith("warning: ") and line.endswith("metrics.csv has every step") for line in lines), lines
+
+
+@pytest.mark.slow
+def test_a_dead_network_costs_each_tracker_one_line(tmp_path: Path, forked_runs: ForkedRuns) -> None:
+    names, dead = ["wandb", *INSTALLED], f"http://127.0.0.1:{free_port()}"
+    environment = {
+        "WANDB_MODE": "online",
+        "WANDB_API_KEY": "a" * 40,
+        "WANDB_BASE_URL": dead,
+        "WANDB_INIT_TIMEOUT": "2",
+        "MLFLOW_TRACKING_URI": dead,
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+        "TRACKIO_SPACE_ID": "some/space",
+        "HF_TOKEN": "hf_none",
+        "HF_ENDPOINT": dead,
+        "HF_HUB_OFFLINE": "0",
+    }
+    lines = lines_of_failures("network", names, tmp_path, forked_runs, environment)
+    assert sorted(line.split(": ")[1] for line in lines) == sorted(f"--loggers {name}" for name in names)
+    assert all(line.startswith("warning: ") and line.endswith("metrics.csv has every step") for line in lines), lines
 
 
 # --------------------------------------------------------------------------------------------------- time and memory

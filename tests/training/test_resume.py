@@ -17,6 +17,7 @@ from arguments import TrainArguments, TrainingArguments, parse
 from fabric_train.cli.parser import flatten
 from fabric_train.optim.lr_schedule import learning_rate
 from fabric_train.preflight.resume_check import OWN_VERSIONS, Change, _decides, find_changes
+from fabric_train.training.metrics import grouped_name
 from tests.support.checkpoint_examples import write_checksums
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.kills import (
@@ -211,8 +212,9 @@ def test_tensorboard_and_wandb_hold_every_step_once_after_kills(killing: Killing
     assert list((run / "wandb").glob("offline-run-*")) == [tracked]  # nothing was missing any more
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
-    for name in ("train_loss", "grad_norm", "learning_rate", "num_tokens", "val_loss"):
-        expected = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
+    for column in ("train_loss", "grad_norm", "learning_rate", "num_tokens", "val_loss"):
+        name = grouped_name(column)
+        expected = [(int(row["step"]), float(row[column])) for row in rows if row[column]]
         assert expected
         assert [(row["_step"], row[name]) for row in history if name in row] == expected
         assert [(event.step, event.value) for event in events.Scalars(name)] == [
@@ -220,7 +222,7 @@ def test_tensorboard_and_wandb_hold_every_step_once_after_kills(killing: Killing
         ]
     files = [EventFileLoader(str(file)).Load() for file in (run / "tensorboard").iterdir()]
     steps = [
-        event.step for events in files for event in events for value in event.summary.value if value.tag == "train_loss"
+        event.step for events in files for event in events for value in event.summary.value if value.tag == "train/loss"
     ]
     assert sorted(steps) == list(range(1, NUM_LOGGED + 1))
 

@@ -56,7 +56,7 @@ def test_a_metric_from_outside_is_wherever_the_loss_is(
         assert roots[0] == pytest.approx(sum(roots[1:]))
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
-    assert {"val_doubled", "val_doubled/es", "val_root_of_bytes"} <= set(events.Tags()["scalars"])
+    assert {"val/doubled", "val/es/doubled", "val/root_of_bytes"} <= set(events.Tags()["scalars"])
     end = " ".join(started.stdout().split("Done\n")[1].split())
     assert "doubled at step 1 doubled root of bytes at step 1 root of bytes" in end
     assert f"validation's doubled/es {float(rows[-1]['val_doubled/es']):.4f}" in end
