@@ -23,6 +23,7 @@ from benchmarks import (
     growth,
     identity,
     invariance,
+    long_report,
     loss,
     order,
     overhead,
@@ -71,6 +72,7 @@ BENCHMARKS = {
     "growth": Benchmark(growth.measure, growth.table, only_by_name=True),
     "export": Benchmark(export.measure, export.table, only_by_name=True),
     "precision": Benchmark(precision.measure, precision.table, only_by_name=True),
+    "long_report": Benchmark(long_report.measure, long_report.table, only_by_name=True),
     "rehearsal": Benchmark(rehearsal.measure, rehearsal.table, only_by_name=True),
     "defects": Benchmark(defects.measure, defects.table, only_by_name=True),
 }

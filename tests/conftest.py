@@ -51,14 +51,16 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 _LONGEST = ("test_compile.py", "test_resume.py")
 
 
-_SHARES_A_SERVER = "tests/cuda_rehearsal/"
+_SHARE_A_START = ("tests/cuda_rehearsal/", "tests/report/")
+"""Folders whose files share a server of runs, or runs: to start these takes 7 s and more."""
 
 
 class _ByFile(LoadFileScheduling):
-    """Gives each file to one worker, and all files whose runs have one server to the same: it starts in 7 s."""
+    """Gives each file to one worker, and all files of a folder that shares a start to the same."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return _SHARES_A_SERVER if nodeid.startswith(_SHARES_A_SERVER) else super()._split_scope(nodeid)
+        shared = next((folder for folder in _SHARE_A_START if nodeid.startswith(folder)), None)
+        return shared or super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:

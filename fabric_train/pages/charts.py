@@ -115,7 +115,7 @@ def specification(chart: Chart) -> dict[str, Any]:
     y = {"field": "drawn", "type": "quantitative", "title": chart.y_title, "scale": {"zero": chart.from_zero}}
     shown = {"condition": {"param": f"{chart.key}_shown", "value": 1}, "value": 0.08}
     tooltip = [
-        {"field": "series", "type": "nominal", "title": " "},
+        {"field": "series", "type": "nominal", "title": "curve"},
         {"field": "x", "type": "quantitative", "title": chart.x_title, "format": ",~f"},
         {"field": "y", "type": "quantitative", "title": chart.y_title, "format": ".5~g"},
         *([{"field": "smooth", "type": "quantitative", "title": "mean", "format": ".5~g"}] if is_smooth else []),
@@ -169,7 +169,7 @@ def _marks(chart: Chart, x: Mapping[str, Any]) -> dict[str, Any]:
         "scale": {"domain": kinds, "range": [dashes[number % len(dashes)] for number in range(len(kinds))]},
         "legend": {"title": None},
     }
-    tooltip = [{"field": "kind", "title": " "}, {"field": "text", "title": "what"}]
+    tooltip = [{"field": "kind", "title": "mark"}, {"field": "text", "title": "what"}]
     encoding = {"x": x, "strokeDash": stroke, "tooltip": tooltip}
     return {
         "data": {"name": "marks"},

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def reported(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, 
     names = [f"{name}={file}" for name, file in zip(("es", "other_texts"), files, strict=True)]
     tokenize(folder / "tokens", tiny_model_dir, *names, validation_split=0.2)
     (folder / "prompts.txt").write_text(f"{HOSTILE}\n", encoding="utf-8")
-    given = {"max_step": 6, "eval_step_interval": 2, "save_step_interval": 2, "eval_at_start": None}
+    given: dict[str, Any] = {"max_step": 6, "eval_step_interval": 2, "save_step_interval": 2, "eval_at_start": None}
     given |= {"sample_prompts": folder / "prompts.txt", "sample_tokens": 3}
     words = argv(tiny_model_dir, folder / "tokens", folder / "trunk", **given)
     stopped = forked_runs.start(words, 1, before=at_point(TERMINATE, 3, "COMPUTING", ranks=(0,)))

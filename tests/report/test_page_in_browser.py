@@ -60,6 +60,7 @@ def test_a_chart_answers_the_mouse_and_the_controls(browser: Browser, reported: 
     tooltip.wait_for(state="visible")
     assert "optimizer step" in tooltip.inner_text()
     assert "nats per token" in tooltip.inner_text()
+    assert any(name in tooltip.inner_text() for name in ("training", "validation"))
 
     page.mouse.move(box["x"] + box["width"] * 0.3, middle)  # drag: all charts show this part
     page.mouse.down()

@@ -10,6 +10,7 @@ from fabric_train.doctor import DoctorArguments
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.replay import ReplayArguments
+from fabric_train.report.__main__ import ReportArguments
 from fabric_train.runs import RunsArguments
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.inspect.__main__ import InspectArguments
@@ -27,6 +28,7 @@ PROGRAM_ARGUMENTS: dict[str, Any] = {
     "-m fabric_train.tokenization.merge": MergeArguments,
     "-m fabric_train.doctor": DoctorArguments,
     "-m fabric_train.replay": ReplayArguments,
+    "-m fabric_train.report": ReportArguments,
     "-m fabric_train.runs": RunsArguments,
     "-m fabric_train.bundle": BundleArguments,
     "-m fabric_train.trace": TraceArguments,

@@ -67,10 +67,19 @@ function specification(chart) {
   return spec;
 }
 
+/* Vega-Lite looks for words in the Voronoi cell under the pointer instead of in the cell's point. */
+function patch(spec) {
+  for (const { encode } of spec.marks) {
+    const found = encode && encode.update;
+    if (found && found.isVoronoi) found.tooltip.signal = found.tooltip.signal.replaceAll('datum["series"]', 'datum.datum["series"]');
+  }
+  return spec;
+}
+
 async function draw(chart) {
   const place = document.getElementById("chart-" + chart.key);
   if (views.has(chart.key)) views.get(chart.key).finalize();
-  const options = { mode: "vega-lite", actions: false, ast: true, renderer: "canvas", tooltip: { theme: "custom" } };
+  const options = { mode: "vega-lite", actions: false, ast: true, renderer: "canvas", patch };
   const result = await vegaEmbed(place, specification(chart), options);
   views.set(chart.key, result);
   if (!chart.steps) return;
