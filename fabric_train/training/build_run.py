@@ -15,10 +15,10 @@ from fabric_train.data.stream_batches import LaneOrder, StreamBatches
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.decoder_layers import MAX_STATIC_LENGTHS
-from fabric_train.distributed.devices import device_name
 from fabric_train.distributed.precision import weights_dtype
 from fabric_train.distributed.ranks import data_ranks, first_text, flat_shards
 from fabric_train.distributed.signals import Heartbeat
+from fabric_train.distributed.strategy import device_name
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.model.flops import peak_flops_of_run
 from fabric_train.model.hf_model import add_stop_tokens, freeze_other_parts, read_generation_config, trained_parameters
