@@ -46,8 +46,7 @@ def _continue_prompt(arguments: GenerateArguments) -> None:
 
 def _chat(arguments: GenerateArguments) -> None:
     """Answer the prompt, or chat on the terminal."""
-    from fabric_train.inference.chat import Conversation, chat_in_terminal
-    from fabric_train.inference.prompts import PromptEncoder
+    from fabric_train.inference.prompts import Conversation, PromptEncoder, chat_in_terminal
 
     model, tokenizer = _load(arguments)
     encoder = PromptEncoder(tokenizer, arguments.model_name, prompts_chats=True)

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")  # without a TPU, torch-xla would just take the CPU
     progress.info("importing torch and transformers")
 
-    from fabric_train.distributed.devices import note_on_unused_gpus
+    from fabric_train.distributed.strategy import note_on_unused_gpus
     from fabric_train.preflight.memory_plan import check_memory, print_plan
     from fabric_train.preflight.prepare import prepare
     from fabric_train.training import summary

@@ -76,9 +76,8 @@ def main(argv: list[str] | None = None) -> None:
 
     from fabric_train.checkpoint import wrong_content
     from fabric_train.distributed.cluster_environment import destroy_process_group
-    from fabric_train.distributed.devices import device_name, use_threads_of
     from fabric_train.distributed.signals import Heartbeat, StepPhase
-    from fabric_train.distributed.strategy import build_fabric
+    from fabric_train.distributed.strategy import build_fabric, device_name, use_threads_of
     from fabric_train.distributed.watchdog import watch_ranks
     from fabric_train.preflight.prepare_replay import prepare_replay
     from fabric_train.training.replay_certificate import Certificate, compare

@@ -24,7 +24,7 @@ from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, print_errors
 from fabric_train.cli.output import open_console
 from fabric_train.data.token_dataset import open_dataset
-from fabric_train.evaluation.tasks_file import files_of, is_task_file, read_tasks
+from fabric_train.evaluation.arguments import files_of, is_task_file, read_tasks
 from fabric_train.export.hub import download, text_files
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder, nearest_existing
 from fabric_train.files.regular_file import check_links, read_json

@@ -32,8 +32,8 @@ from fabric_train.distributed.ranks import (
     original_name,
 )
 from fabric_train.model.adapter import adapted_layers
+from fabric_train.model.hf_model import trained_parameters
 from fabric_train.model.load_weights import read_local_part
-from fabric_train.model.trained_parts import trained_parameters
 from fabric_train.model.weight_files import DTYPES, SHARDING_INFO, CheckpointTensors
 from fabric_train.optim.states import DeclaredStates, State
 

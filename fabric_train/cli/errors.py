@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from fabric_train.cli.child_ranks import end_children, report_to_torchrun
-from fabric_train.cli.launcher import global_rank
+from fabric_train.cli.launcher import end_children, global_rank, report_to_torchrun
 from fabric_train.cli.output import escape_controls, keep_streams_writable, redact
 
 INPUT_ERROR = 2

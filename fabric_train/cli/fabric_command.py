@@ -22,8 +22,8 @@ from typing import NoReturn
 
 import psutil  # here, because a second signal may come while the handler of the first one imports it
 
-from fabric_train.cli.child_ranks import LOOPBACK, as_launcher, serve_on_loopback
 from fabric_train.cli.errors import FAILURE, INPUT_ERROR, print_errors
+from fabric_train.cli.launcher import LOOPBACK, as_launcher, serve_on_loopback
 from fabric_train.cli.output import keep_streams_writable
 
 PROGRAMS = {

@@ -1,6 +1,6 @@
 """Devices, ranks and parallelism, and no model. Open ``strategy.py`` first: it builds Fabric from the arguments.
 
-- Fabric and devices: ``strategy``, ``precision``, ``devices``, ``xla``, ``memory``.
+- Fabric and devices: ``strategy``, ``precision``, ``xla``, ``memory``.
 - Decoder layers: ``decoder_layers`` compiles and checkpoints them.
 - Ranks: ``cluster_environment`` connects them, ``ranks`` exchanges their data and has their parts of the parameters.
 - Stops and failures: ``signals``, ``watchdog``.

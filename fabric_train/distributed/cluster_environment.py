@@ -26,9 +26,20 @@ from lightning.fabric.plugins import environments
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.strategies.launchers import subprocess_script
 
-from fabric_train.cli.child_ranks import LOOPBACK, as_launcher, serve_on_loopback, watch_children
 from fabric_train.cli.errors import FAILURE, STOPPED, InputError, end_run, exit_process
-from fabric_train.cli.launcher import MPI, SRUN, TORCHRUN, Launcher, find_launcher, global_rank, num_restarts
+from fabric_train.cli.launcher import (
+    LOOPBACK,
+    MPI,
+    SRUN,
+    TORCHRUN,
+    Launcher,
+    as_launcher,
+    find_launcher,
+    global_rank,
+    num_restarts,
+    serve_on_loopback,
+    watch_children,
+)
 from fabric_train.distributed.signals import describe_stop_outside_training
 
 _SECONDS_TO_ANSWER = 5.0

@@ -16,8 +16,8 @@ import time
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from fabric_train.cli.child_ranks import launcher_process
 from fabric_train.cli.errors import STOPPED, end_run
+from fabric_train.cli.launcher import launcher_process
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _REPEAT_SECONDS = 2.0  # a launcher may send one signal several times within this time

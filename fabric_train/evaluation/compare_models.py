@@ -21,7 +21,6 @@ from fabric_train.evaluation.models import (
     score_texts,
     scoring_progress,
 )
-from fabric_train.evaluation.models_in_turn import ModelsInTurn
 from fabric_train.evaluation.pairs import compare_pairs
 from fabric_train.evaluation.texts import (
     EncodedText,
@@ -33,6 +32,7 @@ from fabric_train.evaluation.texts import (
     open_validation_of,
 )
 from fabric_train.files.atomic_folder import check_no_dead_link, wait_for_lock
+from fabric_train.inference.load_model import ModelsInTurn
 
 
 def compare_models(arguments: EvaluateArguments) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 from fabric_train.cli.argument_types import nearest_name
 from fabric_train.cli.errors import InputError, first_line, run_program
 from fabric_train.cli.fabric_command import project_first
+from fabric_train.evaluation.arguments import EvaluateArguments, TaskSettings, is_task_file
 from fabric_train.evaluation.scores import MetricScore, ModelScores, TaskScore, add_score, finite, mean_score
-from fabric_train.evaluation.tasks_file import TaskSettings, is_task_file
 from fabric_train.files.regular_file import parse_json
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
@@ -77,7 +77,6 @@ def main() -> None:
     request = parse_json(sys.stdin.buffer.read(), WorkerRequest)
     if request.words:
         from fabric_train.cli.parser import parse_arguments
-        from fabric_train.evaluation.arguments import EvaluateArguments
 
         arguments = parse_arguments(EvaluateArguments, request.words)
         from fabric_train.evaluation.compare_models import compare_models  # slow

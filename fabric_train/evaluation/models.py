@@ -33,8 +33,8 @@ from fabric_train.cli.errors import InputError, RunError
 from fabric_train.cli.output import open_console
 from fabric_train.data.batch import Batch
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.evaluation.models_in_turn import ModelsInTurn
 from fabric_train.evaluation.texts import NUM_DIGITS, EncodedText, ScoredPart, device_kind, full_digest
+from fabric_train.inference.load_model import ModelsInTurn
 from fabric_train.model.hf_model import check_readable, load_hf_tokenizer, read_shape
 from fabric_train.tokenization.tokenizers.vocabulary import compare_tokenizers
 from fabric_train.tokenization.workers import ThrottledLog

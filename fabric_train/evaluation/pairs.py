@@ -17,9 +17,9 @@ from fabric_train.cli.output import open_console, visible
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.models import ComparedModel, LossCache, check_tokenizer, score_texts, scoring_progress
-from fabric_train.evaluation.models_in_turn import ModelsInTurn
 from fabric_train.evaluation.texts import HeldOutRows, PackedText
 from fabric_train.files.regular_file import write_atomically
+from fabric_train.inference.load_model import ModelsInTurn
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.build import build_token_dataset
 from fabric_train.tokenization.manifest import FILE_NAME

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fabric_train.evaluation.tasks_file import LanguageTask, TaskSettings
+from fabric_train.evaluation.arguments import LanguageTask, TaskSettings
 from fabric_train.files.regular_file import read_json, write_atomically
 from fabric_train.pages.charts import Chart, Series, draw
 

@@ -1,8 +1,13 @@
-"""The Hugging Face causal language model: its configurations, the shape that they give it, and its tokenizer."""
+"""The Hugging Face causal language model: its configurations, its shape, its tokenizer, and which parameters train.
+
+All parameters train, or an adapter's, or the ones that ``train_only`` chose. ``choose_trained`` decides, for
+``ModelShape.trained``. Before the model is sharded, ``freeze_other_parts`` applies it, and ``requires_grad`` carries it
+on. A frozen parameter is in a checkpoint, but not in the optimizer's files.
+"""
 
 import copy
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +30,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 from transformers.utils import logging as transformers_logging
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.distributed.ranks import named_parameters, original_name
 from fabric_train.files.regular_file import check_no_pipes, read_json
 from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.flops import ModelFlops, model_flops
-from fabric_train.model.trained_parts import choose_trained
 from fabric_train.model.weight_files import check_weight_files, shard_names
 from fabric_train.tokenization.manifest import load_manifest
 from fabric_train.tokenization.tokenizers.text_encoder import panics_as_errors
@@ -39,6 +44,7 @@ GENERATION_CONFIG = "generation_config.json"
 _FETCH_OR_REPLACE = "fetch it again, or use another"
 _CORRECT_OR_FETCH = "correct the file, or fetch it again"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_trains: Callable[[str], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -278,3 +284,38 @@ def load_hf_tokenizer(source: Path | str) -> Any:
         raise_reached_limit(error)
         reason = first_line(error).rstrip(".")
         raise InputError(f"{source}: its tokenizer cannot be loaded: {reason}; {_FETCH_OR_REPLACE}") from error
+
+
+def train_only(trains: Callable[[str], bool] | None) -> None:
+    """Train only the parameters for whose names ``trains`` is true; None: all.
+
+    All ranks must call this before the run is prepared. A name is as in transformers' model, such as
+    ``model.layers.0.mlp.up_proj.weight``. A tied weight has the name of the embedding.
+    """
+    global _trains
+    _trains = trains
+
+
+def choose_trained(model: nn.Module, adapter: Adapter | None = None) -> dict[str, torch.Size]:
+    """Return names and shapes of what trains, an adapter and modules beside it included; the model may be on meta."""
+    trains = adapter.trains if adapter else _trains
+    trained = {name: each.shape for name, each in model.named_parameters() if trains is None or trains(name)}
+    if not trained:
+        raise InputError("no parameter of the model would train; choose others with train_only")
+    return trained
+
+
+def freeze_other_parts(model: nn.Module, adapter: Adapter | None = None) -> None:
+    """Let only the chosen parameters train. Call it before anything wraps the model.
+
+    The model is asked, and not ``ModelShape.trained``: a head that is stored beside the embedding is a parameter of its
+    own, although the configuration ties them.
+    """
+    trained = choose_trained(model, adapter)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of a set-up model that train, sharded, under the names that they had before any wrapper."""
+    return [(original_name(name), parameter) for name, parameter in named_parameters(model) if parameter.requires_grad]

@@ -20,8 +20,18 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.adamw import adamw
 
 from fabric_train.distributed.ranks import FlatShard, local_part, to_device_async
-from fabric_train.optim.low_precision import BLOCK, Blockwise8Bit, Row, Storage, TensorTable, is_aligned, tensor_table
-from fabric_train.optim.states import DeclaredStates, State, flat_local
+from fabric_train.optim.states import (
+    BLOCK,
+    Blockwise8Bit,
+    DeclaredStates,
+    Row,
+    State,
+    Storage,
+    TensorTable,
+    flat_local,
+    is_aligned,
+    tensor_table,
+)
 
 # elements per chunk: in fp32 they fit a core's cache, or take little of a GPU's memory
 _CHUNK = {"cpu": 2**16, "cuda": 2**24}

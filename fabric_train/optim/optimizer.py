@@ -9,8 +9,7 @@ from torch import nn
 from fabric_train.cli.errors import first_line
 from fabric_train.distributed.ranks import FlatShard, original_name
 from fabric_train.optim.adamw import MOMENTS, AdamW, LocalElements, LowPrecisionAdamW, local_elements
-from fabric_train.optim.low_precision import TensorTable
-from fabric_train.optim.states import DeclaredStates
+from fabric_train.optim.states import DeclaredStates, TensorTable
 
 if TYPE_CHECKING:
     from arguments import TrainingArguments

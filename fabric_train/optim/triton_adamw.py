@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 # ruff: noqa: N803 - constants are in capitals, as is usual in Triton
-from fabric_train.optim.low_precision import BLOCK, CHUNK, Row, TensorTable, levels_and_midpoints
+from fabric_train.optim.states import BLOCK, CHUNK, Row, TensorTable, levels_and_midpoints
 
 _FIELDS = tl.constexpr(len(Row._fields))
 _CHUNK = tl.constexpr(CHUNK)

@@ -1,5 +1,8 @@
 """Charts: described once in Vega-Lite, shown in a page by Vega, drawn as a PNG by vl-convert without a browser.
 
+It draws in a process of its own, which runs this file: ``python charts.py png|javascript FILE``. So this module imports
+nothing of the project.
+
 Colours are of middle brightness and the ground is transparent, so a chart can be read on white and on black.
 """
 
@@ -19,7 +22,6 @@ COLOURS = (
     *("#3d7fc4", "#d9782d", "#2a9d6f", "#a05fb4", "#c8504f", "#8c6d46", "#1f93a8", "#b08a1e", "#6a7fa8", "#9c5b7d"),
 )
 BETTER, WORSE = "#2a7f46", "#b3402e"
-_DRAW = Path(__file__).with_name("draw.py")
 _SECONDS = 120
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 _WIDTH = 760
@@ -246,7 +248,7 @@ def javascript(folder: Path) -> str:
 
 def _run(what: str, text: str, output: Path) -> None:
     """Call vl-convert in a process of its own: it brings a JavaScript engine, whose failure would end a training."""
-    command = [sys.executable, str(_DRAW), what, os.fspath(output)]
+    command = [sys.executable, __file__, what, os.fspath(output)]
     try:
         found = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:
@@ -288,3 +290,18 @@ def smoothed(y: np.ndarray, width: int) -> np.ndarray:
 def marks_between(marks: Iterable[Mark], first: float, last: float) -> tuple[Mark, ...]:
     """Return the marks that lie on an axis."""
     return tuple(mark for mark in marks if first <= mark.x <= last)
+
+
+def main() -> None:
+    """Write the PNG of the specification on standard input, or Vega's JavaScript, into a file."""
+    import vl_convert  # here alone: it brings a JavaScript engine
+
+    what, output = sys.argv[1], Path(sys.argv[2])
+    if what == "png":
+        output.write_bytes(vl_convert.vegalite_to_png(sys.stdin.read(), scale=2))
+    else:
+        output.write_text(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

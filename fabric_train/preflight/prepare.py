@@ -19,10 +19,9 @@ from fabric_train.data.step_sampler import DataOrder, PhaseRows, StreamOrder
 from fabric_train.data.streaming import Stream, open_stream
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
-from fabric_train.distributed import devices, xla
+from fabric_train.distributed import strategy, xla
 from fabric_train.distributed.decoder_layers import check_compiler
 from fabric_train.distributed.precision import check_float8
-from fabric_train.distributed.strategy import resolve_parallelism
 from fabric_train.files.atomic_folder import check_no_dead_link, check_not_inside, nearest_existing
 from fabric_train.files.regular_file import check_regular_or_absent
 from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts, read_prompts
@@ -162,17 +161,17 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
     if planning.checks and str(device.devices) in ("auto", "-1"):
         device = replace(device, devices=1)
     if planning.plans_for_others and not (planning.checks and device.accelerator == "cpu"):
-        accelerator, num_devices = "cuda", devices.count_planned_devices(device.devices)
+        accelerator, num_devices = "cuda", strategy.count_planned_devices(device.devices)
     else:
-        accelerator = devices.resolve_accelerator(device.accelerator)
-        num_devices = devices.count_devices(device.devices, accelerator)
+        accelerator = strategy.resolve_accelerator(device.accelerator)
+        num_devices = strategy.count_devices(device.devices, accelerator)
     world_size = num_devices * device.num_nodes
     fault = find_other_world(num_devices, device.num_nodes)
     if fault and not planning.plan:
         raise InputError(fault)
-    parallelism = resolve_parallelism(arguments, world_size, accelerator)
+    parallelism = strategy.resolve_parallelism(arguments, world_size, accelerator)
     if accelerator == "cuda" and not planning.plans_for_others:
-        devices.check_bf16(arguments.model.precision, parallelism, device.devices)
+        strategy.check_bf16(arguments.model.precision, parallelism, device.devices)
     check_attention(arguments, accelerator)
     if arguments.model.float8:
         check_float8(arguments, accelerator)

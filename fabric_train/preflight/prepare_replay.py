@@ -16,7 +16,7 @@ from fabric_train.cli.parser import flatten
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
-from fabric_train.distributed.devices import count_devices, resolve_accelerator
+from fabric_train.distributed.strategy import count_devices, resolve_accelerator
 from fabric_train.model.origin import SPLIT_ARGUMENTS
 from fabric_train.preflight import resume_check
 from fabric_train.preflight.prepare import prepare

@@ -12,8 +12,8 @@ import numpy as np
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
 from fabric_train.tokenization.arguments import TokenizeArguments
+from fabric_train.tokenization.cleaning.boilerplate import find_boilerplate
 from fabric_train.tokenization.cleaning.dropped import count_by_task, write_hits, write_sample
-from fabric_train.tokenization.cleaning.line_counts import find_boilerplate
 from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, find_near_duplicates, sample_duplicates
 from fabric_train.tokenization.corpus import OpenedCorpus, opened_corpus
 from fabric_train.tokenization.encoding import EncodedSources, encode_sources

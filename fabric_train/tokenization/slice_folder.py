@@ -5,7 +5,7 @@ A slice has the shards as a restarted run finds them, encoded, or with their lin
     slices/3/config.yaml      the arguments of the task
              slice.json       the files of the input, and the sizes and hashes of the shards' files
              3f2a….tokens     an encoded shard, see ``shards``; and its other files
-             77ab….lines      or a shard whose lines are counted, see ``line_counts``
+             77ab….lines      or a shard whose lines are counted, see ``boilerplate.py``
 """
 
 import json
@@ -53,7 +53,7 @@ class SliceRecord:
     """The content of ``slice.json``."""
 
     encoder: str  # see `EncodedSources`; empty if lines were counted
-    settings: str  # what decides the content of the shards: see `OpenedCorpus` and `line_counts`
+    settings: str  # what decides the content of the shards: see `OpenedCorpus` and `counting_settings`
     files: list[InputFile]  # the files of the input that are this task's; each is one task's
     shard_files: dict[str, tuple[int, str]]  # bytes and `content_hash` of each file of the slice's shards, by name
     folder: str  # where the task ran; paths in its arguments are relative to it

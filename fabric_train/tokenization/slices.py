@@ -22,8 +22,15 @@ from fabric_train.files.atomic_folder import complete_folder
 from fabric_train.tokenization import slice_folder
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.build import notes_of, write_token_dataset
-from fabric_train.tokenization.cleaning import line_counts
-from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, write_repeated_lines
+from fabric_train.tokenization.cleaning.boilerplate import (
+    Boilerplate,
+    add_up_lines,
+    count_lines,
+    counting_settings,
+    lines_file,
+    split_to_count,
+    write_repeated_lines,
+)
 from fabric_train.tokenization.corpus import OpenedCorpus, opened_corpus
 from fabric_train.tokenization.encoding import EncodedSources, encode_sources, unfinished_shards
 from fabric_train.tokenization.manifest import Manifest
@@ -40,14 +47,14 @@ def count_slice(arguments: TokenizeArguments, sizes: ShardSizes = SIZES) -> list
     part = part_of(arguments)
     # the tokenizer is of no use here, but a wrong one is found before the lines are counted
     with opened_corpus(arguments, sizes) as (corpus, folder, unfinished):
-        all_shards = line_counts.split_to_count(corpus)
+        all_shards = split_to_count(corpus)
         shards = list(compress(all_shards, part.of([shard.num_bytes for shard in all_shards])))
         started = time.monotonic()
-        line_counts.count_lines(corpus, shards, unfinished)
+        count_lines(corpus, shards, unfinished)
         states = list(chain.from_iterable(states_of(corpus.sources)))
         own = compress(states, part.of([size for _, _, size, *_ in states]))
         files = [InputFile(state, None) for state in own]
-        write_slice(folder, unfinished, shards, arguments, "", line_counts.counting_settings(corpus), files)
+        write_slice(folder, unfinished, shards, arguments, "", counting_settings(corpus), files)
     seconds, num_bytes = time.monotonic() - started, sum(shard.num_bytes for shard in shards)
     return [
         f"slice      {arguments.shard}: lines of {len(shards):,} shards are counted",
@@ -60,13 +67,13 @@ def merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZE
     with complete_folder(target) as folder:
         corpus = slice_folder.open_input(slices, folder, sizes)
         shutil.rmtree(corpus.tokenizer_folder)
-        slice_folder.check_settings(slices, line_counts.counting_settings(corpus))
-        shards, folders = line_counts.split_to_count(corpus), slice_folder.folders_of_shards(slices)
+        slice_folder.check_settings(slices, counting_settings(corpus))
+        shards, folders = split_to_count(corpus), slice_folder.folders_of_shards(slices)
         lost = [shard.index for shard in shards if shard.key not in folders]
         slice_folder.check_unchanged(slices, corpus, shards, lost)
         assert corpus.cleaner is not None, "--boilerplate is a cleaning step"
-        files = [line_counts.lines_file(folders[shard.key], shard) for shard in shards]
-        lines = line_counts.add_up_lines(corpus, shards, files).redacted(corpus.cleaner.redact)
+        files = [lines_file(folders[shard.key], shard) for shard in shards]
+        lines = add_up_lines(corpus, shards, files).redacted(corpus.cleaner.redact)
         write_repeated_lines(folder, lines, corpus.arguments.text_column)
     return lines
 

@@ -15,13 +15,13 @@ from fabric_train.data.stream_batches import LaneOrder, StreamBatches
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.decoder_layers import MAX_STATIC_LENGTHS
-from fabric_train.distributed.devices import device_name
 from fabric_train.distributed.precision import weights_dtype
 from fabric_train.distributed.ranks import data_ranks, first_text, flat_shards
 from fabric_train.distributed.signals import Heartbeat
+from fabric_train.distributed.strategy import device_name
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.model.flops import peak_flops_of_run
-from fabric_train.model.hf_model import add_stop_tokens, read_generation_config
+from fabric_train.model.hf_model import add_stop_tokens, freeze_other_parts, read_generation_config, trained_parameters
 from fabric_train.model.init_weights import note_on_end_of_turn, open_new
 from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained
 from fabric_train.model.origin import (
@@ -34,7 +34,6 @@ from fabric_train.model.origin import (
     read_stages,
 )
 from fabric_train.model.parallelize import setup_model
-from fabric_train.model.trained_parts import freeze_other_parts, trained_parameters
 from fabric_train.optim.adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer, decayed_names, use_triton
 from fabric_train.training.evaluation import METRICS, Validation

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fabric_train.cli.child_ranks import launcher_process
 from fabric_train.cli.launcher import (
     check_environment,
     find_launcher,
     find_other_world,
     global_rank,
     launcher_arguments,
+    launcher_process,
     machine_name,
 )
 from tests.support.forked_runs import ForkedRuns

@@ -1,14 +1,15 @@
-"""What the devices cannot do is refused before a process group exists; every group has the run's timeout."""
+"""Devices are counted; what they cannot do is refused before a process group exists; groups have the run's timeout."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric.accelerators import CUDAAccelerator
 from transformers import LlamaConfig
 
 from arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.distributed.strategy import resolve_parallelism
+from fabric_train.distributed.strategy import count_devices, resolve_parallelism
 from fabric_train.distributed.watchdog import SLOW_PHASE_FACTOR
 from fabric_train.model.parallelize import check_tensor_parallel
 from tests.support.forked_runs import ForkedRuns
@@ -28,6 +29,23 @@ CUDAAccelerator.auto_device_count = staticmethod(lambda: 2)
 torch.cuda.get_device_capability = lambda index: (8, 0) if index == 0 else (7, 5)
 torch.cuda.get_device_name = lambda index: "A100" if index == 0 else "Tesla T4"
 """
+
+
+@pytest.mark.parametrize(
+    ("devices", "number"), [("auto", 4), (-1, 4), (3, 3), ("2,3", 2), ("0,3", 2), ("0,1,3", 3), (4, 4)]
+)
+def test_numbers_and_indices_of_gpus_are_counted(
+    monkeypatch: pytest.MonkeyPatch, devices: int | str, number: int
+) -> None:
+    monkeypatch.setattr(CUDAAccelerator, "auto_device_count", lambda: 4)
+    assert count_devices(devices, "cuda") == number
+
+
+@pytest.mark.parametrize("devices", [5, "1,4"])
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, devices: int | str) -> None:
+    monkeypatch.setattr(CUDAAccelerator, "auto_device_count", lambda: 4)
+    with pytest.raises(InputError, match=rf"--devices {devices}: this machine has only 4 GPUs; give fewer"):
+        count_devices(devices, "cuda")
 
 
 @pytest.mark.parametrize("parallelism", ["fsdp", "auto"])

@@ -16,7 +16,6 @@ import convert_to_hf
 from fabric_train.checkpoint.adapter_folder import AdapterTensors, read_adapter
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
-from fabric_train.evaluation import models_in_turn
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.compare_models import compare_models
 from fabric_train.evaluation.models import find_model
@@ -185,8 +184,7 @@ def test_models_of_one_base_read_it_once_and_have_the_losses_that_they_have_alon
         loaded.append(given)
         return load_onto_devices(*given)
 
-    for module in (models_in_turn, load_model):
-        monkeypatch.setattr(module, "load_onto_devices", load)
+    monkeypatch.setattr(load_model, "load_onto_devices", load)
 
     def losses(name: str, *models: object) -> dict[str, bytes]:
         words = ["--models", *models, "--texts", f"text={text}", "--output_dir", tmp_path / name]
@@ -215,7 +213,7 @@ def test_a_model_in_4_bits_generates_and_is_evaluated_in_4_bits(
     assert ours.generate(ids, **given).tolist() == adapted.generate(input_ids=ids, **given).tolist()
     with torch.inference_mode():
         torch.testing.assert_close(ours(ids).logits, adapted(ids).logits, rtol=0, atol=0.02)  # of about 1, in bf16
-        scored = models_in_turn.ModelsInTurn().load(str(in_4_bits))(ids).logits
+        scored = load_model.ModelsInTurn().load(str(in_4_bits))(ids).logits
         expected = layered(open_unmerged(in_4_bits, torch.float32, "dequantized"), ids)
         original = layered(open_unmerged(in_4_bits, torch.float32), ids)
     # the embedding is in bf16, as in training

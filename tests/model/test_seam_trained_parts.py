@@ -7,9 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from arguments import TrainArguments, parse
-from fabric_train.model import trained_parts
-from fabric_train.model.hf_model import read_shape
-from fabric_train.model.trained_parts import train_only
+from fabric_train.model import hf_model
+from fabric_train.model.hf_model import read_shape, train_only
 from fabric_train.preflight.memory_layout import bytes_of_states, read_units
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
@@ -21,7 +20,7 @@ def trains(name: str) -> bool:
 
 
 PLUG_IN = """
-from fabric_train.model.trained_parts import train_only
+from fabric_train.model.hf_model import train_only
 from tests.model.test_seam_trained_parts import trains
 train_only(trains)
 """
@@ -52,7 +51,7 @@ def test_frozen_parts_stay_and_the_run_resumes_exactly(
 
 
 def test_plan_and_flops_count_what_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trained_parts, "_trains", None)  # and so again after the test
+    monkeypatch.setattr(hf_model, "_trains", None)  # and so again after the test
     folder = str(write_model(tmp_path / "model"))
     arguments = parse(TrainArguments, ["--train_data_dir", "tokens", "--output_dir", "run", "--precision", "32-true"])
     everything = read_shape(folder)
@@ -73,7 +72,7 @@ def test_plan_and_flops_count_what_trains(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_a_choice_of_nothing_is_refused(forked_runs: ForkedRuns, tmp_path: Path) -> None:
     model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
-    nothing = "from fabric_train.model.trained_parts import train_only; train_only(lambda name: False)"
+    nothing = "from fabric_train.model.hf_model import train_only; train_only(lambda name: False)"
     run = forked_runs.start(argv(model, tokens, tmp_path / "run", max_step=1), 1, before=nothing)
     assert run.wait() == [2]
     assert "no parameter of the model would train" in run.stderr()

@@ -8,8 +8,8 @@ from torch import nn
 
 from arguments import TrainingArguments
 from fabric_train.optim.adamw import LowPrecisionAdamW
-from fabric_train.optim.low_precision import BLOCK, Blockwise8Bit
 from fabric_train.optim.optimizer import build_optimizer
+from fabric_train.optim.states import BLOCK, Blockwise8Bit
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 

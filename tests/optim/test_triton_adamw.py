@@ -18,8 +18,8 @@ from torch import nn
 
 from arguments import TrainingArguments
 from fabric_train.optim.adamw import LowPrecisionAdamW
-from fabric_train.optim.low_precision import Row, TensorTable
 from fabric_train.optim.optimizer import build_optimizer, use_triton
+from fabric_train.optim.states import Row, TensorTable
 from tests.support import launch_on_cpu
 from tests.support.device_operations import DeviceOperations
 from tests.support.forked_runs import ForkedRuns

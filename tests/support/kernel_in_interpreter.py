@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from fabric_train.optim import low_precision, triton_adamw
+from fabric_train.optim import states, triton_adamw
 from fabric_train.optim.adamw import step_factors
-from fabric_train.optim.low_precision import Row, Storage, TensorTable
+from fabric_train.optim.states import Row, Storage, TensorTable
 from tests.support import launch_on_cpu
 
 FP32, BF16, EIGHT = torch.float32, torch.bfloat16, torch.uint8
@@ -33,7 +33,7 @@ CHUNK = 2048  # so that few numbers are several chunks
 def main() -> None:
     """Print a JSON object: the names of the tensors that differ, by case."""
     triton_adamw._CHUNK = tl.constexpr(CHUNK)
-    low_precision.CHUNK = launch_on_cpu.CHUNK = CHUNK
+    states.CHUNK = launch_on_cpu.CHUNK = CHUNK
     root = torch.Tensor.sqrt  # MKL's, in fp32, is not always the nearest number
     torch.Tensor.sqrt = lambda each: root(each.double()).float()  # type: ignore[method-assign,assignment]
     random = torch.Generator().manual_seed(0)
@@ -77,7 +77,7 @@ def _table(storage: Storage, of_parameters: list[dict[str, torch.Tensor]]) -> Te
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         row = Row(**addresses, numel=numel, first_program=0, begin=where[0], width=where[1], gap=where[2], key=-number)
         parameters.append((row, factors))
-    return low_precision.tensor_table(storage, parameters, torch.device("cpu"))
+    return states.tensor_table(storage, parameters, torch.device("cpu"))
 
 
 if __name__ == "__main__":

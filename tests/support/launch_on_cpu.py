@@ -5,7 +5,7 @@ import ctypes
 import torch
 
 from fabric_train.optim.adamw import LocalElements, adamw_step
-from fabric_train.optim.low_precision import CHUNK, Blockwise8Bit, Row, TensorTable
+from fabric_train.optim.states import CHUNK, Blockwise8Bit, Row, TensorTable
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ import pytest
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import build
 from fabric_train.tokenization.arguments import TokenizeArguments
-from fabric_train.tokenization.cleaning import line_counts
+from fabric_train.tokenization.cleaning import boilerplate
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines
 from fabric_train.tokenization.cleaning.dropped import Dropped
 from fabric_train.tokenization.shards import ShardSizes
@@ -118,14 +118,14 @@ def test_lines_of_many_documents_are_removed_and_counted(whole: Whole) -> None:
 def test_processes_ranges_and_a_restart_remove_the_same_lines(
     tmp_path: Path, tiny_model_dir: Path, files: list[Path], whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line_counts, "_LINES_AT_ONCE", 7)
+    monkeypatch.setattr(boilerplate, "_LINES_AT_ONCE", 7)
     sizes = ShardSizes(smallest=500, worth_keeping=0)
     with monkeypatch.context() as interrupted:
         interrupted.setattr(build, "encode_sources", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "out", tiny_model_dir, files, num_proc=2, sizes=sizes)
     assert len(list((tmp_path / ".out.unfinished").glob("*.lines"))) > 5
-    monkeypatch.setattr(line_counts, "_count_shard", interrupt)  # no shard is counted again
+    monkeypatch.setattr(boilerplate, "_count_shard", interrupt)  # no shard is counted again
     run(tmp_path / "out", tiny_model_dir, files, num_proc=2, sizes=sizes)
     expected, restarted = manifest_of(whole.folder), manifest_of(tmp_path / "out")
     assert (restarted.ledger, restarted.cleaning) == (expected.ledger, expected.cleaning)

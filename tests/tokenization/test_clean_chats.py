@@ -19,7 +19,7 @@ from fabric_train.tokenization.cleaning.cleaner import (
 )
 from fabric_train.tokenization.cleaning.dropped import Dropped
 from fabric_train.tokenization.cleaning.language import LanguageFilter, identify
-from fabric_train.tokenization.cleaning.minhash import NO_WORDS, signature, similarities
+from fabric_train.tokenization.cleaning.near_duplicates import NO_WORDS, signature, similarities
 from fabric_train.tokenization.documents import Chat, read_chat
 from fabric_train.tokenization.shards import ShardSizes
 from tests.support.dirty_texts import OTHER_LANGUAGES

@@ -17,7 +17,7 @@ import pytest
 import tokenize_dataset
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import merge, slice_folder
-from fabric_train.tokenization.cleaning import line_counts
+from fabric_train.tokenization.cleaning import boilerplate
 from fabric_train.tokenization.cleaning.boilerplate import (
     Boilerplate,
     hash_lines,
@@ -156,7 +156,7 @@ def test_a_merge_of_counted_slices_needs_each_of_one_run_once(
     (made.folder / "texts" / "c.jsonl").write_text('{"text": "new"}\n', encoding="utf-8")
     check_refused((first, second, third), tmp_path / "lines", "texts/c.jsonl has changed since the tasks ran; remove ")
     (made.folder / "texts" / "c.jsonl").unlink()
-    monkeypatch.setattr(line_counts, "FORMAT", 2)
+    monkeypatch.setattr(boilerplate, "FORMAT", 2)
     check_refused((first, second, third), tmp_path / "lines", f"{first}: the tokenizer, or a package or file that")
     assert not (tmp_path / "lines").exists()
 
@@ -180,7 +180,7 @@ def test_a_stopped_counting_task_continues_and_a_finished_one_does_nothing(
         with pytest.raises(KeyboardInterrupt):
             tokenize(tiny_model_dir, words)
     assert os.listdir(tmp_path) == [".2.unfinished"]
-    monkeypatch.setattr(line_counts, "_count_shard", interrupt)  # no shard is counted again
+    monkeypatch.setattr(boilerplate, "_count_shard", interrupt)  # no shard is counted again
     tokenize(tiny_model_dir, words)
     finished, expected = content(tmp_path / "2"), content(made.folder / "counts" / "2")
     assert finished.pop("config.yaml") != expected.pop("config.yaml")  # it has the folder's name

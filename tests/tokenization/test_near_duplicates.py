@@ -13,8 +13,8 @@ import pytest
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import build, encoding
-from fabric_train.tokenization.cleaning import minhash, near_duplicates
-from fabric_train.tokenization.cleaning.minhash import NUM_HASHES, choose_bands, signature, similarities
+from fabric_train.tokenization.cleaning import near_duplicates
+from fabric_train.tokenization.cleaning.near_duplicates import NUM_HASHES, choose_bands, signature, similarities
 from fabric_train.tokenization.shards import ShardSizes
 from tests.support.token_datasets import documents_in, manifest_of, tokenize, write_jsonl
 
@@ -51,9 +51,11 @@ def test_signatures_estimate_the_jaccard_similarity(num_edits: int) -> None:
 
 
 def test_a_signature_has_the_smallest_value_of_each_function() -> None:
-    shingles = minhash._shingles(minhash._words("one two three four five six seven"))
+    shingles = near_duplicates._shingles(near_duplicates._words("one two three four five six seven"))
     assert len(set(shingles.tolist())) == 3
-    functions = zip(minhash._MULTIPLIERS.ravel().tolist(), minhash._ADDENDS.ravel().tolist(), strict=True)
+    functions = zip(
+        near_duplicates._MULTIPLIERS.ravel().tolist(), near_duplicates._ADDENDS.ravel().tolist(), strict=True
+    )
     expected = [min((a * x + b) % 2**64 for x in shingles.tolist()) >> 32 for a, b in functions]
     assert signature("one two three four five six seven").tolist() == expected
 
@@ -70,8 +72,8 @@ def test_case_punctuation_and_lines_do_not_count_and_words_do() -> None:
 def test_a_text_longer_than_a_piece_has_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:
     text = " ".join(text_of(0))
     whole = signature(text)
-    monkeypatch.setattr(minhash, "_CHARACTERS_AT_ONCE", 600)
-    monkeypatch.setattr(minhash, "_SHINGLES_AT_ONCE", 7)
+    monkeypatch.setattr(near_duplicates, "_CHARACTERS_AT_ONCE", 600)
+    monkeypatch.setattr(near_duplicates, "_SHINGLES_AT_ONCE", 7)
     assert similarities(signature(text)[None], whole[None])[0] > 0.9
 
 
@@ -91,7 +93,7 @@ def test_pieces_and_ranges_find_what_one_piece_finds(tmp_path: Path, monkeypatch
         kept = random.random(NUM_HASHES) < random.choice([0.7, 0.9, 1])
         signatures[document] = np.where(kept, signatures[original], signatures[document])
     signatures[:30] = signatures[0]  # a large group
-    signatures[100:110] = minhash.NO_WORDS
+    signatures[100:110] = near_duplicates.NO_WORDS
     files = [tmp_path / f"{number}.signatures" for number in range(4)]
     for file, part in zip(files, np.split(signatures, [0, 7, 150]), strict=True):
         part.tofile(file)
@@ -107,7 +109,7 @@ def clusters_by_all_pairs(signatures: np.ndarray, threshold: float) -> list[int]
     firsts = list(range(len(signatures)))
     similar = (signatures[:, None] == signatures).mean(axis=2) >= threshold
     for one, other in combinations(range(len(signatures)), 2):
-        if similar[one, other] and (signatures[one] != minhash.NO_WORDS).any():
+        if similar[one, other] and (signatures[one] != near_duplicates.NO_WORDS).any():
             low, high = sorted((firsts[one], firsts[other]))
             firsts = [low if first == high else first for first in firsts]
     return firsts

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fabric_train.data.step_sampler import WindowOrder
-from fabric_train.distributed.devices import device_name, use_threads_of
+from fabric_train.distributed.strategy import device_name, use_threads_of
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.trace.run_history import RunHistory
 from tests.support.forked_runs import ForkedRun, ForkedRuns

@@ -11,7 +11,7 @@ import numpy as np
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.chats.control_tokens import check_surrogates
-from fabric_train.tokenization.cleaning import minhash
+from fabric_train.tokenization.cleaning import near_duplicates
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, open_boilerplate
 from fabric_train.tokenization.cleaning.decontamination import open_decontamination
 from fabric_train.tokenization.cleaning.dropped import Cleaned, Dropped, Marked, TaskHit
@@ -95,11 +95,11 @@ class Cleaner:
         """Return the settings of each step, by switch."""
         settings = {name: step.settings() for name, step in self.steps.items()}
         if self.near_duplicates is not None:
-            settings["near_duplicates"] = minhash.settings(self.near_duplicates)
+            settings["near_duplicates"] = near_duplicates.settings(self.near_duplicates)
         return settings
 
     def _sign(self, text: str) -> np.ndarray | None:
-        return None if self.near_duplicates is None else minhash.signature(text)
+        return None if self.near_duplicates is None else near_duplicates.signature(text)
 
     def _redact(self, text: str, edits: Counter[str]) -> str:
         result = self.steps["redact"].clean(text, edits)

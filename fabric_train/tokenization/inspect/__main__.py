@@ -17,9 +17,13 @@ from fabric_train.cli.parser import parse_arguments
 from fabric_train.files.regular_file import open_to_write
 from fabric_train.tokenization.cleaning.language import load_identifier
 from fabric_train.tokenization.inspect.comparison import Comparison, amount_of_work, compare, open_corpora
-from fabric_train.tokenization.inspect.page import comparison_to_html, report_to_html
+from fabric_train.tokenization.inspect.rendering import (
+    comparison_to_html,
+    print_comparison,
+    print_report,
+    report_to_html,
+)
 from fabric_train.tokenization.inspect.report import DatasetReport, make_report
-from fabric_train.tokenization.inspect.terminal import print_comparison, print_report
 from fabric_train.tokenization.workers import transient_bar
 
 
