@@ -18,6 +18,7 @@ class ReportArguments:
     """Write the report of a run as a page without other files, and as Markdown; several runs are compared
 
     PROGRAM runs/1
+    PROGRAM runs/1/best --price_per_hour 2.5
     PROGRAM runs/1 runs/2 runs/3 --output comparison.html
     """
 
