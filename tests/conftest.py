@@ -271,6 +271,14 @@ def forked_runs(
     runs.close()
 
 
+@pytest.fixture(scope="session")
+def forked_runs_in_4_bits(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns) -> Iterator[ForkedRuns]:
+    """Starts runs of frozen weights in 4 bits, whose ranks would import bitsandbytes for two seconds each."""
+    runs = forked_runs.with_imports(tmp_path_factory.mktemp("forked-runs-in-4-bits"), ["bitsandbytes"])
+    yield runs
+    runs.close()
+
+
 @pytest.fixture
 def run_program(tmp_path: Path) -> RunProgram:
     """Return ``run(*argv, timeout=300)``: Python on argv in a folder of its own; returncode, stdout, stderr."""
