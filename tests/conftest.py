@@ -31,6 +31,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from sample_data import real_data
 from tests.support import forked_runs as forks
+from tests.support import short_runs
 from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import RunProgram, run_python
 from tests.support.tiny_model import write_llama3_like_tokenizer, write_sentencepiece_tokenizer, write_tiny_model
@@ -255,13 +256,25 @@ def tiny_tokens_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Pa
 
 
 @pytest.fixture(scope="session")
-def forked_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedRuns]:
+def forked_runs(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_tokens_dir: Path
+) -> Iterator[ForkedRuns]:
     """Starts runs of real ranks in about a second each; the first start takes as long as the imports.
 
     A run draws its losses only if its test asks for that: ``start(draws=True)``. Where it compiles layers, torch writes
     C++ without vectors: its compiler takes a quarter of the time.
     """
-    runs = ForkedRuns(tmp_path_factory.mktemp("forked-runs"), {"TORCHINDUCTOR_VEC_ISA_OK": "0"}, draws=False)
+    folder = tmp_path_factory.mktemp("forked-runs")
+    prepares = short_runs.argv(tiny_model_dir, tiny_tokens_dir, folder / "prepared")
+    runs = ForkedRuns(folder, {"TORCHINDUCTOR_VEC_ISA_OK": "0"}, draws=False, prepares=prepares)
+    yield runs
+    runs.close()
+
+
+@pytest.fixture(scope="session")
+def forked_runs_in_4_bits(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns) -> Iterator[ForkedRuns]:
+    """Starts runs of frozen weights in 4 bits, whose ranks would import bitsandbytes for two seconds each."""
+    runs = forked_runs.with_imports(tmp_path_factory.mktemp("forked-runs-in-4-bits"), ["bitsandbytes"])
     yield runs
     runs.close()
 

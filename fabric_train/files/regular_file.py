@@ -5,10 +5,16 @@ import json
 import os
 import shutil
 import stat
+from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TextIO, TypeVar, cast
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 
@@ -169,16 +175,24 @@ def parse_json(raw: bytes | str, kind: type[T]) -> T:
         if not isinstance(content, dict):
             raise ValueError("no JSON object")
         return cast("T", content)
-    from pydantic import TypeAdapter, ValidationError  # a slow import, not needed by tokenization
+    from pydantic import ValidationError  # a slow import, not needed by tokenization
 
     try:
-        parsed: T = TypeAdapter(kind).validate_json(raw, strict=True)
+        parsed: T = type_adapter(cast("Hashable", kind)).validate_json(raw, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(map(str, first["loc"]))
         reason = " ".join((f"{path}: {first['msg']}" if path else first["msg"]).split())
         raise ValueError(reason if reason.isprintable() else ascii(reason)) from None
     return parsed
+
+
+@cache
+def type_adapter(kind: "Hashable") -> "TypeAdapter[Any]":
+    """Return what validates a type of :func:`parse_json`; to build it takes milliseconds, at each call the same."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cast("Any", kind))
 
 
 def _parse(raw: bytes | str, most_bits: int) -> Any:

@@ -70,12 +70,12 @@ def in_4_bits(
     tmp_path_factory: pytest.TempPathFactory,
     tiny_model_dir: Path,
     tiny_tokens_dir: Path,
-    forked_runs: ForkedRuns,
+    forked_runs_in_4_bits: ForkedRuns,
 ) -> Path:
     """A checkpoint of LoRA that was trained in bf16 beside weights in 4 bits."""
     run = tmp_path_factory.mktemp("nf4") / "run"
     given = {"lora_rank": 4, "base_weights": "nf4", "precision": "bf16-true", "lr": 3e-2, "max_step": 3}
-    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, parallelism="single", **given), 1).finish()
+    forked_runs_in_4_bits.start(argv(tiny_model_dir, tiny_tokens_dir, run, parallelism="single", **given), 1).finish()
     return run / "checkpoints" / "step-00000003"
 
 

@@ -31,7 +31,8 @@ from tests.support.forked_runs import ForkedRuns
 from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, train_plainly
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
-STEPS, ROWS_PER_WINDOW = 10, 6  # on one, two or three ranks
+ROWS_PER_WINDOW = 6  # on one, two or three ranks
+NUM_ROWS, STEPS = 21, 5  # the fourth window has 3 rows, and the fifth begins the next epoch
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 SETTINGS: dict[str, Any] = {"lr": LR, "grad_clip": GRAD_CLIP, "weight_decay": WEIGHT_DECAY, "max_step": STEPS}
 KINDS: dict[str, dict[str, Any]] = {
@@ -60,7 +61,7 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # a document a row: dropout draws the same numbers for a row as for a document
-    return write_rows(tmp_path_factory.mktemp("tokens") / "rows", packed_every=10**6)
+    return write_rows(tmp_path_factory.mktemp("tokens") / "rows", num_rows=NUM_ROWS, packed_every=10**6)
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +117,7 @@ def of_peft(
 )
 def test_losses_gradients_and_adapter_are_those_of_peft(
     forked_runs: ForkedRuns,
+    forked_runs_in_4_bits: ForkedRuns,
     tmp_path: Path,
     model: Path,
     wide_model: Path,
@@ -133,7 +135,7 @@ def test_losses_gradients_and_adapter_are_those_of_peft(
     micro_batch = 1 if "dropout" in kind else ROWS_PER_WINDOW // num_ranks
     given |= {"init_adapter": start, "total_batch_size": ROWS_PER_WINDOW, "micro_batch_size": micro_batch}
     line = argv(model, tokens, tmp_path / "run", **given)
-    forked_runs.start(line, num_ranks).finish()
+    (forked_runs_in_4_bits if "4 bits" in kind else forked_runs).start(line, num_ranks).finish()
     rows = metrics(tmp_path / "run")
     assert [float(row["train_loss"]) for row in rows] == pytest.approx(losses, abs=1e-5)
     assert [float(row["grad_norm"]) for row in rows] == pytest.approx(norms, rel=1e-4)
@@ -310,7 +312,7 @@ def test_adapters_of_peft_that_are_computed_otherwise_are_refused(
 
 @pytest.mark.slow
 def test_weights_in_4_bits_are_multiplied_in_16_bits_under_mixed_precision(
-    forked_runs: ForkedRuns, tmp_path: Path, wide_model: Path, tokens: Path, of_peft: Callable[..., Any]
+    forked_runs_in_4_bits: ForkedRuns, tmp_path: Path, wide_model: Path, tokens: Path, of_peft: Callable[..., Any]
 ) -> None:
     start, losses, norms, _ = of_peft("4 bits", autocast=torch.bfloat16)
     given = SETTINGS | {"init_adapter": start, "total_batch_size": ROWS_PER_WINDOW, "micro_batch_size": 1}
@@ -318,7 +320,7 @@ def test_weights_in_4_bits_are_multiplied_in_16_bits_under_mixed_precision(
     found = []
     for parallelism, num_ranks in (("single", 1), ("fsdp", 2), ("fsdp2", 2)):
         line = argv(wide_model, tokens, tmp_path / parallelism, parallelism=parallelism, **given)
-        forked_runs.start(line, num_ranks).finish()
+        forked_runs_in_4_bits.start(line, num_ranks).finish()
         rows = metrics(tmp_path / parallelism)
         found.append([float(row["train_loss"]) for row in rows])
         # later steps of any two programs differ: in bf16, AdamW's first steps depend on how gradients are rounded
@@ -330,11 +332,18 @@ def test_weights_in_4_bits_are_multiplied_in_16_bits_under_mixed_precision(
 @pytest.mark.slow
 @pytest.mark.parametrize("in_4bit", [False, True])
 def test_new_magnitudes_are_the_norms_of_the_weights_that_are_multiplied(
-    forked_runs: ForkedRuns, tmp_path: Path, wide_model: Path, tokens: Path, in_4bit: bool
+    forked_runs: ForkedRuns,
+    forked_runs_in_4_bits: ForkedRuns,
+    tmp_path: Path,
+    wide_model: Path,
+    tokens: Path,
+    in_4bit: bool,
 ) -> None:
     given = {"adapter": "dora", "parallelism": "fsdp", "max_step": 1, "lr": 1e-9, "total_batch_size": 3}
     given |= {"base_weights": "nf4"} if in_4bit else {}
-    forked_runs.start(argv(wide_model, tokens, tmp_path / "run", **given), 3).finish()
+    (forked_runs_in_4_bits if in_4bit else forked_runs).start(
+        argv(wide_model, tokens, tmp_path / "run", **given), 3
+    ).finish()
     found = load_file(tmp_path / "run" / "checkpoints" / "step-00000001" / "adapter_model.safetensors")
     base = load_file(wide_model / "model.safetensors")
     magnitudes = {name: tensor for name, tensor in found.items() if name.endswith("lora_magnitude_vector")}

@@ -9,6 +9,7 @@ exit code of each rank that ends into a file. It ends with the process that star
 """
 
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -52,6 +53,9 @@ _IMPORTED_LATER = (
     "transformers.conversion_mapping",
     "transformers.models.llama.modeling_llama",
 )
+
+# what JSON of every checkpoint is read as
+_READ_AS = (("fabric_train.checkpoint.files", "_ChecksumsJson"), ("fabric_train.checkpoint.trainer_json", "_Parsed"))
 
 
 class ForkedRun:
@@ -141,6 +145,7 @@ class ForkedRuns:
         *,
         draws: bool = True,
         imports: Sequence[str] = _IMPORTED_LATER,
+        prepares: Sequence[str] = (),
     ) -> None:
         """Start the server; ``folder`` keeps the output of the ranks.
 
@@ -150,6 +155,7 @@ class ForkedRuns:
             draws: whether runs draw ``loss_curves.png`` and write a report where ``start`` does not say it. That
                 takes more time than a run of a few steps.
             imports: modules that the server imports besides the program.
+            prepares: arguments of a run that the server prepares, so that the ranks find what it has kept in memory.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._num_runs, self._draws = folder, 0, draws
@@ -158,7 +164,7 @@ class ForkedRuns:
         path = os.pathsep.join(filter(None, [further.pop("PYTHONPATH", ""), str(ROOT), *sys.path]))
         with (folder / "server.stderr").open("wb") as stderr:
             self._server = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve()), *imports],
+                [sys.executable, str(Path(__file__).resolve()), json.dumps(list(prepares)), *imports],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -326,11 +332,14 @@ def serve() -> None:
     """Import, then fork the requested ranks until an empty line or the end of standard input."""
     answers = os.dup(1)
     os.dup2(2, 1)  # standard output is for answers alone
-    for module in ("arguments", "fabric_train.__main__", *sys.argv[1:]):
+    prepares, *imports = sys.argv[1:]
+    for module in ("arguments", "fabric_train.__main__", *imports):
         importlib.import_module(module)
     if "transformers.conversion_mapping" in sys.modules:
         # compiles the patterns of every family, which takes a third of a small run
         sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")
+    if argv := json.loads(prepares):
+        _prepare(argv)
     _keep_from_collections()
     running: dict[int, Path] = {}
     unread = b""
@@ -364,6 +373,30 @@ def serve() -> None:
     for pid in running:
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def _prepare(argv: list[str]) -> None:
+    """Prepare a run, and ask what its ranks ask: Python and the libraries keep the answers, and forks have them."""
+    from importlib import metadata
+
+    import torch
+    from lightning.fabric.utilities import registry
+    from torchmetrics import Metric
+    from transformers import AutoModelForCausalLM
+
+    from arguments import TrainArguments, parse
+    from fabric_train.files.regular_file import type_adapter
+    from fabric_train.preflight.prepare import prepare
+
+    run = prepare(parse(TrainArguments, argv))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(run.model.config)
+    assert not any(isinstance(module, Metric) for module in model.modules())  # lightning asks, and Python keeps answers
+    entry_points = functools.cache(metadata.entry_points)  # reads files of all packages
+    entry_points(group="lightning.fabric.callbacks_factory")
+    registry.__dict__["entry_points"] = entry_points
+    for module, name in _READ_AS:
+        type_adapter(getattr(importlib.import_module(module), name))
 
 
 def _keep_from_collections() -> None:

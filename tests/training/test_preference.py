@@ -427,13 +427,15 @@ def test_an_evaluation_alone_compares_with_the_reference_that_the_run_began_with
 
 
 def test_an_adapter_that_was_trained_in_4_bits_is_a_reference_in_4_bits(
-    forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path
+    forked_runs_in_4_bits: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path
 ) -> None:
     given = {"lora_rank": 4, "lr": 3e-2, "base_weights": "nf4", "objective": "orpo", **whole_windows(packed, 1, 2)}
-    forked_runs.start(argv(model_dir, packed, tmp_path / "first", max_step=2, **given), 1).finish()
+    forked_runs_in_4_bits.start(argv(model_dir, packed, tmp_path / "first", max_step=2, **given), 1).finish()
     adapter = tmp_path / "first" / "checkpoints" / "step-00000002"
     tokens, given = without_reference(packed, tmp_path / "tokens"), whole_windows(packed, 1, 2)
-    forked_runs.start(argv(model_dir, tokens, tmp_path / "run", reference=adapter, max_step=1, **given), 1).finish()
+    forked_runs_in_4_bits.start(
+        argv(model_dir, tokens, tmp_path / "run", reference=adapter, max_step=1, **given), 1
+    ).finish()
     reference = peft.PeftModel.from_pretrained(in_4_bits(model_dir), adapter).eval()
     expected = plain_values(reference, open_dataset(str(tokens)).train)
     np.testing.assert_allclose(stored_values(tokens)["train"], expected, rtol=1e-6)

@@ -324,7 +324,7 @@ def _map(file: Path, dtype: np.dtype) -> np.ndarray:
         raise InputError(f"{file}: damaged, {first_line(error)}; tokenize again") from None
     if not isinstance(mapped, np.ndarray) or mapped.dtype != dtype or mapped.ndim != 1:
         raise InputError(f"{file}: damaged, it holds no records of the index; tokenize again")
-    return mapped
+    return mapped.view(np.ndarray)  # each operation on a memmap would make another memmap, which is slow
 
 
 def num_records(index: DocumentIndex) -> int:
