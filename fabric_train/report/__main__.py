@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fabric_train.cli.argument_types import POSITIONAL, NonNegativeFloat
-from fabric_train.cli.errors import InputError, run_program
+from fabric_train.cli.errors import InputError, describe_os_error, run_program
 from fabric_train.cli.output import open_console
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.pages.charts import DrawError
@@ -57,6 +57,8 @@ def main(argv: list[str] | None = None) -> None:
             written = write_report(runs, page, arguments.price_per_hour)
         except DrawError as error:
             raise InputError(str(error)) from None
+        except OSError as error:
+            raise InputError(f"{page}: {describe_os_error(error)}; give another file with --output") from None
     for line in written.lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

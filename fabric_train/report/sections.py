@@ -64,10 +64,17 @@ def _guarded(key: str, title: str, build: Callable[[], Iterator[Section]]) -> li
 def _summary(run: RunFiles, price_per_hour: float | None) -> Iterator[Section]:
     rows: list[tuple[str, Any]] = [("folder", code(redact(str(run.folder))))]
     if (run.folder / "config.yaml").is_file():
-        rows.append(("started by", f"{run.folder.owner()}"))
+        rows.append(("started by", _owner(run.folder / "config.yaml")))
     rows += _guarded_rows(lambda: _trained(run, price_per_hour))
     rows += _guarded_rows(lambda: _last(run))
     yield Section("summary", "Summary", table("what | ", rows))
+
+
+def _owner(file: Path) -> str:
+    try:
+        return file.owner()
+    except KeyError:  # a container may not know the user
+        return f"user {file.stat().st_uid}"
 
 
 def _guarded_rows(build: Callable[[], list[tuple[str, Any]]]) -> list[tuple[str, Any]]:
@@ -183,6 +190,18 @@ def _scores(run: RunFiles) -> Iterator[Section]:
         return
     with file.open(encoding="utf-8", newline="") as lines:
         means = [row for row in csv.DictReader(lines) if row.get("task") == "mean" and row.get("value")]
+    try:
+        charts = _score_charts(means)
+        rows = [
+            (row["model"], row["language"], row["metric"], f"{float(row['value']):.4f}", row["stderr"]) for row in means
+        ]
+    except (ValueError, KeyError):
+        raise InputError(f"{file}: damaged; evaluate again") from None
+    head = "model | language | metric | mean | standard error"
+    yield Section("scores", "Scores on tasks", table(head, rows, 2), tuple(charts))
+
+
+def _score_charts(means: Sequence[dict[str, str]]) -> list[Chart]:
     charts = []
     for number, key in enumerate(dict.fromkeys((row["language"], row["metric"]) for row in means)):
         own = [row for row in means if (row["language"], row["metric"]) == key]
@@ -193,12 +212,7 @@ def _scores(run: RunFiles) -> Iterator[Section]:
             if not row["step"]:
                 series.append(Series(row["model"], np.zeros(1), np.array([float(row["value"])]), kind="level"))
         charts.append(Chart(f"score-{number}", " ".join(key), key[1], tuple(series)))
-    rows = [
-        (row["model"], row["language"], row["metric"], f"{float(row['value']):.4f}", row["stderr"]) for row in means
-    ]
-    yield Section(
-        "scores", "Scores on tasks", table("model | language | metric | mean | standard error", rows, 2), tuple(charts)
-    )
+    return charts
 
 
 def _changes(run: RunFiles) -> Iterator[Section]:

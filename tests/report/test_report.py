@@ -48,7 +48,8 @@ def test_every_section_is_there_also_in_a_copied_folder(copy: Path) -> None:
     charts = {chart.key: chart for chart in sections["curves"].charts}
     assert {"loss", "sources", "trained", "learning_rate", "grad_norm", "tokens_per_second", "data_wait"} <= set(charts)
     kinds = {(mark.kind, mark.x) for mark in charts["loss"].marks}
-    assert {("resume", 2), ("signal", 2)} <= kinds
+    (step,) = map(int, re.findall(r"stopped by SIGTERM after step (\d)", (copy / "run.log").read_text()))
+    assert {("resume", step), ("signal", step)} <= kinds
     rows = [float(line.split(",")[2] or "nan") for line in (copy / "metrics.csv").read_text().splitlines()[1:]]
     assert charts["loss"].series[0].y.tolist() == [value for value in rows if value == value]
     assert "after step 3: `branch`" not in sections["lineage"].body
@@ -157,7 +158,8 @@ def test_an_unfair_comparison_is_said_and_why(reported: ReportedRuns, copy: Path
     for folder in (copy / "checkpoints").iterdir():
         trainer = json.loads((folder / "trainer.json").read_text())
         for name in ("evaluation", "first_evaluation"):
-            trainer[name]["rows"] = "0" * 32
+            if trainer[name]:  # a signal saves without an evaluation
+                trainer[name]["rows"] = "0" * 32
         (folder / "trainer.json").write_text(json.dumps(trainer))
         manifest = json.loads((folder / "manifest.json").read_text())
         manifest["tokenizer"]["name"] = "another"
@@ -270,3 +272,31 @@ def test_a_report_that_cannot_be_written_ends_no_run(
     assert "report.html" in line
     assert "python -m fabric_train.report" in line
     assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
+
+
+def test_evaluations_beside_the_run_are_shown(copy: Path) -> None:
+    folder = copy / "evaluation"
+    folder.mkdir()
+    lines = [
+        {"model": name, "weights": name, "source": "es", "text": "t", "document": f"es.jsonl:{number}", "tokens": 10}
+        | {"bytes": 40, "nats": nats + number % 3}
+        for name, nats in (("base", 30.0), ("step-00000006", 20.0))
+        for number in range(40)
+    ]
+    (folder / "documents.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    scores = [
+        ("model", "step", "language", "task", "metric", "value", "stderr"),
+        ("base", "", "ca", "mean", "accuracy", "0.25", "0.01"),
+        ("step-00000006", "6", "ca", "mean", "accuracy", "0.5", "0.01"),
+    ]
+    (folder / "scores.csv").write_text("".join(",".join(line) + "\n" for line in scores))
+    sections = sections_of(copy)
+    assert re.search(r"\| es \| step-00000006 \| 40 \| 2\.\d+ .* better \|", sections["evaluation"].body)
+    (chart,) = sections["scores"].charts
+    assert [(one.name, one.kind, one.y.tolist()) for one in chart.series] == [
+        ("checkpoints", "points", [0.5]),
+        ("base", "level", [0.25]),
+    ]
+    main([str(copy)])  # also drawn without an error
+    (folder / "scores.csv").write_text("model,task,value\nbase,mean,much\n")
+    assert "damaged" in sections_of(copy)["scores"].fault
