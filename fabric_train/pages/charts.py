@@ -8,10 +8,14 @@ Colours are of middle brightness and the ground is transparent, so a chart can b
 
 import json
 import os
+import select
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,8 @@ COLOURS = (
 )
 BETTER, WORSE = "#2a7f46", "#b3402e"
 _SECONDS = 120
+_IDLE_SECONDS = 15.0  # then the process that draws ends: its engine takes 200 MB
+_LOCK = threading.Lock()
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 _WIDTH = 760
 _DIGITS = 5
@@ -247,15 +253,39 @@ def javascript(folder: Path) -> str:
 
 
 def _run(what: str, text: str, output: Path) -> None:
-    """Call vl-convert in a process of its own: it brings a JavaScript engine, whose failure would end a training."""
-    command = [sys.executable, __file__, what, os.fspath(output)]
-    try:
-        found = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        raise DrawError(f"drawing took more than {_SECONDS} s") from None
-    if found.returncode:
-        lines = found.stderr.strip().splitlines() or [f"exit code {found.returncode}"]
-        raise DrawError(f"drawing failed: {lines[-1]}")
+    """Let another process draw: vl-convert brings a JavaScript engine, whose failure would end a training."""
+    request = json.dumps([what, text, os.fspath(output.absolute())]) + "\n"
+    with _LOCK:
+        # the first one may have ended while it had nothing to do
+        answer = _answer(_drawing_process(os.getpid()), request) or _answer(_drawing_process(os.getpid()), request)
+    if answer != "drawn\n":
+        raise DrawError(f"drawing failed: {answer.strip() or f'no answer in {_SECONDS} s'}")
+
+
+@lru_cache(maxsize=1)
+def _drawing_process(_: int) -> "subprocess.Popen[str]":
+    """Return this process's drawing process; a fork of this process has another id, and starts its own."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen([sys.executable, __file__], text=True, **pipes)
+
+
+def _answer(process: "subprocess.Popen[str]", request: str) -> str:
+    """Return a line about a request; empty if the process has ended, or took too long and was ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    answer = ""
+    with suppress(BrokenPipeError):
+        process.stdin.write(request)
+        process.stdin.flush()
+        if select.select([process.stdout], [], [], _SECONDS)[0]:
+            answer = process.stdout.readline()
+    if not answer:
+        process.kill()
+        process.wait()
+        with suppress(BrokenPipeError):  # what it did not read
+            process.stdin.close()
+        _drawing_process.cache_clear()
+    return answer
 
 
 def sampled(x: np.ndarray, y: np.ndarray, most: int) -> np.ndarray:
@@ -293,14 +323,23 @@ def marks_between(marks: Iterable[Mark], first: float, last: float) -> tuple[Mar
 
 
 def main() -> None:
-    """Write the PNG of the specification on standard input, or Vega's JavaScript, into a file."""
-    import vl_convert  # here alone: it brings a JavaScript engine
+    """Draw what the lines on standard input ask for, until they end or none has come for some seconds.
 
-    what, output = sys.argv[1], Path(sys.argv[2])
-    if what == "png":
-        output.write_bytes(vl_convert.vegalite_to_png(sys.stdin.read(), scale=2))
-    else:
-        output.write_text(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed"), encoding="utf-8")
+    A line has what is to be written, "png" or "javascript", a specification, and the file to write.
+    """
+    while select.select([sys.stdin], [], [], _IDLE_SECONDS)[0] and (line := sys.stdin.readline()):
+        what, text, output = json.loads(line)
+        try:
+            import vl_convert  # here alone
+
+            if what == "png":
+                Path(output).write_bytes(vl_convert.vegalite_to_png(text, scale=2))
+            else:
+                script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed")
+                Path(output).write_text(script, encoding="utf-8")
+            print("drawn", flush=True)
+        except Exception as error:  # noqa: BLE001 - the caller reports it
+            print(f"{type(error).__name__}: {error}".splitlines()[0], flush=True)
 
 
 if __name__ == "__main__":

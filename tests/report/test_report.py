@@ -1,6 +1,7 @@
 """A report has every section from the files of a run, leaves out one whose file is damaged, and never ends a run."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from fabric_train.cli.errors import InputError
 from fabric_train.evaluation.loss_changes import CHANGES
-from fabric_train.pages.charts import sampled, smoothed
+from fabric_train.pages import charts
+from fabric_train.pages.charts import Chart, Series, draw, sampled, smoothed
 from fabric_train.pages.page import Section
 from fabric_train.report.__main__ import main
 from fabric_train.report.comparison import comparison_sections
@@ -300,3 +302,19 @@ def test_evaluations_beside_the_run_are_shown(copy: Path) -> None:
     main([str(copy)])  # also drawn without an error
     (folder / "scores.csv").write_text("model,task,value\nbase,mean,much\n")
     assert "damaged" in sections_of(copy)["scores"].fault
+
+
+def test_drawing_goes_on_when_the_process_that_draws_has_ended(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    chart = Chart("one", "title", "unit", (Series("a", np.arange(3.0), np.arange(3.0)),))
+    draw([chart], picture, heights=[90])
+    first = charts._drawing_process(os.getpid())
+    first.kill()
+    first.wait()
+    picture.unlink()
+    draw([chart], picture, heights=[90])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert charts._drawing_process(os.getpid()).pid != first.pid
+    with pytest.raises(charts.DrawError, match="drawing failed: "):
+        charts.write_png({"mark": "no such mark"}, picture, "")
+    assert picture.read_bytes().startswith(b"\x89PNG")  # the file stays as it was
