@@ -184,7 +184,7 @@ def trace_programs(folder: Path) -> list[tuple[str, str, int]]:
     tokenize += ["--max_length", 32, "--validation_split", 0, "--num_proc", 1]
     training = ["--train_data_dir", tokens, "--model_name", folder / "model", "--output_dir", run, "--devices", 1]
     training += ["--accelerator", "cpu", "--num_workers", 0, "--loggers", "csv", "--lr_schedule", "constant"]
-    training += ["--total_batch_size", 4]
+    training += ["--total_batch_size", 4, "--report", "false"]
     with trace.of("tokenize"):
         tokenize_dataset.main([str(part) for part in tokenize])
     with trace.of("train"):

@@ -31,14 +31,14 @@ def reported(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, 
     tokenize(folder / "tokens", tiny_model_dir, *names, validation_split=0.2)
     (folder / "prompts.txt").write_text(f"{HOSTILE}\n", encoding="utf-8")
     given: dict[str, Any] = {"max_step": 6, "eval_step_interval": 2, "save_step_interval": 2, "eval_at_start": None}
-    given |= {"sample_prompts": folder / "prompts.txt", "sample_tokens": 3}
+    given |= {"sample_prompts": folder / "prompts.txt", "sample_tokens": 3, "report": "true"}
     words = argv(tiny_model_dir, folder / "tokens", folder / "trunk", **given)
     stopped = forked_runs.start(words, 1, before=at_point(TERMINATE, 3, "COMPUTING", ranks=(0,)))
     assert stopped.wait() == [STOPPED]
-    resumed = forked_runs.start([*words, "--resume", "true", "--report", "true"], 1)
+    resumed = forked_runs.start([*words, "--resume", "true"], 1)
     resumed.finish()
     assert "written" in resumed.stdout()
-    more = {**given, "branch": f"{folder / 'trunk'}@4", "lr": 5e-4}
+    more = {**given, "report": "false", "branch": f"{folder / 'trunk'}@4", "lr": 5e-4}
     forked_runs.start(argv(tiny_model_dir, folder / "tokens", folder / "branch", **more), 1).finish()
     main([str(folder / "branch"), "--price_per_hour", "3"])
     return ReportedRuns(folder / "trunk", folder / "branch")

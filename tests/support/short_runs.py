@@ -16,6 +16,7 @@ SETTINGS = {
     "save_step_interval": 3,
     "num_workers": 0,
     "loggers": "csv",
+    "report": "false",  # it takes more time than a run of a few steps
 }
 _AT_A_POINT = """
 import os, signal, time
