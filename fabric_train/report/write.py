@@ -28,17 +28,15 @@ def write_report(runs: Sequence[RunFiles], page: Path, price_per_hour: float | N
     if len(runs) == 1:
         title, sections = f"Report of {runs[0].name}", run_sections(runs[0], price_per_hour)
     else:
-        title, sections = (
-            f"{' and '.join(run.name for run in runs)} compared",
-            comparison_sections(runs, price_per_hour),
-        )
+        title = f"{' and '.join(run.name for run in runs)} compared"
+        sections = comparison_sections(runs, price_per_hour)
     markdown, picture = page.with_suffix(".md"), page.with_suffix(".png")
     for file in (page, markdown, picture):
         check_no_link(file)
     charts = [chart for section in sections for chart in section.charts if chart.key in _HEIGHTS]
     if charts:
         draw(charts, picture, title=title, heights=[_HEIGHTS[chart.key] for chart in charts])
-    axes = [page_axis(run.metrics) if _has_metrics(run) else {} for run in runs]
+    axes = [page_axis(run.metrics) for run in runs if _has_metrics(run)]  # as the charts number them
     write_atomically(page, to_html(title, sections, axes))
     write_atomically(markdown, to_markdown(title, sections, picture.name if charts else ""))
     findings = [(run.name, finding) for run in runs if _has_metrics(run) for finding in find_unusual(run)]

@@ -156,6 +156,20 @@ def test_several_runs_are_compared_with_their_differences_first(reported: Report
     assert "trunk: training" in page.read_text()
 
 
+def test_a_run_without_steps_is_compared_too(reported: ReportedRuns, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    started.mkdir()
+    shutil.copy(reported.trunk / "config.yaml", started)
+    page = tmp_path / "both.html"
+    main([str(started), str(reported.branch), "--output", str(page)])
+    found = re.search(r'id="chart-data">(.*?)</script>', page.read_text())
+    assert found
+    content = json.loads(found[1])
+    assert {one["axis"] for chart in content["charts"] for one in chart["series"]} == {0}
+    assert content["axes"][0]["step"][-1] == 6
+    assert "Left out: started, metrics.csv" in page.read_text()
+
+
 def test_an_unfair_comparison_is_said_and_why(reported: ReportedRuns, copy: Path) -> None:
     for folder in (copy / "checkpoints").iterdir():
         trainer = json.loads((folder / "trainer.json").read_text())
