@@ -234,6 +234,25 @@ def test_what_is_unusual_is_said_and_a_usual_run_gets_no_sentence(tmp_path: Path
         assert len(texts) <= 2  # a source that rises may be above its first loss, too
 
 
+def test_forgetting_no_evaluation_guessing_and_lost_ranks_are_said(copy: Path) -> None:
+    steps = np.arange(400)
+    learned = {"train_loss": 2 + np.exp(-steps / 100)}
+
+    def said(**columns: np.ndarray) -> str:
+        return " ".join(finding.text for finding in find_unusual(write_metrics(copy, **columns)))
+
+    evaluated = np.where(steps % 100 == 0, 2 + steps / 1000, np.nan)
+    assert "forgets ca: its validation loss is 2.3000, before training it was 2.0000" in said(
+        **learned, **{"val_loss/ca": evaluated}
+    )
+    assert "The run has no evaluation" in said(**learned)
+    assert "a model that guesses has 6.91, ln 1,000" in said(train_loss=np.full(400, 6.9))  # of the tiny model
+    assert "guesses" not in said(**learned)
+    with (copy / "run.log").open("a") as log:
+        log.write("2026-01-02 03:04:05+0000 node-2 rank 0: error: rank 5 was lost in step 7\n")
+    assert "A rank was lost 1 time: error: rank 5 was lost in step 7" in said(**learned)
+
+
 def test_pages_that_findings_name_exist() -> None:
     root = Path(__file__).parents[2]
     source = (root / "fabric_train" / "report" / "health.py").read_text()
