@@ -33,14 +33,15 @@ def print_table(results: Results, are_same_tokens: bool, notes: Sequence[str] = 
     for source, of_models in results.items():
         for number, (model, found) in enumerate(of_models.items()):
             name = visible(source) if number == 0 else ""
-            table.add_row(name, visible(model), *_cells(found), end_section=number == len(of_models) - 1)
+            table.add_row(name, visible(model), *cells(found), end_section=number == len(of_models) - 1)
     console = open_console(width=None if open_console().is_terminal else 200)
     console.print(table)
-    for line in (*_notes(results, are_same_tokens), *notes):
+    for line in (*notes_on(results, are_same_tokens), *notes):
         console.print(line, style="dim")
 
 
-def _cells(found: ModelLoss) -> Iterator[str]:
+def cells(found: ModelLoss) -> Iterator[str]:
+    """Yield documents, tokens, loss, perplexity, bits per byte and interval, difference and interval, and a verdict."""
     total, difference = found.total, found.difference
     yield from (f"{found.num_documents:,}", f"{total.num_tokens:,}", f"{total.loss:.4f}", f"{total.perplexity:.2f}")
     yield "" if total.bits_per_byte is None else f"{total.bits_per_byte:.4f}"
@@ -53,7 +54,8 @@ def _cells(found: ModelLoss) -> Iterator[str]:
         yield ("better" if difference.value < 0 else "worse") if difference.excludes_0 else ""
 
 
-def _notes(results: Results, are_same_tokens: bool) -> Iterator[str]:
+def notes_on(results: Results, are_same_tokens: bool) -> Iterator[str]:
+    """Yield what to know to read a table of these results."""
     yield "loss in nats per token; lower is better"
     if any(len(of_models) > 1 for of_models in results.values()):
         yield "better, worse: the interval of the difference (paired bootstrap over documents) is on one side of 0"

@@ -234,6 +234,7 @@ def _stage_row(number: int, stage: TrainingStage) -> Row:
 
 
 def lineage_row(branch: checkpoints.BranchPoint) -> Row:
+    """Return the run that was branched off, the step, and the changed arguments without private places."""
     changed = [
         f"`{name}`: {escaped(public_value(there))} → {escaped(public_value(here))}"
         for name, (there, here) in branch.changed.items()

@@ -43,6 +43,7 @@ def escaped(value: Any) -> Any:
 
 
 def number(value: float) -> str:
+    """Return a number with commas between its thousands."""
     return f"{value:,}"
 
 
@@ -75,6 +76,7 @@ def link(text: str, target: str) -> Markdown:
 
 
 def dataset_link(repository: str) -> Markdown:
+    """Return a link to a dataset on the hub."""
     return link(repository, f"https://huggingface.co/datasets/{repository}")
 
 

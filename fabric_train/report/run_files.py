@@ -113,7 +113,7 @@ class RunFiles:
                     lines.append(LogLine(when, machine, int(rank), text, step))
         return lines
 
-    @property
+    @cached_property
     def told(self) -> list[LogLine]:
         """The lines about what went wrong or was stopped."""
         return [line for line in self.log if _TOLD.search(line.text)]
@@ -132,8 +132,9 @@ class RunFiles:
                         raise InputError(f"{file}, line {number}: damaged ({error})") from None
         return found
 
+    @cached_property
     def marks(self) -> list[Mark]:
-        """Return what happened on the axis of steps: sessions, branches, phases, skipped steps, signals, the best."""
+        """What happened on the axis of steps: sessions, branches, phases, skipped steps, signals, the best."""
         return sorted(self._marks(), key=lambda mark: mark.x)
 
     def _marks(self) -> Iterator[Mark]:

@@ -4,16 +4,23 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fabric_train.checkpoint import perplexity
 from fabric_train.cli.errors import InputError, describe_os_error
 from fabric_train.cli.output import redact, visible
 from fabric_train.evaluation.loss_changes import CHANGES, ShownChanges, changes_sections
-from fabric_train.evaluation.loss_table import DOCUMENTS, compare_evaluated, have_same_tokens, read_evaluated
+from fabric_train.evaluation.loss_table import (
+    DOCUMENTS,
+    cells,
+    compare_evaluated,
+    have_same_tokens,
+    notes_on,
+    read_evaluated,
+)
 from fabric_train.export import card_facts
 from fabric_train.export.model_card import lineage_row, results_of
 from fabric_train.files.regular_file import read_json
@@ -32,28 +39,28 @@ _SEED = 0  # of the bootstrap, as in evaluate.py
 
 def run_sections(run: RunFiles, price_per_hour: float | None = None) -> list[Section]:
     """Return the sections on a run; ``price_per_hour`` is of one device."""
-    planned: tuple[tuple[str, str, Callable[[], Iterator[Section]]], ...] = (
-        ("summary", "Summary", lambda: _summary(run, price_per_hour)),
-        ("results", "Results", lambda: _results(run)),
-        ("health", "Health", lambda: _health(run)),
-        ("curves", "Curves", lambda: _curves(run)),
-        ("events", "What happened", lambda: _events(run)),
-        ("evaluation", "Evaluation", lambda: _evaluation(run)),
-        ("scores", "Scores on tasks", lambda: _scores(run)),
-        ("changes", "Token changes", lambda: _changes(run)),
-        ("samples", "Samples", lambda: _samples(run)),
-        ("data", "Data", lambda: _data(run)),
-        ("lineage", "Lineage", lambda: _lineage(run)),
-        ("checkpoints", "Checkpoints", lambda: _checkpoints(run)),
-        ("repeat", "How to repeat this run", lambda: _repeat(run)),
-        ("configuration", "Configuration", lambda: _configuration(run)),
+    planned: tuple[tuple[str, str, Callable[[RunFiles], Iterator[Section]]], ...] = (
+        ("summary", "Summary", partial(_summary, price_per_hour=price_per_hour)),
+        ("results", "Results", _results),
+        ("health", "Health", _health),
+        ("curves", "Curves", _curves),
+        ("events", "What happened", _events),
+        ("evaluation", "Evaluation", _evaluation),
+        ("scores", "Scores on tasks", _scores),
+        ("changes", "Token changes", _changes),
+        ("samples", "Samples", _samples),
+        ("data", "Data", _data),
+        ("lineage", "Lineage", _lineage),
+        ("checkpoints", "Checkpoints", _checkpoints),
+        ("repeat", "How to repeat this run", _repeat),
+        ("configuration", "Configuration", _configuration),
     )
-    return [section for key, title, build in planned for section in _guarded(key, title, build)]
+    return [section for key, title, build in planned for section in _guarded(run, key, title, build)]
 
 
-def _guarded(key: str, title: str, build: Callable[[], Iterator[Section]]) -> list[Section]:
+def _guarded(run: RunFiles, key: str, title: str, build: Callable[[RunFiles], Iterator[Section]]) -> list[Section]:
     try:
-        return list(build())
+        return list(build(run))
     except InputError as error:
         reason = str(error)
     except OSError as error:
@@ -118,8 +125,8 @@ def _last(run: RunFiles) -> list[tuple[str, Any]]:
             rows.append((name, f"{value:.4f}"))
     if best := best_step(run):
         rows.append(("best validation", f"step {best:,}"))
-    speeds = metrics.columns["tokens_per_second"][metrics.known("tokens_per_second")]
-    if len(speeds):
+    if len(known := metrics.known("tokens_per_second")):
+        speeds = metrics.columns["tokens_per_second"][known]
         rows.append(("speed", f"{np.median(speeds):,.0f} tokens/s, the median"))
     return rows
 
@@ -145,12 +152,12 @@ def _health(run: RunFiles) -> Iterator[Section]:
 
 
 def _curves(run: RunFiles) -> Iterator[Section]:
-    charts = metric_charts([(run.name, run.metrics)], run.marks())
+    charts = metric_charts([(run.name, run.metrics)], run.marks)
     yield Section("curves", "Curves", "" if charts else "No step is logged yet.", tuple(charts))
 
 
 def _events(run: RunFiles) -> Iterator[Section]:
-    rows = [(int(mark.x), mark.kind, mark.text) for mark in run.marks()]
+    rows = [(int(mark.x), mark.kind, mark.text) for mark in run.marks]
     body = table("step | what | ", rows) if rows else "Nothing but training."
     told = run.told
     lines = [(line.when, line.machine, line.rank, line.text) for line in told[-_SHOWN_LINES:]]
@@ -166,21 +173,14 @@ def _evaluation(run: RunFiles) -> Iterator[Section]:
     if not (folder / DOCUMENTS).is_file():
         return
     evaluated = read_evaluated(folder)
-    rows = []
-    for source, of_models in compare_evaluated(evaluated, _SEED).items():
-        for model, found in of_models.items():
-            total, difference = found.total, found.difference
-            loss = f"{total.loss:.4f}", f"{perplexity(total.loss):.2f}"
-            bits = "" if total.bits_per_byte is None else f"{total.bits_per_byte:.4f}"
-            interval = "{:.4f} to {:.4f}".format(*found.bits_per_byte) if found.bits_per_byte else ""
-            change = f"{difference.value:+.4f}" if difference else ""
-            verdict = ("better" if difference.value < 0 else "worse") if difference and difference.excludes_0 else ""
-            rows.append((source, model, found.num_documents, *loss, bits, interval, change, verdict))
-    head = "source | model | documents | loss | perplexity | bits per byte | 95 % interval | to the first | "
-    note = "Better and worse: the interval of the difference (paired bootstrap over documents) is on one side of 0."
-    if not have_same_tokens(evaluated):
-        note += " The models have different tokenizers: compare bits per byte only."
-    yield Section("evaluation", "Evaluation", f"{table(head, rows, 7)}\n\n{note}")
+    results = compare_evaluated(evaluated, _SEED)
+    rows = [
+        (source, model, *cells(found)) for source, of_models in results.items() for model, found in of_models.items()
+    ]
+    head = "source | model | documents | tokens | loss | perplexity | bits/byte | 95 % interval | to the first | "
+    head += "95 % interval | "
+    notes = "\n".join(f"- {escaped(line)}" for line in notes_on(results, have_same_tokens(evaluated)))
+    yield Section("evaluation", "Evaluation", f"{table(head, rows, 9)}\n\n{notes}")
 
 
 def _scores(run: RunFiles) -> Iterator[Section]:

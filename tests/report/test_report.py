@@ -326,7 +326,7 @@ def test_evaluations_beside_the_run_are_shown(copy: Path) -> None:
     ]
     (folder / "scores.csv").write_text("".join(",".join(line) + "\n" for line in scores))
     sections = sections_of(copy)
-    assert re.search(r"\| es \| step-00000006 \| 40 \| 2\.\d+ .* better \|", sections["evaluation"].body)
+    assert re.search(r"\| es \| step-00000006 \| 40 \| 400 \| 2\.\d+ .* better \|", sections["evaluation"].body)
     (chart,) = sections["scores"].charts
     assert [(one.name, one.kind, one.y.tolist()) for one in chart.series] == [
         ("checkpoints", "points", [0.5]),

@@ -58,9 +58,9 @@ function specification(chart) {
     }
     if (y && y.scale && state.log) y.scale = { type: "log" };
     if (layer.mark.type === "line") layer.mark.clip = true;
-    if (layer.encoding.tooltip && layer.encoding.tooltip[1] && layer.name === "hover") {
-      layer.encoding.tooltip[1].title = chart.steps ? titles[state.axis] : chart.spec.layer[0].encoding.x.title;
-      if (chart.steps && state.axis !== "step") layer.encoding.tooltip.push({ field: "step", title: titles.step, format: "," });
+    if (layer.name === "hover" && chart.steps && state.axis !== "step") {
+      layer.encoding.tooltip[1].title = titles[state.axis];
+      layer.encoding.tooltip.push({ field: "step", title: titles.step, format: "," });
     }
   }
   if (chart.steps) spec.layer.find(layer => layer.params).params.push(brush);
