@@ -36,7 +36,7 @@ _SHOWN_CHARACTERS = 4000
 _PR_SET_PDEATHSIG = 1
 _OF_LAUNCHERS = ("LT_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "MASTER_")
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-OF_CONSOLES = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
+OF_CONSOLES = ("CI", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES")
 """Environment variables that overrule what a program finds out about its terminal."""
 # imported by the program when it needs them: each rank would import them in each run
 _IMPORTED_LATER = (
