@@ -19,7 +19,7 @@ STAMP := $(VENV)/installed
 # torch-xla works with one older release of torch, so it has an environment of its own
 XLA := .cache/xla
 
-.PHONY: help install install-xla demo test test-cuda test-cuda-rehearsal test-launchers test-xla test-downstream check lint benchmark clean
+.PHONY: help install install-xla demo test test-cuda test-cuda-rehearsal test-matrix test-launchers test-xla test-downstream check lint benchmark clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -37,6 +37,9 @@ test: $(STAMP) ## run the tests that CI runs (9 to 15 minutes on 2 cores)
 
 test-cuda: $(STAMP) ## run the tests that need a GPU
 	@$(BIN)/python -m pytest -n 0 -m cuda
+
+test-matrix: $(STAMP) ## run further points of the tests' matrices, which tests/matrix.txt names
+	@$(BIN)/python -m pytest -m matrix
 
 test-launchers: $(STAMP) ## run the slow tests of real launchers: fabric run, torchrun, python -m, mpiexec, PBS, Slurm, containers
 	@$(BIN)/python -m pytest -n 0 -m launchers

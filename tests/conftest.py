@@ -49,7 +49,8 @@ for _number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(_number, lambda *_: None)
 
 
-_LONGEST = ("test_compile.py", "test_resume.py")
+_LONGEST = ("test_compile.py", "test_resume.py", "test_preference.py")
+_MATRIX = Path(__file__).with_name("matrix.txt")
 
 
 _SHARE_A_START = ("tests/cuda_rehearsal/", "tests/report/")
@@ -69,8 +70,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     return _ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the longest files, then those with the most slow tests: all workers then end at the same time."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that ``matrix.txt`` names, and start with the longest files: all workers then end at one time.
+
+    Raises:
+        pytest.UsageError: it names a test that does not exist.
+    """
+    listed = {line for line in _MATRIX.read_text(encoding="utf-8").splitlines() if line.startswith("tests/")}
+    collected = {item.nodeid: item for item in items}
+    for name in listed & collected.keys():
+        collected[name].add_marker("matrix")
+    files = {name.partition("::")[0] for name in collected}
+    unknown = [name for name in sorted(listed - collected.keys()) if name.partition("::")[0] in files]
+    if unknown and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"{_MATRIX.name} names tests that do not exist: {', '.join(unknown)}")
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     # stable: the order within a file stays
     items.sort(key=lambda item: (item.path.name not in _LONGEST, -slow[item.path]))

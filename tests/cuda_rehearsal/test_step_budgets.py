@@ -10,6 +10,8 @@ from benchmarks.measure import ROOT
 from benchmarks.rehearsal import CASES, TOLERANCE, Case, num_kernels, plan_error, read_fake_run
 from tests.support.pretended_cuda.run import run_pretended
 
+pytestmark = [pytest.mark.slow, pytest.mark.cuda_rehearsal]
+
 LAYERS = 3
 MOST_KERNELS = {
     "optimizer": 4,  # one launch for the weights of each kind of storage, and the counts of steps
@@ -34,11 +36,7 @@ def fake_step(case: Case, *options: str) -> FakeRun:
     return read_fake_run(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("parallelism", "checkpointing"),
-    [("fsdp", "full"), pytest.param("fsdp2", "none", marks=pytest.mark.cuda_rehearsal)],
-)
+@pytest.mark.parametrize(("parallelism", "checkpointing"), [("fsdp", "full"), ("fsdp2", "none")])
 def test_step_takes_no_more_than_its_budget(parallelism: str, checkpointing: str) -> None:
     case = Case("llama-3-8b", 1, parallelism, checkpointing)
     found = fake_step(case, "--num_layers", str(LAYERS))
@@ -49,8 +47,6 @@ def test_step_takes_no_more_than_its_budget(parallelism: str, checkpointing: str
     assert plan_error(found) == pytest.approx(0, abs=TOLERANCE)
 
 
-@pytest.mark.slow
-@pytest.mark.cuda_rehearsal
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plan_is_within_5_percent_of_tensors_on_a_gpu(case: Case) -> None:
     found = fake_step(case)
@@ -60,12 +56,11 @@ def test_plan_is_within_5_percent_of_tensors_on_a_gpu(case: Case) -> None:
         assert found.step.peak_bytes < 78e9  # of 80 GB, 2 for CUDA: there is no second model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         Case("llama-3-8b", 1, "fsdp", "full", is_dpo=True),
-        pytest.param(Case("llama-3-8b", 1, "fsdp2", "none", "LoRA", is_dpo=True), marks=pytest.mark.cuda_rehearsal),
+        Case("llama-3-8b", 1, "fsdp2", "none", "LoRA", is_dpo=True),
     ],
     ids=str,
 )
@@ -76,8 +71,6 @@ def test_step_on_pairs_takes_few_kernels_more_than_one_on_texts(case: Case) -> N
     assert plan_error(pairs) == pytest.approx(0, abs=TOLERANCE)
 
 
-@pytest.mark.slow
-@pytest.mark.cuda_rehearsal
 @pytest.mark.parametrize("case", [case for case in CASES if case.adapter], ids=str)
 def test_step_of_an_adapter_has_no_work_for_frozen_weights(case: Case) -> None:
     found = fake_step(case, "--num_layers", str(LAYERS))

@@ -87,8 +87,12 @@ def sharded(rehearsal: Rehearsal) -> PretendedRun:
     ("options", "devices"),
     [
         ({"parallelism": "fsdp", "limit_all_gathers": "false"}, 2),
-        ({"parallelism": "ddp", "activation_checkpointing": "full", "activation_offload": "true"}, 3),
-        ({"parallelism": "single", "compile": "true"}, 1),
+        pytest.param(
+            {"parallelism": "ddp", "activation_checkpointing": "full", "activation_offload": "true"},
+            3,
+            marks=pytest.mark.cuda_rehearsal,
+        ),
+        pytest.param({"parallelism": "single", "compile": "true"}, 1, marks=pytest.mark.cuda_rehearsal),
     ],
     ids=["fsdp", "ddp", "compiled"],
 )
@@ -121,6 +125,7 @@ def test_background_saves_with_late_copies_equal_synchronous_ones(rehearsal: Reh
     assert tensor_files(rehearsal.checkpoint("offloaded-shards", 2)) == expected
 
 
+@pytest.mark.cuda_rehearsal
 def test_offloaded_run_resumes_on_devices_as_if_never_stopped(rehearsal: Rehearsal) -> None:
     first = rehearsal.run("offloaded", OFFLOADED)
     resumed = rehearsal.run("resumed", {**OFFLOADED, "checkpoint": rehearsal.checkpoint("offloaded", 2)})
