@@ -27,7 +27,7 @@ T = TypeVar("T")
 def advice_for_name(program: str, name: str, known: Collection[str]) -> str | None:
     """Return what another program's argument is here, or what to do without one; None if the table does not have it.
 
-    ``program`` is the name of the class of arguments. Of a ``name`` such as a.b, the table may have only a.
+    ``program`` is the name of the class of arguments. Of a ``name`` such as a.b, the table may have only b or a.
     """
     if program not in read_table()["names"]:
         return None
@@ -42,8 +42,11 @@ def advice_for_name(program: str, name: str, known: Collection[str]) -> str | No
     pattern = name if name in absent else next((one for one in absent if fnmatchcase(name, one)), None)
     if pattern is not None:
         return absent[pattern]
-    first, dot, _ = name.partition(".")
-    return advice_for_name(program, first, known) if dot else None
+    first, dot, rest = name.partition(".")
+    last = rest.rpartition(".")[2]
+    if last in known:
+        return f"here it is --{last}"
+    return (advice_for_name(program, last, known) or advice_for_name(program, first, known)) if dot else None
 
 
 def advice_for_value(argument: str, kind: Any, value: Any) -> str | None:

@@ -101,6 +101,11 @@ def test_every_value_that_the_table_names_is_one_of_ours() -> None:
             "no such argument; DeepSpeed is not used: --parallelism fsdp or fsdp2 shards the model",
         ),
         ("--optimizer.lr 1", "no such argument; here it is --lr"),
+        ("--model.lora_rank 8", "no such argument; here it is --lora_rank"),
+        ("--model.quantize_base true", "no such argument; here it is --base_weights nf4"),
+        ("--checkpointer.model_type LLAMA3", "no such argument; here it is --from_scratch FAMILY"),
+        ("--checkpointer.checkpoint_dir x", "no such argument; here it is --model_name"),
+        ("--checkpointer.recipe_checkpoint x", "no such argument; checkpoints are safetensors"),
         ("--no_lr_decay", "no such argument; write --lr_decay false"),
         (
             "--qlora_something_new 8",
