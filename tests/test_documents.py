@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import reading_list
+from tests import foreign_tables, reading_list
 from tests.support.forked_runs import ForkedRuns
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,7 +16,7 @@ DOCUMENTS = [
     path
     for path in (
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
     )
     if path.is_file()
 ]
@@ -120,7 +120,7 @@ def test_every_option_that_the_documents_name_exists() -> None:
     fields = [node for kind in classes for node in kind.body]
     known = {node.target.id for node in fields if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
     known |= FOREIGN_OPTIONS | {"config", "debug"}
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     missing = [
         f"{place}: --{option}"
         for place, line in lines(*documents)
@@ -128,6 +128,13 @@ def test_every_option_that_the_documents_name_exists() -> None:
         if option not in known
     ]
     assert not missing, "options that no program has:\n" + "\n".join(missing)
+
+
+@pytest.mark.parametrize("page", foreign_tables.PAGES)
+def test_the_tables_of_other_programs_are_those_of_foreign_names(page: str) -> None:
+    _, begins, written = foreign_tables.path_of(page).read_text(encoding="utf-8").partition(foreign_tables.BEGIN)
+    assert begins
+    assert written.strip() == foreign_tables.tables_of(page).strip(), "run python -m tests.foreign_tables --write"
 
 
 def test_the_page_of_the_rehearsal_counts_its_own_cases() -> None:

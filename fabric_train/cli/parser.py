@@ -152,11 +152,7 @@ def _convert_given(given: GivenValues, types: dict[str, Any], faults: list[str],
     values = {}
     for name, item in given.items():
         if name not in types:
-            known = [*types, *(_COMMAND_LINE_ONLY if item.where.startswith("--") else ())]
-            positive = name.removeprefix("no_")
-            is_negated = positive != name and types.get(positive) is bool
-            here = f"write --{positive} false" if is_negated else advice_for_name(program, name, known)
-            faults.append(f"{item.where}: no such argument; {here or _nearest(name, known)}")
+            faults += [_unknown(inner, item, types, program) for inner in _dotted(name, item.value)]
             continue
         try:
             values[name] = argument_types.convert(types[name], item.value)
@@ -165,6 +161,23 @@ def _convert_given(given: GivenValues, types: dict[str, Any], faults: list[str],
             wrong = f"{item.where}: expected {error}, got {_shown(item, types[name])}"
             faults.append(f"{wrong}; {here}" if here else wrong)
     return values
+
+
+def _unknown(name: str, item: GivenValue, types: dict[str, Any], program: str) -> str:
+    """Return the fault of a name that no argument has; a.b is the key b of the mapping ``item`` with the name a."""
+    known = [*types, *(_COMMAND_LINE_ONLY if item.where.startswith("--") else ())]
+    positive = name.removeprefix("no_")
+    is_negated = positive != name and types.get(positive) is bool
+    here = f"write --{positive} false" if is_negated else advice_for_name(program, name, known)
+    key = "".join(name.partition(".")[1:]) if isinstance(item.value, dict) else ""
+    return f"{item.where}{key}: no such argument; {here or _nearest(name, known)}"
+
+
+def _dotted(name: str, value: Any) -> list[str]:
+    """Return ``name``, or of a mapping the name a.b of each value in it."""
+    if not isinstance(value, dict) or not value:
+        return [name]
+    return [dotted for key, inner in value.items() for dotted in _dotted(f"{name}.{key}", inner)]
 
 
 def _build_groups(arguments: type, given: GivenValues, values: dict[str, Any], faults: list[str]) -> dict[str, Any]:
