@@ -131,7 +131,7 @@ def _measure_set(
 
 
 def _run_once(system: str, command: Command, target: Path, num_documents: int) -> tuple[Measurement, int]:
-    """Run a system and return what was measured and the tokens with BOS and EOS."""
+    """Run a system and return its figures and the tokens with BOS and EOS."""
     shutil.rmtree(target, ignore_errors=True)
     measured = run(command)
     if system == OURS:

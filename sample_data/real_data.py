@@ -262,7 +262,7 @@ def _build_smollm2(part: Path, scratch: Path) -> None:
     model.load_state_dict(quantized.state_dict())
     model.bfloat16().save_pretrained(part)
     tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file="model.gguf")
-    # SmolLM2 splits digits from what is before them ("  2" is "  ", "2"), but transformers' GGUF reader does not
+    # SmolLM2 splits digits from the text before them ("  2" is "  ", "2"), but transformers' GGUF reader does not
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])

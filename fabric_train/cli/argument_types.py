@@ -71,11 +71,11 @@ NonNegativeFloat = Annotated[float, NumberRange("a number, 0 or more", 0, 1e9)]
 UnitInterval = Annotated[float, NumberRange("a number from 0 to 1", 0, 1)]
 PositiveShare = Annotated[float, NumberRange("a number above 0 and at most 1", 0, 1, excludes_lowest=True)]
 Seconds = Annotated[float, NumberRange("a number, 0 or more", 0, 1e8)]
-"""A timeout of at most three years, of which torch and the system can count ten times as many nanoseconds."""
+"""A timeout of at most three years; torch and the system can count the nanoseconds of ten times as much."""
 
 
 class WrongValueError(ValueError):
-    """A value that is not of an argument's type; the message says what is expected."""
+    """A value that is not of an argument's type; the message names the expected type."""
 
 
 def convert(kind: Any, value: Any) -> Any:
@@ -319,7 +319,7 @@ class PushArguments:
         if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license):
             faults.append(f"--license: expected an identifier of the hub such as apache-2.0, got {self.license!r}")
         if self.license == "other":
-            faults.append("--license other needs a name and a text: leave it out, to take those of the base model")
+            faults.append("--license other needs a name and a text: leave it out, to take the base model's")
         if self.push_to_hub is not None and not re.fullmatch(REPOSITORY, self.push_to_hub):
             faults.append(f"--push_to_hub: expected OWNER/NAME, got {self.push_to_hub!r}")
         if self.revision is not None and not re.fullmatch(_BRANCH, self.revision):
