@@ -88,7 +88,7 @@ def measure(work: Path) -> Report:
 
 
 def table(report: Report) -> Group:
-    """Return a table of the sizes and one of the numbers of files."""
+    """Return a table by size and a table by number of files."""
     summary: GrowthSummary = report.summary
     return Group(
         _table_of("Growth with the text: one jsonl file, the best run of each", summary.by_size),

@@ -21,6 +21,8 @@ DOCUMENTS = [
     if path.is_file()
 ]
 FOLDERS = ("fabric_train", "tests", "configs", "docs", "benchmarks", "launch", "docker", "demo", "sample_data")
+WRITTEN = ("benchmarks", "demo", "docs", "fabric_train", "install", "sample_data", "tests")
+"""The folders whose documents and Python files have prose."""
 FOREIGN_OPTIONS = {
     "help", "dest", "first_hour", "time", "init", "rm", "gpus", "ipc", "ulimit", "volume", "shm-size", "nv", "bind",
     "sandbox", "strict", "follow", "selector", "max-restarts", "nproc-per-node", "nnodes", "node-rank", "master-addr",
@@ -32,6 +34,7 @@ FOREIGN_OPTIONS = {
 
 _TEST = re.compile(r"(?P<file>(?:[\w-]+/)*test_\w+\.py)?::(?P<name>test_\w+)|(?P<alone>(?:[\w-]+/)*test_\w+\.py)")
 _CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
+_CHAIN = re.compile(r"\b(?:(?:those|that)\s+of|of\s+which|what\s+(?:is|was))\b[^.?!\n]{0,70}\??", re.IGNORECASE)
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 
 
@@ -107,6 +110,20 @@ def test_every_link_to_a_section_leads_to_its_heading() -> None:
             if (file.endswith(".md") or not file) and section not in slugs(path.parent / file if file else path):
                 missing.append(f"{path.relative_to(ROOT)}: {file}#{section}")
     assert not missing, "sections that do not exist:\n" + "\n".join(missing)
+
+
+def test_sentences_name_things_again() -> None:
+    """No sentence has a chain with "that of" or "of which", or a "what is" that is no question."""
+    texts = [path for folder in WRITTEN for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".md", ".py")]
+    texts += [*ROOT.glob("*.md"), *ROOT.glob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}: {' '.join(hit[0].split())}"
+        for path in texts
+        if path != Path(__file__)
+        for hit in _CHAIN.finditer(path.read_text(encoding="utf-8"))
+        if not hit[0].endswith("?")
+    ]
+    assert not found, "write these sentences without the chain:\n" + "\n".join(found)
 
 
 def test_the_first_page_has_at_most_900_words() -> None:

@@ -1,4 +1,4 @@
-"""Types of arguments and the conversion of a value of the command line or of YAML to its type; what programs share."""
+"""Types of arguments, and the conversion of values from the command line or YAML to them; what programs share."""
 
 import dataclasses
 import difflib
@@ -59,7 +59,7 @@ NonNegativeInt64 = Annotated[int, NumberRange("a whole number, 0 or more", 0, _I
 NumProcesses = Annotated[int, NumberRange("a whole number above 0", 1, 1024)]
 NumLayers = Annotated[int, NumberRange("a whole number above 0", 1, 1000)]
 LayerSize = Annotated[int, NumberRange("a whole number above 0", 1, 2**24)]
-"""Width, heads or vocabulary of a model; a matrix of two of them has a number of bytes that fits into int64."""
+"""A model's width, heads or vocabulary; the bytes of a matrix with two such sides fit into int64."""
 NumWorkers = Annotated[int, NumberRange("a whole number, 0 or more", 0, 1024)]
 RowLength = Annotated[int, NumberRange("a whole number above 0, such as 8192 or 8k", 1, 2**24, thousand=1024)]
 """Tokens of a row or a text; 2**24 is ten times the longest context of any model."""

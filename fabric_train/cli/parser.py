@@ -81,7 +81,7 @@ def _plain(value: Any) -> str:
 
 
 def parse_arguments(arguments: type[T], argv: list[str] | None = None, launcher: GivenValues | None = None) -> T:
-    """Build ``arguments``, a dataclass of values or of groups of them, from command line, file and launcher.
+    """Build ``arguments``, a dataclass of values or groups, from command line, file and launcher.
 
     ``argv`` is the command line without the program's name; None takes ``sys.argv``. It overrides the ``--config``
     file, and the values of the ``launcher`` override both. An InputError has a line for every unknown name, wrong

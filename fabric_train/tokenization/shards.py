@@ -132,7 +132,7 @@ class InputSlice:
 
 
 def slice_numbers(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the slice, 1 to ``count``, of each of consecutive items of these bytes, the one with its middle byte."""
+    """Return the slice, 1 to ``count``, that has the middle byte of each item; ``sizes`` are bytes in order."""
     ends = np.cumsum(sizes, dtype=np.int64)
     total = max(1, int(ends[-1])) if len(ends) else 1
     numbers = 1 + ((ends - np.asarray(sizes) / 2) * count / total).astype(np.int64)

@@ -107,7 +107,7 @@ def run(command: str, folder: Path) -> str:
 
 
 def found_and_missed(planted: Sequence[Planted], folder: Path) -> str:
-    """Return a table of what became of each kind of dirt in a token dataset."""
+    """Return a table: what became of each kind of dirt in a token dataset."""
     texts = texts_of(folder)
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     for one in planted:
