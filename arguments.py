@@ -381,7 +381,7 @@ class FSDPArguments:
     auto_wrap_policy: str = "LlamaDecoderLayer"
     """Layer class that FSDP shards as one unit; the default is replaced for models of other families."""
     sharding_strategy: ShardingStrategy = "FULL_SHARD"
-    """Shards: all; gradients and optimizer states (SHARD_GRAD_OP); nothing; or within each machine all
+    """Shard all; gradients and optimizer states (SHARD_GRAD_OP); nothing; or within each machine all
     (HYBRID_SHARD), or gradients and optimizer states (_HYBRID_SHARD_ZERO2, as torch names it).
     """
     tensor_parallel_size: PositiveInt = 1
