@@ -11,8 +11,8 @@ BIN := $(VENV)/bin
 VERSIONS := $(shell sed -n 's/^requires-python = ">=3\.\([0-9]*\),<3\.\([0-9]*\)".*/seq -f 3.%g $$((\2 - 1)) -1 \1/p' pyproject.toml | sh)
 CANDIDATES := $(or $(PYTHON),python3 $(VERSIONS:%=python%))
 PIP = $(BIN)/python -m pip --disable-pip-version-check
-# -qq hides pip's warnings about the machine's set-up; it still prints errors. Of what is installed, Python compiles the
-# part that is imported when it is first imported: pip would take half its time to compile everything, on one core
+# -qq hides pip's warnings about the machine's set-up; it still prints errors. Python compiles a
+# module when it is first imported: pip would take half its time to compile everything, on one core
 PIP_INSTALL = $(PIP) install -qq --no-compile
 # the stamp exists only if everything in requirements.txt is installed
 STAMP := $(VENV)/installed

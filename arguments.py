@@ -95,7 +95,7 @@ class DataArguments:
     """Data"""
 
     train_data_dir: str | list[str] | None = None
-    """Token datasets from tokenize_dataset.py: folders with train/ and validation/. Those of one tokenizer and
+    """Token datasets from tokenize_dataset.py: folders with train/ and validation/. Several with one tokenizer and
     --max_length can be trained on together; then every optimizer step has rows of each in its share.
     """
     shares: list[PositiveFloat] | list[dict[str, Any]] | list[str] | None = None
@@ -300,7 +300,7 @@ class AdapterArguments:
     """Folder of an adapter, of a run or of peft, with whose weights the new adapter begins."""
 
     def __post_init__(self) -> None:
-        """Fill in what depends on other values, unless it is that of --init_adapter."""
+        """Fill in values that depend on others, unless --init_adapter has them."""
         if self.init_adapter is None and (self.adapter or self.lora_rank):
             rank = self.lora_rank or 16
             for name, default in (("adapter", "lora"), ("lora_rank", rank), ("lora_alpha", 2.0 * rank)):
@@ -327,8 +327,8 @@ class PreferenceArguments:
     """Preference"""
 
     objective: Literal["sft", "dpo", "ipo", "simpo", "orpo"] = "sft"
-    """What is minimized: sft is the cross entropy of the supervised tokens; the others train on preference pairs, of
-    which the chosen answer is to become more likely than the rejected one. dpo and ipo compare with a reference model.
+    """The loss: sft is the cross entropy of the supervised tokens; the others train on preference pairs, so that the
+    chosen answer becomes more likely than the rejected one. dpo and ipo compare with a reference model.
     """
     dpo_beta: PositiveFloat = 0.1
     """Factor of the rewards of dpo, ipo and simpo, and of the odds ratio in orpo; simpo's authors take 2 to 10."""
@@ -381,7 +381,7 @@ class FSDPArguments:
     auto_wrap_policy: str = "LlamaDecoderLayer"
     """Layer class that FSDP shards as one unit; the default is replaced for models of other families."""
     sharding_strategy: ShardingStrategy = "FULL_SHARD"
-    """What is sharded: all; gradients and optimizer states (SHARD_GRAD_OP); nothing; or within each machine all
+    """Shard all; gradients and optimizer states (SHARD_GRAD_OP); nothing; or within each machine all
     (HYBRID_SHARD), or gradients and optimizer states (_HYBRID_SHARD_ZERO2, as torch names it).
     """
     tensor_parallel_size: PositiveInt = 1
@@ -531,7 +531,7 @@ class TrainingArguments:
     beta2: UnitInterval = 0.95
     """Decay of AdamW's second moment."""
     optimizer_states: OptimizerStates | None = None
-    """Type of AdamW's moments; default: the type of the weights. 8bit keeps those of norms and biases in fp32."""
+    """Type of AdamW's moments; default: the type of the weights. 8bit keeps the moments of norms and biases in fp32."""
     stochastic_rounding: bool = True
     """Round bfloat16 weights and moments stochastically, which keeps small updates; false rounds to nearest."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -639,7 +639,7 @@ class LoggingArguments:
     project: str = PROJECT
     """Project of wandb and trackio, experiment of mlflow."""
     run_name: str | None = None
-    """Name of the run in wandb, trackio and mlflow; default: that of the folder; wandb makes one up."""
+    """Name of the run in wandb, trackio and mlflow; default: the folder's name; wandb makes one up."""
     tags: list[str] | None = None
     """Tags of the run in wandb and mlflow; in the configuration of trackio."""
     group: str | None = None
@@ -714,7 +714,7 @@ class PlanArguments:
     and data are in order, also where the --devices are not.
     """
     device_memory: str | None = None
-    """Memory of each GPU to plan for, such as 80GB; default: that of the GPUs here, or of this machine on CPU."""
+    """Memory of each GPU to plan for, such as 80GB; default: the memory of the GPUs here, or of this machine on CPU."""
     interconnect: str | None = None
     """Bandwidth in one direction between the devices of a machine, to plan for: 450GB/s is NVLink 4."""
     network: str | None = None

@@ -184,7 +184,7 @@ def print_gaps(source: "ExportSource", target: Path) -> None:
 
 
 def print_report(report: "VerificationReport", name: str) -> None:
-    """Print what was compared and the differences found."""
+    """Print the comparisons and the differences found."""
     from rich.table import Table
 
     from fabric_train.cli.output import open_console

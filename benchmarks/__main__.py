@@ -123,7 +123,7 @@ def main() -> None:
     machine, commit = this_machine(), checked_out_commit()  # before measuring: both may change meanwhile
     if machine.load_average > _IDLE_LOAD * machine.cores:
         note = f"note: the load average is {machine.load_average:.1f} on {machine.cores} cores; other processes here "
-        console.print(note + "slow down what is measured", style="yellow")
+        console.print(note + "slow down the measured program", style="yellow")
     real_data.CACHE.mkdir(exist_ok=True)
     if given.first_hour:
         first_hour.run_first_hour(given.sizes, given.work, machine, commit)

@@ -32,7 +32,7 @@ _LARGEST_DIFFERENCE = 1e-3  # between the losses of LoRA here and in TRL, in fp3
 
 @dataclass(frozen=True)
 class AdapterSystem:
-    """One system over its repetitions. ``checkpoint_bytes`` are those of our last checkpoint, 0 of the peer's."""
+    """One system over its repetitions. ``checkpoint_bytes`` is the size of our last checkpoint, and 0 for the peer."""
 
     tokens_per_second: Spread
     peak_rss_bytes: Spread
@@ -41,7 +41,7 @@ class AdapterSystem:
 
 @dataclass(frozen=True)
 class AdapterSummary:
-    """All systems. ``largest_loss_difference`` is that of the losses of LoRA here and in TRL."""
+    """All systems. ``largest_loss_difference`` is between the losses of LoRA here and in TRL."""
 
     systems: dict[str, AdapterSystem]
     largest_loss_difference: float

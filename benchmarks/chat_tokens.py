@@ -35,7 +35,7 @@ class ChatTokensRun:
 
 @dataclass(frozen=True)
 class ChatTokensSummary:
-    """Tokens a second of processor time, by tokenizer and length: of the chats as they are, and of what was kept."""
+    """Tokens a second of processor time, by tokenizer and length: of the whole chats, and of the kept parts."""
 
     tokens_per_second: dict[str, Spread]
     tokens_kept_per_second: dict[str, Spread]

@@ -51,7 +51,7 @@ class SystemSummary:
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """All methods; ``stall_ratio`` is the median stall of background saves over that of synchronous ones."""
+    """All methods; ``stall_ratio`` is the median stall of background saves over the median of synchronous ones."""
 
     systems: dict[str, SystemSummary]
     stall_ratio: dict[str, float]
@@ -79,7 +79,7 @@ def table(report: Report) -> Table:
     ratios = ", ".join(f"{ratio:.1%} ({kind})" for kind, ratio in summary.stall_ratio.items())
     title = (
         f"Saving SmolLM2-135M and AdamW in fp32 on {NUM_RANKS} CPU ranks under FSDP; "
-        f"our stall in the background over that of a synchronous save: {ratios}"
+        f"our stall in the background over a synchronous save's: {ratios}"
     )
     columns = ("method", "stall, s", "lowest–highest", "first step after, s", "last, s", "memory, shards", "disk, GB")
     shown = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)

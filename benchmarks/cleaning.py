@@ -41,7 +41,7 @@ _TASKS, _NUM_ITEMS = "tasks.jsonl", 5_000
 
 @dataclass(frozen=True)
 class CleaningRun:
-    """One pass over the documents: CPU seconds, documents dropped by reason, and what was changed by kind."""
+    """One pass over the documents: CPU seconds, documents dropped by reason, and changes by kind."""
 
     cpu_seconds: float
     dropped: dict[str, int]

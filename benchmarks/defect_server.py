@@ -203,7 +203,7 @@ class Recorder:
 
     def _restart(self) -> None:
         self._coverage.stop()
-        self._coverage._auto_save = False  # the parent saves what was before
+        self._coverage._auto_save = False  # the parent saves earlier lines
         self._start()
 
     def _save_and_exit(self, code: int) -> None:

@@ -47,8 +47,8 @@ class Tried:
         line: number of the line in the module.
         text: the line, without white space around it.
         operator: kind of defect.
-        before: what was replaced.
-        after: what replaced it.
+        before: the text that was replaced.
+        after: the text that replaced it.
         caught_by: the test that failed, or None.
         reason: the end of what pytest says about the failure.
         stage: near or wide, whose tests caught it; none.

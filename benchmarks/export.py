@@ -24,7 +24,7 @@ class ExportRun:
     """One step of an export.
 
     Attributes:
-        seconds: without the imports; of the verification, those of the whole command.
+        seconds: without the imports; of the verification, the seconds of the whole command.
         peak_rss_bytes: peak of the resident memory, with pages of files.
         peak_anonymous_bytes: without pages of files, which the kernel can drop; None where it is not reported.
     """
@@ -41,7 +41,7 @@ class ExportSummary:
     Attributes:
         weight_bytes: the size of the weights.
         method: how the verification ran the models.
-        speed: bytes per second of our writing over those of the copy, by the kind of checkpoint.
+        speed: bytes per second of our writing over the copy's, by the kind of checkpoint.
         steps: every step that did not fail.
         left_out: why a step is missing, such as too little memory for ``from_pretrained``.
     """
@@ -99,7 +99,7 @@ def measure(work: Path) -> Report:
 
 
 def command(step: str, checkpoint: Path, target: Path) -> Command:
-    """Return the command of a step; the verification is that of ``convert_to_hf.py``."""
+    """Return the command of a step; ``convert_to_hf.py`` verifies in the same way."""
     if step == "verification":
         return Command(("python", "-m", "fabric_train.export.verification", str(target), str(checkpoint), "bfloat16"))
     return Command(("python", "-m", "benchmarks.peers.export_step", step, str(checkpoint), str(target)))
@@ -124,7 +124,7 @@ def table(report: Report) -> Table:
     speed = ", ".join(f"{ratio:.2f} ({kind})" for kind, ratio in summary.speed.items())
     title = (
         f"Exporting {summary.weight_bytes / 1e9:.1f} GB of bf16 weights, verified {summary.method}; "
-        f"our speed of writing over that of a copy: {speed}"
+        f"our speed of writing over a copy's: {speed}"
     )
     columns = ("checkpoint, step", "seconds", "MB/s", "peak memory, GB", "without pages of files, GB")
     shown = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)

@@ -1,6 +1,6 @@
 """Train as rank 0 of many on fake CUDA tensors, which have shapes and no content, and print the counts of a step.
 
-``python -m benchmarks.fake_rank ARGUMENTS`` takes the arguments of ``fabric_train`` except those of data and output. It
+``python -m benchmarks.fake_rank ARGUMENTS`` takes the arguments of ``fabric_train`` except data and output. It
 runs the program's own functions, from the checks before a run to the training loop, with the collectives of torch's
 fake process group. Weights are not read, and no checkpoint is written.
 """

@@ -1,7 +1,7 @@
 """The first hour with a GPU: environment, tests, parity, resume, then speed and memory beside the plan and two peers.
 
 Each part has minutes that it may take. One that fails or takes longer is reported, and the next one begins. How each
-part ended is kept in a file, so that a second start runs only what is not done.
+part ended is kept in a file, so that a second start runs only the other parts.
 """
 
 from collections.abc import Mapping
@@ -85,7 +85,7 @@ class Record:
 
 @dataclass(frozen=True)
 class _State:
-    """What is kept between starts: the records by the name of their part."""
+    """The state that is kept between starts: the records by the name of their part."""
 
     records: dict[str, Record]
 
@@ -104,14 +104,14 @@ def run_first_hour(sizes: str, work: Path, machine: Machine, commit: str | None)
         sizes: a name in ``SIZES``.
         work: folder for the files.
         machine: what this runs on.
-        commit: what is checked out.
+        commit: the one that is checked out.
 
     Returns:
-        The path of the table, Markdown; the figures are beside it. They are in benchmarks/results, but those of other
-        sizes than "full" in ``work``, because they say nothing about the device.
+        The path of the table, Markdown; the figures are beside it. They are in benchmarks/results; figures of other
+        sizes than "full" are in ``work``, because they say nothing about the device.
 
     Raises:
-        InputError: there is no GPU, or the file with what is done cannot be read.
+        InputError: there is no GPU, or the file with the finished parts cannot be read.
         RunError: a part has failed or taken too long.
     """
     import torch

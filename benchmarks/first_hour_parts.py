@@ -89,7 +89,7 @@ SIZES = {
 
 @dataclass
 class Outcome:
-    """What a part has found so far: its figures, a line about them, and what is wrong, which makes the part fail."""
+    """What a part has found so far: its figures, a line about them, and faults, which make the part fail."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     line: str = ""
@@ -142,7 +142,7 @@ class Attempt:
         return run(command, self.seconds_left).output
 
     def folder(self, name: str) -> Path:
-        """Return the path of a folder that does not exist; what was there is removed."""
+        """Return the path of a folder that does not exist; an earlier one is removed."""
         shutil.rmtree(ROOT / self.work / name, ignore_errors=True)
         return self.work / name
 
@@ -187,7 +187,7 @@ def run_tests(attempt: Attempt) -> None:
 
 
 def compare_strategies(attempt: Attempt) -> None:
-    """Train in every strategy and variant, with packed documents, and compare each loss with that of fp32 on the CPU.
+    """Train in every strategy and variant, with packed documents, and compare each loss with fp32 on the CPU.
 
     ``single`` runs on one device, the others on all of the machine, or on the largest power of two of them.
     """
@@ -216,7 +216,7 @@ def compare_strategies(attempt: Attempt) -> None:
         tolerance = TOLERANCES[precision]
         outcome.figures[name] = {"losses": losses, "largest_difference": largest, "tolerance": tolerance}
         if not largest <= tolerance:
-            outcome.faults.append(f"{name}: a loss is {largest:.1e} from that of the CPU, above {tolerance:.0e}")
+            outcome.faults.append(f"{name}: a loss is {largest:.1e} from the CPU's, above {tolerance:.0e}")
     differences_ = ", ".join(f"{largest:.1e} in {precision}" for precision, largest in worst.items())
     outcome.line = f"{len(outcome.figures) - 1} runs; losses differ from the CPU's by at most {differences_}"
 

@@ -78,7 +78,7 @@ class GpuRun:
 class WaySummary:
     """One way to train.
 
-    ``mfu`` is that of the median speed; None on a device without a known peak, and for a peer if none of our runs
+    ``mfu`` belongs to the median speed; None on a device without a known peak, and for a peer if none of our runs
     trained its shape.
     """
 
@@ -253,7 +253,7 @@ def pair_commands(
         models: by preset, the base of its adapters, or a folder with its configuration.
         target: of our runs.
         order: in which our runs read the rows.
-        sizes: options that are added to a preset of which all weights are trained.
+        sizes: options that are added to a preset when all its weights are trained.
     """
     commands = {}
     for name, (preset, ours, peer) in PAIRED.items():
@@ -285,7 +285,7 @@ def _run_peer(command: Command) -> GpuRun:
 def _with_enough_steps(found: GpuRun) -> GpuRun:
     """Raise a CommandError if all steps are of the warm-up."""
     if len(found.tokens_per_second) <= WARM_UP_STEPS:
-        raise CommandError(f"it took {len(found.tokens_per_second)} steps, of which {WARM_UP_STEPS} are not counted")
+        raise CommandError(f"it took {len(found.tokens_per_second)} steps, and {WARM_UP_STEPS} of them are not counted")
     return found
 
 

@@ -88,7 +88,7 @@ def measure(work: Path) -> Report:
 
 
 def table(report: Report) -> Group:
-    """Return a table of the sizes and one of the numbers of files."""
+    """Return a table by size and a table by number of files."""
     summary: GrowthSummary = report.summary
     return Group(
         _table_of("Growth with the text: one jsonl file, the best run of each", summary.by_size),
@@ -131,7 +131,7 @@ def _measure_set(
 
 
 def _run_once(system: str, command: Command, target: Path, num_documents: int) -> tuple[Measurement, int]:
-    """Run a system and return what was measured and the tokens with BOS and EOS."""
+    """Run a system and return its figures and the tokens with BOS and EOS."""
     shutil.rmtree(target, ignore_errors=True)
     measured = run(command)
     if system == OURS:

@@ -1,4 +1,4 @@
-"""Compare the ids of every document of two real corpora with those of the tokenizer's own library."""
+"""Compare the ids of every document of two real corpora with the ids of the tokenizer's own library."""
 
 import json
 import time

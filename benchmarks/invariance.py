@@ -1,4 +1,4 @@
-"""Compare losses and gradient norms of ``fabric_train`` and transformers' Trainer with those of plain PyTorch.
+"""Compare losses and gradient norms of ``fabric_train`` and transformers' Trainer with plain PyTorch's.
 
 SmolLM2-135M in fp32. ``fabric_train`` splits the same windows in several ways. The rows have very different numbers of
 labels, the last window of the epoch is short, and gradients are clipped.

@@ -38,8 +38,8 @@ def mutants_by_place(source: str) -> list[list[Mutant]]:
 
     A place is a node of the syntax: a call, a comparison, a number. mutmut's operators that replace a value by None are
     left out, because nearly all of their defects end the program at once. An operator is added: a call whose result is
-    not used is left out. Not changed are texts, docstrings, comments, annotations, decorators, assertions, what is
-    raised, and imports.
+    not used is left out. Not changed are texts, docstrings, comments, annotations, decorators, assertions, raised
+    errors, and imports.
     """
     import libcst as cst
     from libcst import metadata

@@ -107,8 +107,8 @@ class Recordings:
     def nearest(self, place: Place) -> list[RecordedTest]:
         """Return the tests that run a line, the fastest first.
 
-        If there are none, return those that run its function, then those of the file that is named after the module
-        (for kernels, which no tracer sees), then those that run anything in the module.
+        If there are none, return the tests that run its function, then the tests in the file that is named after the
+        module (for kernels, which no tracer sees), then the tests that run anything in the module.
         """
         tests = self._tests()
         own = f"/test_{Path(place.module).stem}.py::"

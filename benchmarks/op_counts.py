@@ -1,7 +1,7 @@
 """Count the operations of a training step on CUDA tensors, real or fake, by the part of the step that runs them.
 
 The part of an operation is told from the Python function that runs it. A backward pass runs no Python function of the
-model, so there the part is that of the forward operation whose gradient is computed.
+model, so there an operation has the part of the forward operation whose gradient it computes.
 """
 
 import math
@@ -86,7 +86,7 @@ class StepCounts:
 
     Attributes:
         parts: kernels by part; an operation on a list of tensors counts as one kernel.
-        collectives: by name. ``read`` is the bytes of this rank's inputs, ``written`` those of its outputs.
+        collectives: by name. ``read`` is the bytes of this rank's inputs, ``written`` the bytes of its outputs.
         host_waits: how often the host waits for the device, by the function of this project that makes it wait.
         peak_bytes: the most memory that tensors on the device take at once.
         peak_kinds: of it, the bytes by the part that made the tensor.

@@ -25,7 +25,7 @@ _REPETITIONS = 3
 
 @dataclass(frozen=True)
 class OrderRun:
-    """A process that reads the rows of one window; ``milliseconds_per_step`` are those of each further window.
+    """A process that reads the rows of one window; ``milliseconds_per_step`` are for each further window.
 
     ``cpu_seconds`` are the processor time from its start to these rows.
     """

@@ -51,7 +51,7 @@ class OverheadSummary:
         start: seconds to the first step, or to import transformers and load the same model.
         start_ratio: the first over the second, of the medians.
         step: seconds per step of each system.
-        beside_the_model: a system's median step minus that of the bare loop, in seconds.
+        beside_the_model: a system's median step minus the bare loop's, in seconds.
         gpu_share: ours of those, relative to a step of as many rows of 4,096 tokens of an 8B model on one H200.
     """
 

@@ -28,7 +28,7 @@ def write_pairs(
     Args:
         folder: of the token dataset; the texts lie beside it.
         tokenizer: of ``write_chat_tokenizer``.
-        pairs: the words of the prompt, of the chosen and of the rejected answer of each pair.
+        pairs: for each pair, the words of the prompt, the chosen and the rejected answer.
         length: of a row.
         num_sources: over which the pairs are spread.
     """

@@ -56,7 +56,7 @@ CASES = (
 class Resident:
     """Bytes of a rank: planned, and the largest resident memory of any rank after its first step.
 
-    ``measured`` is with freed memory returned at once, ``as_it_is`` that of an unchanged run.
+    ``measured`` is with freed memory returned at once, ``as_it_is`` is of an unchanged run.
     """
 
     planned: int
@@ -65,7 +65,7 @@ class Resident:
 
     @property
     def error(self) -> float:
-        """Return the plan's error relative to what was measured."""
+        """Return the plan's error relative to the measured bytes."""
         return self.planned / self.measured - 1
 
 

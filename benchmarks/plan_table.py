@@ -1,6 +1,6 @@
 """Print the plans of Llama-3 8B and 70B on 80 GB GPUs for docs/performance.md: ``python -m benchmarks.plan_table``.
 
-Nothing is measured. The sizes are those of the published config.json files; no weights are needed.
+Nothing is measured. The sizes are from the published config.json files; no weights are needed.
 """
 
 import json

@@ -42,7 +42,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class PrecisionSummary:
-    """The held-out loss after the last step, and its relative difference from that of fp32."""
+    """The held-out loss after the last step, and its relative difference from fp32's."""
 
     held_out: dict[str, float]
     above_fp32: dict[str, float]

@@ -39,7 +39,7 @@ _LARGEST_DIFFERENCE = 1e-3  # between two losses of a step in fp32, relative to 
 
 @dataclass(frozen=True)
 class PreferenceSystem:
-    """A system over its repetitions; ``tokens_per_second``, without padding, is that of the medians over the steps."""
+    """A system over its repetitions; ``tokens_per_second``, without padding, is from medians over the steps."""
 
     tokens_per_second: Spread
     peak_rss_bytes: Spread

@@ -77,7 +77,7 @@ class RehearsalSummary:
 
     Attributes:
         plan_errors: of the plan's peak memory, relative to the counted one.
-        pairs_per_text: of a case on pairs, the kernels over those of the same case on as many tokens of texts.
+        pairs_per_text: of a case on pairs, its kernels over the kernels of the same case on as many tokens of texts.
     """
 
     plan_errors: dict[str, float]

@@ -4,28 +4,22 @@ Each pair has the beginning of a chapter of the Spanish Bible as its prompt, wha
 and lines of Shakespeare as the rejected one. It took 15 minutes on two busy cores. docs/preference.md has the figures.
 """
 
-import json
 import shutil
-from collections.abc import Iterator
 
 from demo.stages import ROOT, exit_on_failure, run_stage
 from sample_data import real_data
 
 FOLDER = "demo_run/preference"
-PAIRS, TOKENS, RUN, RESULTS = (f"{FOLDER}/{name}" for name in ("pairs.jsonl", "tokens", "run", "evaluation"))
+TOKENS, RUN, RESULTS = (f"{FOLDER}/{name}" for name in ("tokens", "run", "evaluation"))
 PROMPT = "Continúa el texto: En el principio era el Verbo, y el Verbo era con Dios,"
-_NUM_PAIRS, _PROMPT_WORDS, _ANSWER_WORDS = 120, 20, 30
 
 
 def run_stages() -> None:
     """Run the stages in turn."""
-    model = real_data.smollm2().relative_to(ROOT)
+    model, pairs = (path.relative_to(ROOT) for path in (real_data.smollm2(), real_data.pairs()))
     shutil.rmtree(ROOT / FOLDER, ignore_errors=True)
-    (ROOT / FOLDER).mkdir(parents=True)
-    lines = (json.dumps(pair, ensure_ascii=False) + "\n" for pair in _pairs())
-    (ROOT / PAIRS).write_text("".join(lines), encoding="utf-8")
     rows = ["--tokenizer_name", model, "--max_length", 768, "--validation_split", 0.2, "--output_dir", TOKENS]
-    run_stage("tokenization", "python", "tokenize_dataset.py", "--dataset", PAIRS, *rows)
+    run_stage("tokenization", "python", "tokenize_dataset.py", "--dataset", pairs, *rows)
     generate = ["python", "generate.py", "--prompt", PROMPT, "--chat", "true", "--num_tokens", 40, "--model_name"]
     run_stage("the answer before", *generate, model)
     train = ["fabric", "run", "fabric_train", "--devices", 2, "--accelerator", "cpu", "--precision", "32-true"]
@@ -36,22 +30,6 @@ def run_stages() -> None:
     run_stage("the answer after", *generate, RUN)
     models = ["--models", model, RUN, "--pairs", f"verses={TOKENS}", "--output_dir", RESULTS]
     run_stage("the evaluation", "python", "evaluate.py", *models)
-
-
-def _pairs() -> Iterator[dict[str, str]]:
-    with (
-        real_data.bible_es().open(encoding="utf-8") as chapters,
-        real_data.shakespeare().open(encoding="utf-8") as works,
-    ):
-        english = " ".join(json.loads(works.readline())["text"].split()).split()[1000:]
-        for number, line in zip(range(_NUM_PAIRS), chapters, strict=False):
-            spanish = json.loads(line)["text"].split()
-            begin = number * _ANSWER_WORDS
-            yield {
-                "prompt": f"Continúa el texto: {' '.join(spanish[:_PROMPT_WORDS])}",
-                "chosen": " ".join(spanish[_PROMPT_WORDS : _PROMPT_WORDS + _ANSWER_WORDS]),
-                "rejected": " ".join(english[begin : begin + _ANSWER_WORDS]),
-            }
 
 
 if __name__ == "__main__":

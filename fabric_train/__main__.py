@@ -1,8 +1,8 @@
 # PYTHON_ARGCOMPLETE_OK
 """Train: token dataset and model → checkpoints. ``fabric run fabric_train …`` or ``python -m fabric_train …``.
 
-Parse, check everything that needs no process group, launch, build the run on every rank, train. What is slow to import
-is imported after parsing: help and wrong arguments are shown at once.
+Parse, check everything that needs no process group, launch, build the run on every rank, train. Slow imports come
+after parsing: help and wrong arguments are shown at once.
 """
 
 import os
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     folder = Path(arguments.save.output_dir)  # one run at a time writes into it
     taken = f"--output_dir {folder}: another run is writing into it"
     lock = folder / ".lock", taken, "wait for it, stop it, or give another --output_dir"
-    if writes and not arguments.planning.checks:  # what is checked may begin when the other run has ended
+    if writes and not arguments.planning.checks:  # the checked run may begin when the other run has ended
         check_not_held(*lock)
     run = prepare(arguments)
     if arguments.planning.checks:

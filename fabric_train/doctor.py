@@ -369,7 +369,7 @@ def _matches(wanted: str, interfaces: list[str], is_prefix: bool) -> bool:
 def _check_folder(folder: Path, wanted: float, level: Level) -> Finding:
     """Write a file into a folder, or into the nearest one above it that exists, and look at the free disk there.
 
-    Runs usually need ``wanted`` bytes. ``level`` is that of a folder that cannot be written to.
+    Runs usually need ``wanted`` bytes. ``level`` is the level of a folder that cannot be written to.
     """
     folder = folder.expanduser().absolute()
     existing = next(above for above in (folder, *folder.parents) if os.path.exists(above))

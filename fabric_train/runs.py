@@ -204,7 +204,7 @@ def _num_steps(arguments: dict[str, Any], checkpoint: dict[str, Any]) -> int | N
 
 
 def _has_ended(checkpoint: dict[str, Any], num_steps: int | None) -> bool:
-    """Whether a checkpoint is that of the last step, or early stopping ends the run there."""
+    """Whether a checkpoint is the last step's, or early stopping ends the run there."""
     patience = str(checkpoint["arguments"].get("early_stopping") or "").rpartition(":")[2]
     progress = checkpoint.get("progress") or {}
     ends_early = patience.isdigit() and progress.get("num_since", 0) >= int(patience)

@@ -14,7 +14,7 @@ import tempfile
 import time
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -26,6 +26,7 @@ CACHE = Path(__file__).resolve().parent.parent / ".cache"
 _DEBIAN = "https://deb.debian.org/debian/pool/main/"
 _HEARTBEAT_SECONDS = 3.0
 _TIMEOUT_SECONDS = 60.0
+_NUM_PAIRS = 120
 
 
 class FetchError(RuntimeError):
@@ -83,6 +84,15 @@ def chats(cache: Path = CACHE) -> Path:
     Each is between two people; the one who begins is the user, the other the assistant.
     """
     return _once(cache / "chats.jsonl", _build_chats)
+
+
+def pairs(cache: Path = CACHE) -> Path:
+    """Return a jsonl file of 120 preference pairs: ``{"prompt": ..., "chosen": ..., "rejected": ...}`` per line.
+
+    The prompt has the first words of a chapter of the Spanish Bible, the chosen answer has the words that follow, and
+    the rejected one has words of Shakespeare.
+    """
+    return _once(cache / "pairs.jsonl", lambda part, _: _write_jsonl(part, _pairs(bible_es(cache), shakespeare(cache))))
 
 
 def llama3_tokenizer_model(cache: Path = CACHE) -> Path:
@@ -215,6 +225,19 @@ def _build_chats(part: Path, scratch: Path) -> None:
     _write_jsonl(part, ({"messages": _messages(turns)} for turns in talks if len(turns) > 1))
 
 
+def _pairs(chapters: Path, works: Path) -> Iterator[dict[str, str]]:
+    """Yield the pairs, of 20 words of a prompt and 30 words of each answer."""
+    with chapters.open(encoding="utf-8") as spanish, works.open(encoding="utf-8") as english:
+        rejected = json.loads(english.readline())["text"].split()[1000:]
+        for begin, line in zip(range(0, 30 * _NUM_PAIRS, 30), spanish, strict=False):
+            words = json.loads(line)["text"].split()
+            yield {
+                "prompt": f"Continúa el texto: {' '.join(words[:20])}",
+                "chosen": " ".join(words[20:50]),
+                "rejected": " ".join(rejected[begin : begin + 30]),
+            }
+
+
 def _messages(turns: list[list[dict[str, str]]]) -> list[dict[str, str]]:
     """Return a talk's messages; a turn is the list of lines that one person wrote before the other answered."""
     first = turns[0][0]["sender"]
@@ -239,7 +262,7 @@ def _build_smollm2(part: Path, scratch: Path) -> None:
     model.load_state_dict(quantized.state_dict())
     model.bfloat16().save_pretrained(part)
     tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file="model.gguf")
-    # SmolLM2 splits digits from what is before them ("  2" is "  ", "2"), but transformers' GGUF reader does not
+    # SmolLM2 splits digits from the text before them ("  2" is "  ", "2"), but transformers' GGUF reader does not
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])

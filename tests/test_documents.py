@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import reading_list
+from tests import foreign_tables, reading_list
 from tests.support.forked_runs import ForkedRuns
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,22 +16,25 @@ DOCUMENTS = [
     path
     for path in (
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
     )
     if path.is_file()
 ]
 FOLDERS = ("fabric_train", "tests", "configs", "docs", "benchmarks", "launch", "docker", "demo", "sample_data")
+WRITTEN = ("benchmarks", "demo", "docs", "fabric_train", "install", "sample_data", "tests")
+"""The folders whose documents and Python files have prose."""
 FOREIGN_OPTIONS = {
     "help", "dest", "first_hour", "time", "init", "rm", "gpus", "ipc", "ulimit", "volume", "shm-size", "nv", "bind",
     "sandbox", "strict", "follow", "selector", "max-restarts", "nproc-per-node", "nnodes", "node-rank", "master-addr",
     "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-conf", "local-addr", "num-nodes", "main-address",
     "main-port", "ntasks-per-node", "pty", "signal", "exclude", "allow-run-as-root", "oversubscribe", "hostfile",
-    "dependency", "print", "write", "base", "outfile", "lora", "logdir", "backend-store-uri",
+    "dependency", "print", "write", "base", "outfile", "lora", "logdir", "backend-store-uri", "learning_rate",
 }  # fmt: skip
 """Of other programs."""
 
 _TEST = re.compile(r"(?P<file>(?:[\w-]+/)*test_\w+\.py)?::(?P<name>test_\w+)|(?P<alone>(?:[\w-]+/)*test_\w+\.py)")
 _CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
+_CHAIN = re.compile(r"\b(?:(?:those|that)\s+of|of\s+which|what\s+(?:is|was))\b[^.?!\n]{0,70}\??", re.IGNORECASE)
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 
 
@@ -109,6 +112,20 @@ def test_every_link_to_a_section_leads_to_its_heading() -> None:
     assert not missing, "sections that do not exist:\n" + "\n".join(missing)
 
 
+def test_sentences_name_things_again() -> None:
+    """No sentence has a chain with "that of" or "of which", or a "what is" that is no question."""
+    texts = [path for folder in WRITTEN for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".md", ".py")]
+    texts += [*ROOT.glob("*.md"), *ROOT.glob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}: {' '.join(hit[0].split())}"
+        for path in texts
+        if path != Path(__file__)
+        for hit in _CHAIN.finditer(path.read_text(encoding="utf-8"))
+        if not hit[0].endswith("?")
+    ]
+    assert not found, "write these sentences without the chain:\n" + "\n".join(found)
+
+
 def test_the_first_page_has_at_most_900_words() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
 
@@ -120,7 +137,7 @@ def test_every_option_that_the_documents_name_exists() -> None:
     fields = [node for kind in classes for node in kind.body]
     known = {node.target.id for node in fields if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
     known |= FOREIGN_OPTIONS | {"config", "debug"}
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     missing = [
         f"{place}: --{option}"
         for place, line in lines(*documents)
@@ -128,6 +145,13 @@ def test_every_option_that_the_documents_name_exists() -> None:
         if option not in known
     ]
     assert not missing, "options that no program has:\n" + "\n".join(missing)
+
+
+@pytest.mark.parametrize("page", foreign_tables.PAGES)
+def test_the_tables_of_other_programs_are_those_of_foreign_names(page: str) -> None:
+    _, begins, written = foreign_tables.path_of(page).read_text(encoding="utf-8").partition(foreign_tables.BEGIN)
+    assert begins
+    assert written.strip() == foreign_tables.tables_of(page).strip(), "run python -m tests.foreign_tables --write"
 
 
 def test_the_page_of_the_rehearsal_counts_its_own_cases() -> None:

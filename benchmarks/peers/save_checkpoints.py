@@ -126,7 +126,7 @@ def anonymous_memory() -> int:
 
 
 def main() -> None:
-    """Measure the method ``sys.argv[1]`` with files in ``sys.argv[2]``; the other arguments are those of training."""
+    """Measure the method ``sys.argv[1]`` with files in ``sys.argv[2]``; the other arguments are training's."""
     method, folder = sys.argv[1], Path(sys.argv[2])
     arguments = parse(TrainArguments, sys.argv[3:])
     shape = read_shape(arguments.model.model_name)

@@ -1,6 +1,6 @@
 """Train on preference pairs with TRL's DPOTrainer, CPOTrainer (SimPO) or ORPOTrainer; print the result as JSON.
 
-The pairs are those of a token dataset, so TRL sees the same token ids. Its own tokenization is left out.
+The pairs come from a token dataset, so TRL sees the same token ids. Its own tokenization is left out.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class ORPO(InOrder, ORPOTrainer):
         return sequences_of(feature)
 
     def concatenated_forward(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        """Return what TRL does, with the cross entropy of the answers in place of that of prompts and answers."""
+        """Return what TRL does, but with the cross entropy of the answers alone, without the prompts."""
         *found, _ = super().concatenated_forward(*inputs)
         return (*found, -found[0].mean())
 

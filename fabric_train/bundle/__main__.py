@@ -30,7 +30,7 @@ class BundleArguments:
     its run begins with both. Default: model_name of the recipe.
     """
     data: list[str] | None = None
-    """Token datasets from tokenize_dataset.py: for a recipe that mixes, those of its train_data_dir in the same order;
+    """Token datasets from tokenize_dataset.py: for a recipe that mixes, all of its train_data_dir in the same order;
     otherwise the first one is trained on. Default: train_data_dir of the recipe.
     """
     recipe: str | None = None
@@ -42,7 +42,7 @@ class BundleArguments:
     folder, and the wheels of lm_eval. Data on the hub is not in the bundle.
     """
     python: Literal["3.10", "3.11", "3.12", "3.13", "3.14"] | None = None
-    """Python of the other machine; default: that of this machine."""
+    """Python of the other machine; default: this machine's."""
     cuda: str = "13.0"
     """CUDA version that torch is built for, such as 12.6; none takes the build for CPUs."""
 
@@ -55,7 +55,7 @@ class BundleArguments:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write the bundle, then print what is in it and what to do with it."""
+    """Write the bundle, then print its content and what to do with it."""
     arguments = parse_arguments(BundleArguments, argv)
     recipe = read_recipe(arguments.recipe)
     model = str(arguments.model or recipe.given.get("model_name") or "")

@@ -43,7 +43,7 @@ _SOURCE = (
     "tokenize_dataset.py", "convert_to_hf.py", "evaluate.py", "generate.py", "download_model.py",
     "fabric_train", "configs", "docker", "launch", "docs",
 )  # fmt: skip
-"""What is copied of this project, as far as it is there: an image has no docs, docker and launch."""
+"""The parts of this project that are copied if they are there: an image has no docs, docker and launch."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ pip_wheel=(wheels/pip-*.whl) # Python runs a zip file
 "$environment/bin/python" -m pip install "${offline[@]}" --no-build-isolation --editable "$source" \
   || fail 'pip cannot install the wheels; its lines above say why' 1
 
-echo '[4/4] importing what was installed'
+echo '[4/4] importing the installed packages'
 "$environment/bin/python" -c \
   'import datasets, lightning, torch, transformers, fabric_train; print("      torch", torch.__version__, "with", torch.cuda.device_count(), "GPUs")' \
   || fail 'the packages cannot be imported; the lines above say why' 1

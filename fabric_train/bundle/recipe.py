@@ -10,7 +10,7 @@ from fabric_train.cli.argument_types import GivenShares, Shares, split_name
 from fabric_train.cli.errors import InputError
 
 CONFIGURATION, MODEL, ADAPTER = "train.yaml", "model", "adapter"
-"""The names of the configuration and of the folders of model and adapter in a bundle."""
+"""The names in a bundle: the configuration, the model's folder, the adapter's folder."""
 _OF_SHARES = ("shares", "token_shares")
 _NOT_IN_A_BUNDLE = {
     "streaming_dataset": "tokenize its texts, and give --data",
@@ -96,7 +96,7 @@ def read_recipe(path: str | None) -> Recipe:
 
 
 def _phases(text: str, path: str, places: Mapping[str, str]) -> str:
-    """Return the content of a file of phases with the names of the bundle's token datasets."""
+    """Return a file of phases that names the bundle's token datasets."""
     try:
         content = yaml_core.load(text)
     except yaml_core.YamlFault as fault:

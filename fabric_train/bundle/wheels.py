@@ -147,7 +147,7 @@ def estimated_bytes(target: Target) -> int:
 
 
 def requirements_with(extras: Collection[str]) -> list[str]:
-    """Return the requirements of this program and of some of its extras, as pip takes them."""
+    """Return what this program and some of its extras require, as pip takes it."""
     try:
         given = importlib.metadata.requires("fabric-train") or []
     except importlib.metadata.PackageNotFoundError:

@@ -57,7 +57,7 @@ _ADVICE = "save the adapter again with peft's save_pretrained"
 
 
 class _LoraConfig(BaseModel, extra="allow", frozen=True):
-    """What is read of an adapter_config.json, with the names in peft's ``LoraConfig``; the rest is ``model_extra``."""
+    """The values of an adapter_config.json, with the names in peft's ``LoraConfig``; the rest is ``model_extra``."""
 
     peft_type: str
     r: Annotated[int, Field(gt=0)]

@@ -142,8 +142,8 @@ class TrainerState:
     ``epoch`` and the losses are the last step's. ``skipped_steps`` had a loss or gradient that was not finite.
     ``rows_hash`` is the hash of consumed rows, see ``WindowOrder.rows_hash``; None for a stream. ``rows_of_sources``
     counts the consumed rows of each token dataset of a mixture. ``val_loss`` and ``evaluation`` are None if the step
-    had no evaluation. ``first_evaluation`` is the first one of the rows that the run evaluates now, for a branch that
-    of the run that it comes from. ``progress`` is of ``--early_stopping``. ``unlogged`` are the step's metrics by
+    had no evaluation. ``first_evaluation`` is the first one of the rows that the run evaluates now, for a branch the
+    first one of its trunk. ``progress`` is of ``--early_stopping``. ``unlogged`` are the step's metrics by
     column of metrics.csv, if a signal came before its evaluation was complete.
     """
 
@@ -356,7 +356,7 @@ def read_format(checkpoint: Path) -> int | None:
 
 
 def find_unreadable(checkpoint: Path) -> str | None:
-    """Return what is wrong with the content of trainer.json, or None."""
+    """Return the fault of trainer.json's content, or None."""
     try:
         read_trainer_json(checkpoint)
     except InputError as error:

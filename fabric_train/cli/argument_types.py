@@ -1,4 +1,4 @@
-"""Types of arguments and the conversion of a value of the command line or of YAML to its type; what programs share."""
+"""Types of arguments, and the conversion of values from the command line or YAML to them; what programs share."""
 
 import dataclasses
 import difflib
@@ -59,7 +59,7 @@ NonNegativeInt64 = Annotated[int, NumberRange("a whole number, 0 or more", 0, _I
 NumProcesses = Annotated[int, NumberRange("a whole number above 0", 1, 1024)]
 NumLayers = Annotated[int, NumberRange("a whole number above 0", 1, 1000)]
 LayerSize = Annotated[int, NumberRange("a whole number above 0", 1, 2**24)]
-"""Width, heads or vocabulary of a model; a matrix of two of them has a number of bytes that fits into int64."""
+"""A model's width, heads or vocabulary; the bytes of a matrix with two such sides fit into int64."""
 NumWorkers = Annotated[int, NumberRange("a whole number, 0 or more", 0, 1024)]
 RowLength = Annotated[int, NumberRange("a whole number above 0, such as 8192 or 8k", 1, 2**24, thousand=1024)]
 """Tokens of a row or a text; 2**24 is ten times the longest context of any model."""
@@ -71,11 +71,11 @@ NonNegativeFloat = Annotated[float, NumberRange("a number, 0 or more", 0, 1e9)]
 UnitInterval = Annotated[float, NumberRange("a number from 0 to 1", 0, 1)]
 PositiveShare = Annotated[float, NumberRange("a number above 0 and at most 1", 0, 1, excludes_lowest=True)]
 Seconds = Annotated[float, NumberRange("a number, 0 or more", 0, 1e8)]
-"""A timeout of at most three years, of which torch and the system can count ten times as many nanoseconds."""
+"""A timeout of at most three years; torch and the system can count the nanoseconds of ten times as much."""
 
 
 class WrongValueError(ValueError):
-    """A value that is not of an argument's type; the message says what is expected."""
+    """A value that is not of an argument's type; the message names the expected type."""
 
 
 def convert(kind: Any, value: Any) -> Any:
@@ -319,7 +319,7 @@ class PushArguments:
         if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license):
             faults.append(f"--license: expected an identifier of the hub such as apache-2.0, got {self.license!r}")
         if self.license == "other":
-            faults.append("--license other needs a name and a text: leave it out, to take those of the base model")
+            faults.append("--license other needs a name and a text: leave it out, to take the base model's")
         if self.push_to_hub is not None and not re.fullmatch(REPOSITORY, self.push_to_hub):
             faults.append(f"--push_to_hub: expected OWNER/NAME, got {self.push_to_hub!r}")
         if self.revision is not None and not re.fullmatch(_BRANCH, self.revision):

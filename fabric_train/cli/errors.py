@@ -25,7 +25,7 @@ _log.addHandler(logging.NullHandler())
 
 
 class InputError(ValueError):
-    """An error that the user can fix; a line for each fault says what is wrong, where, and how to fix it."""
+    """An error that the user can fix; a line for each fault says what it is, where, and how to fix it."""
 
     def __init__(self, *faults: str) -> None:
         super().__init__("; ".join(faults))

@@ -103,7 +103,7 @@ def command_from_here(name: str) -> str:
     """Return the words that call a program of :data:`PROGRAMS` in a shell in the current folder.
 
     In the project's folder these are ``python convert_to_hf.py``, elsewhere ``fabric-train convert``. ``python`` and
-    the commands have their path if the shell would not find those of this virtual environment.
+    the commands have their path if the shell would not find this virtual environment's.
     """
     module = PROGRAMS[name]
     if name == "train":
@@ -145,7 +145,7 @@ def _place_of_script(words: Sequence[str]) -> int:
 def _program_at(script: str) -> Path | None:
     """Return the folder of this program that a script means; None for any other script.
 
-    It may be that of another clone, whose code then runs. The name alone means this one wherever no other file has it.
+    It may be in another clone, whose code then runs. The name alone means this one wherever no other file has it.
     """
     given = Path(script)
     if (given / "cli" / Path(__file__).name).is_file():

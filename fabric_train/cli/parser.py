@@ -27,7 +27,7 @@ T = TypeVar("T")
 def advice_for_name(program: str, name: str, known: Collection[str]) -> str | None:
     """Return what another program's argument is here, or what to do without one; None if the table does not have it.
 
-    ``program`` is the name of the class of arguments. Of a ``name`` such as a.b, the table may have only a.
+    ``program`` is the name of the class of arguments. Of a ``name`` such as a.b, the table may have only b or a.
     """
     if program not in read_table()["names"]:
         return None
@@ -42,8 +42,11 @@ def advice_for_name(program: str, name: str, known: Collection[str]) -> str | No
     pattern = name if name in absent else next((one for one in absent if fnmatchcase(name, one)), None)
     if pattern is not None:
         return absent[pattern]
-    first, dot, _ = name.partition(".")
-    return advice_for_name(program, first, known) if dot else None
+    first, dot, rest = name.partition(".")
+    last = rest.rpartition(".")[2]
+    if last in known:
+        return f"here it is --{last}"
+    return (advice_for_name(program, last, known) or advice_for_name(program, first, known)) if dot else None
 
 
 def advice_for_value(argument: str, kind: Any, value: Any) -> str | None:
@@ -78,7 +81,7 @@ def _plain(value: Any) -> str:
 
 
 def parse_arguments(arguments: type[T], argv: list[str] | None = None, launcher: GivenValues | None = None) -> T:
-    """Build ``arguments``, a dataclass of values or of groups of them, from command line, file and launcher.
+    """Build ``arguments``, a dataclass of values or groups, from command line, file and launcher.
 
     ``argv`` is the command line without the program's name; None takes ``sys.argv``. It overrides the ``--config``
     file, and the values of the ``launcher`` override both. An InputError has a line for every unknown name, wrong
@@ -149,11 +152,7 @@ def _convert_given(given: GivenValues, types: dict[str, Any], faults: list[str],
     values = {}
     for name, item in given.items():
         if name not in types:
-            known = [*types, *(_COMMAND_LINE_ONLY if item.where.startswith("--") else ())]
-            positive = name.removeprefix("no_")
-            is_negated = positive != name and types.get(positive) is bool
-            here = f"write --{positive} false" if is_negated else advice_for_name(program, name, known)
-            faults.append(f"{item.where}: no such argument; {here or _nearest(name, known)}")
+            faults += [_unknown(inner, item, types, program) for inner in _dotted(name, item.value)]
             continue
         try:
             values[name] = argument_types.convert(types[name], item.value)
@@ -162,6 +161,23 @@ def _convert_given(given: GivenValues, types: dict[str, Any], faults: list[str],
             wrong = f"{item.where}: expected {error}, got {_shown(item, types[name])}"
             faults.append(f"{wrong}; {here}" if here else wrong)
     return values
+
+
+def _unknown(name: str, item: GivenValue, types: dict[str, Any], program: str) -> str:
+    """Return the fault of a name that no argument has; a.b is the key b of the mapping ``item`` with the name a."""
+    known = [*types, *(_COMMAND_LINE_ONLY if item.where.startswith("--") else ())]
+    positive = name.removeprefix("no_")
+    is_negated = positive != name and types.get(positive) is bool
+    here = f"write --{positive} false" if is_negated else advice_for_name(program, name, known)
+    key = "".join(name.partition(".")[1:]) if isinstance(item.value, dict) else ""
+    return f"{item.where}{key}: no such argument; {here or _nearest(name, known)}"
+
+
+def _dotted(name: str, value: Any) -> list[str]:
+    """Return ``name``, or of a mapping the name a.b of each value in it."""
+    if not isinstance(value, dict) or not value:
+        return [name]
+    return [dotted for key, inner in value.items() for dotted in _dotted(f"{name}.{key}", inner)]
 
 
 def _build_groups(arguments: type, given: GivenValues, values: dict[str, Any], faults: list[str]) -> dict[str, Any]:

@@ -200,7 +200,7 @@ class Mixture:
     def _in_last_window(self) -> list[int]:
         """The rows of each source in the shorter last window; 0 if all windows are full.
 
-        What is left for the M full windows then has the bounds that the class promises. Let a source's share of such a
+        The rest, for the M full windows, then has the bounds that the class promises. Let a source's share of such a
         window be x. It keeps a whole number of rows that differs from M × x by less than 1. So it is not below
         M × floor(x) nor above M × ceil(x), which are whole numbers too.
         """

@@ -40,7 +40,7 @@ class Window:
 
     ``step`` counts from 1, ``epoch`` from 0. ``rows``, int64 [rows of all ranks], are the window's rows in order:
     indices into the train split, or a stream's lanes. ``batches`` are this rank's micro-batches. ``cursors`` are a
-    stream's positions after this window, see ``StreamBatch``; None for a token dataset. ``rows_hash`` is that of
+    stream's positions after this window, see ``StreamBatch``; None for a token dataset. ``rows_hash`` is the hash of
     ``WindowOrder``; None for a stream. ``rows_of_sources`` counts the rows of each source of a mixture.
     """
 
@@ -249,7 +249,7 @@ def validation_batches(
 ) -> DataLoader:
     """Return a loader of this rank's rows of a split, in equally many batches on all ranks.
 
-    The ranks together read each of the :func:`validation_rows` once, so their number does not change what is evaluated.
+    The ranks together read each of the :func:`validation_rows` once, so their number does not change the rows.
     """
     sources = rows.main_sources() if limit else np.zeros(len(rows), dtype=np.int64)
     chosen = validation_rows(sources, limit and limit * batch_size, seed).tolist()
@@ -357,7 +357,7 @@ def describe_changes(saved: DataOrder | StreamOrder, current: DataOrder | Stream
         "num_rows": "--train_data_dir has another number of rows",
         "rows_per_window": "the rows of one optimizer step differ (--total_batch_size keeps them)",
         "seed": "--seed differs",
-        "version": "the version of the order differs (2 is that of --shares and of several --train_data_dir)",
+        "version": "the version of the order differs (2 is for --shares and several --train_data_dir)",
         "rows_per_epoch": "an epoch has other numbers of rows of each source (--shares, --token_shares)",
         "phases": "--phases differs in a phase that has begun",
     }

@@ -224,8 +224,8 @@ class LaneOrder:
 class StreamBatches:
     """The windows of a streaming run on this rank, made by up to ``num_workers`` processes; see :class:`Lanes`.
 
-    ``isolates`` says whether attention stays within a document. ``cursors`` are the state of all lanes, also those of
-    other ranks; None at the beginning of a run.
+    ``isolates`` says whether attention stays within a document. ``cursors`` are the state of all lanes, also of other
+    ranks; None at the beginning of a run.
     """
 
     read: Callable[[int], Iterable[Document]]

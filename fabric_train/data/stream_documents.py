@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 TRAIN_ON = "assistant"
-"""What is supervised in a chat."""
+"""The supervised part of a chat."""
 WHOLE_FILES = 1 << 62
 """Bytes of a part: each file is one part."""
 _HASHED_BYTES = 1 << 20  # at each end of a file
@@ -187,8 +187,8 @@ class StreamedSource:
     def identities(self) -> Iterator[str]:
         """Yield a line per file or split that identifies its content.
 
-        The line of a file has a hash of its first and last MiB, that of a split the dataset's fingerprint or, if it is
-        streamed, its commit on the hub.
+        The line of a file has a hash of its first and last MiB; the line of a split has the dataset's fingerprint or,
+        if it is streamed, its commit on the hub.
         """
         source = self.source
         if isinstance(source, FileSource):
@@ -248,7 +248,7 @@ class StreamedDocuments:
 
 
 def fault_of(bad_row: str) -> InputError:
-    """Return the error that ends the run, from a message that names the row and what is wrong with it."""
+    """Return the error that ends the run, from a message that names the row and its fault."""
     return InputError(f"{bad_row}; fix it, or leave such rows out with tokenize_dataset.py --on_bad_rows skip")
 
 

@@ -92,8 +92,8 @@ def place_pieces(pieces: RowPieces, labels: np.ndarray) -> Pieces:
 
     The bytes of a piece are its document's bytes, shared by tokens, times its supervised share. That is
     ``targets / (tokens - 1)``, at most 1: the first token of a piece is no target, unless the documents of a row see
-    each other. Tokens that --overlap repeats count among the tokens and not among the targets. So the bytes are those
-    of the text whose loss is summed, and the loss divided by them can be compared between tokenizers.
+    each other. Tokens that --overlap repeats count among the tokens and not among the targets. So the bytes
+    belong to the text whose loss is summed, and the loss divided by them can be compared between tokenizers.
     """
     is_target = labels != IGNORED_LABEL
     is_target[:, 0] = False
@@ -248,7 +248,7 @@ class TokenDataset:
 
     @property
     def parts(self) -> tuple["TokenDataset", ...]:
-        """This token dataset, as the only part of what is trained on."""
+        """This token dataset, as the only part of the training data."""
         return (self,)
 
     @property
@@ -338,7 +338,7 @@ def _open_splits(folder: str) -> tuple[datasets.Dataset, datasets.Dataset | None
 
 
 def _fault_of_columns(split: datasets.Dataset) -> str | None:
-    """Return what is wrong with a split's columns of tokens, labels and document starts; None if they are right."""
+    """Return the fault of a split's columns of tokens, labels and document starts; None if they are right."""
     if "input_ids" not in split.column_names:
         return f"no column input_ids, only {', '.join(split.column_names)}"
     columns = [name for name in ("input_ids", "labels", "document_starts") if name in split.column_names]

@@ -257,7 +257,7 @@ class TokenMixture:
         return self.train.source_names
 
     def tokens_of(self, listed: ListedSource) -> dict[str, int]:
-        """Return the tokens in rows of each source of documents that one of ``sources`` has."""
+        """Return how many tokens in rows each source of documents has in ``listed``, one of ``sources``."""
         wanted = listed.others if listed.source is None else (listed.source,)
         tokens: dict[str, int] = {}
         for part in dict.fromkeys(number for number, _ in listed.slices):

@@ -5,7 +5,7 @@
 - MPI: each first question for node, address or port is a message to all ranks, in which a rank that asks alone waits
   forever. mpiexec takes a rank that ends without finalizing MPI for a crash.
 - Slurm: the first node's name may not resolve. Fabric refuses ``--ntasks``, and in a job of the name "interactive",
-  which is that of ``salloc``, every task trains alone.
+  which ``salloc`` gives, every task trains alone.
 - gloo listens on the address of this machine's name, which is often 127.0.0.1: other machines cannot reach that.
 """
 

@@ -79,7 +79,7 @@ def _checkpointed(forward: Forward, plan: "_SelectivePlan | None", offload: "_Of
 class _HostCopy:
     """A saved tensor in pinned host memory; ``on_device`` once it is being copied back.
 
-    ``before`` is what was saved before it, so what the backward pass needs next, if it has not had it yet.
+    ``before`` is the tensor saved before it, so the one that the backward pass needs next, if it has not had it yet.
     """
 
     in_host: torch.Tensor

@@ -59,7 +59,7 @@ def device_memory() -> int | None:
 
 
 def _group_limits() -> Iterator[tuple[int, int]]:
-    """Yield the limit of each control group that has one, and what is used of it without pages of files."""
+    """Yield the limit of each control group that has one, and the memory used of it, without pages of files."""
     for folder in control_groups("memory"):
         for limit_file, used_file in _CGROUP_FILES:
             limit = (folder / limit_file).read_text().strip() if (folder / limit_file).is_file() else ""

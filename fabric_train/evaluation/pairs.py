@@ -42,10 +42,10 @@ class PairFigures:
 
     ``accuracy`` is the share of pairs whose chosen answer has the higher log-probability; a tie counts one half.
     ``accuracy_per_token`` compares the means over the tokens of each answer. ``margin``, in nats, is the mean of the
-    log-probability of the chosen answer minus that of the rejected one. ``reward_accuracy`` compares how much likelier
+    chosen answer's log-probability minus the rejected one's. ``reward_accuracy`` compares how much likelier
     each answer is than with the first model, as DPO does (arXiv:2305.18290, section 4); None for the first model.
-    ``length_bias`` is the accuracy on pairs whose chosen answer has more tokens, minus that on pairs where it has
-    fewer; None if one of both does not occur.
+    ``length_bias`` is the accuracy on pairs whose chosen answer has more tokens, minus the accuracy on pairs where it
+    has fewer; None if one of both does not occur.
     """
 
     pairs: int
@@ -147,7 +147,7 @@ def _length_bias(right: np.ndarray, longer: np.ndarray, seed: int) -> Figure | N
 def _texts_of(
     name: str, place: str, models: Sequence[ComparedModel], arguments: EvaluateArguments, folder: Path
 ) -> dict[str, PackedText]:
-    """Return the pairs at a place in the tokens of each model, by name; ``folder`` is for what is tokenized first."""
+    """Return the pairs at a place in the tokens of each model, by name; ``folder`` gets rows that must be tokenized."""
     by_tokenizer: dict[str, PackedText] = {}
     if (Path(place) / FILE_NAME).is_file():
         dataset = _pairs_in(open_dataset(place))
@@ -239,7 +239,7 @@ def _print_table(results: dict[str, dict[str, PairFigures]]) -> None:
     console.print(table)
     for line in (
         "accuracy: pairs whose chosen answer has the higher log-probability; per token: the higher mean",
-        "margin: log-probability of the chosen answer minus that of the rejected one, in nats",
+        "margin: the chosen answer's log-probability minus the rejected one's, in nats",
         "to the first: pairs whose margin is above the first model's",
         "length bias: accuracy on pairs whose chosen answer is the longer one, minus that on the others",
         f"in brackets: {LEVEL} % intervals (bootstrap over pairs)",

@@ -94,7 +94,7 @@ def finite(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Column:
-    """A language and what is averaged over its tasks: accuracy, or one other metric."""
+    """A language, and the metric that is averaged over its tasks: accuracy, or another one."""
 
     language: str
     quantity: str
@@ -128,7 +128,7 @@ def build_table(tasks: Sequence[LanguageTask], models: Iterable[ModelScores]) ->
             found = [(task, score) for task in own if (score := model.of(task.settings))]
             if len(found) < len(own):
                 continue
-            parts_of: dict[Column, list[MetricScore]] = {}  # what is averaged together
+            parts_of: dict[Column, list[MetricScore]] = {}  # scores that are averaged together
             for task, score in found:
                 key = main_metric(score, task.metric)
                 metric, shown = key.partition(",")[0], score.metrics[key]

@@ -163,7 +163,7 @@ def cut_windows(document: int, num_tokens: int, max_length: int, overlap: int) -
     Token 0 is the one that stands before the document, and tokens 1 to ``num_tokens`` are its own. A window predicts
     the tokens after its own. The first one predicts as many as it can. Each further one has at least ``overlap`` tokens
     up to the one before its first predicted token, and the last one is as long as the others. With an overlap of 1 they
-    are those of lm_eval (``get_rolling_token_windows`` with ``context_len=1``). A document of 10 tokens, with a
+    are lm_eval's windows (``get_rolling_token_windows`` with ``context_len=1``). A document of 10 tokens, with a
     max_length of 4 and an overlap of 2::
 
         reads 0-3, predicts 1-4;  reads 3-6, predicts 5-7;  reads 6-9, predicts 8-10
@@ -238,8 +238,8 @@ class WindowedText(EncodedText):
 class PackedText(EncodedText):
     """The validation split of a token dataset, read in its rows as in training.
 
-    So a document that is cut at the end of a row goes on without context, the labels decide what is predicted, EOS too,
-    and the loss is the run's ``val_loss``. Without a document index, each row is a document of unknown bytes.
+    So a document that is cut at the end of a row goes on without context, the labels decide which tokens are predicted,
+    EOS too, and the loss is the run's ``val_loss``. Without a document index, each row is a document of unknown bytes.
     """
 
     def __init__(self, text: HeldOutRows) -> None:

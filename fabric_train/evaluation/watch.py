@@ -102,7 +102,7 @@ class Watch:
     _expected: dict[str, Path] = field(default_factory=dict)
 
     def pending(self) -> list[WatchedModel]:
-        """Return what is to be evaluated: first the other models, then the checkpoints by step."""
+        """Return the models to evaluate: first the other models, then the checkpoints by step."""
         models = [model for model in self._known() if model.identity not in self.failed]
         evaluated = loss_table.read_evaluated(self.output) if self.texts else {}
         return [model for model in models if self._lacks_texts(model, evaluated) or self._missing(model)]
@@ -216,7 +216,7 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
     texts = WatchedTexts.open(arguments, output) if arguments.texts is not None else None
     watch = Watch(run, output, tasks, models, arguments.batch_size, evaluate, texts)
     if tasks and (watch.pending() or (arguments.wait and not run_has_ended(run))):
-        _say("loading the tasks")  # the worker prints what is wrong with them
+        _say("loading the tasks")  # the worker prints their faults
         to_load = [RequestedTask(one.settings, one.source, one.metric) for one in tasks]
         if code := evaluate_in_worker(WorkerRequest(to_load)):
             raise SystemExit(code)

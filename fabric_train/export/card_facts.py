@@ -233,7 +233,7 @@ def stream_files(record: ModelRecord) -> list[str]:
 
 
 def left_out_rows(manifest: Manifest, names: PublicNames) -> list[Row]:
-    """Return what was read, kept and left out of each source; of all together if that is all one knows."""
+    """Return the documents read, kept and left out of each source; of all together if no more is known."""
     counted: dict[str, tuple[int, Counter[str]]] = {}
     if all(source.documents_skipped is not None for source in manifest.sources):
         for source in manifest.sources:
@@ -284,7 +284,7 @@ def phase_rows(record: ModelRecord) -> list[Row]:
         total = sum(one["rows_per_epoch"])
         shares = [f"{name} {rows / total:.2%}" for name, rows in zip(names, one["rows_per_epoch"], strict=True) if rows]
         own = schedules.get(one["first_step"])
-        rate = "that of the run"
+        rate = "as in the run"
         if own is not None:
             rate = Markdown(f"{escaped(own['lr_schedule'])}, `lr` {own['lr']:g}, `min_lr` {own['min_lr']:g}")
         rows.append((one["first_step"], Markdown(", ".join(shares)), rate))
@@ -293,7 +293,7 @@ def phase_rows(record: ModelRecord) -> list[Row]:
 
 @dataclass(frozen=True)
 class Cleaning:
-    """What was done to the texts of a token dataset before they became tokens."""
+    """The changes to the texts of a token dataset before they became tokens."""
 
     of_several: bool  # several token datasets were merged, and differ
     steps: list[Row]  # name and settings, or token dataset, name and settings

@@ -1,4 +1,4 @@
-"""Choose what is exported into which folder, and convert it to a Hugging Face folder, verified before it gets its name.
+"""Choose sources and folders of exports, and convert each to a Hugging Face folder, verified before it gets its name.
 
 ``convert_to_hf.py`` calls :func:`plan_targets` or :func:`plan_average`, and then :func:`convert` for each folder.
 """
@@ -44,12 +44,12 @@ def convert(
 ) -> VerificationReport:
     """Export ``source`` as the Hugging Face folder ``target``, which exists only if a fresh process verified it.
 
-    ``max_shard_size`` is that of the largest safetensors file, such as 5GB. A VerificationError says that the export
-    does not match the checkpoint.
+    ``max_shard_size`` limits the size of a safetensors file, such as 5GB. A VerificationError says that the export does
+    not match the checkpoint.
     """
     checkpoint = source.checkpoint
     if source.is_adapter:
-        dtype = torch.float32  # that of an adapter
+        dtype = torch.float32  # an adapter's type
     for complete in (checkpoint, *(part.checkpoint for part in source.parts)):
         check_not_inside(target, complete)
     read_trainer_json(checkpoint)  # this and the next lines report damage before anything is written
@@ -64,7 +64,7 @@ def convert(
             write_export(source, folder, dtype, max_shard_size, facts)
         report = verify_in_fresh_process(folder, source, dtype)
         if report.trained:
-            write_card(source, folder, facts)  # again, with the difference from what was trained
+            write_card(source, folder, facts)  # again, with the difference from the trained model
         return report
 
 
@@ -131,7 +131,7 @@ def _tied_names(checkpoint: Path) -> dict[str, str]:
 
 
 def _write_apart(checkpoint: Path, file: Path, tied: dict[str, str]) -> None:
-    """Write an adapter with tied weights under each of their names, which peft takes for those of two modules."""
+    """Write an adapter with tied weights under each of their names, which peft takes for two modules."""
     stored = load_file(checkpoint / WEIGHTS)
     twins = {f"{PREFIX}{name}": stored[f"{PREFIX}{first}"].clone() for name, first in tied.items()}
     save_file(stored | twins, file, metadata={"format": "pt", TIED: " ".join(twins)})
@@ -194,7 +194,7 @@ def plan_average(
     Args:
         paths: a run, or checkpoints as :func:`find_checkpoint` reads them, the oldest first.
         output_dir: with ``push``, it may be a verified export of this average already.
-        average: last:K for the K newest checkpoints of the run, without those of a signal or a loss, or all.
+        average: last:K for the K newest checkpoints of the run, without the ones that a signal or a loss saved, or all.
         decay: weight of each checkpoint, relative to the next.
     """
     if not push:

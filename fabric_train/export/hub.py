@@ -62,7 +62,7 @@ def push(folder: Path, request: PushRequest, message: str, content: Path | None 
 
     What an earlier push of the same content has uploaded is not sent again: pieces of files with ``hf_xet``, whole
     files without it. ``huggingface_hub`` sends a request again that fails for a moment (a cut connection, 429, 5xx).
-    ``content`` has the files to upload, if they are not those of ``folder``, which messages name.
+    ``content`` has the files to upload, if they are not in ``folder``, which messages name.
     """
     api = HfApi()
     name, kind = request.repository, request.repo_type
@@ -89,7 +89,7 @@ def push(folder: Path, request: PushRequest, message: str, content: Path | None 
         further = "; if a pull request was opened, give --revision refs/pr/N with its number instead of --create_pr"
         raise PushError(
             f"{folder} is complete, but pushing it to {name} failed: {_reason_of(error)}; the same command pushes "
-            f"what is missing{further if request.create_pr else ''}"
+            f"the missing files{further if request.create_pr else ''}"
         ) from error
     return commit.pr_url or _page_of(request)
 
@@ -177,7 +177,7 @@ def check_push(request: PushRequest) -> None:
     except errors.HfHubHTTPError as error:
         if error.response.status_code == 401:
             raise InputError(
-                f"{asked}: the hub does not accept the token (HF_TOKEN, else that of `hf auth login`); {_NEW_TOKEN}"
+                f"{asked}: the hub does not accept the token (HF_TOKEN, else the one of `hf auth login`); {_NEW_TOKEN}"
             ) from error
         raise InputError(f"{asked}: {_reason_of(error)}; try again later") from error
     except (errors.OfflineModeIsEnabled, errors.HTTPError, OSError) as error:
@@ -238,7 +238,7 @@ def _missing_right(account: dict[str, Any], request: PushRequest) -> str | None:
 
 def _token(account: dict[str, Any]) -> tuple[str, str | None, dict[str, list[str]]]:
     """Return a token's name in a message, its role, and the permissions of a fine-grained one by owner ("": all)."""
-    token = (account.get("auth") or {}).get("accessToken") or {}  # other kinds, such as those of a CI job, have none
+    token = (account.get("auth") or {}).get("accessToken") or {}  # other kinds, such as a CI job's, have none
     grained = token.get("fineGrained") or {}
     scopes = {"": list(grained.get("global") or ())}
     for scope in grained.get("scoped") or ():
@@ -258,7 +258,7 @@ def _notes(api: HfApi, request: PushRequest, repository: ModelInfo | DatasetInfo
     files = [file for file in repository.siblings or () if file.rfilename != ".gitattributes"]
     if files and not (request.create_pr or request.revision):
         notes.append(
-            f"{request.repository} has {len(files)} files; those of the same name and earlier weights or rows are "
+            f"{request.repository} has {len(files)} files; files of the same name and earlier weights or rows are "
             "replaced, others stay"
         )
     return notes

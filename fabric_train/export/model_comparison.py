@@ -120,9 +120,9 @@ def _compare(sides: _Sides) -> VerificationReport:
 
 
 def _compare_merged(sides: _Sides, into: MergeInto) -> tuple[OutputReport, OutputReport, OutputReport | None]:
-    """Compare logits of base and adapter with those of the merged weights, before and after rounding; all in fp32.
+    """Compare logits of base and adapter with the merged weights' logits, before and after rounding; all in fp32.
 
-    The third is of the rounded weights against what was trained, if that were weights in 4 bits.
+    The third is of the rounded weights against the trained ones, if these were in 4 bits.
     """
     checkpoint, dtype = sides.source.checkpoint, torch.float32
 
@@ -282,7 +282,7 @@ def _fixed_input(folder: Path, shape: hf_model.ModelShape) -> torch.Tensor:
 
 
 def _compare_configurations(sides: _Sides) -> list[str]:
-    """Return the settings of config.json and generation_config.json that are not those of the checkpoint.
+    """Return the settings of config.json and generation_config.json that differ from the checkpoint's.
 
     An export has its own dtype and architecture, it always uses the cache, and it has names for transformers 4 too.
     """

@@ -1,4 +1,4 @@
-"""What is published of a token dataset: its files, a card, and its manifest without names of private places."""
+"""Make a token dataset fit to be published: its files, a card, and its manifest without names of private places."""
 
 import os
 from collections.abc import Iterator

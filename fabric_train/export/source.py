@@ -1,4 +1,4 @@
-"""What is exported: the weights of a checkpoint, of a base with its adapter in them, or the average of several.
+"""The source of an export: the weights of a checkpoint, of a base with its adapter in them, or the average of several.
 
 A tensor is computed a block at a time. An adapter's matrix is merged in fp32, and rounded once, by whoever writes it:
 W + scale · B A, and for DoRA each of its rows scaled to the trained magnitude. W is the original weight, or for an

@@ -62,7 +62,7 @@ class VerificationReport:
     adapted: OutputReport | None = None  # logits in fp32 with the adapter merged, against base and adapter
     rounded: OutputReport | None = None  # the same, with the merged weights rounded to the dtype
     trained: OutputReport | None = None  # the latter, against adapter and base in 4 bits, as they were in training
-    source: str = ""  # ``ExportSource.identity`` of what was exported; empty in reports of earlier versions
+    source: str = ""  # ``ExportSource.identity`` of the export's source; empty in reports of earlier versions
 
 
 class VerificationError(RuntimeError):

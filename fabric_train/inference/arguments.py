@@ -49,8 +49,8 @@ class GenerateArguments:
     seed: argument_types.NonNegativeInt64 = 0
     """Seed of the sampling. Each prompt of a file has a random stream of its own."""
     device_memory: str | None = None
-    """Most memory of a GPU for weights, such as 20GB; default: 85 % of what is free. A model that needs more is spread
-    over all GPUs, and what does not fit there stays in host memory (slow).
+    """Most memory of a GPU for weights, such as 20GB; default: 85 % of the free memory. A model that needs more is
+    spread over all GPUs, and what does not fit there stays in host memory (slow).
     """
 
     def faults(self) -> list[str]:

@@ -44,7 +44,7 @@ class TextPrinter(BaseStreamer):
             self._num_printed = end
 
     def end(self) -> None:
-        """Print what was held back, and a line break."""
+        """Print the text that was held back, and a line break."""
         text = continuation(self._tokenizer, self._prompt_ids or [], self._new_ids)
         print(text[self._num_printed : find_stop(text, self._stop)], flush=True)
 
@@ -90,7 +90,7 @@ def generate(
 
     Args:
         prompts: ids of each prompt, at least one; see ``prompts.encode_prompts``.
-        end_ids: tokens that end a text, too, beside the tokenizer's EOS and those of ``model.generation_config``.
+        end_ids: tokens that end a text, too, beside the tokenizer's EOS and the ones in ``model.generation_config``.
         numbers: of the prompts, which with the seed choose their random streams; default: their places in the batch.
         printer: prints the text as it is generated; for a single prompt.
         is_interrupted: called after each token; True ends the generation.

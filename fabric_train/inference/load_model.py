@@ -200,7 +200,7 @@ def find_own_checkpoint(name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class Described:
-    """What is known of a model before its weights are read.
+    """A model, before its weights are read.
 
     ``base`` is where they come from, ``dtype`` the one in which they are read, and ``adapter`` the checkpoint whose
     adapter is put on them, if any.
@@ -249,7 +249,7 @@ class ModelsInTurn:
     def __init__(self) -> None:
         self._base: Any = None
         self._key: object = None
-        self._undo: list[Callable[[], object]] = []  # what is done to the base, the first first
+        self._undo: list[Callable[[], object]] = []  # changes of the base, the first first
 
     def load(self, name: str) -> Any:
         """Load a model so that its logits are fp32: all in fp32 on a CPU; on a GPU the layers are in bfloat16.
@@ -342,7 +342,7 @@ def _take_off(model: Any) -> None:
             delattr(layer, name)
         if hasattr(layer, "lora_magnitude_vector"):
             del layer.lora_magnitude_vector
-        layer.__class__ = type(layer).__mro__[2]  # after the adapted class and what is mixed in
+        layer.__class__ = type(layer).__mro__[2]  # after the adapted class and the mixed-in one
 
 
 def _forget(module: Any, name: str) -> None:

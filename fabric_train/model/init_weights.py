@@ -149,7 +149,7 @@ class RandomWeights:
 
 
 class _InitRecorder(TorchDispatchMode):
-    """A dispatch mode that records what is written into parameters on the meta device."""
+    """A dispatch mode that records all writes into parameters on the meta device."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

@@ -239,7 +239,7 @@ def _chunk_size(num_tokens: int, vocab_size: int, device_type: str, dtype: torch
 def _token_losses(logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
     """Return the fp32 losses [N] of logits [N, V], and write the gradient of their sum over the logits.
 
-    Without ``wants_gradient``, what is in ``logits`` afterwards has no meaning.
+    Without ``wants_gradient``, the values in ``logits`` afterwards have no meaning.
     """
     if logits.is_cuda and _has_liger():
         return _liger_losses(logits, targets, wants_gradient)

@@ -22,13 +22,13 @@ _SCALES = "weight_scales"
 class NF4Linear(nn.Linear):
     """A linear layer that dequantizes its weight to the dtype of its input, in the forward and in the backward pass.
 
-    ``weight`` has the bytes of [out, in / 2], and ``weight_scales`` those of fp32 [out, in / 64], both in rows.
+    ``weight`` has the bytes of [out, in / 2], and ``weight_scales`` the bytes of fp32 [out, in / 64], both in rows.
     """
 
     weight_scales: nn.Parameter
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return ``inputs`` [..., in] times the weight, [..., out] in their dtype, or in that of autocast."""
+        """Return ``inputs`` [..., in] times the weight, [..., out] in their dtype, or in autocast's."""
         from bitsandbytes import matmul_4bit
 
         kind = inputs.device.type

@@ -45,7 +45,7 @@ class HubSource:
 
 @dataclass(frozen=True)
 class ModelOrigin:
-    """The pretrained model that a run began with; None stands for what is not known.
+    """The pretrained model that a run began with; None stands for an unknown value.
 
     ``name`` is the repository, or the name of a folder whose origin is not known. ``repository`` is OWNER/NAME on the
     hub, ``revision`` the commit. ``license`` is the identifier in the model's own card. A licence without one is

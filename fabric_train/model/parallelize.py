@@ -71,9 +71,9 @@ def setup_model(
 ) -> Any:
     """Return the model set up by Fabric, sharded or replicated, on its device. The steps depend on their order.
 
-    ``model`` is on the CPU, or has its parameters on the meta device if ``weights`` are given, of which each rank reads
-    its part. The layers of ``layer_classes`` are sharded, checkpointed and compiled, see ``compile_layers`` for
-    ``any_length``.
+    ``model`` is on the CPU, or has its parameters on the meta device if ``weights`` are given; then each rank reads
+    its part of these. The layers of ``layer_classes`` are sharded, checkpointed and compiled, see ``compile_layers``
+    for ``any_length``.
     """
     # fp16 gradients of the logits underflow unless the loss is scaled; XLA would compile for each number of targets
     if arguments.model.precision != "16-mixed" and fabric.device.type != "xla":

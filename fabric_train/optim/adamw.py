@@ -190,9 +190,9 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
         """Set up the optimizer with parameter groups, each with its weight decay.
 
         ``moments_dtype`` is float32 or bfloat16; the moments of ``in_8bit`` are stored in 8 bits instead.
-        ``stochastic_rounding`` is that to bfloat16, with ``seed``. ``names`` are those before anything wrapped the
-        model, ``elements`` those of each parameter that this rank has. ``compiles``: parameters are updated in one
-        compiled kernel, except those in 8 bits.
+        ``stochastic_rounding`` rounds to bfloat16, with ``seed``. ``names`` are the parameters' names before anything
+        wrapped the model, ``elements`` the elements of each parameter that this rank has. ``compiles``: parameters are
+        updated in one compiled kernel, except parameters in 8 bits.
         """
         super().__init__(groups, lr=lr, betas=betas)
         self.launch: Callable[[TensorTable], None] | None = None

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from arguments import TrainingArguments
 
 SCHEDULES_VERSION = "2"
-"""Of the schedules below. Those of version 1 reached ``min_lr`` at the last step, which changed nothing if it was 0."""
+"""Of the schedules below. In version 1 the last step had ``min_lr``, so it changed nothing if that was 0."""
 
 _STEP_DECAYS = 3
 """The ``step`` schedule falls to ``min_lr`` in this many equal steps, of the logarithm if ``min_lr`` is above 0."""
@@ -25,8 +25,8 @@ def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> 
     weights, also if ``min_lr`` is 0. The cosine schedule follows arXiv:1608.03983, without restarts.
 
     The ``wsd`` schedule (warm-up, stable, decay) follows arXiv:2404.06395 (MiniCPM), and its form ``1-sqrt``
-    arXiv:2405.18392. It stays at ``lr`` up to step N - D, and its decay ends at step N + 1, for N steps of which D
-    decay. In the formula of that paper, these are N + 1 steps with a decay of D + 1.
+    arXiv:2405.18392. It stays at ``lr`` up to step N - D, and its decay ends at step N + 1, for N steps with D
+    steps of decay. In the formula of that paper, these are N + 1 steps with a decay of D + 1.
     """
     warmup, peak, end = arguments.warmup_steps, arguments.lr, arguments.min_lr
     if step <= warmup:

@@ -121,7 +121,7 @@ def _difference(optimizer: LowPrecisionAdamW, launch: Callable[[TensorTable], No
             close = torch.isclose(found.float().flatten(), expected.float().flatten(), rtol=1e-6, atol=1e-9)
             share = float((~close).double().mean())
             if share > _MOST_DIFFERENT:
-                return f"in a trial, {share:.0%} of its {name} differ from those of torch's kernel"
+                return f"in a trial, {share:.0%} of its {name} differ from the {name} of torch's kernel"
     return None
 
 

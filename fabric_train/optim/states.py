@@ -61,7 +61,7 @@ def flat_local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Blockwise8Bit:
-    """A vector as one byte per number and one fp32 scale per block; writing back what was read changes nothing."""
+    """A vector as one byte per number and one fp32 scale per block; writing back numbers just read changes nothing."""
 
     def __init__(self, count: int, signed: bool, device: torch.device) -> None:
         """Store ``count`` zeros on a device. Without ``signed``, numbers are not negative and levels are finer."""

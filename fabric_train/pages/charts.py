@@ -325,7 +325,7 @@ def marks_between(marks: Iterable[Mark], first: float, last: float) -> tuple[Mar
 def main() -> None:
     """Draw what the lines on standard input ask for, until they end or none has come for some seconds.
 
-    A line has what is to be written, "png" or "javascript", a specification, and the file to write.
+    A line has the kind to write, "png" or "javascript", a specification, and the file to write.
     """
     while select.select([sys.stdin], [], [], _IDLE_SECONDS)[0] and (line := sys.stdin.readline()):
         what, text, output = json.loads(line)

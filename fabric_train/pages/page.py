@@ -47,7 +47,7 @@ class Section:
 
 
 def page_templates(folder: Path = _FOLDER, **options: Any) -> "Environment":
-    """Return the templates of a folder, which may extend or include those of all pages."""
+    """Return the templates of a folder, which may extend or include the templates of all pages."""
     templates = open_templates([folder, _FOLDER], **options)
     templates.filters |= {"visible": visible, "marked": marked, "number": "{:,}".format}
     return templates

@@ -43,7 +43,7 @@ def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: b
     if manifest is None:
         unknown = "which tokenizer made it"
         if isolate_documents and not dataset.train.has_borders:
-            unknown += ", and where documents begin: those of a row see each other"
+            unknown += ", and where documents begin: documents in one row see each other"
         notes.append(f"{dataset.folder} has no {FILE_NAME} (an older folder), so it is not known {unknown}")
     else:
         faults += _changed_rows(dataset, splits, manifest)

@@ -112,9 +112,9 @@ class MicroBatch:
 class Activations:
     """Bytes of one micro-batch on one device.
 
-    With ``by_unit`` they include the gradients in ``dtype``: a layer's until all are computed, and those outside of the
-    layers until the end, except the input embedding's. Otherwise they include the gradient of one parameter at a time,
-    but not those of embedding and head, which ``memory_forecast.py`` counts.
+    With ``by_unit`` they include the gradients in ``dtype``: a layer's until all are computed, and the others
+    until the end, except the input embedding's. Otherwise they include the gradient of one parameter at a time, but not
+    the gradients of embedding and head, which ``memory_forecast.py`` counts.
     """
 
     kept: int  # by all layers from the forward to the backward pass
@@ -221,7 +221,7 @@ def _trace_once(given: _Traced) -> Activations:
                 return CrossEntropy().loss(model, Batch(ids, ids, targets=targets)).total
 
         if 0 < budget < 1:
-            forward()  # the first pass chooses what is kept
+            forward()  # the first pass chooses the tensors to keep
         peaks = _drop_gradients(model, layers, live, batch.by_unit)
         with live:
             loss = forward()
@@ -256,7 +256,7 @@ def _drop_gradients(model: Any, layers: list[nn.Module], live: _LiveBytes, by_un
         live.restart()
 
     if not by_unit:
-        if embedding.weight.requires_grad:  # no gradient of this one, but still that of the embedded tokens
+        if embedding.weight.requires_grad:  # no gradient of this one, but still one of the embedded tokens
             embedding.register_forward_hook(lambda _, args, hidden: hidden.requires_grad_())
         for module in filter(None, (embedding, head)):
             module.requires_grad_(False)

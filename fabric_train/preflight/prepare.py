@@ -163,7 +163,7 @@ def _check_output_dir(folder: Path, *inputs: str | None) -> None:
 
 
 def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
-    """Count the processes and check that they can compute what is asked for."""
+    """Count the processes and check that they can compute the run."""
     device, planning = arguments.device, arguments.planning
     if planning.checks and str(device.devices) in ("auto", "-1"):
         device = replace(device, devices=1)

@@ -96,7 +96,7 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     notes = [f"changed since {checkpoint.name}: {_joined(others)}"] if others else []
     if deciding:
         notes.append(
-            f"changed since {checkpoint.name}, so the losses to come differ from those of an unchanged run: "
+            f"changed since {checkpoint.name}, so the losses to come differ from an unchanged run's: "
             + _joined(deciding)
         )
     step = run.start.state.step

@@ -182,7 +182,7 @@ def read_phases(arguments: "TrainArguments") -> list[GivenPhase]:
             )
         previous = phase.first_step
     if given[0].first_step == 1 and given[0].shares and arguments.data.shares_of_epochs.given:
-        raise InputError(f"{given[0].where} begins with the run and has shares: leave those of the command line out")
+        raise InputError(f"{given[0].where} begins with the run and has shares: leave the command line's out")
     return given
 
 
@@ -253,7 +253,7 @@ def _faults_of(values: Mapping[str, Any]) -> Iterator[str]:
 def _schedule(phase: GivenPhase, last_step: int, training: "TrainingArguments") -> Schedule | None:
     """Return the schedule of a phase; None if it has none of its own.
 
-    Values that it does not have are those of the command line, but there is no warm-up, and another ``lr_schedule``
+    Values that it does not have are the command line's, but there is no warm-up, and another ``lr_schedule``
     has a decay of its own.
     """
     own = phase.schedule

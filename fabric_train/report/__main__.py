@@ -37,7 +37,7 @@ class ReportArguments:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write the report, and print where it is and what is unusual."""
+    """Write the report, and print where it is and the unusual findings."""
     arguments = parse_arguments(ReportArguments, argv)
 
     console = open_console()

@@ -1,4 +1,4 @@
-"""The report on several runs: what differs in configuration and data, results, what is no fair comparison, curves."""
+"""The report on several runs: differences of configuration and data, results, unfair comparisons, curves."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ def comparison_sections(runs: Sequence[RunFiles], price_per_hour: float | None =
     sections = [
         Section("differences", "Differences of configuration", _differences(names, configurations)),
         Section("data", "Differences of data", _data(names, records)),
-        Section("fair", "What is not a fair comparison", warnings),
+        Section("fair", "Unfair comparisons", warnings),
         Section("results", "Results", _results(names, tables, evaluations, records, price_per_hour)),
         Section("curves", "Curves", "" if charts else "No run has logged steps.", tuple(charts)),
         Section("health", "Health", _health(names, runs, tables)),

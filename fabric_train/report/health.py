@@ -1,4 +1,4 @@
-"""Measure a run against what is usual, and say in one sentence each what is not."""
+"""Measure a run against usual values, and say in one sentence each what differs."""
 
 import json
 import math
@@ -25,14 +25,14 @@ _FEWEST_ROWS = 20
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence about what is unusual, and the part of the documentation that says what to do."""
+    """A sentence about an unusual value, and the part of the documentation that says what to do."""
 
     text: str
     page: str
 
 
 def find_unusual(run: RunFiles) -> list[Finding]:
-    """Return what is unusual in a run; what cannot be read is not judged."""
+    """Return the unusual values of a run; a part that cannot be read is not judged."""
     table = run.metrics
     findings = [finding for check in _OF_METRICS for finding in check(table)]
     return [*findings, *_near_uniform(run, table), *_in_log(run)]

@@ -1,4 +1,4 @@
-"""What is on the disk of a run: metrics, checkpoints, log, samples. Each part is read when it is asked for."""
+"""The files of a run: metrics, checkpoints, log, samples. Each part is read when it is asked for."""
 
 import hashlib
 import re
@@ -174,7 +174,7 @@ def best_step(run: RunFiles) -> int | None:
 
 
 def open_runs(given: Sequence[str]) -> list[RunFiles]:
-    """Return the run folders; a checkpoint, such as RUN/best, means its run. An InputError names what is no run."""
+    """Return the run folders; a checkpoint, such as RUN/best, means its run. An InputError names the others."""
     runs, faults = list[RunFiles](), list[str]()
     for place in given:
         folder = Path(place)

@@ -163,7 +163,7 @@ def _events(run: RunFiles) -> Iterator[Section]:
     lines = [(line.when, line.machine, line.rank, line.text) for line in told[-_SHOWN_LINES:]]
     if lines:
         shown = f"The last {len(lines):,} of {len(told):,} lines" if len(told) > len(lines) else "Lines"
-        body = f"{body}\n\n{shown} of {code('run.log')} about what was stopped or went wrong:\n\n"
+        body = f"{body}\n\n{shown} of {code('run.log')} about stops and faults:\n\n"
         body += table("time | machine | rank | line", lines)
     yield Section("events", "What happened", body)
 
@@ -302,9 +302,7 @@ def _checkpoints(run: RunFiles) -> Iterator[Section]:
         loss = losses.get(step, math.nan)
         shown = "" if math.isnan(loss) else f"{loss:.4f}"
         rows.append((step, f"{size / 1e9:,.3f}", shown, content_hash(folder), inside))
-    parts = [
-        table("step | GB | validation loss | hash of checksums.json | what is in it", rows) if rows else "None yet."
-    ]
+    parts = [table("step | GB | validation loss | hash of checksums.json | content", rows) if rows else "None yet."]
     if rows:
         parts.append(f"Hash of the rows read up to the newest one: {code(str(run.saved.state.rows_hash))}.")
     if certificate := run.record.certificate if rows else None:
@@ -322,7 +320,7 @@ def _repeat(run: RunFiles) -> Iterator[Section]:
         f"fabric run fabric_train --devices {devices} --config {config} --resume false --output_dir NEW",
         f"python -m fabric_train.replay {run.folder} --steps FIRST:LAST",
     ]
-    about = "The second command trains some steps again and compares every loss with those of this run."
+    about = "The second command trains some steps again and compares every loss with this run's."
     blocks = "\n\n".join(_block(line) for line in lines)
     yield Section("repeat", "How to repeat this run", f"{blocks}\n\n{about}")
 

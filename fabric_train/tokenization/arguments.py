@@ -40,7 +40,7 @@ class CleaningArguments:
     """
     quality: str | None = None
     """Leave out documents of text that published rules find to be of low quality: gopher, c4, fineweb, or several, such
-    as gopher,fineweb. Those of c4 also remove lines.
+    as gopher,fineweb. The rules of c4 also remove lines.
     """
     near_duplicates: PositiveShare | None = None
     """Leave out texts and chats that nearly repeat an earlier one, of any source: the smallest share of 5-grams of

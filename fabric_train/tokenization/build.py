@@ -85,7 +85,7 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
         files = [record.tokens.with_suffix(".signatures") for record in encoded.records]
         near = find_near_duplicates(files, arguments.near_duplicates, folder / "bands")
     collections = _collect(corpus, encoded, near)
-    encoded.records.clear()  # gigabytes of a large corpus; the collections have what is needed of it
+    encoded.records.clear()  # gigabytes of a large corpus; the collections have the needed parts
     splits = select(collections, corpus.train, arguments)
     sources = corpus.source_records(encoded.digests)
     table = SourceTable(sources)

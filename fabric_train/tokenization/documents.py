@@ -233,7 +233,7 @@ def read_chat(record: Mapping[str, Any] | BadRowError, data_format: str) -> Chat
 
 @contextmanager
 def bad_rows_explained(record: Mapping[str, Any], data_format: str) -> Iterator[None]:
-    """Turn what is raised for a row of another format into a BadRowError that shows the row and the formats."""
+    """Turn an error from a row of another format into a BadRowError that shows the row and the formats."""
     try:
         yield
     except BadRowError:

@@ -92,7 +92,7 @@ class EncodingJob:
         return b"".join(hash_files(map(files.__getitem__, range(task.start, task.stop))))
 
     def show(self, shard: int, num_bytes: int, num_documents: int, num_tokens: int) -> None:
-        """Record what is done of the shard with this index."""
+        """Record the finished part of the shard with this index."""
         self.progress[3 * shard : 3 * shard + 3] = num_bytes, num_documents, num_tokens
 
     def what_is_read(self, task: _Task) -> str:
@@ -236,7 +236,7 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
                         num_documents = _encode_texts(corpus, format_.columns[0], reader, texts, writer)
                     else:
                         num_documents = _encode_chats(corpus, format_, reader, writer)
-            finally:  # what is written to while it is read may look damaged: then that is the error to report
+            finally:  # a file that is written to while it is read may look damaged: then that is the error
                 if isinstance(part, FilePart):
                     check_unchanged(part.file)
             writer.end_part(num_documents, part.num_bytes, reader.num_counted, reader.sha256())

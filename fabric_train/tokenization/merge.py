@@ -105,7 +105,7 @@ def open_inputs(
         if manifest is None:
             raise InputError(f"{folder}: no manifest.json, so its tokenizer is unknown; tokenize again")
         if sorted(splits) != sorted(manifest.ledger.splits):
-            raise InputError(f"{folder}: its splits are not those of its manifest.json; tokenize again")
+            raise InputError(f"{folder}: its splits differ from its manifest.json; tokenize again")
         return MergeInput(folder, manifest, splits)
 
     opened = open_each(open_one, folders)
@@ -140,7 +140,7 @@ def _differences(first: MergeInput, other: MergeInput) -> Iterator[str]:
     ours, theirs = first.manifest, other.manifest
     if ours.settings.max_length != theirs.settings.max_length:
         yield (
-            f"{other.folder}: its rows have {theirs.settings.max_length:,} tokens, those of {first.folder} have "
+            f"{other.folder}: its rows have {theirs.settings.max_length:,} tokens, the rows of {first.folder} have "
             f"{ours.settings.max_length:,}; tokenize one of them again with the --max_length of the other"
         )
     if ours.has_pairs != theirs.has_pairs:
@@ -151,25 +151,25 @@ def _differences(first: MergeInput, other: MergeInput) -> Iterator[str]:
     if names == [CHAT_TEMPLATE_FILE]:
         has, lacks = (other, first) if names[0] in others else (first, other)
         yield (
-            f"{other.folder}: its chat template is not that of {first.folder}; tokenize {lacks.folder} again with "
+            f"{other.folder}: its chat template differs from {first.folder}'s; tokenize {lacks.folder} again with "
             f"--chat_template {has.folder / 'tokenizer' / names[0]}"
         )
     elif names:
         yield (
-            f"{other.folder}: its tokenizer is not that of {first.folder}, {', '.join(names)} differ"
+            f"{other.folder}: its tokenizer differs from {first.folder}'s: {', '.join(names)} differ"
             f"{'s' if len(names) == 1 else ''}; tokenize one of them again with the --tokenizer_name of the other"
         )
     templates = {ours.tokenizer.chat_template_sha256, theirs.tokenizer.chat_template_sha256} - {None}
     if len(templates) == 2 and not names:
         yield (
-            f"{other.folder}: its chats are rendered with another template than those of {first.folder}; "
+            f"{other.folder}: its chats are rendered with another template than {first.folder}'s; "
             "tokenize one of them again"
         )
     for name in first.splits.keys() & other.splits.keys():
         schemas = (dataset.splits[name].schema for dataset in (first, other))
         here, there = ({field.name: field.type for field in schema if field.name != "labels"} for schema in schemas)
         if here != there:
-            yield f"{other.folder}: {name} has other columns than that of {first.folder}; tokenize again"
+            yield f"{other.folder}: {name} has other columns than {first.folder}'s; tokenize again"
 
 
 def _sum(ledgers: Sequence[Ledger], with_sources: bool) -> Ledger:

@@ -156,7 +156,7 @@ def _placed(
     records: Sequence[ShardRecord],
     num_read: int,
 ) -> Iterator[tuple[_Found, Place]]:
-    """Yield what was ``found`` in the first ``num_read`` rows of each shard, with the place of the document."""
+    """Yield the items of ``found`` in the first ``num_read`` rows of each shard, with the place of the document."""
     files, rows_before = parts
     first_part = first_row = 0
     for of_record, record in zip(found, records, strict=True):

@@ -132,7 +132,7 @@ class InputSlice:
 
 
 def slice_numbers(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the slice, 1 to ``count``, of each of consecutive items of these bytes, the one with its middle byte."""
+    """Return the slice, 1 to ``count``, that has the middle byte of each item; ``sizes`` are bytes in order."""
     ends = np.cumsum(sizes, dtype=np.int64)
     total = max(1, int(ends[-1])) if len(ends) else 1
     numbers = 1 + ((ends - np.asarray(sizes) / 2) * count / total).astype(np.int64)
@@ -189,7 +189,7 @@ class ShardRecord:
     num_read: int  # rows read
     tokens: Path  # the file of its tokens; and of its masks, if there are any
     masks: Path | None
-    first_bad_row: str  # what is wrong with the first bad row; empty if there is none
+    first_bad_row: str  # the fault of the first bad row; empty if there is none
     turn_ends: np.ndarray  # int32 [any number], the control tokens with which supervised turns of its chats end
 
     @property
@@ -303,7 +303,7 @@ class ShardWriter:
     def clean(
         self, ordinal: int, row: int, result: Cleaned[Content] | Dropped, shown: Callable[[], str]
     ) -> Cleaned[Content] | None:
-        """Record what cleaning has found and changed in a document; of the first dropped ones, keep what is shown."""
+        """Record what cleaning has found and changed in a document; of the first dropped ones, keep a text to show."""
         place = (ordinal, len(self._parts), row)
         self._hits += [(place, hit) for hit in result.hits]
         if isinstance(result, Dropped):

@@ -35,7 +35,7 @@ _CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" el
 def progress_of(what: str) -> Iterator[ShowShare]:
     """Yield the function that shows which share of a step, such as ``near duplicates``, is done; call it often.
 
-    It may also be given more words, which show what is done and how long the rest may take.
+    It may also be given more words, which show the current work and how long the rest may take.
     """
     started, log = time.monotonic(), ThrottledLog()
 

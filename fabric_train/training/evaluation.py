@@ -61,7 +61,7 @@ class EarlyStopping:
         name = f"the validation's {self.source}" if is_metric else name
         best, step = state.progress.best, state.progress.best_step
         passed = "risen above" if first is not None and first.sign_of(self.source) < 0 else "fallen below"
-        lowest = "is not finite" if best is None else f"has not {passed} {best:.4f}, that of step {step},"
+        lowest = "is not finite" if best is None else f"has not {passed} {best:.4f}, its value at step {step},"
         return (
             f"early stopping after step {state.step}: {name} {lowest} in {state.progress.num_since} evaluations; "
             "a larger patience continues with --resume true"
@@ -220,8 +220,8 @@ def generate_samples(
 ) -> list[Sample] | None:
     """Continue the prompts by the most likely tokens; return None if ``interrupted`` returned True, see ``evaluate``.
 
-    All ranks compute all prompts together, because none has the whole model. Each token takes a forward pass like those
-    of an evaluation, over rows of one length that are padded at the end. So no attention, mask or cache is used that
+    All ranks compute all prompts together, because none has the whole model. Each token takes a forward pass as in an
+    evaluation, over rows of one length that are padded at the end. So no attention, mask or cache is used that
     training does not use; with sharded weights a cache would save little. Layers run uncompiled, and no random number
     is drawn.
     """

@@ -58,7 +58,7 @@ class Logger:
         """Record the report of the run, after its last save: a self-contained HTML file, and the same as Markdown."""
 
     def flush(self) -> None:
-        """Write what was logged to disk. It is called before each save, so no checkpoint is ahead of its metrics."""
+        """Write all logged values to disk. It is called before each save, so no checkpoint is ahead of its metrics."""
 
     def close(self) -> None:
         """Write the rest and close, at the end of the run."""
@@ -265,7 +265,7 @@ it, and any other one in every run."""
 
 
 def open_loggers(names: Sequence[str], run: LoggedRun) -> list[Logger]:
-    """Open metrics.csv, samples.jsonl and all of ``LOGGERS``, but of ``--loggers`` only what is among ``names``."""
+    """Open metrics.csv, samples.jsonl and all of ``LOGGERS``, but of ``--loggers`` only the ones in ``names``."""
     table = CSVLogger(run.folder / "metrics.csv", run.last_step, run.columns)
     samples = SampleFile(run.folder / "samples.jsonl", run.last_step)
     opened: list[Logger] = [table, GuardedLogger("samples.jsonl", lambda: samples)]

@@ -1,4 +1,4 @@
-"""The training loop: take a step (``step.py``), then log, evaluate and save what is due, until the end of the run."""
+"""The training loop: take a step (``step.py``), then log, evaluate and save when due, until the end of the run."""
 
 import gc
 import itertools

@@ -1,4 +1,4 @@
-"""What is measured: the metrics of a step and their columns in metrics.csv, memory, and ``--profile``."""
+"""Measure a run: the metrics of a step and their columns in metrics.csv, memory, and ``--profile``."""
 
 import csv
 import io

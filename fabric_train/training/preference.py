@@ -88,7 +88,7 @@ def orpo(pairs: Pairs, given: "PreferenceArguments") -> torch.Tensor:
 
 
 def _smoothed(margins: torch.Tensor, share: float) -> torch.Tensor:
-    """Return the loss of reward margins, of which a share may have the wrong sign."""
+    """Return the loss of reward margins; a ``share`` of them may have the wrong sign."""
     return -(1 - share) * F.logsigmoid(margins) - share * F.logsigmoid(-margins)
 
 
@@ -111,7 +111,7 @@ _METRICS = (
 
 
 class Preference:
-    """A loss of ``LOSSES``, summed over the pairs, each of which is one piece of its row."""
+    """A loss of ``LOSSES``, summed over the pairs; a pair is one piece of its row."""
 
     counts_pieces = True
 

@@ -68,9 +68,9 @@ class StepPlan:
     """The counts of a run. A window is the rows that one optimizer step consumes over all ranks.
 
     ``num_rows``, of an epoch, and ``windows_per_epoch`` are None for a stream; with ``phases`` they belong to the
-    first. ``mixture`` is None for a stream and for one token dataset without shares. The first window of the data is
-    that of the step after ``data_starts_after``, which is 0 except in a branch with other data. ``notes`` are lines
-    that the user should read before the run starts.
+    first. ``mixture`` is None for a stream and for one token dataset without shares. The step after
+    ``data_starts_after`` reads the first window of the data; it is 0 except in a branch with other data. ``notes`` are
+    lines that the user should read before the run starts.
     """
 
     num_rows: int | None

@@ -83,7 +83,8 @@ def check_reference(run: PreparedRun) -> None:
 def compare_with_reference(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat) -> PreparedRun:
     """Give the run's pairs their reference log-probabilities if its objective needs them, and return it with the model.
 
-    What is not there yet is computed by all ranks, before the run's own model is built. All ranks call this together.
+    Files that are not there yet are computed by all ranks, before the run's own model is built. All ranks call
+    this together.
     """
     if not run.arguments.preference.needs_reference or run.arguments.evaluation.self_check:
         return run
@@ -199,7 +200,7 @@ def _shape(run: PreparedRun, place: str) -> ModelShape:
 
 
 def _fingerprint(fabric: Fabric, run: PreparedRun, place: str) -> str:
-    """Return a hash of the bytes of the model's files, each of which one rank reads; of a new model, of its seed."""
+    """Return a hash of the bytes of the model's files, each read by one rank; of a new model, of its seed."""
     if not place:
         config = json.dumps(run.model.config.to_dict(), sort_keys=True, default=str)
         return hashlib.sha256(f"{run.arguments.data.seed} {config}".encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Run what was prepared: train, or only evaluate or self-check, and report how it ended."""
+"""Run a prepared run: train, or only evaluate or self-check, and report how it ended."""
 
 import json
 import time

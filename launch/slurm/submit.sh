@@ -75,7 +75,7 @@ check_each() { # the arguments of one of this project's programs; of others, tha
   done
 }
 
-# what is wrong is said now, and not when the job has waited in the queue
+# faults are reported now, and not when the job has waited in the queue
 for mount in "${MOUNTS[@]}"; do
   [[ -e $mount ]] || fail "$settings: MOUNTS has $mount, which is not there"
 done

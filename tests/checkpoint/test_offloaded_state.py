@@ -27,7 +27,7 @@ FULL = torch.arange(48.0).view(8, 6)
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """The devices of two ranks, of which this process is the first."""
+    """The devices of two ranks; this process is the first."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield init_device_mesh("meta", (2,), mesh_dim_names=("shard",))
     dist.destroy_process_group()
@@ -35,7 +35,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 @pytest.fixture
 def model(mesh: DeviceMesh) -> Any:
-    """A model with one weight, of which this rank has the upper half in host memory, as FSDP2 offloads it."""
+    """A model with one weight; this rank has its upper half in host memory, as FSDP2 offloads it."""
     tensor_meta = TensorMeta(FULL.shape, FULL.stride(), FULL.dtype)
     spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=tensor_meta)
     model: Any = nn.Module()

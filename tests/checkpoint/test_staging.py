@@ -1,4 +1,4 @@
-"""The copy that a background save writes takes the memory that it needs, and holds what was copied."""
+"""The copy that a background save writes takes the memory that it needs, and holds the copied values."""
 
 import torch
 from hypothesis import given, settings

@@ -36,7 +36,7 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.di
 
 
 def check_parsed(program: type, argv: list[str]) -> Any:
-    """Parse, and check that what is wrong is reported in lines; return the arguments if nothing is."""
+    """Parse, and check that faults are reported in lines; return the arguments if there are none."""
     parsed: Any = None
     faults = ["none"]
     try:

@@ -412,7 +412,7 @@ def test_the_default_of_a_wrong_value_makes_no_fault() -> None:
             "loggers: [paper]",
             "loggers: expected a list, each one of csv, tensorboard, wandb, trackio, mlflow or null, got ['paper']",
         ),
-        ("training: {lr: 1}", "training: no such argument; --help lists them"),
+        ("training: {lr: 1}", "training.lr: no such argument; here it is --lr"),
         ("config: other.yaml", "config: no such argument; --help lists them"),
         ("min-lr: 0\nmin_lr: 0", "min_lr is given twice"),
     ],

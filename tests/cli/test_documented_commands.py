@@ -12,7 +12,7 @@ from tests.support.programs import ROOT
 
 PROGRAMS = {f"python {words}": kind for words, kind in PROGRAM_ARGUMENTS.items()}
 PROGRAMS["fabric run fabric_train"] = TrainArguments
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "configs").rglob("*.yaml"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "configs").rglob("*.yaml"))]
 
 
 def commands_in(path: Path) -> list[str]:

@@ -114,7 +114,7 @@ def test_a_rank_killed_while_it_starts_is_named(tmp_path: Path, forked_runs: For
 
 @pytest.fixture
 def own_folder(tmp_path: Path) -> Path:
-    """A folder with files whose names are those of the project's modules."""
+    """A folder with files with the names of the project's modules."""
     folder = tmp_path / "a user's folder"
     folder.mkdir()
     for name in ("arguments", "evaluate", "tokenize_dataset"):

@@ -101,6 +101,11 @@ def test_every_value_that_the_table_names_is_one_of_ours() -> None:
             "no such argument; DeepSpeed is not used: --parallelism fsdp or fsdp2 shards the model",
         ),
         ("--optimizer.lr 1", "no such argument; here it is --lr"),
+        ("--model.lora_rank 8", "no such argument; here it is --lora_rank"),
+        ("--model.quantize_base true", "no such argument; here it is --base_weights nf4"),
+        ("--checkpointer.model_type LLAMA3", "no such argument; here it is --from_scratch FAMILY"),
+        ("--checkpointer.checkpoint_dir x", "no such argument; here it is --model_name"),
+        ("--checkpointer.recipe_checkpoint x", "no such argument; checkpoints are safetensors"),
         ("--no_lr_decay", "no such argument; write --lr_decay false"),
         (
             "--qlora_something_new 8",
@@ -133,10 +138,16 @@ def test_a_name_of_training_says_so_in_another_program() -> None:
 
 def test_keys_of_a_yaml_file_get_our_names_too(tmp_path: Path) -> None:
     config = tmp_path / "theirs.yaml"
-    config.write_text("per_device_train_batch_size: 1\nbf16: true\noptimizer: {lr: 1}\nresume: off\n")
+    config.write_text(
+        "per_device_train_batch_size: 1\nbf16: true\noptimizer: {lr: 1, _component_: torch.optim.AdamW}\n"
+        "adapter: qlora\nresume: off\n"
+    )
     assert faults(TrainArguments, "--train_data_dir", "tokens", "--config", str(config)) == [
         f"{config}: per_device_train_batch_size: no such argument; here it is --micro_batch_size",
         f"{config}: bf16: no such argument; here it is --precision bf16-mixed, with weights in fp32, or bf16-true",
-        f"{config}: optimizer: no such argument; here it is --optimizer_states; the optimizer is always AdamW",
+        f"{config}: optimizer.lr: no such argument; here it is --lr",
+        f"{config}: optimizer._component_: no such argument; here it is --optimizer_states; the optimizer is always "
+        "AdamW",
+        f"{config}: adapter: expected one of lora, dora or null, got 'qlora'; here it is lora",
         f"{config}: resume: expected true or false, got 'off'; here it is false",
     ]

@@ -169,14 +169,14 @@ from fabric_train.cli.errors import run_program, InputError
 def none(*_): raise RuntimeError("can't start new thread")
 def main():
     threading.Thread.start = none
-    raise InputError("what is wrong; how to fix it")
+    raise InputError("a fault; how to fix it")
 run_program(main)
 """
     (tmp_path / "program.py").write_text(program)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "program.py"]
     ended = subprocess.run(command, cwd=tmp_path, env=env, timeout=20, text=True, capture_output=True, check=False)
-    assert (ended.returncode, ended.stderr) == (2, "error: what is wrong; how to fix it\n")
+    assert (ended.returncode, ended.stderr) == (2, "error: a fault; how to fix it\n")
 
 
 def test_a_python_without_docstrings_is_refused_by_name() -> None:

@@ -1,4 +1,4 @@
-"""YAML files follow YAML 1.2, what is written is read back equal, and no text makes the reader hang or crash."""
+"""YAML files follow YAML 1.2, written values are read back equal, and no text makes the reader hang or crash."""
 
 import math
 import os

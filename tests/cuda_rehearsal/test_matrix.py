@@ -41,7 +41,7 @@ INTRODUCTION = """\
 together is in at least one case. Values that a case does not name are the first ones: {defaults}.
 
 A case trains four steps with background saves whose copies arrive as late as CUDA's streams allow, trains again with
-synchronous saves, trains on CPU ranks, and resumes from step 2. *Loss* is the last training loss, *CPU* that of the CPU
+synchronous saves, trains on CPU ranks, and resumes from step 2. *Loss* is the last training loss, *CPU* the loss on CPU
 ranks (16-mixed: in fp32), *largest difference* is over losses and gradient norms of all steps. *Saves* compares the
 files with weights and optimizer states of both kinds of saves byte for byte. *Resumed* is the largest difference of
 the resumed run's losses from the first run's. A case also fails if a rank makes a context on the device of another, or

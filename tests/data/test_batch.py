@@ -342,7 +342,7 @@ def test_a_row_that_has_changed_ends_training_and_evaluation(
     }
     with pytest.raises(RunError) as ended:
         read[split]()
-    traceback.clear_frames(ended.tb)  # ends the worker: torch waits 10 s for those of a collected iterator
+    traceback.clear_frames(ended.tb)  # ends the worker: torch waits 10 s for workers of a collected iterator
     (file,) = (folder / split).glob("*.arrow")
     advice = "copy a sound file in its place, or tokenize again"
     assert str(ended.value) == f"{file}: row 3 has changed since it was written; {advice}"

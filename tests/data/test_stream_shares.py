@@ -214,7 +214,7 @@ def rows_of(
 ) -> tuple[list[np.ndarray], list[list[LaneCursor]]]:
     """The rows of all windows of 8 rows, and the cursors of all lanes after each.
 
-    ``cut`` is the micro-batch size, the number of ranks and that of workers.
+    ``cut`` is the micro-batch size, the number of ranks and the number of workers.
     """
     micro_batch_size, world_size, num_workers = cut
     rows = [np.empty((8, 64), np.int64) for _ in range(num_windows)]
@@ -258,7 +258,7 @@ def test_tokens_that_an_older_checkpoint_did_not_count_stay_uncounted(folder: Pa
     assert {cursor.tokens_read for cursor in resumed[-1]} == {()}
 
 
-# --------------------------------------------------------------------------------------------------- what is refused
+# --------------------------------------------------------------------------------------------------- refusals
 
 
 def refusal(places: list[str], tokenizer: Path, **options: object) -> str:

@@ -87,7 +87,7 @@ def all_ranks(
 
 
 def end_workers(error: pytest.ExceptionInfo[BaseException]) -> None:
-    """Let go of the iterator that raised, so that its workers end: torch waits 10 s for those of a collected one."""
+    """Let go of the iterator that raised, so that its workers end: torch waits 10 s for workers of a collected one."""
     traceback.clear_frames(error.tb)
 
 

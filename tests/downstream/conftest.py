@@ -1,4 +1,4 @@
-"""A real run and its export, environments of the software that exports are used in, and the table of what was checked.
+"""A real run and its export, environments of the software that exports are used in, and the table of all checks.
 
 Each environment is created once under ``.cache/downstream/``.
 """
@@ -31,7 +31,7 @@ llama.cpp's converter comes from the source of llama-cpp-python. Nothing here wa
 
 {machine}
 
-| software | version | what was checked | test |
+| software | version | checked | test |
 |---|---|---|---|
 """
 

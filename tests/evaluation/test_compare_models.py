@@ -170,7 +170,7 @@ def test_finished_parts_are_not_computed_again(
     assert both[str(tiny_model_dir)] == before[str(tiny_model_dir)]
     assert {file: file.stat().st_mtime_ns for file in times} == times
     assert len(list((tmp_path / "token_losses").iterdir())) == 4
-    np.save(altered, np.zeros_like(np.load(altered)))  # what is there is used
+    np.save(altered, np.zeros_like(np.load(altered)))  # the file is used as it is
     assert 0 in [
         of["loss"] for of in evaluated(tmp_path, "--models", tiny_model_dir, *words)[str(tiny_model_dir)].values()
     ]

@@ -44,7 +44,7 @@ def checkpoint(
     tiny_tokens_dir: Path,
     forked_runs: ForkedRuns,
 ) -> Path:
-    """A checkpoint of an adapter that has changed much; DoRA's merge is that of LoRA, and scales the rows."""
+    """A checkpoint of an adapter that has changed much; DoRA's merge is LoRA's, and scales the rows."""
     run = tmp_path_factory.mktemp("adapter") / "run"
     given = {"adapter": "dora", "lora_rank": 4, "lr": 3e-2, "max_step": 4, "save_step_interval": 2}
     forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, parallelism="single", **given), 1).finish()
@@ -237,7 +237,7 @@ def test_an_adapter_of_4_bits_is_merged_into_original_or_dequantized_weights(
         measured = reports[into].trained.max_difference
         assert f"{measured:g} from base in 4 bits + adapter" in capsys.readouterr().out
         card = (tmp_path / into / "README.md").read_text()
-        assert f"differ by {measured:.3g} at most from those of the model as it was trained" in card
+        assert f"differ by {measured:.3g} at most from the model as it was trained" in card
         assert ("merged into what the 4 bits stand for" in card) == (into == "dequantized")
         assert "| `base_weights` | nf4 |" in card
     original, dequantized = (reports[into].trained for into in ("original", "dequantized"))

@@ -99,7 +99,7 @@ def test_a_push_that_was_cut_sends_no_file_again(hub: StandInHub, folder: Path, 
     hub.faults.append(Fault(f"PUT /lfs/{first}/3"))  # in the middle of the parts, each time
     line = failure(folder)
     assert f"{folder} is complete, but pushing it to alice/model failed: no answer from {hub.address}" in line
-    assert line.endswith("; the same command pushes what is missing")
+    assert line.endswith("; the same command pushes the missing files")
     assert len(waits) == 5
     hub.faults.clear()
     push(folder, TO, "message")
@@ -179,7 +179,7 @@ def test_a_name_taken_by_a_hidden_repository_is_reported(hub: StandInHub, folder
     assert "the name is taken by a repository that this token cannot see or write" in failure(folder)
 
 
-# ------------------------------------------------------------------------------------------- what is checked before
+# ------------------------------------------------------------------------------------------- checks before
 
 
 def refusal(request: PushRequest = TO) -> str:

@@ -44,7 +44,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_
 
 
 def install(bundle: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    """Run install.sh offline, with this Python among those of PATH and without its packages."""
+    """Run install.sh offline, with this Python in PATH and without its packages."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env["PATH"] = f"{env['PATH']}:{Path(sys.executable).parent}"
     command = [*OFFLINE, str(bundle / "install.sh"), *words]

@@ -47,7 +47,7 @@ def podman(*words: str, timeout: float = 300) -> "subprocess.CompletedProcess[st
 
 
 def build(context: Path, log: Path, image: str = IMAGE, **arguments: str) -> list[str]:
-    """Build an image; return what was done in each of its steps after the stage with the pins, cached or not."""
+    """Build an image; return what happened in each of its steps after the stage with the pins, cached or not."""
     mounts = [word for here, inside in pip_mounts().items() for word in ("--volume", f"{here}:{inside}:ro")]
     options = ["bud", "--layers", "--pull-never", "--isolation=chroot", "--network=host"]
     given = [f"--build-arg={name}={value}" for name, value in arguments.items()]

@@ -92,7 +92,7 @@ def read_indexed_job() -> tuple[dict[str, Any], str, str, dict[str, str]]:
 
 
 def read_trainjob() -> tuple[dict[str, Any], str, str, dict[str, str]]:
-    """Return the same of the TrainJob; names and variables are those of Kubeflow's torch plugin."""
+    """Return the same of the TrainJob; names and variables are from Kubeflow's torch plugin."""
     _, job = yaml.safe_load_all((MANIFESTS / "trainjob.yaml").read_text())
     name = job["metadata"]["name"]
     variables = {

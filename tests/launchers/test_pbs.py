@@ -2,7 +2,7 @@
 
 PBS is in no package registry. So the nodes are network namespaces, and three programs stand in for PBS's: ``qstat``
 prints the walltime, ``qsub`` notes the script, and ``pbsdsh`` starts a task on a node, without the job's folder and
-variables and with exit code 0, as that of OpenPBS 23.06 does.
+variables and with exit code 0, as in OpenPBS 23.06.
 """
 
 import os

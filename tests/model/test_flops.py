@@ -50,7 +50,7 @@ def test_a_tied_head_is_used_and_learned_positions_are_looked_up() -> None:
 
 
 def test_a_token_is_multiplied_with_its_own_experts_alone() -> None:
-    flops = flops_of(MixtralConfig())  # Mixtral 8x7B: 46.7 of which 12.9 billion are active, published
+    flops = flops_of(MixtralConfig())  # Mixtral 8x7B: 46.7 billion, 12.9 of them active, published
     assert flops.num_used + 32_000 * 4096 == 12_879_925_248
 
 

@@ -87,7 +87,7 @@ def test_new_model_starts_the_same_on_any_ranks_and_resumes(forked_runs: ForkedR
     logged = []
     for name, ranks in (("single", 1), ("fsdp", 2), ("fsdp2", 2)):
         line = argv(Path("none"), tokens, tmp_path / name, parallelism=name, max_step=3, save_step_interval=2)
-        family = ["--from_scratch", "llama"] if name != "fsdp2" else []  # which is that of sizes alone
+        family = ["--from_scratch", "llama"] if name != "fsdp2" else []  # the family of sizes alone
         forked_runs.start([*line, *family, *LINE, "--num_key_value_heads", "2"], ranks).finish()
         logged.append([float(row["train_loss"]) for row in metrics(tmp_path / name)])
     assert logged[1] == pytest.approx(logged[0], rel=1e-5)

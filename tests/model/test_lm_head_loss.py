@@ -1,4 +1,4 @@
-"""The loss out of the head is that of the logits, which never exist; where the logits are more than the head's, they
+"""The loss out of the head equals the logits' loss, which never exist; where the logits are more than the head's, they
 do.
 """
 
@@ -102,7 +102,7 @@ def test_losses_of_tokens_have_a_gradient_of_their_own_each(has_bias: bool, in_p
 
 
 def check_losses_of_tokens(has_bias: bool, in_place: bool, is_frozen: bool) -> None:
-    """Compare the losses of tokens, and the gradients of a weighted sum of them, with those of logits."""
+    """Compare the losses of tokens, and the gradients of a weighted sum of them, with the logits' ones."""
     torch.manual_seed(0)
     inputs = [torch.randn(3, LENGTH, WIDTH), torch.randn(VOCABULARY, WIDTH), torch.randn(VOCABULARY)]
     positions, weights = torch.randperm(3 * LENGTH)[:50], torch.randn(50)

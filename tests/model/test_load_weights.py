@@ -26,7 +26,7 @@ def measured_read(run):
     global before
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins here
-    # what is freed goes back to the system, as that of a real model's large tensors does
+    # freed memory goes back to the system, as with a real model's large tensors
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
     before = status("VmRSS")
     return MetaModel(load_model(run.model, weights_dtype("32-true")), None) if WHOLE else read(run)

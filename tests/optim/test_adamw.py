@@ -1,4 +1,4 @@
-"""What is kept in bfloat16 loses nothing on average, and its rounding knows nothing of ranks and restarts."""
+"""Values in bfloat16 lose nothing on average, and their rounding knows nothing of ranks and restarts."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -148,7 +148,7 @@ def test_an_older_folder_is_taken_with_one_note(tmp_path: Path, model: Path, iso
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "labels": [[-100, 2, 3]]})
     datasets.DatasetDict({"train": rows, "valid": rows}).save_to_disk(str(tmp_path / "old"))
     verdict = compare(tmp_path / "old", model, isolate_documents)
-    borders = ", and where documents begin: those of a row see each other" if isolate_documents else ""
+    borders = ", and where documents begin: documents in one row see each other" if isolate_documents else ""
     assert not verdict.faults
     assert verdict.notes == (
         f"{tmp_path}/old has no manifest.json (an older folder), so it is not known which tokenizer made it{borders}",

@@ -30,7 +30,7 @@ UNITS = Units(**SIZES, is_tied=False, states=4800, saved_states=4800)
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
-    """A Llama of 1.2 billion parameters in 16 layers, of which there is a configuration and no weights."""
+    """A Llama of 1.2 billion parameters in 16 layers, with a configuration and no weights."""
     folder = tmp_path_factory.mktemp("llama")
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -178,7 +178,7 @@ def test_gradients_reduced_each_micro_batch_are_held_in_shards(llama: ModelShape
 
 
 def test_tied_vocabulary_gradients_count_as_the_strategy_holds_them(llama: ModelShape) -> None:
-    """Beside what is held, single has the embedding's until it is added, ddp the sum as well until a bucket has it."""
+    """single has the embedding's gradient until it is added, ddp the sum as well until a bucket has it."""
     forecasts = [
         wanted(llama, ranks, 80, "--parallelism", name, "--precision", "32-true").forecast()
         for name, ranks in (("single", 1), ("ddp", 2))
@@ -224,7 +224,7 @@ def test_sizes_are_read_as_people_write_them() -> None:
 @pytest.mark.parametrize(
     ("parallelism", "pinned"),
     [
-        # by unit: 60,821,504 × 2 / 8 bytes are 15,205,376, and those of the rest 65,667,584
+        # by unit: 60,821,504 × 2 / 8 bytes are 15,205,376, and bytes of the rest 65,667,584
         ("fsdp", 16 * 2**24 + 2**26),
         # by parameter: q and o, k and v, three of the MLP, two norms; embedding and norm
         ("fsdp2", 16 * (2 * 2**20 + 2 * 2**18 + 3 * 2**22 + 2 * 512) + 2**26 + 512),

@@ -191,7 +191,7 @@ def test_a_peer_on_a_gpu_that_takes_too_few_steps_is_left_out_with_the_reason() 
     left_out: dict[str, str] = {}
     system = partial(gpu._run_peer, Command(("python", "-c", f"print('{printed}')")))
     assert interleave({"a peer": system}, {"a peer": 1}, "gpu", left_out) == {}
-    assert left_out == {"a peer": "it took 4 steps, of which 4 are not counted"}
+    assert left_out == {"a peer": "it took 4 steps, and 4 of them are not counted"}
 
 
 def test_gpu_without_a_known_peak_has_speeds_and_no_mfu(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_gpu_without_a_known_peak_has_speeds_and_no_mfu(tmp_path: Path) -> None:
     measured = {full: gpu.GpuRun([10.0] * 10, [0.4] * 10, 1), lora: gpu.GpuRun([10.0] * 10, [0.3] * 10, 1)}
     peers = {f"{lora}{gpu.OF_PEFT}": gpu.GpuRun([20.0] * 10, None, 1)}
     ways = gpu.summarize({name: [run] for name, run in {**measured, **peers}.items()}, {}, "a GPU").ways
-    assert [way.mfu for way in ways.values()] == pytest.approx([0.4, 0.3, 0.6])  # that of what trains
+    assert [way.mfu for way in ways.values()] == pytest.approx([0.4, 0.3, 0.6])  # the model's that trains
     with pytest.raises(ChildProcessError, match="out of memory"):
         gpu.summarize({peer_name: [peer]}, {name: "out of memory"}, "a GPU of tomorrow")
 
@@ -262,7 +262,7 @@ def test_export_table_has_the_speed_over_that_of_a_copy() -> None:
     with console.capture() as captured:
         console.print(export.table(report.Report("export", {}, {}, runs, summary)))
     printed = " ".join(captured.get().split())
-    assert "verified layer by layer; our speed of writing over that of a copy: 0.62 (full), 0.50 (sharded)" in printed
+    assert "verified layer by layer; our speed of writing over a copy's: 0.62 (full), 0.50 (sharded)" in printed
     assert "sharded, ours 20 800 2.00 0.50" in printed
 
 

@@ -164,7 +164,7 @@ def test_a_host_name_that_is_loopback_is_found(tmp_path: Path, address: str, lev
 
 @dataclass(frozen=True)
 class GpuNode:
-    """What is wrong with a machine that has two GPUs, and what the doctor says about it."""
+    """A fault of a machine that has two GPUs, and what the doctor says about it."""
 
     check: str
     says: str

@@ -1,4 +1,4 @@
-"""The first hour with a GPU goes on after a part that fails, and a second start runs only what is not done."""
+"""The first hour with a GPU goes on after a part that fails, and a second start runs only the other parts."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def hangs(attempt: Attempt) -> None:
 
 
 def disagrees(attempt: Attempt) -> None:
-    attempt.outcome = Outcome({"difference": 0.5}, "differs", ["a loss is 0.5 from that of the CPU"])
+    attempt.outcome = Outcome({"difference": 0.5}, "differs", ["a loss is 0.5 from the CPU's"])
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_part_that_fails_is_reported_and_the_next_begins(tmp_path: Path, monke
     assert runs["a"]["last_lines"] == ["no|kernel"]
     assert runs["b"]["commands"] == {"hangs": "python -c '__import__('\"'\"'time'\"'\"').sleep(60)'"}
     table = result.with_suffix(".md").read_text()
-    assert "| c | failed | a loss is 0.5 from that of the CPU |" in table
+    assert "| c | failed | a loss is 0.5 from the CPU's |" in table
     assert "| d | done | found 1 |" in table
     assert "    no|kernel\n" in table
 

@@ -27,14 +27,14 @@ STOPS = at_point("os.kill(os.getpid(), signal.SIGSTOP)", 3, "COMPUTING")
 
 @dataclass(frozen=True)
 class Found:
-    """Real runs in ``folder``, and what was listed there while ``stopped`` was training."""
+    """Real runs in ``folder``, and the list of them while ``stopped`` was training."""
 
     folder: Path
     listed: dict[str, dict[str, Any]]
 
 
 def listed_in(folder: Path, capsys: Any, *words: str) -> dict[str, dict[str, Any]]:
-    """Return what is listed below a folder by the path from there, in the order of the rows."""
+    """Return the listed runs below a folder by the path from there, in the order of the rows."""
     runs.main([str(folder), "--json", *words])
     return {os.path.relpath(run["run"], folder): run for run in json.loads(capsys.readouterr().out)}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sample_data import real_data
+from sample_data.__main__ import main as download
 
 
 @pytest.fixture
@@ -48,6 +49,30 @@ def test_chats_alternate_between_two_people(chats_jsonl: Path) -> None:
         assert len(roles) > 1
         assert roles == [("user", "assistant")[turn % 2] for turn in range(len(roles))]
     assert chats[0][0] == {"role": "user", "content": "Hello\nHow are you doing today?"}
+
+
+@pytest.mark.usefixtures("bible_es_jsonl", "shakespeare_jsonl")
+def test_pairs_go_on_with_the_chapter_or_with_shakespeare(capsys: pytest.CaptureFixture[str]) -> None:
+    download(["pairs"])
+    pairs = [
+        json.loads(line) for line in Path(capsys.readouterr().out.strip()).read_text(encoding="utf-8").splitlines()
+    ]
+    assert len(pairs) == len({pair["prompt"] for pair in pairs}) == len({pair["rejected"] for pair in pairs}) == 120
+    assert pairs[0]["prompt"].startswith(
+        "Continúa el texto: Génesis 1 EN el principio crió Dios los cielos y la tierra."
+    )
+    assert {len(pair[answer].split()) for pair in pairs[:1] for answer in ("chosen", "rejected")} == {30}
+    assert pairs[0]["rejected"].isascii()
+
+
+@pytest.mark.parametrize("names", [[], ["shakespear"]])
+def test_sample_data_that_does_not_exist_is_refused_with_the_names(
+    names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        download(names)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("; give some of smollm2, shakespeare, bible_es, chats, pairs")
 
 
 def test_smollm2_special_tokens_agree_between_tokenizer_and_model(smollm2_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""``launch/slurm/submit.sh`` says what is wrong in one line, and submits nothing then."""
+"""``launch/slurm/submit.sh`` reports a fault in one line, and submits nothing then."""
 
 import os
 import subprocess
@@ -81,7 +81,7 @@ def test_a_job_is_checked_and_has_its_settings_in_it(
 ) -> None:
     """A later change of settings.sh does not reach it; the last of two options counts, so JOB_OPTIONS come last.
 
-    The check starts in a folder with files whose names are those of the project's modules, and imports none of them.
+    The check starts in a folder with files with the names of the project's modules, and imports none of them.
     """
     for name in ("arguments", "evaluate", "tokenize_dataset"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('the file of a user')")

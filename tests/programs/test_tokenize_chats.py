@@ -27,7 +27,7 @@ FORMATS: dict[str, Any] = {
     "alpaca": lambda q, a: {"instruction": q, "input": "", "output": a},
     "prompt_completion": lambda q, a: {"prompt": q, "completion": a},
 }
-PLAIN_TEXT = "Plain text, all of which is supervised."
+PLAIN_TEXT = "Plain text, all of this is supervised."
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -175,7 +175,7 @@ def test_chats_that_rows_cut_are_counted_and_complained_of(
 ) -> None:
     chats = chats_of(*[("Hi", f"It is {number}. " * 12) for number in range(20)])
     source = write(tmp_path / "chats.jsonl", chats)
-    texts = write_jsonl(tmp_path / "text.jsonl", ["Plain text, all of which is supervised. " * 9] * 9)
+    texts = write_jsonl(tmp_path / "text.jsonl", ["Plain text, all of this is supervised. " * 9] * 9)
     rows = run(tmp_path / "out", tokenizer_dir, source, texts, max_length=64, packing="concat", validation_split=0)
     severed, document = set(), -1
     for labels, starts in zip(rows["train"]["labels"][:], rows["train"]["document_starts"][:], strict=True):

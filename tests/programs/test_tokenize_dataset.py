@@ -320,7 +320,7 @@ BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
 }
 
 
-# found by the reader of a process like those of "jsonl that is not JSON" and "Latin-1 csv" above, and so reported
+# found by the reader of a process like "jsonl that is not JSON" and "Latin-1 csv" above, and so reported
 BAD_ROWS: dict[str, tuple[str, Write, str]] = {
     "Latin-1 jsonl": ("a.jsonl", bytes_of(b'{"text": "a"}\n{"text": "\xe9"}\n'), "byte 24 is not UTF-8"),
     "cut jsonl": ("a.jsonl", bytes_of(b'{"text": "a"}\n{"text": "a'), "line 2: not JSON"),

@@ -1,4 +1,4 @@
-"""tokenize_dataset.py on preference pairs: forms of rows, tokens, labels, rows, counts, and what is refused."""
+"""tokenize_dataset.py on preference pairs: forms of rows, tokens, labels, rows, counts, and refusals."""
 
 import json
 import re

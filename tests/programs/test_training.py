@@ -273,7 +273,7 @@ def test_eval_only_gives_the_loss_of_the_run_at_that_checkpoint(trainer: Trainer
     dataset = open_dataset(str(trainer.tokens))
     assert dataset.validation is not None
     starts = [start for row in dataset.validation.split["document_starts"] for start in row if start > 0]
-    # every row once, its 63 predictions less those of a document's first token from another's last
+    # every row once, its 63 predictions less the ones of a document's first token from another's last
     assert result["num_tokens"] == len(dataset.validation) * 63 - len(starts)
     supervised = len(dataset.validation) * 64
     said = f"{supervised:,} tokens of validation are supervised; {supervised - result['num_tokens']:,} of them begin"

@@ -38,7 +38,7 @@ def start(python: Path, folder: Path, name: str, *words: str, device: str | None
 
 
 def train(python: Path, folder: Path, name: str, *words: str) -> str:
-    """Run to the end; return what was printed."""
+    """Run to the end; return the output."""
     ended = start(python, folder, name, *words).wait(900)
     printed = (folder / f"{name}.log").read_text()
     assert ended == 0, printed

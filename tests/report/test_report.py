@@ -186,7 +186,7 @@ def test_an_unfair_comparison_is_said_and_why(reported: ReportedRuns, copy: Path
 
 
 def write_metrics(run: Path, **columns: np.ndarray) -> RunFiles:
-    """Write a run of which only metrics.csv is there."""
+    """Write a run that has only metrics.csv."""
     run.mkdir(exist_ok=True)
     length = len(next(iter(columns.values())))
     table = {"step": np.arange(length), "epoch": np.zeros(length, int), **columns}

@@ -1,6 +1,6 @@
-"""Print how a corpus with planted dirt is cleaned, and what is missed: ``python -m tests.support.cleaning_transcript``.
+"""Print how a corpus with planted dirt is cleaned, and what stays: ``python -m tests.support.cleaning_transcript``.
 
-The programs are run as a user runs them, with Llama-3's tokenizer. docs/cleaning_transcript.md has what is printed.
+The programs are run as a user runs them, with Llama-3's tokenizer. docs/cleaning_transcript.md has the output.
 """
 
 import json
@@ -42,7 +42,7 @@ SECTIONS = {
     "Texts without cleaning": [f"{TOKENIZE} --output_dir data/raw"],
     "Texts with all switches": [f"{TOKENIZE} {SWITCHES} --boilerplate 10 --output_dir data/clean"],
     "Both together": [f"{MERGE} data/clean data/chats --output_dir data/all"],
-    "Some of what was dropped": [
+    "Some dropped documents": [
         "grep -m 1 near_duplicate data/clean/dropped.jsonl | cut -c 1-300",
         "grep -m 1 gopher_duplicate_lines data/clean/dropped.jsonl | cut -c 1-300",
         "grep -m 1 contaminated data/clean/dropped.jsonl | cut -c 1-300",
@@ -60,7 +60,7 @@ SECTIONS = {
 
 
 def main() -> None:
-    """Print the transcript as Markdown: first what was found and missed, then the commands."""
+    """Print the transcript as Markdown: first the dirt that was found and missed, then the commands."""
     with TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "models").mkdir()
@@ -107,7 +107,7 @@ def run(command: str, folder: Path) -> str:
 
 
 def found_and_missed(planted: Sequence[Planted], folder: Path) -> str:
-    """Return a table of what became of each kind of dirt in a token dataset."""
+    """Return a table: what became of each kind of dirt in a token dataset."""
     texts = texts_of(folder)
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     for one in planted:

@@ -1,4 +1,4 @@
-"""Plant dirt in real texts and chats by a fixed seed, and write down what was planted where."""
+"""Plant dirt in real texts and chats by a fixed seed, and write down the kind and place of each."""
 
 import json
 import random

@@ -45,12 +45,12 @@ def use_in_transformers(python: Path | str, folder: Path) -> Used:
 
 
 def use_in_llama_cpp(python: Path, file: Path, *adapter: Path) -> Used:
-    """Use a GGUF file, with that of an adapter on it if there is one."""
+    """Use a GGUF file, with an adapter's on it if there is one."""
     return _use(python, "in_llama_cpp.py", file, *adapter)
 
 
 def assert_same(found: Used, expected: Used, tolerance: float) -> None:
-    """Check that two kinds of software make the same of a model; ``tolerance`` is that of a logit."""
+    """Check that two kinds of software make the same of a model; ``tolerance`` is for a logit."""
     assert found.ids == expected.ids
     np.testing.assert_allclose(found.logits, expected.logits, rtol=0, atol=tolerance)
     assert (found.text, found.reply, found.ended) == (expected.text, expected.reply, expected.ended)

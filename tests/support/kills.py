@@ -130,7 +130,7 @@ AT_RANDOM = "random moment"
 class Kill:
     """A kill: ``rank`` is None where all ranks were killed at once.
 
-    It came ``seconds`` after the start, with ``steps`` logged, of which ``saved_steps`` were in a checkpoint.
+    It came ``seconds`` after the start, with ``steps`` logged and ``saved_steps`` of them in a checkpoint.
     """
 
     moment: str

@@ -1,6 +1,6 @@
 """Build images without an image registry: Debian 12 stands in for the base image, and pip works as on this machine.
 
-What is built is kept in ``.cache/containers``. Only root can build there.
+Images are kept in ``.cache/containers``. Only root can build there.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The storage of large files that clients with hf_xet upload to: a folder, which hf_xet writes as it does a server.
 
-A shard there says which chunks are a file with which SHA-256; its format is that of hf_xet's specification
+A shard there says which chunks are a file with which SHA-256; its format follows hf_xet's specification
 (https://huggingface.co/docs/xet/en/shard).
 """
 

@@ -57,7 +57,7 @@ def write_tokenizer(folder: Path, texts: Iterable[str]) -> int:
 def write_llama3_like_tokenizer(folder: Path, small: Path) -> None:
     """Write the byte-level tokenizer in ``small`` with Llama-3's special tokens, split pattern and added BOS.
 
-    The first of its ids are those of Llama-3's special tokens in their order.
+    Its first ids belong to Llama-3's special tokens in their order.
     """
     from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast

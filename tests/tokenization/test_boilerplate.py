@@ -83,7 +83,7 @@ def run(out: Path, tokenizer: Path, files: list[Path], **options: Any) -> list[s
 
 @dataclass(frozen=True)
 class Whole:
-    """A token dataset made by one process in one go, its documents, and what was printed."""
+    """A token dataset made by one process in one go, its documents, and the output."""
 
     folder: Path
     documents: list[str]

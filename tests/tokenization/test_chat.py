@@ -63,7 +63,7 @@ ANSWER: dict[str, Any] = {"role": "assistant", "content": "Seven of them."}
 
 @pytest.fixture(scope="module", autouse=True)
 def _free_encoders() -> Iterator[None]:
-    """Free all encoders, of which each has megabytes that later files would keep in memory."""
+    """Free all encoders: each has megabytes that later files would keep in memory."""
     yield
     encoder.cache_clear()
     reference.cache_clear()

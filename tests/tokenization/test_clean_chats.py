@@ -1,4 +1,4 @@
-"""Chats and instructions: --language, --near_duplicates and --redact, alone and beside texts, and what is refused."""
+"""Chats and instructions: --language, --near_duplicates and --redact, alone and beside texts, and refusals."""
 
 import json
 from collections.abc import Sequence

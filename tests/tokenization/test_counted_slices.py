@@ -35,7 +35,7 @@ PROGRAMS = {"tokenize": tokenize_dataset, "merge": merge}
 
 @dataclass(frozen=True)
 class Made:
-    """A folder with ``texts/``, slices in ``counts/``, their repeated lines in ``lines/``, and what was printed."""
+    """A folder with ``texts/``, slices in ``counts/``, their repeated lines in ``lines/``, and the output."""
 
     folder: Path
     by_tasks: list[str]

@@ -190,7 +190,7 @@ def test_contaminated_documents_are_listed_counted_and_dropped_or_kept(datasets_
     settings = manifest.cleaning["decontaminate"]
     assert [file["name"] for file in settings["files"]] == ["arc_es.jsonl"]
     assert settings["tasks"] == {"arc_es": {"items": 2, "too_short": 0, "ngrams": 22, "common_ngrams": 0}}
-    if is_dropped:  # what is shown of it has no personal data
+    if is_dropped:  # the shown part has no personal data
         sample = json.loads((folder / "dropped.jsonl").read_text(encoding="utf-8").splitlines()[0])
         assert (sample["reason"], sample["text"].startswith("Mine: <EMAIL> Un")) == ("contaminated", True)
 

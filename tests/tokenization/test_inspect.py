@@ -1,4 +1,4 @@
-"""python -m fabric_train.tokenization.inspect counts what is in the rows and reports what is wrong with them."""
+"""python -m fabric_train.tokenization.inspect counts the content of rows and reports their faults."""
 
 import json
 import re

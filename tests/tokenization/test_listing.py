@@ -1,4 +1,4 @@
-"""Files are listed once, through links too; what is no file is refused, and so is a file that changes meanwhile."""
+"""Files are listed once, through links too; whatever is no file is refused, and so is a file that changes meanwhile."""
 
 import gzip
 import json
@@ -105,7 +105,7 @@ def test_names_that_are_not_utf_8_are_read_and_recorded(tmp_path: Path, tiny_mod
     assert [file.path for file in manifest_of(tmp_path / "out").sources[0].files] == ["a.jsonl", "caf\\xe9.jsonl"]
 
 
-# ------------------------------------------------------------------------------------------------- what is no file
+# ------------------------------------------------------------------------------------------------------- not a file
 
 
 def make_socket(path: Path) -> None:
@@ -254,7 +254,7 @@ def test_a_file_that_changes_while_it_is_tokenized_ends_the_run(
 ) -> None:
     first, second = write_jsonl(tmp_path / "a.jsonl"), write_jsonl(tmp_path / "b.jsonl", TEXTS * 1_200)
     process = start(tmp_path, tiny_model_dir, [first, second], "--num_proc", 1)
-    wait_for_shards(process, tmp_path / "new", 1)  # that of the first file
+    wait_for_shards(process, tmp_path / "new", 1)  # the shard of the first file
     if change == "size":
         with first.open("a") as file:
             file.write(json.dumps({"text": "one more"}) + "\n")

@@ -147,14 +147,14 @@ def test_fingerprint_depends_on_the_parts_and_their_order(tmp_path: Path, tiny_t
 def spoil_tokenizer(folder: Path) -> str:
     digests = json.loads((folder / "manifest.json").read_text())["tokenizer"]["sha256"]
     edit_manifest(folder, "tokenizer", "sha256", value={**digests, "tokenizer.json": "0" * 64})
-    return "its tokenizer is not that of .*, tokenizer.json differs; "
+    return "its tokenizer differs from .*'s: tokenizer.json differs; "
 
 
 def spoil_template(folder: Path) -> str:
     digests = json.loads((folder / "manifest.json").read_text())["tokenizer"]["sha256"]
     edit_manifest(folder, "tokenizer", "sha256", value={**digests, "chat_template.jinja": "0" * 64})
     (folder / "tokenizer" / "chat_template.jinja").write_text("")
-    return f"its chat template is not that of .* again with --chat_template {folder}/tokenizer/chat_template.jinja"
+    return f"its chat template differs from .* again with --chat_template {folder}/tokenizer/chat_template.jinja"
 
 
 def spoil_length(folder: Path) -> str:
@@ -162,7 +162,7 @@ def spoil_length(folder: Path) -> str:
     content["settings"]["max_length"] = 32
     content["ledger"]["train"]["rows"] *= 2
     (folder / "manifest.json").write_text(json.dumps(content))
-    return "its rows have 32 tokens, those of .* have 64; "
+    return "its rows have 32 tokens, the rows of .* have 64; "
 
 
 def spoil_format(folder: Path) -> str:
@@ -183,7 +183,7 @@ def spoil_listing(folder: Path) -> str:
 def spoil_splits(folder: Path) -> str:
     shutil.copytree(folder / "train", folder / "validation")
     (folder / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
-    return "its splits are not those of its manifest.json"
+    return "its splits differ from its manifest.json"
 
 
 @pytest.mark.parametrize(

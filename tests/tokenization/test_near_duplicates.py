@@ -154,7 +154,7 @@ def run(out: Path, tokenizer: Path, files: Sequence[Path], **options: Any) -> Pa
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, files: list[Path]) -> tuple[Path, str]:
-    """The token dataset of one process in one go, and what was printed."""
+    """The token dataset of one process in one go, and the output."""
     with redirect_stdout(StringIO()) as printed:
         out = run(tmp_path_factory.mktemp("whole") / "out", tiny_model_dir, files)
     return out, printed.getvalue()

@@ -351,7 +351,7 @@ def test_rows_hold_whole_pairs_with_two_borders_each(
     ],
 )
 def test_what_is_wrong_with_pairs_is_found_by_row(change: str | None, fault: str | None) -> None:
-    # two rows of two pairs of sequences of 3 tokens of prompt and 2 of answer each
+    # two rows with two pairs each; a sequence has 3 tokens of prompt and 2 of answer
     ids = np.tile([5, 6, 7, 1, 2, 5, 6, 7, 3, 4], 4)
     supervised = np.tile([False, False, False, True, True], 8)
     begins = np.arange(0, 40, 5)

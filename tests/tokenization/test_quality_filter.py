@@ -31,7 +31,7 @@ GOOD = "\n".join(SENTENCES)
 
 
 def _words(*groups: str) -> str:
-    """Return 20 different words, with those of ``groups`` among them, in a text long enough for the rules."""
+    """Return 20 different words, with the words of ``groups`` among them, in a text long enough for the rules."""
     return " ".join(f"{group} paraula{number} de llengua" for number in range(20) for group in groups)
 
 

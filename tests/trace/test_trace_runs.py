@@ -1,4 +1,4 @@
-"""What is traced of real runs is what their ranks read: compared with the tokens of the batches of every step."""
+"""A trace of a real run names the rows that its ranks read: compared with the tokens of the batches of every step."""
 
 import hashlib
 import json

@@ -90,7 +90,7 @@ def test_a_killed_branch_with_other_data_resumes_bit_for_bit(branching: Branchin
     whole = branching.train("whole", **options)
     assert "note: the data begin at their first epoch: --train_data_dir is another token dataset: " in whole.stdout()
     rows = metrics(branching.folder / "whole")
-    # 20 rows are 3 windows; steps and tokens go on, epochs are those of the other data
+    # 20 rows are 3 windows; steps and tokens go on, epochs count the other data
     assert [(int(row[0]), int(row[1])) for row in rows] == [(9, 0), (10, 0), (11, 0), (12, 1), (13, 1), (14, 1)]
     per_row = int(metrics(trunk)[7][7]) // 60  # 8 steps are two epochs of 30 rows
     assert int(rows[-1][7]) == (60 + 40) * per_row

@@ -45,7 +45,7 @@ def test_of_pairs_a_higher_accuracy_is_better_and_a_lower_loss() -> None:
     said = EarlyStopping("accuracy", 1).describe(
         TrainerState(step=2, evaluation=evaluation, first_evaluation=evaluation, progress=progress)
     )
-    assert "the validation's accuracy has not risen above 0.7000, that of step 1" in said
+    assert "the validation's accuracy has not risen above 0.7000, its value at step 1" in said
 
 
 def test_the_count_begins_anew_where_another_source_decides() -> None:

@@ -1,4 +1,4 @@
-"""The loss and its gradient are those of the window's tokens, however the window is cut."""
+"""The loss and its gradient are the mean over the window's tokens, however the window is cut."""
 
 import json
 import math

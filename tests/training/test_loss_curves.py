@@ -1,4 +1,4 @@
-"""The picture of a run shows its losses, those of its sources and its learning rate, on any background."""
+"""The picture of a run shows its losses, its sources' losses and its learning rate, on any background."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ BLUE, ORANGE, GREEN, GREY = "3d7fc4", "d9782d", "2a9d6f", "767676"
 
 
 def rows_of(num_steps: int, sources: tuple[str, ...] = ("es", "ca", "gl")) -> Iterator[Metrics]:
-    """Yield rows of which every second one has an evaluation; the third step has no finite loss."""
+    """Yield rows; every second one has an evaluation, the third step has no finite loss."""
     for step in range(num_steps + 1):
         loss = 4 / (1 + step)
         bits = {f"val_bits_per_byte/{name}": loss + number for number, name in enumerate(sources)}
@@ -43,7 +43,7 @@ def table_of(rows: Iterable[Metrics], folder: Path) -> MetricsTable:
 
 
 def opaque(picture: Path, colour: str) -> int:
-    """Return the number of pixels that have a colour and cover what is behind them."""
+    """Return the number of pixels that have a colour and cover the background."""
     pixels = pixels_of(picture)
     wanted = [int(colour[at : at + 2], 16) for at in (0, 2, 4)] + [255]
     return int((np.abs(pixels - wanted).max(axis=-1) < 2).sum())

@@ -706,7 +706,7 @@ def test_a_dead_network_costs_each_tracker_one_line(tmp_path: Path, forked_runs:
 def test_stopwatch_counts_everything_since_its_last_reading() -> None:
     stopwatch = Stopwatch(peak_flops=1e9)
     stopwatch.waited(1000.0)
-    stopwatch.restart()  # an evaluation: what was before does not count
+    stopwatch.restart()  # an evaluation: the time before does not count
     time.sleep(0.05)
     stopwatch.waited(0.01)
     stopwatch.stepped(300, 3, 4e6)

@@ -1,4 +1,4 @@
-"""Runs on several token datasets in shares and phases: what is planned is seen; resumed, they go on in their order."""
+"""Runs on several token datasets in shares and phases see the planned tokens; resumed, they go on in their order."""
 
 import json
 import re
@@ -246,7 +246,7 @@ def test_the_model_card_has_sources_and_phases(mixing: Mixing, phased: ForkedRun
     card = (tmp_path / "README.md").read_text()
     for name, count in zip(NAMES, mixing.state("phased", 12)["rows_of_sources"], strict=True):
         assert f"| `{name}` | {count / 96:.2%} | {count * 16:,} |" in card
-    assert re.search(r"\| 1 \| `va` [0-9.]+%, `es` [0-9.]+%, `en` [0-9.]+% \| that of the run \|", card)
+    assert re.search(r"\| 1 \| `va` [0-9.]+%, `es` [0-9.]+%, `en` [0-9.]+% \| as in the run \|", card)
     assert "| 9 | `va` 24.87%, `es` 75.13% | linear, `lr` 0.01, `min_lr` 0.001 |" in card
 
 
@@ -330,7 +330,7 @@ def opened(mixing: Mixing) -> TokenMixture:
         ("- {from: 1.0, lr: 1}", "phase 1: from: 1.0 is a step or a share of the run; write 1 for the first step"),
         ("- {from: 5, lr: 1}\n- {from: 5, lr: 2}", "phase 2 begins at step 5, not after the phase before it"),
         ("- {from: 99, lr: 1}", "phase 1 begins at step 99, after the last one, --max_step 12"),
-        ("- {from: 0, shares: [1, 1, 1]}", "phase 1 begins with the run and has shares: leave those of the command "),
+        ("- {from: 0, shares: [1, 1, 1]}", "phase 1 begins with the run and has shares: leave the command "),
         ("- {from: 7, lr_schedule: wsd, decay_steps: 9}", "phase 1 of 6 steps: --decay_steps 9: the phase has 6 steps"),
         ("from: 0.5", "expected a list of phases, such as "),
     ],

@@ -99,7 +99,7 @@ def start(runs: ForkedRuns, terminal: Terminal, folder: Path, before: str, **env
 
 
 def panel_of(text: str) -> str:
-    """Return what is below the last empty line of a screen, with a T for each time."""
+    """Return the lines below the last empty one of a screen, with a T for each time."""
     last = text.rstrip().rpartition("\n\n")[2]
     return "\n" + re.sub(r"\d+:\d\d", "T", re.sub(r"\d+ s ago", "0 s ago", last)) + "\n"
 
@@ -115,7 +115,7 @@ def test_the_panel_fits_any_terminal_and_leaves_the_log(
     run = start(forked_runs, terminal, tmp_path, SHOWS)
     terminal.wait_for(lambda text: LINES[-1] in text and panel_of(text) == IN_100)
     check_log("".join(terminal.lines()))
-    # what is not Python's is written over the panel, which moves down
+    # output that is not Python's is written over the panel, which moves down
     assert [wanted for line in terminal.lines() for wanted in LINES if line.startswith(wanted)] == list(LINES)
     terminal.resize(60, 30)
     text = terminal.wait_for(lambda text: panel_of(text) == IN_60)

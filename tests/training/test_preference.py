@@ -325,7 +325,7 @@ def adapted(
 
 
 def test_the_reference_of_an_adapter_is_its_base(adapted: Path, straight: Path, packed: Path) -> None:
-    assert len(list((packed / "reference").iterdir())) == 1  # that of the run of all weights is read
+    assert len(list((packed / "reference").iterdir())) == 1  # the one of the run of all weights is read
     start, first, *_ = table(adapted)
     assert float(start["val_loss"]) == float(table(straight)[0]["val_loss"])
     assert float(first["train_loss"]) == pytest.approx(math.log(2), abs=1e-6)  # B of the adapter is 0

@@ -159,7 +159,7 @@ def test_what_was_removed_from_metrics_csv_is_named(replaying: Replaying) -> Non
 
 def test_a_certificate_says_what_was_not_compared(replaying: Replaying) -> None:
     run = replaying.copy("not-compared")
-    assert checkpoints(run) == [2, 4, 6]  # that of step 5 was the best one, and made way for that of step 6
+    assert checkpoints(run) == [2, 4, 6]  # step 5 was the best one, and made way for step 6
     found = check_holds(replaying.replay(run, "5:6"), run)
     assert {"val_loss", "train_loss", "grad_norm", "rows_hash"} <= set(found["compared"])
     assert found["not_compared"] == ["validation losses of step 5, which no checkpoint has", "times, speeds and memory"]

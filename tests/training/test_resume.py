@@ -106,7 +106,7 @@ def killing(
 
 
 FSDP: Options = {"parallelism": "fsdp", "max_step": 6, "keep_checkpoints": 9}
-# most saves are those of the lowest validation loss
+# most saves are for the lowest validation loss
 FSDP2: Options = {"parallelism": "fsdp2", "state_dict_type": "sharded", "max_step": 9}
 FSDP2 |= {"eval_step_interval": 2, "save_step_interval": 5}
 SINGLE: Options = {**ONE_RANK, "log_step_interval": 2, "max_step": 27}
@@ -311,7 +311,7 @@ def test_changes_that_are_allowed_or_decide_nothing_are_printed(resumed: Resumed
         "parallelism: fsdp -> single",
     ):
         assert change in others
-    assert deciding.endswith("so the losses to come differ from those of an unchanged run: lr: 0.001 -> 0.002")
+    assert deciding.endswith("so the losses to come differ from an unchanged run's: lr: 0.001 -> 0.002")
     rate = learning_rate(8, 8, TrainingArguments(lr=2e-3, warmup_steps=2))
     assert [row["learning_rate"] for row in metrics(resumed.killing.folder / "allowed")][-1] == str(rate)
 
@@ -400,7 +400,7 @@ def test_schedule_is_stretched_only_where_it_is_allowed(resumed: Resumed) -> Non
     last = learning_rate(6, 6, training)
     assert rates(resume="false")[5] == last
     rates(max_step=7)
-    assert rates(max_step=8)[5:] == [last] * 3  # the schedule's length is that of the first run, not of the second
+    assert rates(max_step=8)[5:] == [last] * 3  # the schedule has the length of the first run, not of the second
     assert rates(max_step=10, allow_changes="true")[8:] == [learning_rate(step, 10, training) for step in (9, 10)]
     assert rates(max_step=11)[8:] == [
         *(learning_rate(step, 10, training) for step in (9, 10, 10)),

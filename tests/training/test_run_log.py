@@ -47,7 +47,7 @@ def metrics(step: int, **more: Any) -> Metrics:
     return Metrics(step=step, epoch=0, train_loss=2.5, learning_rate=1e-4, **more)
 
 
-# ----------------------------------------------------------------------------------------------- what is no terminal
+# ----------------------------------------------------------------------------------------------------- not a terminal
 
 
 PRINTS = """

@@ -183,7 +183,7 @@ def test_a_damaged_index_is_one_line_whoever_reads_it(tmp_path: Path, folders: l
     rows = open_dataset(str(damaged)).train
     with pytest.raises(InputError) as error:
         list(validation_batches(rows, 4, 1, 0, None, 0, num_workers))
-    traceback.clear_frames(error.tb)  # ends the worker: torch waits 10 s for those of a collected iterator
+    traceback.clear_frames(error.tb)  # ends the worker: torch waits 10 s for workers of a collected iterator
     assert str(error.value) == "the document index has a file that manifest.json does not list; tokenize again"
 
 

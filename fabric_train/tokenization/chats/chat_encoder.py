@@ -73,7 +73,7 @@ def gives_whole_ids(tokens: ControlTokens, template: ChatTemplate, tokenizer: "P
 class ChatEncoder:
     """An encoder of chats and instructions that returns token ids with labels.
 
-    The ids are those of the tokenizer's ``apply_chat_template``, with BOS only where the template writes it. Most chats
+    The ids equal the tokenizer's ``apply_chat_template``, with BOS only where the template writes it. Most chats
     end with the end-of-turn token; a chat that does not end with a control token gets EOS. InputError if the chat
     template cannot be used; without one, Llama-3's cannot.
 
@@ -195,7 +195,7 @@ class ChatEncoder:
     ) -> tuple[list[int], Rendering] | None:
         """Return the messages of the longest part of a conversation that fits, and its rendering; None if none fits.
 
-        The tokens of the whole conversation, of which there are ``num_tokens``, show which part that should be. It is
+        The ``num_tokens`` tokens of the whole conversation show which part that should be. It is
         rendered, and so is the next longer one: their lengths decide.
         """
         messages, tools = rendered.whole.messages, rendered.whole.tools

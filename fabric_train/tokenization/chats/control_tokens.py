@@ -112,7 +112,7 @@ class ControlTokens:
         return messages
 
     def encode_ahead(self, texts: Iterable[str]) -> None:
-        """Encode the parts of these renderings in one call, for ``encode`` and ``count``; forget what was before."""
+        """Encode the parts of these renderings in one call, for ``encode`` and ``count``; forget earlier ones."""
         self._ids = {text: np.array([token_id], np.int32) for text, token_id in self._control.items()}
         self._ids[""] = np.empty(0, np.int32)
         self._with_control = set()

@@ -52,7 +52,7 @@ class Dropped:
     """What a cleaning step returns for a document that is left out."""
 
     reason: str  # the key in the ledger's ``documents_skipped``, such as ``other_language``
-    detail: str  # what was found in this document, such as ``ca 0.91``
+    detail: str  # the finding in this document, such as ``ca 0.91``
     hits: tuple[TaskHit, ...] = ()
 
 
@@ -118,7 +118,7 @@ def _write(folder: Path, by_reason: Mapping[str, Sequence[str]]) -> None:
 
 
 def read_sample(folder: Path, num_skipped: Mapping[str, int]) -> tuple[dict[str, list[SampledDrop]], list[str]]:
-    """Return the sample of a token dataset by reason, and what is wrong with it; a dataset may have none.
+    """Return the sample of a token dataset by reason, and its faults; a dataset may have none.
 
     ``num_skipped`` has the number of documents by reason in the ledger.
     """

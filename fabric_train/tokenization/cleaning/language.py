@@ -153,7 +153,7 @@ class LanguageFilter:
         return text if len(kept) == len(pieces) else "".join(kept).strip()
 
     def _margin(self, found: str, to_keep: float) -> str:
-        """Return what was found, and how much the languages to keep are below the threshold."""
+        """Return the language that was found, and how much the languages to keep are below the threshold."""
         kept = f"{','.join(self.languages)} {self._shown(to_keep)}"
         margin = self.threshold - float(self._shown(to_keep))
         below = f"{margin:.{self._num_decimals()}f} below {self.threshold:g}"

@@ -3,7 +3,7 @@
 Each kind has a pattern for candidates and a check that ordinary numbers fail: check digits (IBAN, DNI, NIE), numbering
 plans (telephone), public addresses (IP). Not found are addresses in words (``ana at example dot com``) or in escapes
 (``ana%40example.com``), accounts without IBAN, telephone numbers in the national form of other countries than Spain and
-those of +1, names, and postal addresses.
+of +1, names, and postal addresses.
 """
 
 import operator
@@ -25,8 +25,8 @@ PLACEHOLDERS = {"email": "<EMAIL>", "iban": "<IBAN>", "phone": "<PHONE>", "dni":
 """By kind, in the order in which they are replaced.
 
 They are ordinary text for common tokenizers, in the form of StarCoder's data (arXiv:2305.06161). FineWeb has valid
-addresses instead, which nothing tells from those of the text; Dolma's ``|||EMAIL_ADDRESS|||`` is a special token of the
-first OLMo tokenizer.
+addresses instead, which nothing tells from addresses of the text; Dolma's ``|||EMAIL_ADDRESS|||`` is a special token of
+the first OLMo tokenizer.
 """
 _PACKAGES = {"iban": "python-stdnum", "phone": "phonenumbers", "dni": "python-stdnum"}
 _MODULES = {"python-stdnum": "stdnum", "phonenumbers": "phonenumbers"}
@@ -40,7 +40,7 @@ _DIGITS = re.compile(rf"[0-9](?:[^0-9\n]{{0,3}}[0-9]){{6,{_MOST_DIGITS}}}")
 _LONGEST_NUMBER = 64
 _AROUND = 5  # characters before and after the digits that belong to a number, or decide that there is none
 
-# RFC 5321: at most 64 characters before the @, 63 in a label; RFC 6531: letters of any script. Left out are those of
+# RFC 5321: at most 64 characters before the @, 63 in a label; RFC 6531: letters of any script. Left out are the ones of
 # scripts without spaces (CJK), where words would run into the address, and | ' / and others that RFC 5322 allows, but
 # that stand beside addresses in tables, quotes and links.
 _LETTER = r"[^\W\u2e80-\ud7ff]"

@@ -62,13 +62,13 @@ FINEWEB_LIMITS = {
 _SHORT_LINE = 30  # characters
 _LINE_END = tuple(".!?։؟۔।॥።፧፨။។៕‼‽⁇⁈⁉。﹒﹖﹗！．？｡")  # of Unicode's Sentence_Terminal, those in wide use
 _VERSION = 1  # of the rules here
-# in the order in which they are applied, which is that of FineWeb's own pipeline (arXiv:2406.17557)
+# in the order in which they are applied, as in FineWeb's own pipeline (arXiv:2406.17557)
 _RULES = {"gopher": GOPHER_LIMITS | REPETITION_LIMITS, "c4": C4_LIMITS, "fineweb": FINEWEB_LIMITS}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a document is of low quality: the rule, and what was found, such as ``12 words``."""
+    """Why a document is of low quality: the rule, and the finding, such as ``12 words``."""
 
     rule: str
     found: str

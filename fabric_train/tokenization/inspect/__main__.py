@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Show what is in a token dataset and what is wrong with it: ``python -m fabric_train.tokenization.inspect DIR``."""
+"""Show the content of a token dataset and its faults: ``python -m fabric_train.tokenization.inspect DIR``."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ from fabric_train.tokenization.workers import transient_bar
 
 @dataclass(frozen=True)
 class InspectArguments:
-    """Show what is in a token dataset; the exit code is 0, or 1 if there are problems
+    """Show the content of a token dataset; the exit code is 0, or 1 if there are problems
 
     PROGRAM data/tokens --html tokens.html
     PROGRAM data/tokens --split validation --rows 10 --start 100

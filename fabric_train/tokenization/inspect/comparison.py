@@ -42,7 +42,7 @@ _WORD = SplitText(
 
 @dataclass
 class TextTotals:
-    """Some documents: their number, tokens with BOS and EOS, and bytes; in a sample, of what was decoded too."""
+    """Some documents: their number, tokens with BOS and EOS, and bytes; in a sample, of the decoded text too."""
 
     documents: int = 0
     tokens: int = 0

@@ -32,7 +32,7 @@ _BARS = 10
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """What is in a token dataset; ``rows``, lengths of documents are of ``split``, ``dropped`` by reason."""
+    """The content of a token dataset; ``rows``, lengths of documents are of ``split``, ``dropped`` by reason."""
 
     folder: Path
     manifest: Manifest | None

@@ -1,4 +1,4 @@
-"""Count what is in the rows of a split, and find what is wrong with them and with the document index, in one pass.
+"""Count the content of a split's rows, and find faults in them and in the document index, in one pass.
 
 ``SplitCheck`` gets the batches, ``DocumentCounter`` follows documents from row to row, ``IndexCheck`` has the index.
 """
@@ -260,7 +260,7 @@ def pair_faults(
     """Yield each kind of fault with the rows of the batch that have it, once for each pair.
 
     ``begins`` and ``stops``, int64 [S], are where the sequences of the batch begin and end, and ``rows`` are their
-    rows. ``supervised`` is bool [tokens]. Both prompts must have the same tokens if ``with_prompts``: what is before
+    rows. ``supervised`` is bool [tokens]. Both prompts must have the same tokens if ``with_prompts``: the tokens before
     the first supervised token, but for one token at its end, which a tokenizer may join with the answer.
     """
     counts = np.bincount(rows, minlength=len(batch.offsets) - 1)

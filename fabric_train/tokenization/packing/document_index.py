@@ -32,7 +32,7 @@ FOLDER = "index"
 # bytes: of its text in UTF-8; of a chat, of the content of its messages
 DOCUMENT = np.dtype([("file", "<u4"), ("row", "<u4"), ("tokens", "<u4"), ("bytes", "<u4")])
 ROW = np.dtype([("documents", "<u8"), ("continuations", "<u8")])
-# start: position in the document of the piece's first token, of which ``repeated`` are in a row before as well
+# start: position of the piece's first token in the document; the first ``repeated`` tokens are in a row before as well
 CONTINUATION = np.dtype([("document", "<u8"), ("start", "<u4"), ("repeated", "<u4"), ("ordinal", "<u4")])
 CHECKSUM = np.dtype("<u8")  # of a row
 _FILES = {"documents": DOCUMENT, "rows": ROW, "continuations": CONTINUATION}

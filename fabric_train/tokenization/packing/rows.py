@@ -1,4 +1,4 @@
-"""Plan the rows: which piece of which document goes into which row, from the lengths of the documents alone."""
+"""Plan the rows: which piece of a document goes into which row, from the lengths of the documents alone."""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -93,8 +93,8 @@ def plan_rows(
         lengths: int64 [documents], tokens in each document.
         order: int64 [any number], the documents to pack, in this order; a document may come several times.
         overlap: less than ``max_length``.
-        sources: int64 [documents], the number of each document's source: ``best_fit`` puts no two into one row if those
-            of a source are next to each other in ``order``; None does not tell them apart. A row of ``none`` has one
+        sources: int64 [documents], the number of each document's source: ``best_fit`` puts no two into one row if a
+            source's documents follow each other in ``order``; None does not tell them apart. A row of ``none`` has one
             document, and ``concat`` joins the last row of a source with the next one.
     """
     order = order[lengths[order] > 0]

@@ -90,7 +90,7 @@ class FileReader:
 
 @contextmanager
 def memory_errors_name(place: str) -> Iterator[None]:
-    """Turn a lack of memory into a RunError that names what is read."""
+    """Turn a lack of memory into a RunError that names the file."""
     try:
         yield
     except MemoryError as error:
@@ -261,7 +261,7 @@ def _read_csv(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
 
 
 def _undecodable(fields: list[str]) -> str | None:
-    """Return what is wrong with fields that hold bytes as surrogates, None if none does."""
+    """Return the fault of fields that hold bytes as surrogates, None if none does."""
     try:
         "".join(fields).encode()
     except UnicodeEncodeError as error:

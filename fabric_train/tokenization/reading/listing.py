@@ -259,7 +259,7 @@ def check_unchanged(file: ListedFile, digest: bytes | None = None) -> None:
 
 
 def changed(file: ListedFile) -> InputError:
-    """Return the error for a file that is not what was listed."""
+    """Return the error for a file that has changed since it was listed."""
     return InputError(f"{file.name}: changed while it was read; start again once nothing writes to it")
 
 
@@ -369,7 +369,7 @@ class _Decompressed(io.BufferedReader):
 
 
 def position_in(file: BinaryIO) -> int:
-    """Return the position in a file; in a compressed one, in proportion to what was taken of its content."""
+    """Return the position in a file; in a compressed one, in proportion to the content that was taken."""
     if isinstance(file, _Decompressed):
         return file.compressed.tell() * file.tell() // max(1, file.content.num_read)
     return file.tell()

@@ -84,8 +84,8 @@ Source = FileSource | hf_datasets.DatasetSource | hf_datasets.StreamSource
 def split_names(given: Sequence[str], option: str) -> list[tuple[str, str]]:
     """Return the name and the place (path, pattern, URL or hub name) of each source that ``option`` gives.
 
-    What is before the first ``=`` is a name if it consists of letters, digits and ``_.-``. So a path that begins like a
-    name is written with ``./`` before it. Without a name, the place without its secrets is the name. Sources of one
+    The text before the first ``=`` is a name if it consists of letters, digits and ``_.-``. So a path that begins like
+    a name is written with ``./`` before it. Without a name, the place without its secrets is the name. Sources of one
     name are one source. InputError if NAME=PLACE is also a path that exists; or the name is ``all``, which means all
     sources wherever losses are shown by source.
     """
@@ -111,7 +111,7 @@ def place_of(value: str) -> str:
 
 
 def open_each(open_one: Callable[[Given], Opened], given: Iterable[Given]) -> list[Opened]:
-    """Return what is opened for each thing given; an InputError has the faults of all, each once."""
+    """Return an opened source for each thing given; an InputError has the faults of all, each once."""
     opened, faults = list[Opened](), dict[str, None]()
     for one in given:
         try:
@@ -184,7 +184,7 @@ def _of_files(name: str, option: str, where: str, root: Path, listing: listings.
 
 
 def _is_copy_of_hub(folder: Path) -> bool:
-    """Return whether a folder's README.md lists subsets and splits, as those of datasets on the hub do."""
+    """Return whether a folder's README.md lists subsets and splits, as in datasets on the hub."""
     readme = folder / "README.md"
     if not readme.is_file():
         return False

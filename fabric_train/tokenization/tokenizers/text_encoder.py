@@ -154,7 +154,7 @@ class CharacterFinder:
         runs = (list(run) for _, run in groupby(enumerate(codes), key=lambda numbered: numbered[1] - numbered[0]))
         ranges = (f"{re.escape(chr(run[0][1]))}-{re.escape(chr(run[-1][1]))}" for run in runs)
         self._expression = re.compile(f"[{''.join(ranges)}]")
-        # by the first byte: whether the second one may be that of a character
+        # by the first byte: whether the second one may belong to a character
         self._seconds: dict[int, np.ndarray] = {}
         for first, second in {tuple(chr(code).encode()[:2]) for code in codes}:
             self._seconds.setdefault(first, np.zeros(256, dtype=bool))[second] = True

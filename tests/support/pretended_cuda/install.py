@@ -23,7 +23,7 @@ def install() -> None:
     """Give this process the devices that the environment asks for; torch must not be imported yet.
 
     ``PRETENDED_CUDA_LIBRARY`` is what ``build`` returns, ``PRETENDED_CUDA_DEVICES`` the number of devices. The other
-    variables are those of :func:`begin`, which every process calls that runs a program.
+    variables are for :func:`begin`, which every process calls that runs a program.
     """
     if "torch" in sys.modules:
         raise RuntimeError("torch is imported already")
@@ -56,7 +56,7 @@ def begin() -> None:
 
 
 def _num_devices() -> int:
-    """Return the number of devices, of which CUDA_VISIBLE_DEVICES may leave out some."""
+    """Return the number of devices; CUDA_VISIBLE_DEVICES may leave out some."""
     number, visible = int(os.environ["PRETENDED_CUDA_DEVICES"]), os.environ.get("CUDA_VISIBLE_DEVICES")
     return number if visible is None else min(number, len(visible.split(",")))
 

@@ -36,7 +36,7 @@ _NUM_TRIES = 40
 
 @dataclass(frozen=True)
 class Case:
-    """One case; ``values`` are those of ``FACTORS``, in order."""
+    """One case; ``values`` are from ``FACTORS``, in order."""
 
     values: tuple[str, ...]
 
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, object]:
-        """The program's options, without those of the data."""
+        """The program's options, without the data's."""
         options: dict[str, object] = {
             **_STRATEGIES[self["strategy"]],
             "precision": self["precision"],

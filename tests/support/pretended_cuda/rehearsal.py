@@ -9,7 +9,7 @@ from tests.support.pretended_cuda.run import PretendedRun, run_pretended
 from tests.support.short_runs import argv, metrics
 
 LATE = 5.0
-"""Seconds that a copy is late if nothing else waits for it: the optimizer would change what is not copied yet."""
+"""Seconds that a copy is late if nothing else waits for it: the optimizer would change tensors not copied yet."""
 SETTINGS = {"max_step": 4, "total_batch_size": 12, "eval_step_interval": 4, "save_step_interval": 2}
 STEP_WAITS = {"copy to host in exchange_step"}
 """Where the host waits for the device in a step: there and nowhere else."""

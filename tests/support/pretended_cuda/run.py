@@ -41,7 +41,7 @@ class Notes:
 class PretendedRun:
     """A run that has ended.
 
-    ``returncode`` and ``stderr`` are those of the first rank that failed, else rank 0's; ``stdout`` is rank 0's;
+    ``returncode`` and ``stderr`` are from the first rank that failed, else from rank 0; ``stdout`` is rank 0's;
     ``notes`` are by rank.
     """
 

@@ -1,0 +1,87 @@
+"""Write the tables of other programs' arguments in docs/how-to/: ``python -m tests.foreign_tables --write``.
+
+The names are those that tests/cli/test_foreign_names.py looks up, and the answers are the program's own, from
+``fabric_train/cli/foreign_names.yaml``.
+"""
+
+import ast
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+from arguments import TrainArguments
+from fabric_train.cli.argument_types import types_of
+from fabric_train.cli.parser import advice_for_name
+from fabric_train.cli.yaml_core import load
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN = "<!-- the rest: python -m tests.foreign_tables --write -->\n"
+PAGES = {
+    "from_axolotl": ("axolotl",),
+    "from_torchtune": ("torchtune",),
+    "from_llama_factory": ("llamafactory",),
+    "from_trainer": ("trl", "transformers"),
+}
+"""Page → beginnings of the programs' names in tests/cli/other_programs_arguments.yaml."""
+
+
+def path_of(page: str) -> Path:
+    return ROOT / "docs" / "how-to" / f"{page}.md"
+
+
+def tables_of(page: str) -> str:
+    """Return the tables of a page as Markdown: arguments with another name here, with the same name, with none."""
+    known = list(types_of(TrainArguments))
+    names = _names(*PAGES[page])
+    rows: dict[str, list[str]] = {}
+    for name in sorted({*names} - {*known, "config", "debug"}):
+        advice = advice_for_name("TrainArguments", name, known)
+        if advice is None:
+            raise ValueError(f"{name} is not in foreign_names.yaml")
+        rows.setdefault(advice, []).append(f"`{name}`")
+    renamed = {advice.removeprefix("here it is "): row for advice, row in rows.items() if "here it is" in advice}
+    absent = {advice: row for advice, row in rows.items() if "here it is" not in advice}
+    same = ", ".join(f"`{name}`" for name in known if name in names)
+    return "\n".join(
+        [
+            *("## Another name", "", "| there | here |", "|---|---|"),
+            *(f"| {', '.join(row)} | {_in_code(here)} |" for here, row in sorted(renamed.items())),
+            *("", "## The same name", "", f"{same}.", "", "## Not here", "", "| there | instead |", "|---|---|"),
+            *(f"| {', '.join(row)} | {_in_code(advice)} |" for advice, row in sorted(absent.items())),
+            "",
+        ]
+    )
+
+
+def _names(*programs: str) -> list[str]:
+    others = load((ROOT / "tests" / "cli" / "other_programs_arguments.yaml").read_text(encoding="utf-8"))
+    names = [name for title, text in others.items() if title.startswith(programs) for name in text.split()]
+    if "transformers" not in programs:
+        return names
+    # the fields of transformers' TrainingArguments, from its source: an import would take seconds
+    package = importlib.util.find_spec("transformers")
+    assert package is not None
+    assert package.origin is not None
+    source = (Path(package.origin).parent / "training_args.py").read_text(encoding="utf-8")
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    fields = next(node for node in classes if node.name == "TrainingArguments").body
+    return names + [
+        node.target.id for node in fields if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+
+
+def _in_code(text: str) -> str:
+    if re.fullmatch(r"--\w+ [\w-]+", text):
+        return f"`{text}`"
+    values = "true|FILE|NAME:SUBSET:SPLIT@REVISION|FIRST:LAST|FAMILY|PATH|RUN"
+    return re.sub(rf"(\w+\.py )?--\w+( ({values})\b)?|\w+\.py", r"`\g<0>`", text)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        written = path_of(page).read_text(encoding="utf-8").partition(BEGIN)[0] + BEGIN + "\n" + tables_of(page)
+        if "--write" in sys.argv[1:]:
+            path_of(page).write_text(written, encoding="utf-8")
+        else:
+            print(written)
