@@ -35,8 +35,9 @@ from benchmarks import (
     training,
 )
 from benchmarks.measure import ROOT
-from benchmarks.report import Report, checked_out_commit, this_machine, write_report
+from benchmarks.report import Report, this_machine, write_report
 from fabric_train.cli.errors import InputError, run_program
+from fabric_train.cli.fabric_command import checked_out_commit
 from sample_data import real_data
 
 

@@ -1,10 +1,8 @@
 """Write a benchmark's result into benchmarks/results: machine, commit, commands, and every raw number."""
 
 import json
-import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -75,19 +73,6 @@ def this_machine() -> Machine:
     )
 
 
-def checked_out_commit() -> str | None:
-    """Return the commit that is checked out, or None outside a repository.
-
-    It ends in ``-dirty`` where files other than results and documents differ from the commit.
-    """
-    try:
-        commit = _git("describe", "--always", "--abbrev=12", "--exclude=*")
-        differs = _git("status", "--porcelain", "--untracked-files=no", ":!benchmarks/results", ":!docs")
-    except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or no repository
-        return None
-    return commit + "-dirty" * bool(differs)
-
-
 def write_report(report: Report, machine: Machine, commit: str | None, folder: Path = RESULTS) -> Path:
     """Write ``NAME-DATE-MACHINE.json`` into ``folder``, replacing one of the same day, and return its path."""
     now = datetime.now(timezone.utc)
@@ -116,9 +101,3 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _git(*words: str) -> str:
-    environment = {**os.environ, "LC_ALL": "C"}
-    finished = subprocess.run(["git", *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    return finished.stdout.strip()

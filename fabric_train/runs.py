@@ -65,7 +65,8 @@ class RunsArguments:
 
 @dataclass(frozen=True)
 class Run:
-    """One run; None is not known. ``best`` is the loss of ``--best_by``, ``speed`` is in tokens/s.
+    """One run; None is not known. ``best`` is the loss of ``--best_by``, ``speed`` is in tokens/s,
+    ``code`` the version and commit of its newest checkpoint.
 
     ``state`` is running, done, stopped (by a signal, or it has not begun) or failed. ``running?`` and ``stopped?``: the
     lock file of a run is there, but nobody on this machine holds it. Then the run was killed, the folder is a copy, or
@@ -81,6 +82,7 @@ class Run:
     speed: float | None
     data: str | None
     model: str | None
+    code: str | None
     changed: float
     damage: tuple[str, ...]
 
@@ -139,6 +141,7 @@ def read_run(folder: Path) -> Run:
         speed=speeds[-1] if speeds else None,
         data=", ".join(map(str, sources)) if isinstance(sources, list) else sources and str(sources),
         model=given.get("model_name") and str(given["model_name"]),
+        code=_try(damage, None, folder / "checkpoints", lambda _: newest.get("versions", {}).get("fabric-train")),
         changed=changed,
         damage=tuple(dict.fromkeys(damage)),
     )

@@ -20,7 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from arguments import TrainArguments, parse
-from fabric_train.checkpoint import CheckpointManager, Description, TrainerState
+from fabric_train.checkpoint import Description, TrainerState
+from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import DataOrder, Window
 from fabric_train.distributed.ranks import StepSync, clip_grad_norm, named_parameters, sync_step

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from fabric_train.__main__ import main as train
-from fabric_train.checkpoint import CheckpointManager
+from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.cli.errors import run_program
 from fabric_train.preflight import memory_plan as plan
 

@@ -17,8 +17,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from fabric_train.bundle.recipe import ADAPTER, CONFIGURATION, MODEL, Recipe
 from fabric_train.bundle.wheels import Target, download_wheels, estimated_bytes, installed_bytes
-from fabric_train.checkpoint import find_base, is_adapter, read_base_name, read_trainer_json
-from fabric_train.checkpoint.adapter_folder import CONFIG, WEIGHTS, check_files, fingerprint
+from fabric_train.checkpoint import read_trainer_json
+from fabric_train.checkpoint.adapter_folder import (
+    CONFIG,
+    WEIGHTS,
+    check_files,
+    find_base,
+    fingerprint,
+    is_adapter,
+    read_base_name,
+)
 from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, print_errors

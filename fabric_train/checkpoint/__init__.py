@@ -15,19 +15,7 @@ step-00000500/
   model/  optimizer/                    sharded: one safetensors file per rank, with the offsets of its blocks
 """
 
-# ruff: noqa: F401 - what the other subpackages import from here
-from fabric_train.checkpoint.adapter_folder import (
-    choose_adapter,
-    files_of_adapter,
-    find_base,
-    is_adapter,
-    is_exported_adapter,
-    open_adapted,
-    open_frozen,
-    read_adapter,
-    read_base_name,
-    trained_adapter,
-)
+# ruff: noqa: F401 - what the other subpackages import from here; the other modules here import models, which is slow
 from fabric_train.checkpoint.discovery import (
     Damages,
     best_checkpoint,
@@ -50,8 +38,6 @@ from fabric_train.checkpoint.discovery import (
     whole_checkpoints,
     wrong_content,
 )
-from fabric_train.checkpoint.manager import CheckpointManager
-from fabric_train.checkpoint.tensors import restore_optimizer
 from fabric_train.checkpoint.trainer_json import (
     BranchPoint,
     Description,

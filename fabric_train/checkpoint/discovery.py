@@ -6,17 +6,18 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning import Fabric
 from rich.progress import track
 
 from fabric_train.checkpoint.files import find_damage, find_wrong_content
 from fabric_train.checkpoint.trainer_json import FORMAT, find_unreadable, read_format, read_trainer_json
 from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.cli.output import open_console
-from fabric_train.distributed.ranks import first_text
 from fabric_train.files.atomic_folder import is_temporary, remove, sync_and_rename
+
+if TYPE_CHECKING:
+    from lightning import Fabric
 
 _NAME = re.compile(r"step-[0-9]{8,18}")
 _SHORT_NAME = re.compile(r"best|latest|step-[0-9]{1,18}")
@@ -227,8 +228,10 @@ def describe_damaged(run: Path, used: Path | None, damages: Damages | None = Non
     ]
 
 
-def wrong_content(checkpoint: Path, fabric: Fabric) -> str | None:
+def wrong_content(checkpoint: Path, fabric: "Fabric") -> str | None:
     """Return on all ranks which file does not have the written content, or None. All call it; each reads its share."""
+    from fabric_train.distributed.ranks import first_text  # slow, and needed only by a run
+
     return first_text(fabric, find_wrong_content(checkpoint, rank=fabric.global_rank, num_ranks=fabric.world_size))
 
 

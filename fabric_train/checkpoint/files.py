@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from fabric_train.checkpoint.tensors import Write
 from fabric_train.cli.errors import InputError, raise_reached_limit
 from fabric_train.files.atomic_folder import fsync
 from fabric_train.files.regular_file import read_json
@@ -53,6 +52,15 @@ class _ListedFile:
 @dataclass(frozen=True)
 class _ChecksumsJson:
     files: dict[str, _ListedFile]
+
+
+@dataclass(frozen=True)
+class Write:
+    """A flat tensor on any device, and the file and byte offset to write it to."""
+
+    file: str
+    offset: int
+    data: torch.Tensor
 
 
 class _PieceHasher:

@@ -21,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fabric_train.checkpoint.adapter_folder import PREFIX
 from fabric_train.checkpoint.adapter_folder import WEIGHTS as ADAPTER_WEIGHTS
+from fabric_train.checkpoint.files import Write
 from fabric_train.checkpoint.trainer_json import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.ranks import (
@@ -224,15 +225,6 @@ def _copies(tensor: DTensor) -> tuple[int, int]:
 def _replicated(name: str, tensor: torch.Tensor) -> LocalTensor:
     ranks = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     return LocalTensor(name, tensor.shape, tensor.dtype, 0, (tensor.flatten(),) if tensor.numel() else (), *ranks)
-
-
-@dataclass(frozen=True)
-class Write:
-    """A flat tensor on any device, and the file and byte offset to write it to."""
-
-    file: str
-    offset: int
-    data: torch.Tensor
 
 
 def rank_writes(part: str, tensors: list[LocalTensor], fabric: Fabric, state_dict_type: str) -> list[Write]:

@@ -17,6 +17,8 @@ from fabric_train.model.origin import AdapterBase, ModelOrigin, ReferenceModel, 
 FORMAT = 2
 HIGHER_IS_BETTER = ("accuracy", "margin", "reward_chosen")
 """Figures of preference pairs; of others, a lower value is better. Who reads a checkpoint has no objective to ask."""
+PROGRAM = "fabric-train"
+"""The name in ``versions`` of the code that trained, with its commit; earlier versions did not record it."""
 _ADVICE = "use another checkpoint"
 
 

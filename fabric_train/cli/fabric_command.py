@@ -8,10 +8,12 @@ have ended, and takes ``--help`` after the script for itself.
 
 import logging
 import os
+import re
 import runpy
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -49,6 +51,7 @@ called_as: str | None = None
 
 _PROGRAM = Path(__file__).resolve().parents[1]
 _PROJECT = _PROGRAM.parent
+_OF_GIT_HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -91,6 +94,26 @@ def fabric_train() -> None:
     os.environ |= project_first()
     del sys.argv[1:2]
     runpy.run_module(PROGRAMS[name], run_name="__main__", alter_sys=True)
+
+
+def checked_out_commit(project: Path = _PROJECT) -> str | None:
+    """Return the commit of the code that runs; None if its folder is no repository of its own, or git cannot say.
+
+    It ends in ``-dirty`` where files other than results and documents differ from the commit.
+    """
+    words = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--"]
+    words += [".", ":!benchmarks/results", ":!docs"]
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_GIT_HOOKS}
+    if not (project / ".git").exists():  # installed in a folder of another repository
+        return None
+    try:
+        status = subprocess.run(words, cwd=project, env=environment, capture_output=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = status.stdout.decode(errors="replace").splitlines()
+    commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), "")
+    is_dirty = any(not line.startswith("#") for line in lines)
+    return commit[:12] + "-dirty" * is_dirty if re.fullmatch("[0-9a-f]{40,64}", commit) else None
 
 
 def project_first() -> dict[str, str]:

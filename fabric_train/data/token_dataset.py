@@ -6,9 +6,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,6 +19,9 @@ from fabric_train.files.regular_file import check_links
 from fabric_train.tokenization.manifest import Manifest, read_manifest
 from fabric_train.tokenization.packing import token_folder
 from fabric_train.tokenization.packing.document_index import DocumentIndex, SourceTable, altered_rows, open_index
+
+if TYPE_CHECKING:
+    import datasets
 
 VALIDATION_NAMES = ("validation", "valid")
 _ROWS_AT_ONCE = 1 << 16
@@ -112,7 +114,7 @@ class Rows(IndexedRows):
 
     def __init__(
         self,
-        split: datasets.Dataset,
+        split: "datasets.Dataset",
         isolate_documents: bool = True,
         source_names: tuple[str, ...] = ("",),
         open_index: Callable[[], DocumentIndex | None] = lambda: None,
@@ -305,14 +307,16 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
     manifest = read_manifest(path)
     names = SourceTable(manifest.sources).names if manifest and manifest.has_index else (folder,)
 
-    def rows(split: datasets.Dataset, name: str) -> Rows:
+    def rows(split: "datasets.Dataset", name: str) -> Rows:
         return Rows(split, isolate_documents, names, functools.partial(open_index, path, manifest, name))
 
     held_out = rows(validation, "validation") if validation is not None and len(validation) else None
     return TokenDataset(path, rows(train, "train"), held_out, manifest)
 
 
-def _open_splits(folder: str) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+def _open_splits(folder: str) -> "tuple[datasets.Dataset, datasets.Dataset | None]":
+    import datasets  # slow, and not needed to describe the data of a run
+
     try:
         splits = datasets.load_from_disk(folder)
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -337,7 +341,7 @@ def _open_splits(folder: str) -> tuple[datasets.Dataset, datasets.Dataset | None
     return splits["train"], validation
 
 
-def _fault_of_columns(split: datasets.Dataset) -> str | None:
+def _fault_of_columns(split: "datasets.Dataset") -> str | None:
     """Return the fault of a split's columns of tokens, labels and document starts; None if they are right."""
     if "input_ids" not in split.column_names:
         return f"no column input_ids, only {', '.join(split.column_names)}"
@@ -367,7 +371,7 @@ def _is_sound(lists: pa.Table | pa.ChunkedArray, full: bool = True) -> bool:
     return True
 
 
-def _row_lengths(split: datasets.Dataset, column: str) -> np.ndarray | int:
+def _row_lengths(split: "datasets.Dataset", column: str) -> np.ndarray | int:
     """Return the values in each row of a column of lists, integers [rows].
 
     Rows that ``tokenize_dataset.py`` writes have lists of one length, which is in the column's type: it is returned

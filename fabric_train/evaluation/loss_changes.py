@@ -5,16 +5,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fabric_train.cli.output import visible
-from fabric_train.evaluation.texts import EncodedText
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.pages.markdown import Markdown, escaped, table
 from fabric_train.pages.page import Section, page_templates, to_html
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
+
+if TYPE_CHECKING:
+    from fabric_train.evaluation.texts import EncodedText
 
 CHANGES = "changes.json"
 PAGE = "report.html"
@@ -68,7 +70,7 @@ class LossChanges:
 
 
 def find_changes(
-    names: tuple[str, str], texts: Sequence[EncodedText], before: Sequence[np.ndarray], after: Sequence[np.ndarray]
+    names: tuple[str, str], texts: Sequence["EncodedText"], before: Sequence[np.ndarray], after: Sequence[np.ndarray]
 ) -> LossChanges:
     """Compare two models of these names token by token; their losses are fp32 [N] for each text."""
     ids = np.concatenate([text.target_ids for text in texts])
@@ -99,7 +101,7 @@ def _by_frequency(ids: np.ndarray, old: np.ndarray, new: np.ndarray) -> list[Tok
 
 
 def _extremes(
-    texts: Sequence[EncodedText], before: Sequence[np.ndarray], after: Sequence[np.ndarray]
+    texts: Sequence["EncodedText"], before: Sequence[np.ndarray], after: Sequence[np.ndarray]
 ) -> tuple[tuple[ChangedDocument, ...], tuple[ChangedDocument, ...]]:
     """Return the documents whose mean loss fell most, and those whose mean loss rose most."""
     ranked = []

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.table import Table
@@ -12,10 +12,12 @@ from rich.table import Table
 from fabric_train.checkpoint import perplexity
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console, visible
-from fabric_train.evaluation.texts import EncodedText
 from fabric_train.files.regular_file import open_regular, write_atomically
 from fabric_train.pages.charts import BETTER, TEXT, WORSE, write_png
 from fabric_train.training.bootstrap import FEWEST_DOCUMENTS, LEVEL, DocumentSums, ModelLoss, compare
+
+if TYPE_CHECKING:
+    from fabric_train.evaluation.texts import EncodedText
 
 DOCUMENTS = "documents.jsonl"
 Results = Mapping[str, Mapping[str, ModelLoss]]
@@ -86,7 +88,7 @@ Evaluated = dict[str, dict[str, list[DocumentLoss]]]
 
 
 def document_losses(
-    model: str, weights: str, texts: Sequence[EncodedText], losses: Sequence[np.ndarray]
+    model: str, weights: str, texts: Sequence["EncodedText"], losses: Sequence[np.ndarray]
 ) -> dict[str, list[DocumentLoss]]:
     """Return a model's losses on each document by source, from the ``losses`` of each text's tokens, fp32 [N]."""
     found: dict[str, list[DocumentLoss]] = {}

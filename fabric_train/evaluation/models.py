@@ -23,12 +23,11 @@ from fabric_train.checkpoint import (
     checkpoints_of_all,
     describe_choice,
     find_checkpoint,
-    is_exported_adapter,
     is_short_name,
     means_all,
-    read_base_name,
     read_trainer_json,
 )
+from fabric_train.checkpoint.adapter_folder import is_exported_adapter, read_base_name
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.cli.output import open_console
 from fabric_train.data.batch import Batch

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fabric_train.cli.errors import InputError
 from fabric_train.evaluation.arguments import LanguageTask, TaskSettings
 from fabric_train.files.regular_file import read_json, write_atomically
+from fabric_train.pages import markdown
 from fabric_train.pages.charts import Chart, Series, draw
 
 if TYPE_CHECKING:
@@ -22,6 +24,10 @@ _ACCURACIES = ("acc_norm", "acc", "exact_match", "f1")  # shares of right answer
 _USUAL_METRICS = (*_ACCURACIES, "bits_per_byte", "byte_perplexity", "word_perplexity", "perplexity")
 """Of a task's metrics, the first of these is shown."""
 _PANELS_PER_ROW = 3
+_CSV_COLUMNS = (
+    *("model", "step", "language", "task", "metric", "value", "stderr", "num_documents", "num_fewshot"),
+    "higher_is_better",
+)
 
 
 @dataclass(frozen=True)
@@ -163,27 +169,41 @@ def to_csv(table: ScoreTable, tasks: Sequence[LanguageTask]) -> str:
     """Return a row for each task and metric of each model, and for each mean over a language's tasks."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(["model", "step", "language", "task", "metric", "value", "stderr", "num_documents", "num_fewshot"])
+    lines.writerow(_CSV_COLUMNS)
     for model in table.models:
         start = [model.name, model.step]
         for task in tasks:
             score = model.of(task.settings)
             for name, metric in score.metrics.items() if score else ():
                 assert score is not None
-                numbers = [metric.value, metric.stderr, score.num_documents, score.num_fewshot]
+                numbers = [metric.value, metric.stderr, score.num_documents, score.num_fewshot, metric.higher_is_better]
                 lines.writerow([*start, task.language, task.settings.task, name.removesuffix(",none"), *numbers])
         for column in table.columns:
             if mean := table.cell(model, column):
-                row = [column.language, "mean", column.quantity, mean.value, mean.stderr, None, None]
-                lines.writerow([*start, *row])
+                numbers = [mean.value, mean.stderr, None, None, mean.higher_is_better]
+                lines.writerow([*start, column.language, "mean", column.quantity, *numbers])
     return text.getvalue()
+
+
+def read_means(file: Path) -> ScoreTable:
+    """Return the means of a file that :func:`to_csv` wrote; an InputError if it is damaged or of an earlier version."""
+    models, columns, cells = dict[str, ModelScores](), dict[Column, None](), dict[tuple[str, Column], MetricScore]()
+    try:
+        with file.open(encoding="utf-8", newline="") as lines:
+            for row in (row for row in csv.DictReader(lines) if row["task"] == "mean"):
+                is_higher = {"True": True, "False": False}[row["higher_is_better"]]
+                value, stderr = (float(row[name]) if row[name] else None for name in ("value", "stderr"))
+                column = Column(row["language"], row["metric"], is_higher)
+                models[row["model"]] = ModelScores(row["model"], int(row["step"]) if row["step"] else None, "", [])
+                columns[column], cells[row["model"], column] = None, MetricScore(value, stderr, is_higher)
+    except (ValueError, KeyError, TypeError, csv.Error):
+        raise InputError(f"{file}: damaged, or of an earlier version; evaluate again") from None
+    return ScoreTable([*columns], [*models.values()], cells)
 
 
 def to_markdown(table: ScoreTable) -> str:
     head = ["model", *(column.title for column in table.columns)]
-    lines = [head, ["---", *("---:" for _ in table.columns)]]
-    lines += [[model.name, *_cells(table, model)] for model in table.models]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
+    return markdown.table(head, [(model.name, *_cells(table, model)) for model in table.models], len(head) - 1) + "\n"
 
 
 def to_rich(table: ScoreTable) -> "Table":

@@ -2,18 +2,16 @@
 
 import hashlib
 import itertools
-import json
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train.cli.output import redact
-from fabric_train.export.source import AveragePart, MergeInto
-from fabric_train.model.origin import STAGES, HubDataset, ModelOrigin, StageSource, TrainingSession, TrainingStage
+from fabric_train.files.regular_file import read_json_lines
+from fabric_train.model.origin import HubDataset, ModelOrigin, StageSource, TrainingSession, TrainingStage
 from fabric_train.pages.markdown import (
     SHOWN_DIGITS,
     Markdown,
@@ -22,14 +20,16 @@ from fabric_train.pages.markdown import (
     escaped,
     last_part,
     listed,
+    public_value,
 )
 from fabric_train.tokenization.manifest import Manifest, SourceRecord, read_manifest
 from fabric_train.tokenization.reading.sources import place_of
 from fabric_train.training.replay_certificate import StoredCertificate, read_certificate
 
-HASHES = "training_data.sha256"
-_TASKS = "decontaminate"
-_WHAT_BECAME = {"drop": "left out", "mark": "kept"}
+if TYPE_CHECKING:
+    from fabric_train.export.source import AveragePart, MergeInto
+
+EXPORTS = "exports.jsonl"
 # "NAME, subset SUBSET, SPLIT, commit COMMIT", see ``StreamedSource.identities``; "version" in earlier versions
 _HUB_IDENTITY = re.compile(r"([^,]+), .*(?:commit|version) ([^,]*)")
 
@@ -67,8 +67,8 @@ class ModelRecord:
     origin: ModelOrigin | None  # the model that the run began with
     certificate: StoredCertificate | None
     names: PublicNames  # of the sources
-    parts: tuple[AveragePart, ...]  # whose average the weights are, this one the last; none if the weights are its own
-    merges: MergeInto | None  # the weights that its adapter is merged into; None for an adapter or a whole model
+    parts: "tuple[AveragePart, ...]"  # whose average the weights are, this one the last; none if they are its own
+    merges: "MergeInto | None"  # the weights that its adapter is merged into; None for an adapter or a whole model
 
     def part_name(self, part: str) -> str:
         """Return the public name of a part of the last validation, see ``Evaluation.parts``."""
@@ -112,13 +112,40 @@ class ModelRecord:
         return list(dict.fromkeys([*before, *streamed, *stored]))
 
 
-def read_record(checkpoint: Path, parts: Sequence[AveragePart] = (), merges: MergeInto | None = None) -> ModelRecord:
+def read_record(
+    checkpoint: Path, parts: "Sequence[AveragePart]" = (), merges: "MergeInto | None" = None
+) -> ModelRecord:
     """Return what a complete checkpoint says about its model."""
     saved, manifest = checkpoints.read_trainer_json(checkpoint), read_manifest(checkpoint)
     certificate = read_certificate(checkpoints.run_of(checkpoint), saved.state.step)
     return ModelRecord(
         checkpoint, saved, manifest, saved.base_model, certificate, PublicNames(manifest), tuple(parts), merges
     )
+
+
+@dataclass(frozen=True)
+class ExportRecord:
+    """A line of RUN/exports.jsonl: an export of a checkpoint of the run, and what its verification found.
+
+    ``folder`` is the name of the exported folder, ``weights`` has the SHA-256 of its weight files by name.
+    ``faults`` says why it was given up; then the other fields about its content are empty.
+    """
+
+    time: str
+    checkpoint: str
+    source: str
+    folder: str
+    dtype: str
+    num_tensors: int
+    num_parameters: int
+    logit_difference: float | None
+    weights: dict[str, str]
+    faults: str
+
+
+def read_exports(run: Path) -> list[ExportRecord]:
+    """Return the exports of a run that :func:`convert.convert` has noted there; an InputError if they are damaged."""
+    return [*read_json_lines(run / EXPORTS, ExportRecord, "move the file away")]
 
 
 def stages_through(checkpoint: Path) -> tuple[TrainingStage, ...]:
@@ -135,19 +162,6 @@ def all_stages(record: ModelRecord) -> tuple[TrainingStage, ...]:
     state, run = record.saved.state, last_part(str(checkpoints.run_of(record.checkpoint)))
     own = TrainingStage(run, state.step, state.num_tokens, record.origin, sources, list(record.saved.sessions))
     return (*record.saved.stages, own)
-
-
-def write_stages(record: ModelRecord, folder: Path) -> None:
-    """Write the stages of training, from which a run that begins with the export takes them, and the source files.
-
-    Each source file is a line, as ``sha256sum`` writes it, with a name of the form SOURCE/FILE.
-    """
-    stages = all_stages(record)
-    text = json.dumps([asdict(stage) for stage in stages], indent=2)
-    (folder / STAGES).write_text(redact(text) + "\n", encoding="utf-8")
-    files = (line for stage in stages for source in stage.sources for line in source.files)
-    if lines := dict.fromkeys("".join(part if part.isprintable() else "?" for part in line) for line in files):
-        (folder / HASHES).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def stored_sources(record: ModelRecord) -> list[StageSource]:
@@ -291,47 +305,6 @@ def phase_rows(record: ModelRecord) -> list[Row]:
     return rows
 
 
-@dataclass(frozen=True)
-class Cleaning:
-    """The changes to the texts of a token dataset before they became tokens."""
-
-    of_several: bool  # several token datasets were merged, and differ
-    steps: list[Row]  # name and settings, or token dataset, name and settings
-    edits: list[Row]
-    checks: list[dict[str, Any]]  # at most one, against evaluation tasks
-
-
-def read_cleaning(manifest: Manifest) -> Cleaning:
-    """Return what a manifest says about the cleaning of the texts."""
-    by_dataset = [(last_part(part.name), part.cleaning) for part in manifest.parts] or [("", manifest.cleaning)]
-    of_each = [{name: json.dumps(part[name]) for name in part if name != _TASKS} for _, part in by_dataset]
-    of_several = any(one != of_each[0] for one in of_each)
-    steps: list[Row] = [tuple(map(code, one)) for one in of_each[0].items()]
-    if of_several:
-        steps = [
-            (code(dataset), code(name) if name else "none", code(settings) if name else "")
-            for (dataset, _), one in zip(by_dataset, of_each, strict=True)
-            for name, settings in (one or {"": ""}).items()
-        ]
-    checks = _checked_tasks([part for _, part in by_dataset], manifest.ledger.contaminated)
-    return Cleaning(of_several, steps, list(manifest.ledger.edits.items()), checks)
-
-
-def _checked_tasks(parts: Sequence[dict[str, Any]], contaminated: dict[str, int]) -> list[dict[str, Any]]:
-    checks = [part[_TASKS] for part in parts if _TASKS in part]
-    if not checks:
-        return []
-    actions = {check["contaminated"] for check in checks}
-    rows = []
-    for task in dict.fromkeys(task for check in checks for task in check["tasks"]):
-        counts = [check["tasks"][task] for check in checks if task in check["tasks"]]
-        items, too_short = (max(one[name] for one in counts) for name in ("items", "too_short"))
-        where = "all" if len(counts) == len(parts) else f"{len(counts):,} of {len(parts):,} parts"
-        rows.append((code(task), items, too_short, where, contaminated.get(task, 0)))
-    became = " or ".join(word for action, word in _WHAT_BECAME.items() if action in actions)
-    return [{**checks[0], "became": became, "tasks": rows}]
-
-
 def device_hours(sessions: Sequence[TrainingSession]) -> Markdown:
     """Return the hours of all devices together in words, such as ``98.4 GPU hours on 8 × NVIDIA H100``."""
     devices = listed([*dict.fromkeys(map(_hardware, sessions))])
@@ -374,3 +347,59 @@ def _totals(sessions: Sequence[TrainingSession]) -> tuple[str, str]:
 def _hardware(session: TrainingSession) -> str:
     name, _, more = session.device.partition(", ")  # of a CPU, instructions and threads
     return f"{session.num_devices:,} × {name}" + (f" ({more})" if more else "")
+
+
+def lineage_row(branch: checkpoints.BranchPoint, shown: Sequence[str] | None = None) -> Row:
+    """Return the run that was branched off, the step, and the changed arguments, or the ``shown`` ones of these.
+
+    Paths are shown by their last part.
+    """
+    changed = [
+        f"`{name}`: {escaped(public_value(there))} → {escaped(public_value(here))}"
+        for name, (there, here) in branch.changed.items()
+        if shown is None or name in shown
+    ]
+    data = [] if branch.continues_data else ["other data from the start"]
+    return code(last_part(branch.run)), branch.step, Markdown(", ".join([*changed, *data]) or "nothing")
+
+
+def results_of(record: ModelRecord) -> dict[str, Any]:
+    """Return what the section on the results has: the losses of each source, at the first evaluation and now."""
+    state, total = record.saved.state, sum(part.weight for part in record.parts)
+    now, first = state.evaluation, state.first_evaluation or state.evaluation
+    rows: list[Row] = []
+    columns = ["source", f"{now.whole.unit if now else 'token'}s evaluated"]
+    if now and first:
+        figures = list(now.whole.figures())
+        columns += [figure.replace("_", " ") for figure in figures]
+        has_before = first.step < now.step
+        columns += ["change of loss"] if has_before else []
+        for name, before, after in checkpoints.compare_evaluations(first, now):
+            pairs = zip(_cells(before, figures), _cells(after, figures), strict=True)
+            cells = [f"{there}\u00a0→\u00a0{here}".strip("\u00a0→") if has_before else here for there, here in pairs]
+            change = [_change(before, after)] if has_before else []
+            rows.append((record.part_name(name), after.num_tokens, *cells, *change))
+    runs = [code(last_part(str(checkpoints.run_of(part.checkpoint)))) for part in record.parts]
+    return {
+        "part_rows": [
+            (run, checkpoints.read_trainer_json(part.checkpoint).state.step, f"{part.weight / total:.2%}")
+            for run, part in zip(runs, record.parts, strict=True)
+        ],
+        "now": now,
+        "first": first,
+        "perplexity": None if state.val_loss is None else checkpoints.perplexity(state.val_loss),
+        "result_columns": " | ".join(columns),
+        "result_rows": rows,
+    }
+
+
+def _cells(loss: checkpoints.TokenLoss | None, figures: Sequence[str]) -> Iterator[str]:
+    for value in (loss.figures().get(figure) if loss else None for figure in figures):
+        digits = 3 if value is None or value < 100 else 1 if value < 1000 else 0
+        yield "" if value is None else f"{value:,.{digits}f}"
+
+
+def _change(before: checkpoints.TokenLoss | None, after: checkpoints.TokenLoss) -> str:
+    if before is None or not before.loss > 0:
+        return ""
+    return f"{after.loss / before.loss - 1:+.1%}".replace("-", "−")  # also of the bits per byte

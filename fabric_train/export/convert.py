@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import asdict
+from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
 
@@ -18,25 +20,34 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fabric_train.checkpoint import (
     checkpoints_of_all,
     find_whole_checkpoint,
-    is_adapter,
     means_all,
     read_trainer_json,
+    run_of,
     saved_checkpoints,
     whole_checkpoints,
 )
-from fabric_train.checkpoint.adapter_folder import CONFIG, PREFIX, TIED, WEIGHTS, AdapterTensors
-from fabric_train.cli.errors import InputError
+from fabric_train.checkpoint.adapter_folder import CONFIG, PREFIX, TIED, WEIGHTS, AdapterTensors, is_adapter
+from fabric_train.cli.errors import InputError, describe_os_error
+from fabric_train.cli.output import redact
+from fabric_train.export.card_facts import EXPORTS, ExportRecord
 from fabric_train.export.hub_format import add_former_names, published, write_weights
 from fabric_train.export.model_card import CardFacts, write_card
 from fabric_train.export.source import AveragePart, ExportSource, MergeInto, check_one_model, is_in_4_bits
-from fabric_train.export.verification import VerificationReport, is_verified_export, verify_in_fresh_process
+from fabric_train.export.verification import (
+    VerificationError,
+    VerificationReport,
+    is_verified_export,
+    verify_in_fresh_process,
+)
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
-from fabric_train.files.regular_file import copy_folder, read_json
+from fabric_train.files.regular_file import copy_folder, open_to_write, read_json
 from fabric_train.model import hf_model
 from fabric_train.model.load_weights import build_on_meta
 from fabric_train.model.origin import legal_files
 from fabric_train.model.weight_files import check_weight_files
+from fabric_train.pages.markdown import last_part
 from fabric_train.tokenization.manifest import read_manifest
+from fabric_train.tokenization.reading.listing import sha256
 
 
 def convert(
@@ -57,15 +68,46 @@ def convert(
     hf_model.read_shape(str(checkpoint))
     if (checkpoint / "tokenizer").is_dir():
         hf_model.load_hf_tokenizer(checkpoint / "tokenizer")
-    with complete_folder(target) as folder:
-        if source.is_adapter:
-            write_adapter(source, folder, facts)
-        else:
-            write_export(source, folder, dtype, max_shard_size, facts)
-        report = verify_in_fresh_process(folder, source, dtype)
-        if report.trained:
-            write_card(source, folder, facts)  # again, with the difference from the trained model
-        return report
+    try:
+        with complete_folder(target) as folder:
+            if source.is_adapter:
+                write_adapter(source, folder, facts)
+            else:
+                write_export(source, folder, dtype, max_shard_size, facts)
+            report = verify_in_fresh_process(folder, source, dtype)
+            if report.trained:
+                write_card(source, folder, facts)  # again, with the difference from the trained model
+    except VerificationError as error:
+        _note_export(source, target, dtype, str(error))
+        raise
+    _note_export(source, target, dtype, report)
+    return report
+
+
+def _note_export(source: ExportSource, target: Path, dtype: torch.dtype, found: VerificationReport | str) -> None:
+    """Append a line to RUN/exports.jsonl, for the report of the run; a run that is read-only gets a note instead."""
+    report = found if isinstance(found, VerificationReport) else None
+    files = sorted(target.glob("*.safetensors")) if report else []
+    record = ExportRecord(
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        checkpoint=source.checkpoint.resolve().name,
+        source=source.describe(),
+        folder=last_part(str(target.absolute())),
+        dtype=str(dtype).removeprefix("torch."),
+        num_tensors=report.tensors.compared if report else 0,
+        num_parameters=report.tensors.parameters if report else 0,
+        logit_difference=report.logits.max_difference if report and report.logits else None,
+        weights={file.name: sha256(file) for file in files},
+        faults="" if report else redact(str(found)).replace(f"{source.checkpoint}", source.checkpoint.name),
+    )
+    run = run_of(source.checkpoint)
+    if (run / "checkpoints").is_dir():
+        try:
+            with open_to_write(run / EXPORTS, "a") as file:
+                file.write(json.dumps(asdict(record)) + "\n")
+        except (InputError, OSError) as error:
+            reason = describe_os_error(error) if isinstance(error, OSError) else error
+            print(f"note: not in the run's report: {reason}", file=sys.stderr)
 
 
 def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts) -> None:

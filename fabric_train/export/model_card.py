@@ -5,15 +5,14 @@ only the last part of paths, and only the arguments that are listed here.
 """
 
 import hashlib
+import json
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
-import numpy as np
 import safetensors
 import torch
 import transformers
@@ -22,18 +21,20 @@ from transformers import AutoConfig
 
 from arguments import TrainingArguments
 from fabric_train import checkpoint as checkpoints
-from fabric_train.checkpoint import is_adapter
+from fabric_train.checkpoint.adapter_folder import is_adapter
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
 from fabric_train.export import card_facts
 from fabric_train.export.card_facts import ModelRecord, Row, read_record
+from fabric_train.export.public_dataset import read_cleaning
 from fabric_train.export.source import AveragePart, ExportSource, MergeInto
 from fabric_train.export.verification import REPORT_NAME, OutputReport, VerificationReport
 from fabric_train.files.regular_file import read_json, write_atomically
-from fabric_train.model.origin import ModelOrigin, TrainingStage, legal_files
-from fabric_train.pages.markdown import Markdown, code, escaped, last_part, link, public_value, render
-from fabric_train.training.curves import PICTURE, MetricsTable, draw_loss_curves, joined, read_curves
+from fabric_train.model.origin import STAGES, ModelOrigin, TrainingStage, legal_files
+from fabric_train.pages.markdown import Markdown, code, link, render
+from fabric_train.training.curves import PICTURE, draw_loss_curves, read_lineage
 
+_HASHES = "training_data.sha256"
 _CARD = Path(__file__).with_name("templates") / "model_card.md.j2"
 _METRICS = {"loss": "Loss (nats per token)", "perplexity": "Perplexity", "bits_per_byte": "Bits per byte"}
 _HYPERPARAMETERS = ("precision", "parallelism", "seed", *(field.name for field in fields(TrainingArguments)))
@@ -94,9 +95,22 @@ def write_model_card(
         origin = record.origin or ModelOrigin(name)
         revision = origin.revision if origin.repository == name else None
         record = replace(record, origin=replace(origin, name=name, repository=name, revision=revision))
-    card_facts.write_stages(record, folder)
+    _write_stages(record, folder)
     text = redact(card_text(record, facts, folder))
     ModelCard(f"---\n{card_metadata(record, facts, folder).to_yaml()}\n---\n\n{text}\n").save(folder / "README.md")
+
+
+def _write_stages(record: ModelRecord, folder: Path) -> None:
+    """Write the stages of training, from which a run that begins with the export takes them, and the source files.
+
+    Each source file is a line, as ``sha256sum`` writes it, with a name of the form SOURCE/FILE.
+    """
+    stages = card_facts.all_stages(record)
+    text = json.dumps([asdict(stage) for stage in stages], indent=2)
+    (folder / STAGES).write_text(redact(text) + "\n", encoding="utf-8")
+    files = (line for stage in stages for source in stage.sources for line in source.files)
+    if lines := dict.fromkeys("".join(part if part.isprintable() else "?" for part in line) for line in files):
+        (folder / _HASHES).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def card_metadata(record: ModelRecord, facts: CardFacts, folder: Path) -> ModelCardData:
@@ -196,11 +210,13 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
         is_adapter=is_adapter(folder),
         in_4_bits=saved.adapter_base is not None and saved.arguments.get("base_weights") is not None,
         difference=_difference_from_training(folder),
-        lineage_rows=list(map(lineage_row, saved.lineage)),
+        lineage_rows=[card_facts.lineage_row(one, (*_HYPERPARAMETERS, *_DATA)) for one in saved.lineage],
         export_versions={one.__name__: one.__version__ for one in (torch, transformers, huggingface_hub, safetensors)},
         source_rows=list(map(card_facts.source_row, sources)),
         most_files=max((len(source.files) for source in sources), default=0),
-        **results_of(record),
+        cleaning=read_cleaning(manifest) if (manifest := record.manifest) else None,
+        hashes=_HASHES,
+        **card_facts.results_of(record),
     )
 
 
@@ -233,83 +249,21 @@ def _stage_row(number: int, stage: TrainingStage) -> Row:
     return number, code(stage.run), begun, stage.num_tokens, stage.step, hours
 
 
-def lineage_row(branch: checkpoints.BranchPoint) -> Row:
-    """Return the run that was branched off, the step, and the changed arguments without private places."""
-    changed = [
-        f"`{name}`: {escaped(public_value(there))} → {escaped(public_value(here))}"
-        for name, (there, here) in branch.changed.items()
-        if name in (*_HYPERPARAMETERS, *_DATA)
-    ]
-    data = [] if branch.continues_data else ["other data from the start"]
-    return code(last_part(branch.run)), branch.step, Markdown(", ".join([*changed, *data]) or "nothing")
-
-
-def results_of(record: ModelRecord) -> dict[str, Any]:
-    """Return what the section on the results has: the losses of each source, at the first evaluation and now."""
-    state, total = record.saved.state, sum(part.weight for part in record.parts)
-    now, first = state.evaluation, state.first_evaluation or state.evaluation
-    rows: list[Row] = []
-    columns = ["source", f"{now.whole.unit if now else 'token'}s evaluated"]
-    if now and first:
-        figures = list(now.whole.figures())
-        columns += [figure.replace("_", " ") for figure in figures]
-        has_before = first.step < now.step
-        columns += ["change of loss"] if has_before else []
-        for name, before, after in checkpoints.compare_evaluations(first, now):
-            pairs = zip(_cells(before, figures), _cells(after, figures), strict=True)
-            cells = [f"{there}\u00a0→\u00a0{here}".strip("\u00a0→") if has_before else here for there, here in pairs]
-            change = [_change(before, after)] if has_before else []
-            rows.append((record.part_name(name), after.num_tokens, *cells, *change))
-    runs = [code(last_part(str(checkpoints.run_of(part.checkpoint)))) for part in record.parts]
-    return {
-        "part_rows": [
-            (run, checkpoints.read_trainer_json(part.checkpoint).state.step, f"{part.weight / total:.2%}")
-            for run, part in zip(runs, record.parts, strict=True)
-        ],
-        "now": now,
-        "first": first,
-        "perplexity": None if state.val_loss is None else checkpoints.perplexity(state.val_loss),
-        "result_columns": " | ".join(columns),
-        "result_rows": rows,
-    }
-
-
-def _cells(loss: checkpoints.TokenLoss | None, figures: Sequence[str]) -> Iterator[str]:
-    for value in (loss.figures().get(figure) if loss else None for figure in figures):
-        digits = 3 if value is None or value < 100 else 1 if value < 1000 else 0
-        yield "" if value is None else f"{value:,.{digits}f}"
-
-
-def _change(before: checkpoints.TokenLoss | None, after: checkpoints.TokenLoss) -> str:
-    if before is None or not before.loss > 0:
-        return ""
-    return f"{after.loss / before.loss - 1:+.1%}".replace("-", "−")  # also of the bits per byte
-
-
 def draw_card_picture(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
     """Draw the losses of the checkpoint's run into ``folder``, and of the runs that it branched off.
 
-    Nothing is drawn if the run has no metrics.csv that can be read. Runs that it branched off may be gone.
+    Nothing is drawn if a metrics.csv is missing or damaged. Runs that it branched off may be gone.
     """
     record = read_record(checkpoint)
-    own = _read(checkpoints.run_of(checkpoint), record.saved.state.step)
-    if not len(own.steps):
+    try:
+        table = read_lineage(checkpoints.run_of(checkpoint), record.saved.lineage, record.saved.state.step)
+    except InputError:
         return
-    parts, after = list[MetricsTable](), -1
-    for branch in record.saved.lineage:
-        part = _read(Path(branch.run), branch.step).between(after, branch.step)
-        parts, after = [*parts, part], branch.step
-    table = joined([*parts, own.between(after, math.inf)])
+    if not len(table.steps):
+        return
     columns = {}
     for column, values in table.columns.items():
         figure, slash, name = column.partition("/")
         columns[f"{figure}/{record.names[name]}" if slash else column] = values
     branched_after = [branch.step for branch in record.saved.lineage]
     draw_loss_curves(replace(table, columns=columns), folder / PICTURE, Path(facts.name).name, branched_after)
-
-
-def _read(run: Path, last_step: int) -> MetricsTable:
-    try:
-        return read_curves(run / "metrics.csv").between(-1, last_step)
-    except InputError:
-        return MetricsTable(np.empty(0, np.int64), {})

@@ -1,19 +1,23 @@
 """Make a token dataset fit to be published: its files, a card, and its manifest without names of private places."""
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from huggingface_hub import DatasetCard, DatasetCardData
 
-from fabric_train.export.card_facts import PublicNames, Row, read_cleaning
+from fabric_train.export.card_facts import PublicNames, Row
 from fabric_train.pages import markdown
 from fabric_train.tokenization.cleaning.dropped import CONTAMINATION_FILE, DROPPED_FILE
 from fabric_train.tokenization.manifest import FILE_NAME, REFERENCE, Manifest, SourceRecord, write_manifest
 
+_TASKS = "decontaminate"
+_WHAT_BECAME = {"drop": "left out", "mark": "kept"}
 # the first two are written anew; the others hold texts that were left out of the rows
 _NOT_SENT = (FILE_NAME, "README.md", DROPPED_FILE, CONTAMINATION_FILE)
 
@@ -57,6 +61,48 @@ def _source_row(source: SourceRecord) -> Row:
     elif count:  # their hashes are in manifest.json
         place = markdown.Markdown(f"{count:,} file{'s' * (count != 1)}, SHA-256 in `manifest.json`")
     return markdown.code(source.name), source.documents, source.tokens, share, place
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """The changes to the texts of a token dataset before they became tokens."""
+
+    of_several: bool  # several token datasets were merged, and differ
+    steps: list[Row]  # name and settings, or token dataset, name and settings
+    edits: list[Row]
+    checks: list[dict[str, Any]]  # at most one, against evaluation tasks
+
+
+def read_cleaning(manifest: Manifest) -> Cleaning:
+    """Return what a manifest says about the cleaning of the texts."""
+    parts = [(markdown.last_part(part.name), part.cleaning) for part in manifest.parts]
+    by_dataset = parts or [("", manifest.cleaning)]
+    of_each = [{name: json.dumps(part[name]) for name in part if name != _TASKS} for _, part in by_dataset]
+    of_several = any(one != of_each[0] for one in of_each)
+    steps: list[Row] = [tuple(map(markdown.code, one)) for one in of_each[0].items()]
+    if of_several:
+        steps = [
+            (markdown.code(dataset), markdown.code(name) if name else "none", markdown.code(settings) if name else "")
+            for (dataset, _), one in zip(by_dataset, of_each, strict=True)
+            for name, settings in (one or {"": ""}).items()
+        ]
+    checks = _checked_tasks([part for _, part in by_dataset], manifest.ledger.contaminated)
+    return Cleaning(of_several, steps, list(manifest.ledger.edits.items()), checks)
+
+
+def _checked_tasks(parts: Sequence[dict[str, Any]], contaminated: dict[str, int]) -> list[dict[str, Any]]:
+    checks = [part[_TASKS] for part in parts if _TASKS in part]
+    if not checks:
+        return []
+    actions = {check["contaminated"] for check in checks}
+    rows = []
+    for task in dict.fromkeys(task for check in checks for task in check["tasks"]):
+        counts = [check["tasks"][task] for check in checks if task in check["tasks"]]
+        items, too_short = (max(one[name] for one in counts) for name in ("items", "too_short"))
+        where = "all" if len(counts) == len(parts) else f"{len(counts):,} of {len(parts):,} parts"
+        rows.append((markdown.code(task), items, too_short, where, contaminated.get(task, 0)))
+    became = " or ".join(word for action, word in _WHAT_BECAME.items() if action in actions)
+    return [{**checks[0], "became": became, "tasks": rows}]
 
 
 @contextmanager

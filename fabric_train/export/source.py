@@ -16,8 +16,15 @@ import numpy as np
 import torch
 import xxhash
 
-from fabric_train.checkpoint import find_base, is_adapter, open_adapted, read_trainer_json
-from fabric_train.checkpoint.adapter_folder import AdapterTensors, read_adapter, trained_adapter
+from fabric_train.checkpoint import read_trainer_json
+from fabric_train.checkpoint.adapter_folder import (
+    AdapterTensors,
+    find_base,
+    is_adapter,
+    open_adapted,
+    read_adapter,
+    trained_adapter,
+)
 from fabric_train.checkpoint.files import CHECKSUMS
 from fabric_train.cli.errors import InputError
 from fabric_train.export.hub_format import blocks

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TextIO, TypeVar, cast
@@ -166,6 +167,25 @@ def read_json(file: Path, kind: type[T], advice: str) -> T:
         return parse_json(raw, kind)
     except ValueError as error:
         raise InputError(f"{file}: damaged ({error}); {advice}") from None
+
+
+def read_json_lines(file: Path, kind: type[T], advice: str) -> Iterator[T]:
+    """Yield each line of a file as ``kind``, without a last one that is cut off; nothing without a file.
+
+    Errors as in :func:`read_json`, with the number of the line.
+    """
+    if not file.exists():
+        return
+    with open_regular(file, advice) as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                parsed = parse_json(line, kind)
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    return
+                raise InputError(f"{file}, line {number}: damaged ({error}); {advice}") from None
+            if line.endswith(b"\n"):
+                yield parsed
 
 
 def parse_json(raw: bytes | str, kind: type[T]) -> T:

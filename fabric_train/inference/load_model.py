@@ -14,23 +14,19 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from fabric_train.checkpoint import (
-    find_base,
-    find_whole_checkpoint,
-    is_adapter,
-    is_exported_adapter,
-    is_short_name,
-    open_adapted,
-    open_frozen,
-    read_base_name,
-    read_trainer_json,
-)
+from fabric_train.checkpoint import find_whole_checkpoint, is_short_name, read_trainer_json
 from fabric_train.checkpoint.adapter_folder import (
     AdapterTensors,
     can_be_taken_off,
     check_files,
     check_fits,
+    find_base,
+    is_adapter,
+    is_exported_adapter,
+    open_adapted,
     open_base,
+    open_frozen,
+    read_base_name,
     trained_adapter,
 )
 from fabric_train.cli.argument_types import show_size

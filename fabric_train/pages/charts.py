@@ -68,7 +68,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over one axis. ``key`` is unique in a page. ``of_steps``: the page can show tokens or hours instead."""
+    """Curves over the optimizer steps; a page can show tokens or hours instead of steps. ``key`` is unique there."""
 
     key: str
     title: str
@@ -76,7 +76,6 @@ class Chart:
     series: tuple[Series, ...]
     marks: tuple[Mark, ...] = ()
     x_title: str = "optimizer step"
-    of_steps: bool = True
     from_zero: bool = False
     note: str = ""
 

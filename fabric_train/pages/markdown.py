@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SHOWN_DIGITS = 12
 """Hexadecimal digits of a hash or revision in a card."""
 _SPACE = re.compile(r"[\t\r\n\f\v ]+")
-_SPECIAL = re.compile(r"[\\`*_~\[\]<>&]")
+_SPECIAL = re.compile(r"[\\`*~\[\]<>&]|(?<![^\W_])_|_(?![^\W_])")  # an underscore in a word is no emphasis
 _UNESCAPED_PIPE = re.compile(r"(?<!\\)((?:\\\\)*)\|")
 _BLANK_LINES = re.compile(r"\n{3,}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -47,13 +47,14 @@ def number(value: float) -> str:
     return f"{value:,}"
 
 
-def table(head: str, rows: Sequence[Sequence[Any]], num_numbers: int = 0) -> Markdown:
-    """Return a table; ``head`` has the names of its columns, separated by ``|``. None is an empty cell.
+def table(head: str | Sequence[str], rows: Sequence[Sequence[Any]], num_numbers: int = 0) -> Markdown:
+    """Return a table; ``head`` has the names of its columns, as Markdown that ``|`` separates or as texts.
 
-    The last ``num_numbers`` columns are aligned at the right.
+    None is an empty cell. The last ``num_numbers`` columns are aligned at the right.
     """
-    num_words = head.count("|") + 1 - num_numbers
-    lines = [f"| {head} |", f"|{'|'.join(['---'] * num_words + ['---:'] * num_numbers)}|"]
+    names = head.split("|") if isinstance(head, str) else [*map(_cell, head)]
+    rule = "|".join(["---"] * (len(names) - num_numbers) + ["---:"] * num_numbers)
+    lines = [f"| {' | '.join(name.strip() for name in names)} |", f"|{rule}|"]
     for row in rows:
         cells = (number(one) if isinstance(one, int) else "" if one is None else one for one in row)
         lines.append(f"| {' | '.join(map(_cell, cells))} |")

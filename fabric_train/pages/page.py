@@ -34,7 +34,8 @@ class Section:
     """A part of a page. ``body`` is Markdown, in which nothing is HTML; ``html`` is more, for the page alone, in which
     all texts are escaped.
 
-    ``fault`` says why there is nothing else. ``is_folded``: the page shows it on demand.
+    ``fault`` says why there is nothing else. ``is_folded``: the page shows it on demand. ``told`` are lines for the
+    terminal.
     """
 
     key: str
@@ -44,6 +45,7 @@ class Section:
     html: str = ""
     is_folded: bool = False
     fault: str = ""
+    told: tuple[str, ...] = ()
 
 
 def page_templates(folder: Path = _FOLDER, **options: Any) -> "Environment":
@@ -84,7 +86,6 @@ def to_html(title: str, sections: Sequence[Section], axes: Sequence[dict[str, An
         title=title,
         sections=sections,
         to_html=markdown_to_html,
-        of_steps=any(chart.of_steps for chart in charts),
         data=Markup(json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")),
         # "</script" in a string of the library would end the element
         library=Markup(library().replace("</script", "<\\/script")) if charts else "",
@@ -94,7 +95,7 @@ def to_html(title: str, sections: Sequence[Section], axes: Sequence[dict[str, An
 def _content(chart: Chart) -> dict[str, Any]:
     series = [{"name": one.name, "kind": one.kind, "axis": one.axis, **columns(one)} for one in chart.series]
     marks = [asdict(mark) for mark in chart.marks]
-    return {"key": chart.key, "spec": specification(chart), "series": series, "marks": marks, "steps": chart.of_steps}
+    return {"key": chart.key, "spec": specification(chart), "series": series, "marks": marks}
 
 
 @cache

@@ -3,17 +3,21 @@
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning import Fabric
 
 from fabric_train import checkpoint as checkpoints
+from fabric_train.checkpoint.adapter_folder import choose_adapter, find_base, is_adapter
+from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.fabric_command import checked_out_commit
 from fabric_train.cli.launcher import find_other_world, num_restarts
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.step_sampler import DataOrder, PhaseRows, StreamOrder
@@ -50,8 +54,11 @@ _PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
 
 @cache
 def package_versions() -> dict[str, str]:
-    """Return the installed versions of ``_PACKAGES``; to read them takes 20 ms."""
-    return {name: version(name) for name in _PACKAGES}
+    """Return the installed versions of ``_PACKAGES``, and this program's with its commit; to read them takes 30 ms."""
+    commit, own = checked_out_commit(), "not installed"
+    with suppress(PackageNotFoundError):
+        own = version(PROGRAM)
+    return {PROGRAM: f"{own}, commit {commit}" if commit else own, **{name: version(name) for name in _PACKAGES}}
 
 
 def prepare(
@@ -95,7 +102,7 @@ def prepare(
         notes=plan.notes,
         early_stopping=check_deciding_sources(arguments, data),
         sample_prompts=_open_sample_prompts(arguments, data, model, checkpoint),
-        adapter_base=checkpoints.find_base(arguments.model.model_name, checkpoint) if reads_base else None,
+        adapter_base=find_base(arguments.model.model_name, checkpoint) if reads_base else None,
     )
     check_reference(run)
     run = _with_notes(run, *_warnings(run, masks_because))
@@ -308,8 +315,8 @@ def _open_data(
 
 def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TrainingData) -> ModelShape:
     given, layer_class = arguments.model, arguments.fsdp.auto_wrap_policy
-    adapter = checkpoints.choose_adapter(arguments.adapter)
-    if checkpoint and checkpoints.is_adapter(checkpoint) and adapter is None:
+    adapter = choose_adapter(arguments.adapter)
+    if checkpoint and is_adapter(checkpoint) and adapter is None:
         raise InputError(
             f"{checkpoint} is of an adapter; go on with the same --adapter arguments, or make a whole model of it with "
             "convert_to_hf.py --merge true"

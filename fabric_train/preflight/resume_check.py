@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.checkpoint import PhaseSchedule, TrainerJson, read_trainer_json
+from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.data.step_sampler import VALIDATION_VERSION, DataOrder
@@ -173,6 +174,7 @@ def find_version_changes(saved: dict[str, str], run: PreparedRun) -> list[Change
     is_used = {
         "fabric_train learning rates": training.lr_decay and training.lr_schedule != "constant",
         _VALIDATION: run.arguments.evaluation.eval_iters is not None,
+        PROGRAM: False,  # what its commits change in the losses is in OWN_VERSIONS
     }
     updated = _changes(dict.fromkeys(OWN_VERSIONS, "1") | saved, run.versions)
     return [change for change in updated if is_used.get(change.name, True)]

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fabric_train.checkpoint import Evaluation
+from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
 from fabric_train.export.card_facts import device_hours, seen_shares
 from fabric_train.pages.markdown import code, escaped, table
 from fabric_train.pages.page import Section
-from fabric_train.report.health import find_unusual
+from fabric_train.report.health import health_section
 from fabric_train.report.run_files import RunFiles
 from fabric_train.training.curves import MetricsTable, metric_charts
 
@@ -36,7 +37,7 @@ def comparison_sections(runs: Sequence[RunFiles], price_per_hour: float | None =
         Section("fair", "Unfair comparisons", warnings),
         Section("results", "Results", _results(names, tables, evaluations, records, price_per_hour)),
         Section("curves", "Curves", "" if charts else "No run has logged steps.", tuple(charts)),
-        Section("health", "Health", _health(names, runs, tables)),
+        health_section([(name, run) for name, run, one in zip(names, runs, tables, strict=True) if one is not None]),
     ]
     return [*sections, *(Section(f"fault-{n}", "Left out", fault=fault) for n, fault in enumerate(faults.values()))]
 
@@ -62,11 +63,7 @@ def _differences(names: Sequence[str], configurations: Sequence[dict[str, Any]])
         values = [json.dumps(one.get(argument), ensure_ascii=False) for one in configurations]
         if len(set(values)) > 1:
             rows.append((code(argument), *(redact(value) for value in values)))
-    return table(" | ".join(["argument", *map(_cell, names)]), rows) if rows else "Their arguments are the same."
-
-
-def _cell(name: str) -> str:
-    return escaped(name).replace("|", "\\|")
+    return table(["argument", *names], rows) if rows else "Their arguments are the same."
 
 
 def _data(names: Sequence[str], records: Sequence[Any]) -> str:
@@ -78,7 +75,7 @@ def _data(names: Sequence[str], records: Sequence[Any]) -> str:
     rows.append(("token dataset", *(str(one)[:12] if one else "" for one in fingerprints)))
     same = len(set(fingerprints)) == 1 and fingerprints[0] is not None
     about = "The runs read the same token datasets." if same else "The runs read different token datasets."
-    return f"{table(' | '.join(['source', *map(_cell, names)]), rows, len(names))}\n\n{about}"
+    return f"{table(['source', *names], rows, len(names))}\n\n{about}"
 
 
 def _unfair(names: Sequence[str], evaluations: Sequence[Evaluation | None], records: Sequence[Any]) -> Iterator[str]:
@@ -116,7 +113,8 @@ def _results(
     for number, (metrics, evaluation, record) in enumerate(zip(tables, evaluations, records, strict=True)):
         cells: dict[str, Any] = {}
         if record is not None:
-            cells |= {"steps": record.saved.state.step, "tokens": record.saved.state.num_tokens}
+            cells |= {"code": record.saved.versions.get(PROGRAM, "not recorded"), "steps": record.saved.state.step}
+            cells["tokens"] = record.saved.state.num_tokens
         if metrics is not None:
             losses = {
                 "training loss": metrics.last("train_loss"),
@@ -133,14 +131,4 @@ def _results(
                 cells["cost"] = f"{sum(one.device_hours for one in record.saved.sessions) * price_per_hour:,.2f}"
         for name, value in cells.items():
             rows.setdefault(name, [None] * len(names))[number] = value
-    return table(" | ".join(["", *map(_cell, names)]), [(name, *values) for name, values in rows.items()], len(names))
-
-
-def _health(names: Sequence[str], runs: Sequence[RunFiles], tables: Sequence[MetricsTable | None]) -> str:
-    lines = [
-        f"- {escaped(name)}: {escaped(finding.text)} See {code(finding.page)}."
-        for name, run, metrics in zip(names, runs, tables, strict=True)
-        if metrics is not None
-        for finding in find_unusual(run)
-    ]
-    return "\n".join(lines) or "Nothing unusual was found."
+    return table(["", *names], [(name, *values) for name, values in rows.items()], len(names))

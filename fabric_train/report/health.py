@@ -2,13 +2,15 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fabric_train.cli.argument_types import counted
 from fabric_train.cli.errors import InputError
+from fabric_train.pages.markdown import code, escaped
+from fabric_train.pages.page import Section
 from fabric_train.report.run_files import RunFiles
 from fabric_train.training.curves import MetricsTable
 
@@ -29,6 +31,14 @@ class Finding:
 
     text: str
     page: str
+
+
+def health_section(runs: Sequence[tuple[str, RunFiles]]) -> Section:
+    """Return the section on unusual values of runs, each with the name that its sentences begin with, or ""."""
+    found = [(f"{name}: " if name else "", finding) for name, run in runs for finding in find_unusual(run)]
+    lines = [f"- {escaped(f'{name}{one.text}')} See {code(one.page)}." for name, one in found]
+    told = tuple(f"{name}{one.text} See {one.page}." for name, one in found)
+    return Section("health", "Health", "\n".join(lines) or "Nothing unusual was found.", told=told)
 
 
 def find_unusual(run: RunFiles) -> list[Finding]:

@@ -14,11 +14,10 @@ from fabric_train.cli import yaml_core
 from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.cli.output import redact
 from fabric_train.export.card_facts import ModelRecord, read_record
-from fabric_train.files.regular_file import parse_json
 from fabric_train.pages.charts import Mark
 from fabric_train.pages.markdown import SHOWN_DIGITS
-from fabric_train.training.curves import MetricsTable, joined, read_curves
-from fabric_train.training.loggers import Sample
+from fabric_train.training.curves import MetricsTable, read_lineage
+from fabric_train.training.loggers import Sample, read_samples
 
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d{4}) (.*) rank (\d+): (.*)")
 _STEP = re.compile(r"\bstep[ -]0*(\d+)\b")
@@ -50,28 +49,13 @@ class RunFiles:
         return self.folder.resolve().name
 
     @cached_property
-    def own_metrics(self) -> MetricsTable:
-        """The rows of its metrics.csv."""
-        return read_curves(self.folder / "metrics.csv")
-
-    @cached_property
     def metrics(self) -> MetricsTable:
-        """Its rows, after the rows of the runs that it branched off, as far as they are still there."""
+        """Its rows of metrics.csv, after the rows of the runs that it branched off, as far as they are still there."""
         try:
             lineage = self.saved.lineage
         except InputError:
-            return self.own_metrics
-        parts, after = list[MetricsTable](), -1
-        for branch in lineage:
-            file = self._beside(branch.run) / "metrics.csv"
-            if file.is_file():
-                parts.append(read_curves(file).between(after, branch.step))
-            after = branch.step
-        return joined([*parts, self.own_metrics.between(after, float("inf"))])
-
-    def _beside(self, run: str) -> Path:
-        """Return a run's folder; in a copy of several runs it lies beside this one."""
-        return Path(run) if Path(run).is_dir() else self.folder.resolve().parent / Path(run).name
+            lineage = ()
+        return read_lineage(self.folder, lineage)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -120,17 +104,7 @@ class RunFiles:
 
     @cached_property
     def samples(self) -> list[Sample]:
-        file, found = self.folder / "samples.jsonl", list[Sample]()
-        if not file.is_file():
-            return found
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    found.append(parse_json(line, Sample))
-                except ValueError as error:
-                    if line.endswith(b"\n"):
-                        raise InputError(f"{file}, line {number}: damaged ({error})") from None
-        return found
+        return read_samples(self.folder / "samples.jsonl")
 
     @cached_property
     def marks(self) -> list[Mark]:

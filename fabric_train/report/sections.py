@@ -1,6 +1,5 @@
 """The sections of a report on one run, each from its own files; one whose files are damaged says so."""
 
-import csv
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.errors import InputError, describe_os_error
 from fabric_train.cli.output import redact, visible
 from fabric_train.evaluation.loss_changes import CHANGES, ShownChanges, changes_sections
@@ -21,13 +21,12 @@ from fabric_train.evaluation.loss_table import (
     notes_on,
     read_evaluated,
 )
+from fabric_train.evaluation.scores import read_means, score_charts, to_markdown
 from fabric_train.export import card_facts
-from fabric_train.export.model_card import lineage_row, results_of
 from fabric_train.files.regular_file import read_json
-from fabric_train.pages.charts import Chart, Series
 from fabric_train.pages.markdown import SHOWN_DIGITS, Markdown, code, escaped, table
 from fabric_train.pages.page import Section
-from fabric_train.report.health import find_unusual
+from fabric_train.report.health import health_section
 from fabric_train.report.run_files import RunFiles, best_step, content_hash
 from fabric_train.training.curves import metric_charts
 
@@ -52,6 +51,7 @@ def run_sections(run: RunFiles, price_per_hour: float | None = None) -> list[Sec
         ("data", "Data", _data),
         ("lineage", "Lineage", _lineage),
         ("checkpoints", "Checkpoints", _checkpoints),
+        ("exports", "Exports", _exports),
         ("repeat", "How to repeat this run", _repeat),
         ("configuration", "Configuration", _configuration),
     )
@@ -113,7 +113,9 @@ def _trained(run: RunFiles, price_per_hour: float | None) -> list[tuple[str, Any
         rows.append(("duration", f"{sum(one.seconds for one in saved.sessions) / 3600:,.2f} h of training"))
         if price_per_hour is not None:
             rows.append(("cost", f"{hours * price_per_hour:,.2f} at {price_per_hour:g} for an hour of a device"))
-    rows.append(("versions", ", ".join(f"{name} {version}" for name, version in saved.versions.items())))
+    versions = dict(saved.versions)
+    rows.append((f"code of {PROGRAM}", versions.pop(PROGRAM, "not recorded")))
+    rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     return rows
 
 
@@ -132,7 +134,7 @@ def _last(run: RunFiles) -> list[tuple[str, Any]]:
 
 
 def _results(run: RunFiles) -> Iterator[Section]:
-    found = results_of(run.record)
+    found = card_facts.results_of(run.record)
     if not found["result_rows"]:
         yield Section("results", "Results", "The run has no evaluation yet.")
         return
@@ -146,9 +148,7 @@ def _results(run: RunFiles) -> Iterator[Section]:
 
 
 def _health(run: RunFiles) -> Iterator[Section]:
-    findings = find_unusual(run)
-    lines = [f"- {escaped(finding.text)} See {code(finding.page)}." for finding in findings]
-    yield Section("health", "Health", "\n".join(lines) or "Nothing unusual was found.")
+    yield health_section([("", run)])
 
 
 def _curves(run: RunFiles) -> Iterator[Section]:
@@ -184,35 +184,10 @@ def _evaluation(run: RunFiles) -> Iterator[Section]:
 
 
 def _scores(run: RunFiles) -> Iterator[Section]:
-    """Show the means of scores.csv, which ``evaluate.py --watch`` writes."""
     file = run.folder / "evaluation" / "scores.csv"
-    if not file.is_file():
-        return
-    with file.open(encoding="utf-8", newline="") as lines:
-        means = [row for row in csv.DictReader(lines) if row.get("task") == "mean" and row.get("value")]
-    try:
-        charts = _score_charts(means)
-        rows = [
-            (row["model"], row["language"], row["metric"], f"{float(row['value']):.4f}", row["stderr"]) for row in means
-        ]
-    except (ValueError, KeyError):
-        raise InputError(f"{file}: damaged; evaluate again") from None
-    head = "model | language | metric | mean | standard error"
-    yield Section("scores", "Scores on tasks", table(head, rows, 2), tuple(charts))
-
-
-def _score_charts(means: Sequence[dict[str, str]]) -> list[Chart]:
-    charts = []
-    for number, key in enumerate(dict.fromkeys((row["language"], row["metric"]) for row in means)):
-        own = [row for row in means if (row["language"], row["metric"]) == key]
-        at_steps = [(float(row["step"]), float(row["value"])) for row in own if row["step"]]
-        steps, values = np.array(at_steps, dtype=np.float64).reshape(-1, 2).T
-        series = [Series("checkpoints", steps, values, kind="points")] if at_steps else []
-        for row in own:
-            if not row["step"]:
-                series.append(Series(row["model"], np.zeros(1), np.array([float(row["value"])]), kind="level"))
-        charts.append(Chart(f"score-{number}", " ".join(key), key[1], tuple(series)))
-    return charts
+    if file.is_file():
+        means = read_means(file)
+        yield Section("scores", "Scores on tasks", to_markdown(means), tuple(score_charts(means)))
 
 
 def _changes(run: RunFiles) -> Iterator[Section]:
@@ -276,7 +251,7 @@ def _lineage(run: RunFiles) -> Iterator[Section]:
     lines += [f"{indent}- after step {step:,}: {code(name)}" for name, step in _branches_of(run)]
     body = "\n".join(lines)
     if saved.lineage:
-        body += f"\n\n{table('branch of | after step | changed', list(map(lineage_row, saved.lineage)))}"
+        body += f"\n\n{table('branch of | after step | changed', list(map(card_facts.lineage_row, saved.lineage)))}"
     yield Section("lineage", "Lineage", body)
 
 
@@ -309,6 +284,21 @@ def _checkpoints(run: RunFiles) -> Iterator[Section]:
         steps = "{:,} to {:,}".format(*certificate.steps)
         parts.append(f"Replayed: steps {steps} were trained again on {certificate.date}, and {certificate.rule}.")
     yield Section("checkpoints", "Checkpoints", "\n\n".join(parts))
+
+
+def _exports(run: RunFiles) -> Iterator[Section]:
+    rows = []
+    for one in card_facts.read_exports(run.folder):
+        found = f"not exported: {one.faults}" if one.faults else f"{one.num_tensors:,} tensors equal, bit for bit"
+        if one.logit_difference is not None:
+            found += f"; logits differ by {one.logit_difference:.3g} at most"
+        hashes = Markdown(
+            ", ".join(f"{escaped(name)} {code(digest[:SHOWN_DIGITS])}" for name, digest in one.weights.items())
+        )
+        rows.append((one.time, one.checkpoint, one.source, one.folder, one.dtype, found, hashes))
+    if rows:
+        head = "time | checkpoint | what | folder | dtype | verification | SHA-256 of weights"
+        yield Section("exports", "Exports", table(head, rows))
 
 
 def _repeat(run: RunFiles) -> Iterator[Section]:

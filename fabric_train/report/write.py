@@ -9,7 +9,6 @@ from fabric_train.files.regular_file import check_no_link, write_atomically
 from fabric_train.pages.charts import draw
 from fabric_train.pages.page import WrittenPage, to_html, to_markdown
 from fabric_train.report.comparison import comparison_sections
-from fabric_train.report.health import find_unusual
 from fabric_train.report.run_files import RunFiles
 from fabric_train.report.sections import run_sections
 from fabric_train.training.curves import page_axis
@@ -39,8 +38,7 @@ def write_report(runs: Sequence[RunFiles], page: Path, price_per_hour: float | N
     axes = [page_axis(run.metrics) for run in runs if _has_metrics(run)]  # as the charts number them
     write_atomically(page, to_html(title, sections, axes))
     write_atomically(markdown, to_markdown(title, sections, picture.name if charts else ""))
-    findings = [(run.name, finding) for run in runs if _has_metrics(run) for finding in find_unusual(run)]
-    lines = [f"{f'{name}: ' * (len(runs) > 1)}{one.text} See {one.page}." for name, one in findings]
+    lines = [line for section in sections for line in section.told]
     lines += [f"left out of the report: {section.fault}" for section in sections if section.fault]
     lines.append(f"written {page} and {markdown.name}")
     return WrittenPage(page, markdown, list(map(escape_controls, lines)))

@@ -8,6 +8,9 @@ from lightning import Fabric
 from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
+from fabric_train.checkpoint.adapter_folder import is_adapter, open_adapted
+from fabric_train.checkpoint.manager import CheckpointManager
+from fabric_train.checkpoint.tensors import restore_optimizer
 from fabric_train.cli.parser import flatten
 from fabric_train.data.row_documents import WorstDocuments
 from fabric_train.data.step_sampler import TrainBatches, WindowSource, validation_batches
@@ -81,12 +84,12 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
     if isinstance(built, LowPrecisionAdamW) and named[0][1].device.type == "cuda":
         _choose_step(fabric, built)
     if run.start.checkpoint and run.start.resumes:
-        if run.adapter_base and not checkpoints.is_adapter(run.start.checkpoint):
+        if run.adapter_base and not is_adapter(run.start.checkpoint):
             if fabric.is_global_zero:
                 note("the optimizer starts from zero: the checkpoint has states of weights that are frozen now")
             return optimizer
         progress.info("loading the optimizer's state")
-        checkpoints.restore_optimizer(run.start.checkpoint, fabric, model, optimizer)
+        restore_optimizer(run.start.checkpoint, fabric, model, optimizer)
     return optimizer
 
 
@@ -141,7 +144,7 @@ def build_loop(
     heartbeat: Heartbeat,
     validation: Validation | None,
     outputs: Outputs,
-    manager: type[checkpoints.CheckpointManager] = checkpoints.CheckpointManager,
+    manager: type[CheckpointManager] = CheckpointManager,
 ) -> Loop:
     """Return the loop of a run, whose ``outputs`` get every complete checkpoint of the ``manager``."""
 
@@ -201,9 +204,9 @@ def _open(run: PreparedRun) -> MetaModel:
     dtype, given = weights_dtype(run.arguments.model.precision), run.arguments
     if run.adapter_base:
         checkpoint = run.start.checkpoint
-        goes_on = checkpoint is not None and checkpoints.is_adapter(checkpoint)
+        goes_on = checkpoint is not None and is_adapter(checkpoint)
         begins_with = checkpoint if goes_on else given.adapter.init_adapter and Path(given.adapter.init_adapter)
-        return checkpoints.open_adapted(run.model, run.adapter_base, dtype, given.data.seed, begins_with or None)
+        return open_adapted(run.model, run.adapter_base, dtype, given.data.seed, begins_with or None)
     if run.start.checkpoint:
         return open_checkpoint(run.model, run.start.checkpoint, dtype)
     if run.model.is_new:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow
@@ -16,6 +16,9 @@ from fabric_train.files.regular_file import check_regular_or_absent
 from fabric_train.pages.charts import Chart, Mark, Series, draw, marks_between, sampled, smoothed
 from fabric_train.training.loggers import Logger
 from fabric_train.training.metrics import COLUMNS, Metrics, are_columns
+
+if TYPE_CHECKING:
+    from fabric_train.checkpoint import BranchPoint
 
 PICTURE = "loss_curves.png"
 _MAX_SHARE = 0.01  # of the run's time
@@ -89,6 +92,20 @@ def read_curves(path: Path) -> MetricsTable:
     if not np.isfinite(steps).all() or (np.diff(steps) <= 0).any():
         raise InputError(f"{path}: damaged (its steps do not rise)")
     return MetricsTable(steps.astype(np.int64), columns)
+
+
+def read_lineage(run: Path, lineage: Iterable["BranchPoint"], last_step: float = np.inf) -> MetricsTable:
+    """Return a run's rows up to a step, after the rows of the runs that it branched off, as far as these are there.
+
+    A run that it branched off is also found beside it, as in a copy of several runs. Errors as in :func:`read_curves`.
+    """
+    parts, after = list[MetricsTable](), -1
+    for branch in lineage:
+        trunk = Path(branch.run) if Path(branch.run).is_dir() else run.resolve().parent / Path(branch.run).name
+        if (trunk / "metrics.csv").is_file():
+            parts.append(read_curves(trunk / "metrics.csv").between(after, branch.step))
+        after = branch.step
+    return joined([*parts, read_curves(run / "metrics.csv").between(after, last_step)])
 
 
 def joined(tables: Iterable[MetricsTable]) -> MetricsTable:

@@ -6,6 +6,7 @@ run, or change its exit code (:class:`GuardedLogger`). To add a logger, see :dat
 
 import csv
 import json
+import math
 import mmap
 import os
 import shlex
@@ -14,16 +15,17 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from fabric_train.cli.errors import InputError, describe_os_error, first_line
+from fabric_train.cli.errors import describe_os_error, first_line
 from fabric_train.files.regular_file import (
     check_no_link,
     check_no_links_in,
     open_to_write,
-    parse_json,
+    read_json_lines,
     write_atomically,
 )
 from fabric_train.training.metrics import COLUMNS, Metrics, columns_of, measured, read_table
@@ -78,35 +80,42 @@ class LoggedRun:
     branched_after: Sequence[int] = ()
 
 
-class GuardedLogger(Logger):
+class _Forwarding(Logger):
+    """Lets ``_tell`` pass each call on."""
+
+    def log(self, metrics: Metrics) -> None:
+        self._tell(lambda logger: logger.log(metrics))
+
+    def log_samples(self, samples: Sequence[Sample]) -> None:
+        self._tell(lambda logger: logger.log_samples(samples))
+
+    def log_save(self, checkpoint: Path) -> None:
+        self._tell(lambda logger: logger.log_save(checkpoint))
+
+    def log_model(self, checkpoint: Path) -> None:
+        self._tell(lambda logger: logger.log_model(checkpoint))
+
+    def log_report(self, page: Path, markdown: str) -> None:
+        self._tell(lambda logger: logger.log_report(page, markdown))
+
+    def flush(self) -> None:
+        self._tell(lambda logger: logger.flush())
+
+    def close(self) -> None:
+        self._tell(lambda logger: logger.close())
+
+    def _tell(self, action: Callable[[Logger], None]) -> None:
+        raise NotImplementedError
+
+
+class GuardedLogger(_Forwarding):
     """A logger without which a run goes on: its first failure is reported in one line, and nothing more is logged."""
 
     def __init__(self, name: str, open_logger: Callable[[], Logger]) -> None:
         self._name, self.logger = name, Logger()
-        self._try(lambda _: setattr(self, "logger", open_logger()))
+        self._tell(lambda _: setattr(self, "logger", open_logger()))
 
-    def log(self, metrics: Metrics) -> None:
-        self._try(lambda logger: logger.log(metrics))
-
-    def log_samples(self, samples: Sequence[Sample]) -> None:
-        self._try(lambda logger: logger.log_samples(samples))
-
-    def log_save(self, checkpoint: Path) -> None:
-        self._try(lambda logger: logger.log_save(checkpoint))
-
-    def log_model(self, checkpoint: Path) -> None:
-        self._try(lambda logger: logger.log_model(checkpoint))
-
-    def log_report(self, page: Path, markdown: str) -> None:
-        self._try(lambda logger: logger.log_report(page, markdown))
-
-    def flush(self) -> None:
-        self._try(lambda logger: logger.flush())
-
-    def close(self) -> None:
-        self._try(lambda logger: logger.close())
-
-    def _try(self, action: Callable[[Logger], None]) -> None:
+    def _tell(self, action: Callable[[Logger], None]) -> None:
         try:
             action(self.logger)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a folder, a disk, a network, a server, a bug
@@ -146,26 +155,19 @@ class CSVLogger(Logger):
         self._file.close()
 
 
+def read_samples(path: Path, last_step: float = math.inf) -> list[Sample]:
+    """Return the samples of a samples.jsonl up to a step; none without a file, an InputError if it is damaged."""
+    return [*takewhile(lambda sample: sample.step <= last_step, read_json_lines(path, Sample, "move the file away"))]
+
+
 class SampleFile(Logger):
     """RUN/samples.jsonl: a line for each step and prompt, up to ``last_step`` in ``past``; later ones are removed."""
 
     def __init__(self, path: Path, last_step: int) -> None:
-        self._path = path
-        self.past: list[Sample] = []
         check_no_link(path)
-        if not path.exists():
-            return
-        content = path.read_bytes()
-        for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
-            try:
-                sample = parse_json(line, Sample)
-            except ValueError as error:
-                raise InputError(f"{path}, line {number}: damaged ({error}); move the file away") from None
-            if sample.step > last_step:
-                break
-            self.past.append(sample)
+        self._path, self.past = path, read_samples(path, last_step)
         kept = "".join(map(_line, self.past))
-        if kept.encode() != content:
+        if path.exists() and kept.encode() != path.read_bytes():
             write_atomically(path, kept)
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
@@ -276,40 +278,22 @@ def open_loggers(names: Sequence[str], run: LoggedRun) -> list[Logger]:
     return opened
 
 
-class Outputs:
+class Outputs(_Forwarding):
     """All loggers of a run. ``log_model`` says which checkpoints they upload: "all", "last" or "none"."""
 
     def __init__(self, loggers: Sequence[Logger], log_model: str) -> None:
         self._loggers, self._log_model = loggers, log_model
 
-    def log(self, metrics: Metrics) -> None:
+    def _tell(self, action: Callable[[Logger], None]) -> None:
         for logger in self._loggers:
-            logger.log(metrics)
-
-    def log_samples(self, samples: Sequence[Sample]) -> None:
-        """Log the samples of a step to all, before its metrics."""
-        for logger in self._loggers:
-            logger.log_samples(samples)
-
-    def flush(self) -> None:
-        for logger in self._loggers:
-            logger.flush()
+            action(logger)
 
     def saved(self, checkpoint: Path, is_last: bool = False) -> None:
         """Record a complete checkpoint, and upload it if all are uploaded; ``is_last`` comes again, after the run."""
-        for logger in self._loggers:
-            if not is_last:
-                logger.log_save(checkpoint)
-            if self._log_model == ("last" if is_last else "all"):
-                logger.log_model(checkpoint)
-
-    def log_report(self, page: Path, markdown: str) -> None:
-        for logger in self._loggers:
-            logger.log_report(page, markdown)
-
-    def close(self) -> None:
-        for logger in self._loggers:
-            logger.close()
+        if not is_last:
+            self.log_save(checkpoint)
+        if self._log_model == ("last" if is_last else "all"):
+            self.log_model(checkpoint)
 
 
 def describe_loggers(names: Sequence[str], folder: Path, project: str) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from fabric_train.checkpoint import CheckpointManager, TrainerState, read_trainer_json
+from fabric_train.checkpoint import TrainerState, read_trainer_json
+from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.cli.errors import RunError
 from fabric_train.data.step_sampler import Window, WindowSource
 from fabric_train.distributed.ranks import StepSync, sync_step

@@ -24,6 +24,14 @@ from lightning import Fabric
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train.checkpoint import TrainerState, read_trainer_json
+from fabric_train.checkpoint.adapter_folder import (
+    files_of_adapter,
+    find_base,
+    is_adapter,
+    read_adapter,
+    read_base_name,
+    trained_adapter,
+)
 from fabric_train.cli.errors import InputError
 from fabric_train.data.step_sampler import positions, validation_batches
 from fabric_train.data.streaming import Stream
@@ -148,7 +156,7 @@ def _place(run: PreparedRun) -> str:
             return os.path.realpath(checkpoints.find_checkpoint(Path(given)))
         return os.path.realpath(given) if Path(given).is_dir() else given
     if run.adapter_base is not None:
-        if checkpoint is not None and checkpoints.is_adapter(checkpoint):
+        if checkpoint is not None and is_adapter(checkpoint):
             return os.path.realpath(checkpoint)
         begins_with = run.arguments.adapter.init_adapter
         return os.path.realpath(begins_with) if begins_with else run.adapter_base.place
@@ -174,17 +182,17 @@ def _reference_run(run: PreparedRun, place: str) -> PreparedRun:
         return replace(run, start=start if of_adapter else StartingPoint(None, TrainerState()))
     layer_class, attention = given.fsdp.auto_wrap_policy, run.model.config._attn_implementation
     if of_adapter:
-        name = given.model.model_name if is_saved else checkpoints.read_base_name(folder)
-        base = checkpoints.find_base(name, folder if is_saved else None)
+        name = given.model.model_name if is_saved else read_base_name(folder)
+        base = find_base(name, folder if is_saved else None)
         adapter = replace(given.adapter, adapter=None, init_adapter=place, base_weights=None)
-        read = checkpoints.trained_adapter if is_saved else checkpoints.read_adapter
+        read = trained_adapter if is_saved else read_adapter
         shape = read_shape(base.place, layer_class, attention, read(folder))
         return replace(run, start=start, model=shape, adapter_base=base, arguments=replace(given, adapter=adapter))
     return replace(run, start=start, model=_shape(run, place), adapter_base=None)
 
 
 def _is_adapter(place: str) -> bool:
-    return bool(place) and Path(place).is_dir() and checkpoints.is_adapter(Path(place))
+    return bool(place) and Path(place).is_dir() and is_adapter(Path(place))
 
 
 def _shape(run: PreparedRun, place: str) -> ModelShape:
@@ -205,7 +213,7 @@ def _fingerprint(fabric: Fabric, run: PreparedRun, place: str) -> str:
         config = json.dumps(run.model.config.to_dict(), sort_keys=True, default=str)
         return hashlib.sha256(f"{run.arguments.data.seed} {config}".encode()).hexdigest()
     files = list(_files_of(run.adapter_base.place if run.adapter_base else place))
-    files += checkpoints.files_of_adapter(Path(place)) if _is_adapter(place) else []
+    files += files_of_adapter(Path(place)) if _is_adapter(place) else []
     own = torch.zeros(len(files), 2, dtype=torch.int64)
     for number in range(fabric.global_rank, len(files), fabric.world_size):
         progress.info("hashing the reference model's files %d/%d", number + 1, len(files))

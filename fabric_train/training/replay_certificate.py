@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
@@ -18,8 +18,9 @@ from fabric_train.cli.launcher import machine_name
 from fabric_train.files.regular_file import read_json, write_atomically
 from fabric_train.model.origin import SPLIT_ARGUMENTS
 from fabric_train.training.metrics import Metrics, read_metrics
-from fabric_train.training.prepared_run import PreparedRun
-from fabric_train.training.self_check import TOLERANCES
+
+if TYPE_CHECKING:
+    from fabric_train.training.prepared_run import PreparedRun
 
 FILE_NAME = "replay.json"
 _CANCELLED = tuple(f"train_{name}" for name in ("reward_chosen", "reward_rejected", "margin", "accuracy", "ties", "kl"))
@@ -67,7 +68,7 @@ class Replay:
 
     folder: Path
     steps: tuple[int, int]
-    run: PreparedRun
+    run: "PreparedRun"
     logged: list[Metrics]
     evaluations: dict[int, float]
     there: list[RunLayout]
@@ -86,6 +87,8 @@ class Replay:
 
     def tolerance(self, step: int) -> float:
         """Return the largest relative difference with which a figure of a step holds; 0 is bit for bit."""
+        from fabric_train.training.self_check import TOLERANCES  # imports all that trains
+
         return 0.0 if step <= self.same_until else TOLERANCES[self.run.arguments.model.precision]
 
     @property

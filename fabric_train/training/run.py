@@ -11,7 +11,8 @@ from lightning import Fabric
 from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train.checkpoint import CheckpointManager, TokenLoss, TrainerState
+from fabric_train.checkpoint import TokenLoss, TrainerState
+from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.cli.errors import FAILURE, STOPPED, first_line
 from fabric_train.cli.parser import to_yaml
 from fabric_train.data.streaming import Stream

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from lightning import Fabric
 
-from fabric_train.checkpoint import CheckpointManager
+from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed import ranks
 from fabric_train.distributed.ranks import StepSync, clip_grad_norm, data_ranks, gather_over_data_ranks

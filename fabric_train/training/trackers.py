@@ -15,7 +15,7 @@ import time
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from functools import partial
@@ -25,7 +25,7 @@ from typing import Any
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
-from fabric_train.training.loggers import GuardedLogger, LoggedRun, Logger, Sample, SampleFile
+from fabric_train.training.loggers import GuardedLogger, LoggedRun, Logger, Sample, read_samples
 from fabric_train.training.metrics import Metrics, measured, read_metrics
 from fabric_train.training.run_log import note, warn
 
@@ -49,91 +49,102 @@ def check_trackers(names: Sequence[str]) -> None:
 def _past(run: LoggedRun) -> Iterator[tuple[list[Sample], Metrics]]:
     """Yield the samples and metrics of each step up to the checkpoint."""
     samples: dict[int, list[Sample]] = {}
-    for sample in SampleFile(run.folder / "samples.jsonl", run.last_step).past:
+    for sample in read_samples(run.folder / "samples.jsonl", run.last_step):
         samples.setdefault(sample.step, []).append(sample)
     for metrics in read_metrics(run.folder / "metrics.csv", run.last_step):
         yield samples.get(metrics.step, []), metrics
 
 
-def _model_files(checkpoint: Path) -> Iterator[tuple[Path, str]]:
-    """Yield each file of a checkpoint with its name in it; the optimizer's are left out."""
-    for path in sorted(checkpoint.rglob("*")):
-        name = path.relative_to(checkpoint)
-        if path.is_file() and name.parts[0] != "optimizer":
-            yield path, name.as_posix()
+class Tracker(Logger):
+    """A logger that keeps many runs: it sends each step once, with its samples, also those before a resume.
 
-
-class WandbLogger(Logger):
-    """Weights & Biases. Without an account it works offline, in ``RUN/wandb``. It never asks on the terminal.
-
-    Offline, each start makes a folder, and ``wandb sync`` lets the last one replace the others. So it gets all steps,
-    and the others go to ``RUN/wandb/replaced``.
+    A subclass has the methods ``_open``, ``_send``, ``_upload`` and ``close``. Each may raise, see ``GuardedLogger``.
     """
 
     def __init__(self, run: LoggedRun) -> None:
-        os.environ.setdefault("WANDB_SILENT", "true")  # the settings below come too late for its login
-        import wandb  # a slow import, needed only here
-
-        folder, past = run.folder, list(_past(run))
-        self._told = folder / "wandb" / "told_up_to"
-        for path in (folder / "wandb_run_id", folder / "wandb", self._told):
-            check_no_link(path)
-        run_id = _saved_id(folder / "wandb_run_id", lambda: uuid.uuid4().hex[:8])
-        self.mode = wandb_mode()
-        earlier_folders = (folder / "wandb").glob(f"offline-run-*-{run_id}") if self.mode == "offline" else ()
-        for earlier in earlier_folders:  # to a place that ``wandb sync`` does not read
-            (folder / "wandb" / "replaced").mkdir(exist_ok=True)
-            earlier.rename(folder / "wandb" / "replaced" / earlier.name)
-        self._run = wandb.init(
-            project=run.config["project"],
-            entity=run.config["entity"],
-            dir=str(folder),
-            id=run_id,
-            resume="allow",
-            mode=self.mode,  # type: ignore[arg-type]
-            config=run.config,
-            name=run.config["run_name"],
-            tags=run.config["tags"],
-            group=run.config["group"],
-            notes=run.config["notes"],
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                disable_git=True,
-                disable_code=True,
-                # a dead network holds up the end of the run no longer; a model may take its time
-                finish_timeout=_SECONDS_TO_FINISH if run.config["log_model"] == "none" else 0,
-                finish_timeout_raises=True,
-            ),
-        )
-        self._wandb = wandb
-        self._last_step = past[-1][1].step if past else -1
+        self._samples: Sequence[Sample] = ()
+        self._last_step, past = -1, list(_past(run))
+        self._known = self._open(run)
         for samples, metrics in past:
-            if metrics.step >= self._run.starting_step:  # 0 offline, otherwise the first step that the server lacks
-                self.log_samples(samples)
-                self.log(metrics)
-
-    def log(self, metrics: Metrics) -> None:
-        self._run.log(measured(metrics), step=metrics.step)
-        self._last_step = metrics.step
+            self.log_samples(samples)
+            self.log(metrics)
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
-        """Log the samples of a step, whose metrics follow, as a table."""
-        if samples:
-            rows = [[sample.prompt, sample.text] for sample in samples]
-            self._run.log({"samples": self._wandb.Table(columns=["prompt", "text"], data=rows)}, step=samples[0].step)
+        self._samples = samples
+
+    def log(self, metrics: Metrics) -> None:
+        samples, self._samples, self._last_step = self._samples, (), metrics.step
+        if metrics.step not in self._known:
+            self._send(metrics.step, measured(metrics), samples)
 
     def log_model(self, checkpoint: Path) -> None:
-        """Upload a checkpoint without its optimizer as an artifact."""
-        artifact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata={"checkpoint": checkpoint.name})
-        for path, name in _model_files(checkpoint):
+        """Upload a checkpoint without its optimizer."""
+        files = ((path, path.relative_to(checkpoint)) for path in sorted(checkpoint.rglob("*")) if path.is_file())
+        kept = [(path, name.as_posix()) for path, name in files if name.parts[0] != "optimizer"]
+        self._upload("model", kept, checkpoint.name)
+
+    def log_report(self, page: Path, markdown: str) -> None:
+        self._upload("report", [(page, page.name)])
+
+    def _open(self, run: LoggedRun) -> Container[int]:
+        """Open the run folder's run in the tracker, a new one at first; return the steps that it has."""
+        raise NotImplementedError
+
+    def _send(self, step: int, values: dict[str, float], samples: Sequence[Sample]) -> None:
+        """Send a step's values by their names in loggers, and its samples."""
+        raise NotImplementedError
+
+    def _upload(self, kind: str, files: Sequence[tuple[Path, str]], checkpoint: str = "") -> None:
+        """Upload files with their names: a "report", or a "model" with the name of its checkpoint."""
+        raise NotImplementedError
+
+
+class _WandbApi(Tracker):
+    """A tracker with the functions of W&B, which Trackio has too: a ``_library``, and its ``_run``."""
+
+    _library: Any
+    _run: Any
+    _id: str
+
+    def _send(self, step: int, values: dict[str, float], samples: Sequence[Sample]) -> None:
+        rows = [[sample.prompt, sample.text] for sample in samples]
+        table = {"samples": self._library.Table(columns=["prompt", "text"], data=rows)} if rows else {}
+        self._run.log({**values, **table}, step=step)
+
+    def _upload(self, kind: str, files: Sequence[tuple[Path, str]], checkpoint: str = "") -> None:
+        about = {"checkpoint": checkpoint} if checkpoint else {}
+        artifact = self._library.Artifact(f"{kind}-{self._id}", type=kind, metadata=about)
+        for path, name in files:
             artifact.add_file(str(path), name=name)
         self._run.log_artifact(artifact)
 
-    def log_report(self, page: Path, markdown: str) -> None:
-        artifact = self._wandb.Artifact(f"report-{self._run.id}", type="report")
-        artifact.add_file(str(page), name=page.name)
-        self._run.log_artifact(artifact)
+
+class WandbLogger(_WandbApi):
+    """Weights & Biases. Without an account it works offline, in ``RUN/wandb``. It never asks on the terminal."""
+
+    def _open(self, run: LoggedRun) -> Container[int]:
+        os.environ.setdefault("WANDB_SILENT", "true")  # the settings below come too late for its login
+        import wandb  # a slow import, needed only here
+
+        self._library, self.mode, self._told = wandb, wandb_mode(), run.folder / "wandb" / "told_up_to"
+        for path in (run.folder / "wandb", self._told):
+            check_no_link(path)
+        self._id = _saved_id(run.folder / "wandb_run_id")
+        if self.mode == "offline":
+            _replace_offline(run.folder / "wandb", self._id)
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            # a dead network holds up the end of the run no longer; a model may take its time
+            finish_timeout=_SECONDS_TO_FINISH if run.config["log_model"] == "none" else 0,
+            finish_timeout_raises=True,
+        )
+        given: dict[str, Any] = {name: run.config[name] for name in ("project", "entity", "tags", "group", "notes")}
+        given |= {"name": run.config["run_name"], "config": run.config, "mode": self.mode, "settings": settings}
+        self._run = wandb.init(dir=str(run.folder), id=self._id, resume="allow", **given)
+        return range(self._run.starting_step)  # 0 offline
 
     def close(self) -> None:
         self._run.finish()
@@ -142,6 +153,16 @@ class WandbLogger(Logger):
                 if '"level":"ERROR","msg":"writer: ' in line:
                     raise RuntimeError(json.loads(line)["msg"])
         write_atomically(self._told, f"{self._last_step}\n")
+
+
+def _replace_offline(folder: Path, run_id: str) -> None:
+    """Move the offline folders of earlier starts to ``replaced``.
+
+    ``wandb sync`` lets the last folder of a run replace the others; so the last one gets all steps.
+    """
+    for earlier in folder.glob(f"offline-run-*-{run_id}"):
+        (folder / "replaced").mkdir(exist_ok=True)
+        earlier.rename(folder / "replaced" / earlier.name)
 
 
 def open_wandb(run: LoggedRun) -> Logger:
@@ -165,7 +186,7 @@ def wandb_mode() -> str:
     return "offline"
 
 
-def _saved_id(file: Path, create: Callable[[], str]) -> str:
+def _saved_id(file: Path, create: Callable[[], str] = lambda: uuid.uuid4().hex[:8]) -> str:
     """Return the id of the run folder's run in a tracker; create it on first use. An InputError if it is damaged."""
     check_no_link(file)
     if not file.is_file():
@@ -177,30 +198,21 @@ def _saved_id(file: Path, create: Callable[[], str]) -> str:
     return run_id
 
 
-class TrackioLogger(Logger):
+class TrackioLogger(_WandbApi):
     """Trackio, in its own folder, or where its environment variables say (``TRACKIO_SPACE_ID``)."""
 
-    def __init__(self, run: LoggedRun) -> None:
+    def _open(self, run: LoggedRun) -> Container[int]:
         import trackio
 
-        self._trackio, self._has_warned, self._samples = trackio, False, list[list[str]]()
-        self._id = _saved_id(run.folder / "trackio_run_id", lambda: uuid.uuid4().hex[:8])
+        self._library, self._has_warned, self._id = trackio, False, _saved_id(run.folder / "trackio_run_id")
         self._show_warning, warnings.showwarning = warnings.showwarning, self._warn  # type: ignore[assignment]
+        given: dict[str, Any] = {name: run.config[name] for name in ("project", "group")} | {"config": run.config}
+        name = f"{run.config['run_name'] or run.folder.name}-{self._id}"  # it says which run is resumed
         with redirect_stdout(io.StringIO()):
             self._run = trackio.init(
-                project=run.config["project"],
-                name=f"{run.config['run_name'] or run.folder.name}-{self._id}",  # which says which run is resumed
-                group=run.config["group"],
-                config=run.config,
-                resume="allow",
-                embed=False,
-                auto_log_cpu=False,
-                auto_log_gpu=False,
+                name=name, resume="allow", embed=False, auto_log_cpu=False, auto_log_gpu=False, **given
             )
-        self._first_step = self._last_step = self._run._next_step  # that it lacks
-        for samples, metrics in _past(run):
-            self.log_samples(samples)
-            self.log(metrics)
+        return range(self._run._next_step)
 
     def _warn(self, message: Warning | str, category: type[Warning], filename: str, *rest: Any) -> None:
         """Say its first warning in one line: it has a thread that writes, and that gives none of its errors to us."""
@@ -210,30 +222,13 @@ class TrackioLogger(Logger):
             self._has_warned = True
             warn(f"--loggers trackio: {str(message).splitlines()[0]}; metrics.csv has every step")
 
-    def log(self, metrics: Metrics) -> None:
-        samples, self._samples = self._samples, []
-        if metrics.step >= self._first_step:
-            table = {"samples": self._trackio.Table(columns=["prompt", "text"], data=samples)} if samples else {}
-            self._run.log({**measured(metrics), **table}, step=metrics.step)
-            self._last_step = metrics.step
-
-    def log_samples(self, samples: Sequence[Sample]) -> None:
-        self._samples = [[sample.prompt, sample.text] for sample in samples]
-
-    def log_model(self, checkpoint: Path) -> None:
-        self._log_files(f"model-{self._id}", "model", _model_files(checkpoint))
-
     def log_report(self, page: Path, markdown: str) -> None:
-        self._run.log({"report": self._trackio.Markdown(markdown)}, step=self._last_step)
-        self._log_files(f"report-{self._id}", "report", [(page, page.name)])
+        self._run.log({"report": self._library.Markdown(markdown)}, step=self._last_step)
+        super().log_report(page, markdown)
 
-    def _log_files(self, name: str, kind: str, files: Iterable[tuple[Path, str]]) -> None:
-        if self._has_warned:  # the same would fail, after a minute
-            return
-        artifact = self._trackio.Artifact(name, type=kind)
-        for path, inside in files:
-            artifact.add_file(str(path), name=inside)
-        self._run.log_artifact(artifact)
+    def _upload(self, kind: str, files: Sequence[tuple[Path, str]], checkpoint: str = "") -> None:
+        if not self._has_warned:  # else the same would fail, after a minute
+            super()._upload(kind, files, checkpoint)
 
     def close(self) -> None:
         with redirect_stdout(io.StringIO()):
@@ -241,60 +236,59 @@ class TrackioLogger(Logger):
         warnings.showwarning = self._show_warning
 
 
-class MlflowLogger(Logger):
+class MlflowLogger(Tracker):
     """MLflow: the server of ``MLFLOW_TRACKING_URI``, or files in ``RUN/mlruns``. A thread sends one batch at a time."""
 
-    def __init__(self, run: LoggedRun) -> None:
-        for name, value in _MLFLOW_SETTINGS.items():
-            os.environ.setdefault(name, value)
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric
-
-        check_no_links_in(run.folder / "mlruns")
-        place = os.environ.get("MLFLOW_TRACKING_URI") or (run.folder / "mlruns").absolute().as_uri()
-        self._client, self._metric = MlflowClient(place), Metric
+    def _open(self, run: LoggedRun) -> Container[int]:
+        self._client = _open_mlflow(run.folder)
         self._id = _saved_id(run.folder / "mlflow_run_id", lambda: _create_mlflow_run(self._client, run))
         self._client.update_run(self._id, status="RUNNING")
-        self._known = {metric.step for metric in self._client.get_metric_history(self._id, "train/epoch")}
-        self._thread, self._unsent = ThreadPoolExecutor(1, "mlflow"), list[Any]()
-        self._sending = deque[Future[None]]()
-        for samples, metrics in _past(run):
-            self.log_samples(samples)
-            self.log(metrics)
+        self._thread, self._unsent, self._sending = ThreadPoolExecutor(1), list[Any](), deque[Future[None]]()
+        return {metric.step for metric in self._client.get_metric_history(self._id, "train/epoch")}
 
-    def log(self, metrics: Metrics) -> None:
-        if metrics.step not in self._known:
-            now = round(time.time() * 1000)
-            named = {posixpath.normpath(_REFUSED.sub("_", name)): value for name, value in measured(metrics).items()}
-            self._unsent += [self._metric(name, value, now, metrics.step) for name, value in named.items()]
+    def _send(self, step: int, values: dict[str, float], samples: Sequence[Sample]) -> None:
+        if samples:
+            text = "\n\n".join(f"{sample.prompt}▸{sample.text}" for sample in samples)
+            self._sending.append(
+                self._thread.submit(self._client.log_text, self._id, text, f"samples/step-{step:08d}.txt")
+            )
+        self._unsent += _mlflow_metrics(step, values)
         while self._sending and self._sending[0].done():
             self._sending.popleft().result()  # raises what failed
-        if self._unsent and not self._sending:
-            self._sending.append(self._thread.submit(self._send, self._unsent))
+        if not self._sending:
+            self._sending.append(self._thread.submit(self._send_batch, self._unsent))
             self._unsent = []
 
-    def _send(self, metrics: list[Any]) -> None:
+    def _send_batch(self, metrics: list[Any]) -> None:
         for start in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self._id, metrics[start : start + _MOST_METRICS])
 
-    def log_samples(self, samples: Sequence[Sample]) -> None:
-        if samples and samples[0].step not in self._known:
-            text = "\n\n".join(f"{sample.prompt}▸{sample.text}" for sample in samples)
-            file = f"samples/step-{samples[0].step:08d}.txt"
-            self._sending.append(self._thread.submit(self._client.log_text, self._id, text, file))
-
-    def log_model(self, checkpoint: Path) -> None:
-        for path, name in _model_files(checkpoint):
-            self._client.log_artifact(self._id, str(path), posixpath.dirname(f"{checkpoint.name}/{name}"))
-
-    def log_report(self, page: Path, markdown: str) -> None:
-        self._client.log_artifact(self._id, str(page))
+    def _upload(self, kind: str, files: Sequence[tuple[Path, str]], checkpoint: str = "") -> None:
+        for path, name in files:
+            self._client.log_artifact(self._id, str(path), posixpath.dirname(posixpath.join(checkpoint, name)) or None)
 
     def close(self) -> None:
         for sent in self._sending:
             sent.result()
-        self._send(self._unsent)
+        self._send_batch(self._unsent)
         self._client.set_terminated(self._id)
+
+
+def _open_mlflow(run: Path) -> Any:
+    for name, value in _MLFLOW_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    from mlflow import MlflowClient
+
+    check_no_links_in(run / "mlruns")
+    return MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or (run / "mlruns").absolute().as_uri())
+
+
+def _mlflow_metrics(step: int, values: dict[str, float]) -> list[Any]:
+    from mlflow.entities import Metric
+
+    now = round(time.time() * 1000)
+    named = {posixpath.normpath(_REFUSED.sub("_", name)): value for name, value in values.items()}
+    return [Metric(name, value, now, step) for name, value in named.items()]
 
 
 def _create_mlflow_run(client: Any, run: LoggedRun) -> str:

@@ -1,6 +1,7 @@
 """convert_to_hf.py writes an export that plain transformers loads as the checkpoint, or nothing."""
 
 import errno
+import hashlib
 import json
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import convert_to_hf
 from fabric_train.cli.errors import FAILURE, InputError
 from fabric_train.export import convert, verification
+from fabric_train.export.card_facts import read_exports
 from fabric_train.export.convert import plan_targets, write_export
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.export.source import ExportSource
@@ -137,6 +139,17 @@ def test_a_process_of_its_own_leaves_its_report_in_the_folder(
     assert report.tokenizer == "equal"
     assert report.faults == []
     assert written_by_the_program["faults"] == []
+
+
+def test_the_run_knows_its_exports(exports: dict[str, Path], run: Path, weights: dict[str, torch.Tensor]) -> None:
+    found = {one.checkpoint: one for one in read_exports(run) if not one.faults}
+    assert [one.folder for one in found.values()] == ["step-00000001", "step-00000002"]
+    for folder in exports.values():
+        record = found[folder.name]
+        hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.safetensors")}
+        assert (record.num_tensors, record.dtype, record.weights) == (len(weights), "bfloat16", hashes)
+        assert record.logit_difference == pytest.approx(0, abs=1e-4)
+    assert str(run) not in (run / "exports.jsonl").read_text()
 
 
 def test_a_verification_that_dies_is_reported(

@@ -36,6 +36,7 @@ from benchmarks.measure import ROOT, Command, Spread, interleave
 from benchmarks.peers import export_step, train_without_saving
 from benchmarks.token_rows import read_datatrove, read_litdata
 from benchmarks.tokenization_systems import PEERS, our_command, peer_command
+from fabric_train.cli.fabric_command import checked_out_commit
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.export.model_comparison import compare
 from fabric_train.export.source import ExportSource
@@ -67,12 +68,11 @@ def test_commands_in_results_have_no_absolute_paths(result: Path) -> None:
     assert [word for command in commands for word in shlex.split(command) if word.startswith("/")] == []
 
 
-def test_commit_is_dirty_only_if_code_differs_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_is_dirty_only_if_code_differs_from_it(tmp_path: Path) -> None:
     def git(*words: str) -> None:
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words], cwd=tmp_path, check=True)
 
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    assert report.checked_out_commit() is None
+    assert checked_out_commit(tmp_path) is None
     files = [tmp_path / name for name in ("benchmarks/results/memory.json", "docs/memory.md", "benchmarks/memory.py")]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -82,11 +82,11 @@ def test_commit_is_dirty_only_if_code_differs_from_it(tmp_path: Path, monkeypatc
     git("commit", "-qm", "one")
     for file in files[:2]:
         file.write_text("2")
-    commit = report.checked_out_commit()
+    commit = checked_out_commit(tmp_path)
     assert commit is not None
     assert not commit.endswith("-dirty")
     files[2].write_text("2")
-    assert report.checked_out_commit() == f"{commit}-dirty"
+    assert checked_out_commit(tmp_path) == f"{commit}-dirty"
 
 
 @given(st.integers(DOCUMENT_CHARACTERS, 4 * DOCUMENT_CHARACTERS), st.integers(1, 12))

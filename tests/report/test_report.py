@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.fabric_command import checked_out_commit
 from fabric_train.evaluation.loss_changes import CHANGES
+from fabric_train.export.card_facts import ExportRecord
 from fabric_train.pages import charts
 from fabric_train.pages.charts import Chart, Series, draw, sampled, smoothed
 from fabric_train.pages.page import Section
@@ -59,6 +62,8 @@ def test_every_section_is_there_also_in_a_copied_folder(copy: Path) -> None:
         assert f"| {step} | " in sections["checkpoints"].body
     assert "fabric run fabric_train --devices" in sections["repeat"].body
     assert "max_step: 6" in sections["configuration"].body
+    commit = r", commit [0-9a-f]{12}(-dirty)?" if checked_out_commit() else ""
+    assert re.search(rf"\| code of fabric-train \| [\d.]+{commit} \|", sections["summary"].body)
 
 
 def test_a_branch_shows_its_trunk_and_the_trunk_its_branch(reported: ReportedRuns) -> None:
@@ -101,6 +106,7 @@ def test_no_text_of_the_run_is_markup(reported: ReportedRuns) -> None:
         (lambda run: shutil.rmtree(run / "checkpoints"), {"results", "data", "lineage"}),
         (lambda run: (run / "run.log").unlink(), {"events"}),
         (lambda run: damage_changes(run), {"changes"}),
+        (lambda run: (run / "exports.jsonl").write_text("{}\n"), {"exports"}),
     ],
 )
 def test_a_damaged_file_leaves_its_sections_out_with_a_reason(
@@ -320,9 +326,9 @@ def test_evaluations_beside_the_run_are_shown(copy: Path) -> None:
     ]
     (folder / "documents.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     scores = [
-        ("model", "step", "language", "task", "metric", "value", "stderr"),
-        ("base", "", "ca", "mean", "accuracy", "0.25", "0.01"),
-        ("step-00000006", "6", "ca", "mean", "accuracy", "0.5", "0.01"),
+        ("model", "step", "language", "task", "metric", "value", "stderr", "higher_is_better"),
+        ("base", "", "ca", "mean", "accuracy", "0.25", "0.01", "True"),
+        ("step-00000006", "6", "ca", "mean", "accuracy", "0.5", "", "True"),
     ]
     (folder / "scores.csv").write_text("".join(",".join(line) + "\n" for line in scores))
     sections = sections_of(copy)
@@ -332,9 +338,23 @@ def test_evaluations_beside_the_run_are_shown(copy: Path) -> None:
         ("checkpoints", "points", [0.5]),
         ("base", "level", [0.25]),
     ]
+    assert chart.y_title == "accuracy (higher is better)"
+    assert "| base | 0.2500 ± 0.0100 |" in sections["scores"].body
     main([str(copy)])  # also drawn without an error
     (folder / "scores.csv").write_text("model,task,value\nbase,mean,much\n")
     assert "damaged" in sections_of(copy)["scores"].fault
+
+
+def test_exports_are_shown_with_their_verification(copy: Path) -> None:
+    weights = {"w": "ab" * 32}
+    record = ExportRecord("2026-01-02", "step-00000006", "step 6", "model|1", "bfloat16", 9, 99, 0.0, weights, "")
+    failed = replace(record, num_tensors=0, weights={}, logit_difference=None, faults="weights differ")
+    lines = [json.dumps(asdict(one)) + "\n" for one in (record, failed)]
+    (copy / "exports.jsonl").write_text("".join(lines) + lines[0][:50])  # a line that is being written
+    rows = sections_of(copy)["exports"].body.splitlines()[2:]
+    assert [len(re.split(r"(?<!\\)\|", row)) for row in rows] == [9, 9]
+    assert "| model\\|1 | bfloat16 | 9 tensors equal, bit for bit; logits differ by 0 at most | w `abab" in rows[0]
+    assert "not exported: weights differ" in rows[1]
 
 
 def test_drawing_goes_on_when_the_process_that_draws_has_ended(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from arguments import TrainArguments, parse
 from fabric_train import checkpoint as checkpoints
+from fabric_train.checkpoint.manager import CheckpointManager
+from fabric_train.checkpoint.tensors import restore_optimizer
 from fabric_train.data.step_sampler import DataOrder
 from fabric_train.distributed.cluster_environment import destroy_process_group
 from fabric_train.distributed.precision import weights_dtype
@@ -42,7 +44,7 @@ def main() -> None:
     optimizer: Any = fabric.setup_optimizers(build_optimizer(named, decayed, arguments.training, True, 5, cuts))
     first = 1
     if checkpoint:
-        checkpoints.restore_optimizer(checkpoint, fabric, model, optimizer)
+        restore_optimizer(checkpoint, fabric, model, optimizer)
         first += checkpoints.read_trainer_json(checkpoint).state.step
     set_learning_rate(optimizer, arguments.training.lr)
     last = first + (arguments.training.max_step or 1) - 1
@@ -54,7 +56,7 @@ def main() -> None:
         arguments.fsdp.state_dict_type, str(dtype), DataOrder("", 1, 1, 0), {"model_name": ""}, {}, None, ()
     )
     folder = Path(arguments.save.output_dir)
-    saves = checkpoints.CheckpointManager(folder, fabric, model, optimizer, described, None, False, lambda _: None)
+    saves = CheckpointManager(folder, fabric, model, optimizer, described, None, False, lambda _: None)
     saves.save(checkpoints.TrainerState(step=last))
     destroy_process_group(fabric)
 

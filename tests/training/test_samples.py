@@ -137,7 +137,7 @@ def test_wrong_prompts_are_refused_before_the_run(
 
 
 ORDER = """
-from fabric_train.checkpoint import CheckpointManager
+from fabric_train.checkpoint.manager import (CheckpointManager)
 from fabric_train.training.loggers import Outputs
 
 def flush(self, original=Outputs.flush):

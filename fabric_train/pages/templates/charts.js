@@ -18,9 +18,13 @@ function atStep(run, name, step) {
   return values[low] + (values[high] - values[low]) * (step - steps[low]) / (steps[high] - steps[low]);
 }
 
-function rowsOf(chart, one) {
-  const isSteps = chart.steps && state.axis !== "step" && axes[one.axis];
-  const place = step => isSteps ? atStep(axes[one.axis], state.axis, step) : step;
+/* Return what places the steps of a run on the chosen axis. */
+function placeOn(run) {
+  return step => state.axis !== "step" && axes[run] ? atStep(axes[run], state.axis, step) : step;
+}
+
+function rowsOf(one) {
+  const place = placeOn(one.axis);
   const rows = one.x.map((step, index) => {
     const mean = one.smooth ? one.smooth[index] : null;
     const row = { series: one.name, x: place(step), step, y: one.y[index] };
@@ -28,7 +32,7 @@ function rowsOf(chart, one) {
     for (const name of ["smooth", "low", "high"]) if (one[name]) row[name] = one[name][index];
     return row;
   }).filter(row => !state.log || (row.y > 0 && row.drawn > 0));
-  if (!chart.steps || !state.domain) return rows;
+  if (!state.domain) return rows;
   const [first, last] = state.domain;
   return rows.filter((row, index) => {  /* with the neighbours, so that the curve reaches the edge */
     const before = rows[index - 1], after = rows[index + 1];
@@ -39,11 +43,10 @@ function rowsOf(chart, one) {
 function specification(chart) {
   const spec = structuredClone(chart.spec);
   const kinds = { points: [], levels: [] };
-  for (const one of chart.series) kinds[one.kind === "level" ? "levels" : "points"].push(...rowsOf(chart, one));
-  const run = axes[0];
-  const place = step => chart.steps && state.axis !== "step" && run ? atStep(run, state.axis, step) : step;
+  for (const one of chart.series) kinds[one.kind === "level" ? "levels" : "points"].push(...rowsOf(one));
+  const place = placeOn(0);
   const marks = chart.marks.map(mark => ({ ...mark, x: place(mark.x) }))
-    .filter(mark => !chart.steps || !state.domain || (mark.x >= state.domain[0] && mark.x <= state.domain[1]));
+    .filter(mark => !state.domain || (mark.x >= state.domain[0] && mark.x <= state.domain[1]));
   spec.datasets = { ...kinds, marks };
   spec.width = "container";
   spec.height = Math.max(160, Math.min(300, window.innerHeight * 0.34));
@@ -52,18 +55,18 @@ function specification(chart) {
   const brush = { name: chart.key + "_brush", select: { type: "interval", encodings: ["x"] } };
   for (const layer of spec.layer) {
     const { x, y } = layer.encoding;
-    if (x && chart.steps) {
+    if (x) {
       x.title = titles[state.axis];
       if (state.domain) x.scale = { domain: state.domain, nice: false };
     }
     if (y && y.scale && state.log) y.scale = { type: "log" };
     if (layer.mark.type === "line") layer.mark.clip = true;
-    if (layer.name === "hover" && chart.steps && state.axis !== "step") {
+    if (layer.name === "hover" && state.axis !== "step") {
       layer.encoding.tooltip[1].title = titles[state.axis];
       layer.encoding.tooltip.push({ field: "step", title: titles.step, format: "," });
     }
   }
-  if (chart.steps) spec.layer.find(layer => layer.params).params.push(brush);
+  spec.layer.find(layer => layer.params).params.push(brush);
   return spec;
 }
 
@@ -82,7 +85,6 @@ async function draw(chart) {
   const options = { mode: "vega-lite", actions: false, ast: true, renderer: "canvas", patch };
   const result = await vegaEmbed(place, specification(chart), options);
   views.set(chart.key, result);
-  if (!chart.steps) return;
   let chosen = null;
   result.view.addSignalListener(chart.key + "_brush", (_, value) => { chosen = value && value.x; });
   place.onpointerup = () => {
