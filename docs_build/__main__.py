@@ -1,20 +1,24 @@
-"""``python -m docs_build site`` builds the site, ``serve`` shows it and follows changes of the documents."""
+"""Commands of the documentation: without a word write the pages that come from the code; ``site`` builds the site."""
 
 import sys
 
-from docs_build import site
+from docs_build import reference, site
 from fabric_train.cli.errors import InputError, run_program
 
 
 def main() -> None:
     """Run the command that the first word names."""
-    command = sys.argv[1:] or [""]
-    if command == ["site"]:
+    command = " ".join(sys.argv[1:])
+    if not command:
+        reference.write()
+    elif command == "site":
+        if pages := list(reference.stale_files()):
+            raise InputError(f"docs/{pages[0]} and {len(pages) - 1} others are stale; run python -m docs_build")
         print(f"the site is {site.build() / 'index.html'}")
-    elif command == ["serve"]:
+    elif command == "serve":
         site.serve()
     else:
-        raise InputError(f"python -m docs_build {' '.join(command)}: no such command; write site or serve")
+        raise InputError(f"python -m docs_build {command}: no such command; write site, serve or nothing")
 
 
 if __name__ == "__main__":

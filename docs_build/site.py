@@ -40,13 +40,34 @@ def documents() -> dict[str, Path]:
     return own | {page: ROOT / name for name, page in OUTSIDE.items()}
 
 
-def pages_of(navigation: list[Any] | None = None) -> Iterator[tuple[str, str, str]]:
-    """Yield part, title and path of each page of the navigation, in its order; a page outside of parts has the part ''.
+def title_of(path: Path) -> str:
+    """Return the first heading of a document."""
+    found = re.search(r"^# (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else path.stem
 
-    ``navigation`` is the list in ``site.yaml``, or one inside it.
+
+def read_settings() -> dict[str, Any]:
+    """Return what ``site.yaml`` has; a folder in its navigation becomes the pages of the folder, sorted by their names.
+
+    Pages that the navigation has elsewhere are left out of a folder.
     """
-    if navigation is None:
-        navigation = yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))["nav"]
+    settings = yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))
+    named = set(re.findall(r": (\S+\.md)$", SETTINGS.read_text(encoding="utf-8"), re.MULTILINE))
+
+    def expanded(entries: list[Any]) -> Iterator[dict[str, Any]]:
+        for entry in entries:
+            if isinstance(entry, str):
+                pages = [page for page in documents() if Path(page).parent == Path(entry) and page not in named]
+                yield from ({title_of(documents()[page]): page} for page in pages)
+            else:
+                ((title, inner),) = entry.items()
+                yield {title: inner if isinstance(inner, str) else list(expanded(inner))}
+
+    return settings | {"nav": [entry for entry in expanded(settings["nav"]) if all(entry.values())]}
+
+
+def pages_of(navigation: list[Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield part, title and path of each page of a navigation, in its order; outside of parts the part is ''."""
     for entry in navigation:
         ((title, inner),) = entry.items()
         if isinstance(inner, str):
@@ -57,13 +78,18 @@ def pages_of(navigation: list[Any] | None = None) -> Iterator[tuple[str, str, st
 
 def faults_of_navigation() -> list[str]:
     """Return the pages that the navigation lacks or has twice, and its entries that are no pages."""
-    listed = [page for _, _, page in pages_of()]
+    listed = [page for _, _, page in pages_of(read_settings()["nav"])]
     there = set(documents())
     return [
         *(f"{page} is not in the navigation of {SETTINGS.name}" for page in sorted(there - set(listed))),
         *(f"{page} is in the navigation of {SETTINGS.name}, but is no page" for page in listed if page not in there),
         *(f"{page} is twice in the navigation of {SETTINGS.name}" for page in sorted(there) if listed.count(page) > 1),
     ]
+
+
+def slug(heading: str) -> str:
+    """Return the anchor that GitHub, and the site, give a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def copy_documents(folder: Path) -> None:
@@ -119,7 +145,7 @@ def serve() -> None:
 def _prepare() -> None:
     copy_documents(BUILD / "pages")
     shutil.copytree(SETTINGS.parent / "theme", BUILD / "theme", dirs_exist_ok=True)
-    _write(BUILD / SETTINGS.name, SETTINGS.read_bytes())
+    _write(BUILD / SETTINGS.name, yaml.safe_dump(read_settings(), sort_keys=False).encode())
 
 
 def _zensical() -> list[str]:
