@@ -170,7 +170,7 @@ def raise_reached_limit(error: BaseException) -> None:
 
 
 _FIXES = {
-    errno.ENOSPC: "free some space on that disk, or choose a folder on another one",
+    errno.ENOSPC: "free some space there, or choose a folder on another disk (docs/reference/errors.md#disk-full)",
     errno.EDQUOT: "your quota on that disk is used up: free some space, or choose a folder on another disk",
     errno.EFBIG: "the file is too large for the limit there (ulimit -f, or the file system's)",
     errno.EACCES: "give this user permission, or choose another place",
