@@ -1,4 +1,4 @@
-"""Commands of the documentation: without a word write the pages that come from the code; ``site`` builds the site."""
+"""``python -m docs_build`` writes the pages from the code; ``figures`` draws them, ``site`` builds, ``serve`` shows."""
 
 import sys
 
@@ -17,8 +17,12 @@ def main() -> None:
         print(f"the site is {site.build() / 'index.html'}")
     elif command == "serve":
         site.serve()
+    elif command == "figures":
+        from docs_build import figures  # takes seconds
+
+        figures.draw()
     else:
-        raise InputError(f"python -m docs_build {command}: no such command; write site, serve or nothing")
+        raise InputError(f"python -m docs_build {command}: no such command; write figures, site, serve or nothing")
 
 
 if __name__ == "__main__":

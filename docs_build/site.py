@@ -122,7 +122,7 @@ def build() -> Path:
         raise InputError(*faults)
     shutil.rmtree(BUILD, ignore_errors=True)
     _prepare()
-    done = subprocess.run([*_zensical(), "build", "--strict", "--config-file", str(BUILD / SETTINGS.name)], check=False)
+    done = subprocess.run([*zensical(), "build", "--strict", "--config-file", str(BUILD / SETTINGS.name)], check=False)
     if done.returncode:
         raise InputError("the site was not built; what is wrong is above")
     for path in (BUILD / "pages").rglob("*.md"):
@@ -133,7 +133,7 @@ def build() -> Path:
 def serve() -> None:
     """Serve the site on this machine until Ctrl-C; a page is built again when its document changes."""
     _prepare()
-    server = subprocess.Popen([*_zensical(), "serve", "--config-file", str(BUILD / SETTINGS.name)])
+    server = subprocess.Popen([*zensical(), "serve", "--config-file", str(BUILD / SETTINGS.name)])
     try:
         while server.poll() is None:
             time.sleep(1)
@@ -148,7 +148,8 @@ def _prepare() -> None:
     _write(BUILD / SETTINGS.name, yaml.safe_dump(read_settings(), sort_keys=False).encode())
 
 
-def _zensical() -> list[str]:
+def zensical() -> list[str]:
+    """Return the words that start Zensical; an InputError if it is not installed."""
     program = Path(sys.executable).with_name("zensical")
     if not program.exists():
         raise InputError("Zensical is not installed here: make docs installs it (the extra docs, from Python 3.11 on)")
