@@ -145,7 +145,7 @@ def precision() -> dict[str, Any]:
 
 def memory() -> dict[str, Any]:
     """Show the parts of a GPU's memory by the plan of Llama-3-8B on four GPUs of 80 GB."""
-    names = ("nothing recomputed", "all recomputed", "and gradients reduced early", "and fp32 weights")
+    names = ("nothing recomputed", "all recomputed", "+ micro_batch", "+ fp32 weights")
     values = []
     for name, row in zip(names, plan_table.TABLE, strict=False):  # the first lines are of the 8B on four GPUs
         forecast = plan_table.request_of(row).forecast()
@@ -162,7 +162,7 @@ def memory() -> dict[str, Any]:
     }
     limit = {"data": {"values": [{"GB": 80}]}, "mark": {"type": "rule", "color": charts.TEXT, "strokeDash": [4, 4]}}
     limit["encoding"] = {"x": {"field": "GB", "type": "quantitative"}}
-    return {"width": _WIDTH - 260, "height": 150, "data": {"values": values}, "layer": [bars, limit]}
+    return {"width": _WIDTH - 180, "height": 150, "data": {"values": values}, "layer": [bars, limit]}
 
 
 FIGURES: dict[str, Callable[[], dict[str, Any]]] = {

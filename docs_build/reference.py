@@ -1,12 +1,12 @@
 """The pages of docs/reference/ that are written from the code, and docs/llms.txt."""
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _SINCE = re.compile(r"\bSince (\d+\.\d+\.\d+)\.$")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Program:
     """A program: how it is called, and the pages that explain its arguments, the most helpful one first."""
 
@@ -108,24 +108,28 @@ def _page_of_program(name: str) -> str:
     positional = positional_of(arguments)
     types = types_of(arguments)
     parts = [
-        f"# {words}\n\n{_WRITTEN.format(source='the dataclass of the arguments')}"
-        f"{title_of(arguments)}. Also called as `fabric-train {name}`; "
-        f"[programs.md](../../programs.md#arguments) says how arguments are read.\n\n```text\n{examples}\n```\n"
+        f"# fabric-train {name}\n\n{_WRITTEN.format(source='the dataclass of the arguments')}"
+        f"{title_of(arguments)}. Also called as `{words}`. "
+        f"[How arguments are read](../../programs.md#arguments).\n\n```text\n{examples}\n```\n"
     ]
     for title, fields in fields_by_section(arguments).items():
         rows = (
             (
                 f"`{argument.upper() if argument == positional else f'--{argument}'}`",
-                describe(types[argument]).removesuffix(" or null"),
-                "required" if is_required(field) else f"`{default_of(field)}`" if default_of(field) else "",
-                _SINCE.sub("", text).strip(),
+                describe(types[argument]).removesuffix(" or null") + _default_in_words(field),
+                f"{_SINCE.sub('', text).strip()} {_explained(argument, program.pages)}".strip(),
                 found[1] if (found := _SINCE.search(text)) else FIRST_VERSION,
-                _explained(argument, program.pages),
             )
             for argument, (field, text) in fields.items()
         )
-        parts.append(f"## {title}\n\n{_table(('argument', 'value', 'default', 'meaning', 'since', 'more'), rows)}")
+        parts.append(f"## {title}\n\n{_table(('argument', 'value', 'meaning', 'since'), rows)}")
     return "\n".join(parts)
+
+
+def _default_in_words(field: dataclasses.Field) -> str:
+    if is_required(field):
+        return "; required"
+    return f"; `{default_of(field)}` if it is not given" if default_of(field) else ""
 
 
 def _explained(argument: str, names: tuple[str, ...]) -> str:
@@ -136,7 +140,7 @@ def _explained(argument: str, names: tuple[str, ...]) -> str:
         heading, in_command = name, ""
         for line, with_command in zip(without_commands.splitlines(), text.splitlines(), strict=True):
             heading = line.lstrip("# ") if re.match("##+ ", line) else heading
-            link = f"[{heading}](../../{name}.md{f'#{slug(heading)}' if heading != name else ''})"
+            link = f"→ [{heading}](../../{name}.md{f'#{slug(heading)}' if heading != name else ''})"
             if re.search(rf"--{argument}\b", line):
                 return link
             if re.search(rf"--{argument}\b", with_command):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.documented_commands import Command, commands_in, pattern_of, words_of, write_stand_ins
+from tests.support.documented_commands import Command, commands_in, pattern_of, plain, words_of, write_stand_ins
 from tests.support.exports import VERIFY_IN_PROCESS
 from tests.support.forked_runs import ForkedRuns
 from tests.support.program_arguments import PROGRAM_ARGUMENTS
@@ -64,6 +64,8 @@ STAND_INS = {
     "evaluate": "--max_length 128",
     "convert_to_hf": "",
     "fabric_train.tokenization.inspect.__main__": "",
+    "fabric_train.report.__main__": "",
+    "fabric_train.runs": "",
 }
 """What is added to a command of each program, so that it takes a moment: the last value of an argument counts."""
 LEFT_OUT = ("push_to_hub", "license", "decontaminate", "language", "base_weights")
@@ -133,7 +135,7 @@ def stand_ins(
     train = "python -m fabric_train --model_name MODEL --train_data_dir data/va --output_dir"
     run(forked_runs, folder, f"{train} runs/1")
     run(forked_runs, folder, f"{train} adapters/1 --adapter lora")
-    for name in ("es", "dpo", "xla"):
+    for name in ("2", "es", "dpo", "xla"):
         shutil.copytree(folder / "runs/1", folder / "runs" / name)
     return folder
 
@@ -160,7 +162,7 @@ def test_the_commands_of_a_page_run_and_print_what_it_shows(
     folder = tmp_path / "reader"
     shutil.copytree(stand_ins, folder, symlinks=True)
     for command in filter(is_run, PAGES[page]):
-        printed = " ".join(run(forked_runs, folder, command.line).split())
+        printed = plain(run(forked_runs, folder, command.line))
         if module_of(command.line) in NOT_COMPARED:
             continue
         missing = [line for line in command.shown if not re.search(pattern_of(line), printed)]

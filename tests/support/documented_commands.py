@@ -39,11 +39,16 @@ def words_of(line: str) -> list[str]:
     return shlex.split(line, comments=True)
 
 
+def plain(output: str) -> str:
+    """Return an output in one line without the borders of its tables, which a file and a terminal have differently."""
+    return " ".join(re.sub("[\u2500-\u257f]+", " ", output).split())
+
+
 def pattern_of(shown: str) -> str:
     """Return a pattern of a line of output: any number for a number, any text for …, any blanks for blanks."""
     numbers = re.compile(r"\d[\d.,]*(?:e[+-]\d+)?")
     parts = []
-    for part in shown.strip().split("…"):
+    for part in plain(shown).split("…"):
         quoted = [r"\s+".join(map(re.escape, text.split(" "))) for text in numbers.split(re.sub(r"\s+", " ", part))]
         parts.append(r"\d[\d.,]*(?:e[+-]\d+)?".join(quoted))
     return ".*".join(parts)
@@ -56,7 +61,8 @@ def write_stand_ins(folder: Path, model: Path, plays: list[str]) -> None:
     Shakespeare of the demo.
     """
     (folder / "configs").symlink_to(ROOT / "configs")
-    models = ("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B-Instruct", "MODEL", "NAME", "TOKENIZER")
+    models = ("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B-Instruct", "MODEL", "MODELO_ANTIGUO")
+    models += ("NAME", "TOKENIZER")
     models += ("models/llama-3-8b", "models/smollm2-135m", "models/salamandra-7b", ".cache/smollm2-135m")
     for name in models:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -68,9 +74,19 @@ def write_stand_ins(folder: Path, model: Path, plays: list[str]) -> None:
     pairs = [json.dumps({"prompt": f"{n} + {n}?", "chosen": f"{2 * n}", "rejected": f"{n}, no"}) for n in range(40)]
     files = {
         **dict.fromkeys(
-            ("corpus/a.jsonl", "corpus/ca/b.jsonl", "more/c.jsonl.zst", "more.jsonl.zst", "eval/es.jsonl"), texts
+            (
+                "corpus/a.jsonl",
+                "corpus/ca/b.jsonl",
+                "corpus/va/c.jsonl",
+                "more/c.jsonl.zst",
+                "more.jsonl.zst",
+                "eval/es.jsonl",
+            ),
+            texts,
         ),
-        **dict.fromkeys(("eval/ca/a.jsonl", "eval/ca.jsonl", "eval/en.jsonl"), texts),
+        **dict.fromkeys(
+            ("eval/ca/a.jsonl", "eval/ca.jsonl", "eval/en.jsonl", "textos/va.jsonl", "textos/es.jsonl"), texts
+        ),
         ".cache/shakespeare.jsonl": plays,
         **dict.fromkeys(("chats.jsonl", ".cache/chats.jsonl"), chats),
         "pairs.jsonl": pairs,

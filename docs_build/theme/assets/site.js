@@ -22,3 +22,8 @@ if (location.protocol === "file:") {
     }
   };
 }
+
+// Wide tables scroll: let the keyboard reach them
+addEventListener("load", () => {
+  for (const table of document.querySelectorAll(".md-typeset__scrollwrap")) table.tabIndex = 0;
+});
