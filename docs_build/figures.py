@@ -60,10 +60,14 @@ def packing() -> dict[str, Any]:
     x = {"field": "from", "type": "quantitative", **axis}
     y = {"field": "row", "type": "ordinal", "title": "row"}
     middle = {"calculate": "(datum.from + datum.to) / 2", "as": "middle"}
-    bars = {"mark": {"type": "bar", "stroke": "white"}, "encoding": {"x": x, "x2": {"field": "to"}, "y": y}}
-    bars["encoding"]["color"] = {"field": "document", "legend": None, "scale": {"range": _COLOURS}}
-    letters = {"mark": {"type": "text", "fontSize": 9, "color": "white"}, "transform": [middle]}
-    letters["encoding"] = {"x": {**x, "field": "middle"}, "y": y, "text": {"field": "document"}}
+    colour = {"field": "document", "legend": None, "scale": {"range": _COLOURS}}
+    places = {"x": x, "x2": {"field": "to"}, "y": y}
+    bars = {"mark": {"type": "bar", "stroke": "white"}, "encoding": {**places, "color": colour}}
+    letters = {
+        "mark": {"type": "text", "fontSize": 9, "color": "white"},
+        "transform": [middle],
+        "encoding": {"x": {**x, "field": "middle"}, "y": y, "text": {"field": "document"}},
+    }
     header = {"labelColor": charts.TEXT}
     head = {"field": "packing", "title": None, "sort": ["concat", "best_fit", "none"], "header": header}
     return {

@@ -298,11 +298,12 @@ def stale_files() -> dict[str, str]:
 
 def write() -> None:
     """Write the files that are not as the code gives them now, and remove pages of programs that are no more."""
-    for page, text in stale_files().items():
-        path = DOCS / page
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if text:
-            path.write_text(text, encoding="utf-8")
-        else:
-            path.unlink()
-        print(f"wrote {path}")
+    while stale := stale_files():  # twice: the list of all pages has sentences of the pages that are written
+        for page, text in stale.items():
+            path = DOCS / page
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if text:
+                path.write_text(text, encoding="utf-8")
+            else:
+                path.unlink()
+            print(f"wrote {path}")

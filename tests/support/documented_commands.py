@@ -61,10 +61,9 @@ def write_stand_ins(folder: Path, model: Path, plays: list[str]) -> None:
     Shakespeare of the demo.
     """
     (folder / "configs").symlink_to(ROOT / "configs")
-    models = ("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B-Instruct", "MODEL", "MODELO_ANTIGUO")
-    models += ("NAME", "TOKENIZER")
-    models += ("models/llama-3-8b", "models/smollm2-135m", "models/salamandra-7b", ".cache/smollm2-135m")
-    for name in models:
+    names = "meta-llama/Meta-Llama-3-8B meta-llama/Meta-Llama-3-8B-Instruct MODEL MODELO_ANTIGUO NAME TOKENIZER "
+    names += "models/llama-3-8b models/smollm2-135m models/salamandra-7b .cache/smollm2-135m"
+    for name in names.split():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(model)
     verse = "In the beginning was the word, and many more words came after it. "
