@@ -19,7 +19,7 @@ STAMP := $(VENV)/installed
 # torch-xla works with one older release of torch, so it has an environment of its own
 XLA := .cache/xla
 
-.PHONY: help install install-xla demo test test-cuda test-cuda-rehearsal test-matrix test-launchers test-xla test-downstream check lint benchmark clean
+.PHONY: help install install-xla demo test test-cuda test-cuda-rehearsal test-matrix test-launchers test-xla test-downstream check lint benchmark docs docs-serve clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -64,6 +64,12 @@ lint: $(STAMP) ## run ruff (rules and format) and mypy
 benchmark: $(STAMP) ## run the benchmarks (see benchmarks/README.md)
 	@$(BIN)/python -m benchmarks
 
+docs: $(VENV)/docs-installed ## build the site of the documentation, build/docs/site; wrong links and stale pages fail
+	@$(BIN)/python -m docs_build site
+
+docs-serve: $(VENV)/docs-installed ## show the site on http://localhost:8000 and follow changes of the documents
+	@$(BIN)/python -m docs_build serve
+
 clean: ## remove .venv, downloads, caches and the demo's output
 	@rm -rf $(VENV) .cache demo_run .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
 
@@ -82,6 +88,10 @@ $(STAMP): $(VENV)/python requirements.txt pyproject.toml
 	  $(PIP_INSTALL) "$$torch"
 	@echo '[3/4] requirements.txt'; $(PIP_INSTALL) -r requirements.txt
 	@echo '[4/4] fabric_train itself'; $(PIP_INSTALL) --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(VENV)/docs-installed: $(STAMP)
+	@$(PIP_INSTALL) "$$(sed -n 's/^docs = .*\(zensical==[0-9.]*\).*/\1/p' pyproject.toml)"
 	@touch $@
 
 $(XLA)/installed: BIN := $(XLA)/bin

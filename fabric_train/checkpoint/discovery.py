@@ -53,7 +53,9 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
         if name == "best" and _in(run):
             raise InputError(f"{path}: no checkpoint of the run has a validation loss; use {run / 'latest'}")
         reason = "neither a complete checkpoint nor a run folder with one" if run.is_dir() else missing_folder(path)
-        raise InputError(f"{path}: {reason}; checkpoints are RUN/checkpoints/step-...")
+        raise InputError(
+            f"{path}: {reason}; checkpoints are RUN/checkpoints/step-... (docs/reference/errors.md#no-checkpoint)"
+        )
     return found
 
 

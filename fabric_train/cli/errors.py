@@ -13,11 +13,17 @@ from typing import NoReturn, Protocol
 from fabric_train.cli.launcher import end_children, global_rank, report_to_torchrun
 from fabric_train.cli.output import escape_controls, keep_streams_writable, redact
 
-INPUT_ERROR = 2
+# the texts are those of docs/reference/exit_codes.md
+DONE = 0
+"""Done."""
 FAILURE = 1
+"""A failure while the program was running, reported in one line; `--debug` also shows its traceback."""
+INPUT_ERROR = 2
+"""Wrong input: one line for each fault, and nothing was written."""
 STOPPED = 75
-"""Exit code of a run that a signal stopped and that continues with ``--resume true``."""
+"""A run was stopped by SIGTERM, SIGINT, SIGUSR1 or SIGHUP and has saved; `--resume true` continues it."""
 INTERRUPTED = 130
+"""Another program was interrupted with Ctrl-C."""
 
 
 _log = logging.getLogger("fabric_train")  # a training run writes it to RUN/run.log
@@ -41,7 +47,7 @@ def run_program(main: Callable[[], None]) -> NoReturn:
     code of a ``SystemExit``. One rank prints one line for each fault; ``--debug`` prints the traceback as well.
     """
     keep_streams_writable()
-    code = 0
+    code = DONE
     try:
         if sys.flags.optimize > 1:
             without = "leave -OO and PYTHONOPTIMIZE out"
@@ -164,7 +170,7 @@ def raise_reached_limit(error: BaseException) -> None:
 
 
 _FIXES = {
-    errno.ENOSPC: "free some space on that disk, or choose a folder on another one",
+    errno.ENOSPC: "free some space there, or choose a folder on another disk (docs/reference/errors.md#disk-full)",
     errno.EDQUOT: "your quota on that disk is used up: free some space, or choose a folder on another disk",
     errno.EFBIG: "the file is too large for the limit there (ulimit -f, or the file system's)",
     errno.EACCES: "give this user permission, or choose another place",

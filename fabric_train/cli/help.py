@@ -90,17 +90,27 @@ def _parser(
     return parser
 
 
-def _sections(arguments: type, words: str = "") -> dict[str, dict[str, dict[str, Any]]]:
-    """Return what argparse is told about each argument that has ``words``, by name and by the title of its group."""
-    types, sections = types_of(arguments), {}
+def fields_by_section(arguments: type) -> dict[str, dict[str, tuple[dataclasses.Field, str]]]:
+    """Return the fields of a program's arguments with their help texts, by name and by the title of their group."""
+    sections = {}
     for group in groups_of(arguments).values():
         for owner in filter(dataclasses.is_dataclass, group.__mro__):  # a group that several programs share is a base
-            texts = _texts_of(owner)
+            texts = texts_of(owner)
             sections["Arguments" if owner is arguments else title_of(owner)] = {
-                field.name: {"help": f"{texts[field.name]}{_default(field)}", **_form(types[field.name])}
-                for field in dataclasses.fields(group)
-                if field.name in texts
+                field.name: (field, texts[field.name]) for field in dataclasses.fields(group) if field.name in texts
             }
+    return sections
+
+
+def _sections(arguments: type, words: str = "") -> dict[str, dict[str, dict[str, Any]]]:
+    """Return what argparse is told about each argument that has ``words``, by name and by the title of its group."""
+    types = types_of(arguments)
+    sections: dict[str, dict[str, dict[str, Any]]] = {
+        title: {
+            name: {"help": f"{text}{_default(field)}", **_form(types[name])} for name, (field, text) in fields.items()
+        }
+        for title, fields in fields_by_section(arguments).items()
+    }
     sections["Every program"] = _EVERY_PROGRAM
     of_name = words.lower().replace("-", "_").strip("_")
     return {
@@ -113,7 +123,7 @@ def _sections(arguments: type, words: str = "") -> dict[str, dict[str, dict[str,
     }
 
 
-def _texts_of(group: type) -> dict[str, str]:
+def texts_of(group: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass, which Python does not keep."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
     assert isinstance(definition, ast.ClassDef)
@@ -126,14 +136,19 @@ def _texts_of(group: type) -> dict[str, str]:
 
 
 def _default(field: dataclasses.Field) -> str:
-    """Return a default as the command line takes it; one that is null is in the text."""
     if is_required(field):
         return " (required)"
+    shown = default_of(field)
+    return f" (default: {shown})" if shown else ""
+
+
+def default_of(field: dataclasses.Field) -> str:
+    """Return a default as the command line takes it; of one that is null, which is in the help text, ''."""
     value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     if isinstance(value, bool):
         value = str(value).lower()
     shown = " ".join(value) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else value
-    return "" if value is None else f" (default: {shown})"
+    return "" if value is None else str(shown)
 
 
 def _form(kind: Any) -> dict[str, Any]:

@@ -300,7 +300,8 @@ class Watchdog:
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGKILL)
         names = ", ".join(rank.name for rank in lost)
-        line = f"error: {names} {how}; the other ranks have ended; continue with --resume true"
+        go_on = "continue with --resume true (docs/reference/errors.md#lost-rank)"
+        line = f"error: {names} {how}; the other ranks have ended; {go_on}"
         if self._me.rank == 0:
             self._end_all_ranks(FAILURE, line)
         if reports:

@@ -192,7 +192,8 @@ def _read_config(source: str) -> PretrainedConfig:
         if folder.is_dir():
             raise InputError(f"{name}: {reason}; {advice}") from error
         raise InputError(
-            f"{name}: no such folder, and the hub does not provide it: {reason}; check the name and the network"
+            f"{name}: no such folder, and the hub does not provide it: {reason}; check the name and the network "
+            "(docs/reference/errors.md#no-internet)"
         ) from error
 
 

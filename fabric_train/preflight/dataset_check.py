@@ -151,7 +151,10 @@ def _foreign_ids(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape
     (lowest, highest), holds = rows.id_range(), f"{dataset.folder}: {name} holds token id"
     faults = [f"{holds} {lowest}; pad with a token of the model and mask it in labels"] if lowest < 0 else []
     if highest >= shape.vocab_size:
-        faults.append(f"{holds} {highest}, {shape.source} has {shape.vocab_size} tokens; {fix}")
+        faults.append(
+            f"{holds} {highest}, {shape.source} has {shape.vocab_size} tokens; {fix} "
+            "(docs/reference/errors.md#vocabulary)"
+        )
     return faults
 
 
@@ -218,7 +221,8 @@ def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -
         notes.append(f"the tokenizers differ in added tokens: {added} ({sides}); text has the same ids")
     line = (
         f"{folder}: not made with the tokenizer of {shape.source}: {fault} ({sides}); "
-        f"tokenize with --tokenizer_name {shape.source}, or train a model of {record.name}"
+        f"tokenize with --tokenizer_name {shape.source}, or train a model of {record.name} "
+        "(docs/reference/errors.md#another-tokenizer)"
     )
     return DatasetCheck((line,) if fault else (), tuple(notes))
 

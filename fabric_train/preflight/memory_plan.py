@@ -28,6 +28,7 @@ from fabric_train.training.prepared_run import PreparedRun, StepPlan
 from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_mixture, describe_phases, facts_table
 
+_PAGE = "docs/reference/errors.md#does-not-fit"
 _KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations", "communication")
 
 _USABLE_SHARE = 0.9
@@ -100,7 +101,7 @@ def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
         listed = ", ".join(f"{name} {show_size(size)}" for name, size in parts.items() if size)
         needed, there = show_size(forecast.device_bytes), show_size(request.device_memory)
         where, change = "a device" if forecast.on_gpu else "a rank", _change_that_fits(request)
-        faults.append(f"the run needs {needed} on {where}, which has {there}: {listed}; {change}")
+        faults.append(f"the run needs {needed} on {where}, which has {there}: {listed}; {change} ({_PAGE})")
     if request.is_elsewhere:
         return faults
     if request.on_gpu and forecast.host_bytes > machine_memory():
@@ -124,7 +125,7 @@ def check_memory(run: PreparedRun) -> None:
     if not layout.offloads and least > request.device_memory:
         faults.append(
             f"weights, gradients and optimizer are {show_size(least)} a rank, and {ranks} ranks have "
-            f"{show_size(request.device_memory)} each: --plan true says what would fit"
+            f"{show_size(request.device_memory)} each: --plan true says what would fit ({_PAGE})"
         )
     if faults := [*faults, *_faults_of_disk(request, 1)]:
         raise InputError(*faults)
@@ -140,6 +141,7 @@ def _faults_of_disk(request: RunRequest, number: int) -> list[str]:
         return []
     fitting = free // size - 2  # besides the best by validation loss and the one being written
     fix = f"give --keep_checkpoints {fitting}, or make room" if fitting > 0 else "make room there"
+    fix += " (docs/reference/errors.md#disk-full)"
     checkpoints = "a checkpoint needs" if number == 1 else f"{number} checkpoints, one being written, need"
     return [f"--output_dir {folder}: {checkpoints} {show_size(size * number)}, {show_size(free)} are free; {fix}"]
 

@@ -78,7 +78,9 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     """
     arguments, plan = run.arguments, run.plan
     saved = read_trainer_json(checkpoint)
-    advice = "resume with the same, or take only its weights with --weights_only true"
+    advice = (
+        "resume with the same, or take only its weights with --weights_only true (docs/reference/errors.md#other-data)"
+    )
     faults = [f"{checkpoint}: {change}; {advice}" for change in saved.data_changes(run.order)]
     faults = faults or _faults_of_rows(run, checkpoint)
     changes = list(_changes(saved.arguments, _as_saved(arguments, plan)))
@@ -88,7 +90,7 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     if not arguments.checkpoint.allow_changes:
         faults += [
             f"{change} since {checkpoint}, which changes the losses to come; {change.advice}, or accept other losses "
-            "with --allow_changes true"
+            "with --allow_changes true (docs/reference/errors.md#resume-refused)"
             for change in deciding
         ]
     if faults:

@@ -271,7 +271,7 @@ class Loop:
             raise RunError(f"{fault}; no step was taken before it, so nothing is saved")
         raise RunError(
             f"{fault}; the step is not taken, and the state before it is {saved}; "
-            "--resume true --on_nonfinite skip continues without such steps"
+            "--resume true --on_nonfinite skip continues without such steps (docs/reference/errors.md#not-finite)"
         )
 
 

@@ -25,37 +25,63 @@ _RECORDED_EVENTS = 200_000  # of the GPU's allocator; older ones are dropped
 class Metrics:
     """One row of metrics.csv. None is an empty cell: not measured at this step.
 
-    Losses are in nats per token, or of a preference pair, over all ranks. ``num_tokens`` counts from the run's first
-    step, without padding. ``step_time`` is in seconds, ``data_wait`` the share of it spent waiting for batches.
-    The others wait for ``slowest_rank``, whose own time is ``rank_lag`` seconds a step above the median
-    (``step.OwnTime``); both are None with a single rank.
-    ``peak_memory_gb`` is in 1e9 bytes on rank 0. Samples are rows. ``mfu`` is between 0 and 1, None if the device's
-    peak is unknown. ``rows_hash`` is as in ``TrainerState``. ``further`` has the columns of an objective's metrics
-    and of ``evaluation.METRICS``, ``train_NAME`` and ``val_NAME``; ``by_source`` has the sources' columns, as
-    ``val_loss/SOURCE``.
+    The text below a field is its unit and meaning, which docs/reference/metrics.md shows.
     """
 
     step: int
+    """Number: optimizer steps of the run so far; 0 is the evaluation before training."""
     epoch: int
+    """Number: pass over the training rows, counted from 0."""
     train_loss: float | None = None
+    """Nats per token: mean over the supervised tokens of the step, all rows on all ranks; of preference pairs, per
+    pair.
+    """
     val_loss: float | None = None
+    """Nats per token: the same mean over the validation split, after the step."""
     perplexity: float | None = None
+    """Number: e to the power of val_loss; empty for preference pairs."""
     val_bits_per_byte: float | None = None
+    """Bits per byte: nats / (ln 2 × UTF-8 bytes of the text), which can be compared between tokenizers; empty without a
+    document index.
+    """
     learning_rate: float | None = None
+    """Number: learning rate of the step."""
     grad_norm: float | None = None
+    """Number: 2-norm of the gradient before clipping, summed in fp64."""
     num_tokens: int | None = None
+    """Tokens: of documents, without padding, since the first step of the run. Padding is the last run of one
+    unsupervised token in a row, if it is two tokens or longer.
+    """
     tokens_per_second: float | None = None
+    """Tokens per second: of documents, of all ranks, without padding, evaluation and saves."""
     samples_per_second: float | None = None
+    """Rows per second: of all ranks."""
     step_time: float | None = None
+    """Seconds: mean time of a step since the row before, without evaluation and saves."""
     data_wait: float | None = None
+    """Share from 0 to 1: of step_time, spent waiting for batches."""
     slowest_rank: int | None = None
+    """Rank: the one that the others wait for; empty with a single rank. With sharded weights the ranks also wait for
+    each other in each layer, so a slow device shows as less than it costs.
+    """
     rank_lag: float | None = None
+    """Seconds per step: by which the slowest rank's own time is above the median. Own time is what a rank does without
+    the others: waiting for data, the optimizer, logging, and the passes up to the last backward pass.
+    """
     mfu: float | None = None
+    """Share from 0 to 1: model FLOPs utilization; empty if the device's peak is not known."""
     peak_memory_gb: float | None = None
+    """1e9 bytes: the highest memory so far on rank 0, allocated on a GPU, resident on a CPU."""
     skipped_steps: int | None = None
+    """Steps: left out so far because the loss or the gradient was not finite."""
     rows_hash: str | None = None
+    """Text: hash of the rows of all steps so far, the same in a replay or a resumed run."""
     further: dict[str, float] = field(default_factory=dict)
+    """As named: metrics of the objective and of an evaluation, columns train_NAME and val_NAME."""
     by_source: dict[str, float] = field(default_factory=dict)
+    """As without /SOURCE: the losses of one source, such as val_loss/es, if a run has several; empty if the step had no
+    token of it.
+    """
 
 
 COLUMNS = tuple(column.name for column in fields(Metrics) if column.name not in ("further", "by_source"))

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 Arguments = Callable[..., list[str]]
 HOST = socket.gethostname()
-GO_ON = "the other ranks have ended; continue with --resume true"
+GO_ON = "the other ranks have ended; continue with --resume true (docs/reference/errors.md#lost-rank)"
 OFTEN = "import fabric_train.distributed.watchdog as watchdog; watchdog._BEAT_SECONDS = 0.25\n"
 """Makes ranks hear of each other so often that a timeout may be as short as a second."""
 

@@ -168,9 +168,14 @@ def test_ids_beyond_the_models_vocabulary_are_refused(tokens: Path, model: Path)
     resized = "its own tokenizer has 1000: resize the model with transformers, model.resize_token_embeddings(1000), "
     assert all(f"{model} has 300 tokens; {resized}" in line for line in faults)
     new = replace(with_vocabulary(model, 300), is_new=True)
-    assert all(line.endswith("give --vocab_size 1000 or more") for line in compare(tokens, new).faults)
+    more = "give --vocab_size 1000 or more (docs/reference/errors.md#vocabulary)"
+    assert all(line.endswith(more) for line in compare(tokens, new).faults)
     change(model / "tokenizer.json", swap_two_tokens)
-    assert compare(tokens, with_vocabulary(model, 300)).faults[-1].endswith("; tokenize with the model's own tokenizer")
+    assert (
+        compare(tokens, with_vocabulary(model, 300))
+        .faults[-1]
+        .endswith("; tokenize with the model's own tokenizer (docs/reference/errors.md#vocabulary)")
+    )
 
 
 def test_tokenizer_may_have_more_tokens_where_the_rows_hold_none(tokens: Path, model: Path) -> None:

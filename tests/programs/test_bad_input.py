@@ -473,9 +473,9 @@ CASES: dict[str, Case] = {
         "--train_data_dir datasets/other-vocabulary",
         [
             "datasets/other-vocabulary: train holds token id 5000, model has 1000 tokens; "
-            "tokenize with the model's own tokenizer",
+            "tokenize with the model's own tokenizer (docs/reference/errors.md#vocabulary)",
             "datasets/other-vocabulary: validation holds token id 1000, model has 1000 tokens; "
-            "tokenize with the model's own tokenizer",
+            "tokenize with the model's own tokenizer (docs/reference/errors.md#vocabulary)",
         ],
         num_ranks=2,
     ),
@@ -681,7 +681,7 @@ CASES: dict[str, Case] = {
     ),
     # -------------------------------------------------------------------------------------------------- checkpoints
     "no checkpoint": Case(
-        "train", "--checkpoint nowhere", "nowhere: no such folder; checkpoints are RUN/checkpoints/step-..."
+        "train", "--checkpoint nowhere", "nowhere: no such folder; checkpoints are RUN/checkpoints/step-... …"
     ),
     "a checkpoint without trainer.json": Case(
         "convert",

@@ -10,10 +10,14 @@ BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 def write_tiny_model(folder: Path, texts: Iterable[str]) -> None:
     """Write a ``LlamaForCausalLM`` (hidden 64, tied, fp32, 256 positions) and a tokenizer trained on the texts."""
+    write_tiny_llama(folder, write_tokenizer(folder, texts))
+
+
+def write_tiny_llama(folder: Path, size: int) -> None:
+    """Write such a model with a vocabulary of ``size`` tokens."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    size = write_tokenizer(folder, texts)
     config = LlamaConfig(
         vocab_size=size,
         hidden_size=64,

@@ -270,7 +270,7 @@ def test_changed_arguments_that_decide_the_losses_are_listed(resumed: Resumed) -
     checkpoint = resumed.run / "checkpoints" / "step-00000006"
     assert sorted(faults) == sorted(
         f"{name}: {there} -> {here} since {checkpoint}, which changes the losses to come; give --{name} {there}, "
-        "or accept other losses with --allow_changes true"
+        "or accept other losses with --allow_changes true (docs/reference/errors.md#resume-refused)"
         for name, there, here in (
             ("precision", "32-true", "bf16-true"),
             ("grad_clip", "1.0", "0.0"),

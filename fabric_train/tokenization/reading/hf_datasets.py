@@ -74,7 +74,7 @@ def hub_fault(option: str, value: str, error: Exception, is_folder: bool = False
     elif classes & {"RepositoryNotFoundError", "DatasetNotFoundError"} and "reach" not in message:
         why = "the hub has nothing of this name that this login may read"
     elif classes & {"LocalEntryNotFoundError", "ConnectionError", "OfflineModeIsEnabled", "DatasetNotFoundError"}:
-        why = "the hub cannot be reached to look for it (no network, or HF_HUB_OFFLINE is set)"
+        why = "the hub cannot be reached: no network, or HF_HUB_OFFLINE is set (docs/reference/errors.md#no-internet)"
     else:
         why = f"the hub answers: {first_line(cause)}"
     return InputError(f"{option} {value}: no such file or folder here, and {why}")

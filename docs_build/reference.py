@@ -1,0 +1,309 @@
+"""The pages of docs/reference/ that are written from the code, and docs/llms.txt."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fabric_train
+from docs_build.site import DOCS, documents, pages_of, read_settings, slug
+from fabric_train import checkpoint
+from fabric_train.cli import errors
+from fabric_train.cli.argument_types import describe, is_required, positional_of, title_of, types_of
+from fabric_train.cli.help import PROGRAM, default_of, examples_of, fields_by_section, texts_of
+from fabric_train.report import health
+from fabric_train.training.metrics import COLUMNS, Metrics, grouped_name
+from tests.support.program_arguments import PROGRAM_ARGUMENTS
+
+FOLDER = "reference"
+LLMS = "llms.txt"
+FIRST_VERSION = "0.1.0"
+_WRITTEN = "<!-- written by python -m docs_build; edit {source} instead -->\n\n"
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_SINCE = re.compile(r"\bSince (\d+\.\d+\.\d+)\.$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program: how it is called, and the pages that explain its arguments, the most helpful one first."""
+
+    called: str
+    pages: tuple[str, ...]
+
+
+PROGRAMS = {
+    "train": Program(
+        "-m fabric_train",
+        ("training", "adapters", "preference", "mixture", "performance", "reliability", "launch", "report", "generate"),
+    ),
+    "tokenize": Program("tokenize_dataset.py", ("tokenization", "cleaning", "mixture", "launch", "publish")),
+    "inspect": Program("-m fabric_train.tokenization.inspect", ("tokenization", "cleaning")),
+    "merge": Program("-m fabric_train.tokenization.merge", ("tokenization", "launch")),
+    "convert": Program("convert_to_hf.py", ("publish", "adapters", "performance")),
+    "generate": Program("generate.py", ("generate",)),
+    "evaluate": Program("evaluate.py", ("evaluate",)),
+    "report": Program("-m fabric_train.report", ("report",)),
+    "runs": Program("-m fabric_train.runs", ("programs",)),
+    "trace": Program("-m fabric_train.trace", ("reliability", "mixture")),
+    "replay": Program("-m fabric_train.replay", ("reliability",)),
+    "download": Program("download_model.py", ("launch", "publish")),
+    "bundle": Program("-m fabric_train.bundle", ("launch",)),
+    "doctor": Program("-m fabric_train.doctor", ("launch",)),
+}
+"""By the names of ``fabric-train NAME``."""
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each written file by its path in ``docs/``."""
+    written = {f"{FOLDER}/{name}.md": page() for name, page in _PAGES.items()}
+    return written | {f"{FOLDER}/arguments/{name}.md": _page_of_program(name) for name in PROGRAMS}
+
+
+def llms_txt() -> str:
+    """Return the list of all pages for coding agents (llmstxt.org), with the first sentence of each."""
+    parts = list[str]()
+    part_before = ""
+    for part, title, page in pages_of(read_settings()["nav"]):
+        if part != part_before:
+            parts.append(f"\n## {part}\n")
+            part_before = part
+        path = documents()[page]
+        where = os.path.relpath(path, DOCS) if path.is_relative_to(DOCS) else page
+        parts.append(f"- [{title}]({where}): {_first_sentence(path)}")
+    first, *others = parts
+    return (
+        "# Fabric Train\n\n> Teach a Llama-3 your language, domain or task, on one multi-GPU machine or on many.\n\n"
+        "Wrong arguments are refused before anything is written, with exit code 2 and a line for each fault that says "
+        "how to fix it. `--plan check` checks a training run without its devices, `--help WORD` finds arguments.\n\n"
+        + "\n".join([first, *others])
+        + "\n"
+    )
+
+
+def _first_sentence(path: Path) -> str:
+    """Return the first sentence of a document's text, without links."""
+    text = _FENCE.sub("", path.read_text(encoding="utf-8"))
+    blocks = [" ".join(block.split()) for block in text.split("\n\n")]
+    paragraph = next((block for block in blocks if block and not re.match(r"#|<|!\[|\||- |\*", block)), "")
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph)
+    return re.split(r"(?<=[.:]) ", plain)[0].rstrip(":.") + "."
+
+
+def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    """Return a Markdown table; a cell may have any text."""
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def _page_of_program(name: str) -> str:
+    program = PROGRAMS[name]
+    arguments = PROGRAM_ARGUMENTS[program.called]
+    words = "fabric run fabric_train" if name == "train" else f"python {program.called}"
+    examples = "\n".join(example.replace(PROGRAM, words) for example in examples_of(arguments))
+    positional = positional_of(arguments)
+    types = types_of(arguments)
+    parts = [
+        f"# fabric-train {name}\n\n{_WRITTEN.format(source='the dataclass of the arguments')}"
+        f"{title_of(arguments)}. Also called as `{words}`. "
+        f"[How arguments are read](../../programs.md#arguments).\n\n```text\n{examples}\n```\n"
+    ]
+    for title, fields in fields_by_section(arguments).items():
+        rows = (
+            (
+                f"`{argument.upper() if argument == positional else f'--{argument}'}`",
+                describe(types[argument]).removesuffix(" or null") + _default_in_words(field),
+                f"{_SINCE.sub('', text).strip()} {_explained(argument, program.pages)}".strip(),
+                found[1] if (found := _SINCE.search(text)) else FIRST_VERSION,
+            )
+            for argument, (field, text) in fields.items()
+        )
+        parts.append(f"## {title}\n\n{_table(('argument', 'value', 'meaning', 'since'), rows)}")
+    return "\n".join(parts)
+
+
+def _default_in_words(field: dataclasses.Field) -> str:
+    if is_required(field):
+        return "; required"
+    return f"; `{default_of(field)}` if it is not given" if default_of(field) else ""
+
+
+def _explained(argument: str, names: tuple[str, ...]) -> str:
+    """Return a link to the section that names an argument first, in the first of the pages that does."""
+    for name in names:
+        text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+        without_commands = _FENCE.sub(lambda found: "\n" * found[0].count("\n"), text)
+        heading, in_command = name, ""
+        for line, with_command in zip(without_commands.splitlines(), text.splitlines(), strict=True):
+            heading = line.lstrip("# ") if re.match("##+ ", line) else heading
+            link = f"→ [{heading}](../../{name}.md{f'#{slug(heading)}' if heading != name else ''})"
+            if re.search(rf"--{argument}\b", line):
+                return link
+            if re.search(rf"--{argument}\b", with_command):
+                in_command = in_command or link
+        if in_command:
+            return in_command
+    return ""
+
+
+def _metrics() -> str:
+    texts = texts_of(Metrics)
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for name in COLUMNS:
+            unit, _, meaning = texts[name].partition(": ")
+            yield f"`{name}`", unit.lower(), meaning, "" if name in ("step", "rows_hash") else f"`{grouped_name(name)}`"
+        unit, _, meaning = texts["further"].partition(": ")
+        yield "`train_NAME`, `val_NAME`", unit.lower(), meaning, "`train/NAME`, `val/NAME`"
+        unit, _, meaning = texts["by_source"].partition(": ")
+        yield "`val_loss/SOURCE` and others", unit.lower(), meaning, "`val/SOURCE/loss`"
+
+    return (
+        f"# Metrics\n\n{_WRITTEN.format(source='fabric_train/training/metrics.py')}"
+        "`RUN/metrics.csv` has a row for every logged step and every evaluation, in the order of the steps. An empty "
+        "cell was not measured at that step. Read it with a csv reader: names of sources may hold commas.\n\n"
+        f"{_table(('column', 'unit', 'meaning', 'name in loggers'), rows())}\n"
+        "How `mfu` is counted: [performance.md](../performance.md#metrics).\n"
+    )
+
+
+def _exit_codes() -> str:
+    tree = ast.parse(inspect.getsource(errors))
+    texts = {
+        target.id: " ".join(below.value.value.split())
+        for one, below in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(one, ast.Assign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        for target in one.targets
+        if isinstance(target, ast.Name) and isinstance(below.value.value, str)
+    }
+    names = ("DONE", "FAILURE", "INPUT_ERROR", "STOPPED", "INTERRUPTED")
+    rows = ((f"`{getattr(errors, name)}`", texts[name]) for name in names)
+    return (
+        f"# Exit codes\n\n{_WRITTEN.format(source='fabric_train/cli/errors.py')}"
+        f"{_table(('exit code', 'meaning'), rows)}\n"
+        "torchrun turns 2 and 75 into 1. So does the `fabric` of Lightning alone, which `make install` replaces by "
+        "one that passes signals and exit codes on.\n"
+    )
+
+
+def _healthy_ranges() -> str:
+    rows: list[tuple[str, str, str, str]] = [
+        ("data_wait", f"mean at most {health._MOST_WAIT:.0%}", "Steps wait for data", "docs/performance.md#speed"),
+        (
+            "rank_lag",
+            f"one rank is slowest in at most half of the steps, or by at most {health._MOST_LAG:.0%} of a step",
+            "The others wait for rank",
+            "docs/performance.md#metrics",
+        ),
+        (
+            "grad_norm",
+            f"at most {health._SPIKE:g} times the median of the {health._AROUND} logged steps around it",
+            "The gradient norm has",
+            "docs/programs.md",
+        ),
+        (
+            "val_loss/SOURCE",
+            f"the last at most {health._RISE:.0%} above the lowest, or fewer than two evaluations between",
+            "The validation loss of",
+            "docs/mixture.md",
+        ),
+        ("val_loss/SOURCE", "the last at most the one before training", "The model forgets", "docs/mixture.md"),
+        (
+            "tokens_per_second",
+            f"median of the last quarter at least {health._SLOWER:.0%} of the first quarter's",
+            "The run got slower",
+            "docs/performance.md",
+        ),
+        (
+            "train_loss",
+            f"from step {health._LEARNING_STEPS} on at most {health._NEAR_UNIFORM:.0%} of ln V, where V is the size of "
+            "the vocabulary",
+            "The training loss is",
+            "docs/training.md#evaluation",
+        ),
+        ("skipped_steps", "0", "steps were left out", "docs/training.md#evaluation"),
+        (
+            "val_loss",
+            f"known, in a run of {health._LEARNING_STEPS} steps or more",
+            "The run has no evaluation",
+            "docs/training.md#evaluation",
+        ),
+    ]
+    lines = (
+        (f"`{column}`", usual, f"{sentence} …", f"[{page.removeprefix('docs/')}](../{page.removeprefix('docs/')})")
+        for column, usual, sentence, page in rows
+    )
+    return (
+        f"# Healthy ranges\n\n{_WRITTEN.format(source='fabric_train/report/health.py')}"
+        "The report of a run judges these columns of `metrics.csv`, from 20 logged steps on, and says in a sentence "
+        "what is not as usual.\n\n"
+        f"{_table(('column', 'usual', 'sentence in the report', 'what to do'), lines)}"
+    )
+
+
+def _files() -> str:
+    """Return files.md, which is written by hand, with the list of a checkpoint's files as the code has it."""
+    text = (DOCS / FOLDER / "files.md").read_text(encoding="utf-8")
+    listed = (inspect.getdoc(checkpoint) or "").partition("The files are:\n\n")[2]
+    return re.sub(r"(?<=^```text\n).*?(?=^```$)", lambda _: f"{listed}\n", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _python() -> str:
+    names = [name for name in getattr(fabric_train, "__all__", ()) if not name.startswith("_")]
+    parts = []
+    for name in names:
+        thing = getattr(importlib.import_module("fabric_train"), name)
+        text = inspect.getdoc(thing) or ""
+        parts.append(f"## {name}\n\n```python\n{_signature(name, thing)}\n```\n\n```text\n{text}\n```\n")
+    return (
+        f"# Python\n\n{_WRITTEN.format(source='the docstrings')}"
+        + ("`import fabric_train` has these names.\n\n" if names else "There are no public functions yet.\n")
+        + "\n".join(parts)
+    )
+
+
+def _signature(name: str, thing: Any) -> str:
+    if not callable(thing):
+        return f"{name}: {type(thing).__name__}"
+    return f"{'class ' if inspect.isclass(thing) else ''}{name}{inspect.signature(thing)}"
+
+
+_PAGES: dict[str, Callable[[], str]] = {
+    "files": _files,
+    "metrics": _metrics,
+    "exit_codes": _exit_codes,
+    "healthy_ranges": _healthy_ranges,
+    "python": _python,
+}
+
+
+def stale_files() -> dict[str, str]:
+    """Return what the code gives now of each written file in ``docs/`` that has another text or is missing, by path.
+
+    A page of a program that is no more has the text ''.
+    """
+    now = pages() | {LLMS: llms_txt()}
+    there = {path.relative_to(DOCS).as_posix() for path in (DOCS / FOLDER / "arguments").glob("*.md")}
+    now |= dict.fromkeys(there - set(now), "")
+    return {
+        page: text
+        for page, text in now.items()
+        if not (DOCS / page).is_file() or (DOCS / page).read_text(encoding="utf-8") != text
+    }
+
+
+def write() -> None:
+    """Write the files that are not as the code gives them now, and remove pages of programs that are no more."""
+    while stale := stale_files():  # twice: the list of all pages has sentences of the pages that are written
+        for page, text in stale.items():
+            path = DOCS / page
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if text:
+                path.write_text(text, encoding="utf-8")
+            else:
+                path.unlink()
+            print(f"wrote {path}")

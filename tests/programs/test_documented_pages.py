@@ -1,0 +1,177 @@
+"""The command blocks of README and docs/ run in the order of their page, on tiny stand-ins, and print what it shows."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.documented_commands import Command, commands_in, pattern_of, plain, words_of, write_stand_ins
+from tests.support.exports import VERIFY_IN_PROCESS
+from tests.support.forked_runs import ForkedRuns
+from tests.support.program_arguments import PROGRAM_ARGUMENTS
+from tests.support.programs import ROOT
+from tests.support.tiny_model import write_tiny_llama
+
+pytestmark = pytest.mark.slow
+
+NOT_RUN = {
+    "make ": "sets up an environment; CI and tests/programs/test_make.py run the targets",
+    "pip install": "changes the environment",
+    "docker ": "there is no Docker here; tests/programs/test_docker_files.py",
+    "PJRT_DEVICE=CPU docker": "there is no Docker here; tests/programs/test_docker_files.py",
+    "PJRT_DEVICE=CPU .cache/xla": "torch-xla has an environment of its own; make test-xla",
+    "apptainer ": "there is no Apptainer here",
+    "kubectl ": "there is no cluster here; tests/programs/test_kubernetes_manifests.py",
+    "sky ": "rents machines",
+    "torchrun ": "several machines; tests/launchers/",
+    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "belongs to the torchrun after it",
+    "mpiexec ": "needs MPI; tests/launchers/",
+    "launch/slurm/submit.sh": "there is no Slurm here; tests/programs/test_slurm_scripts.py",
+    "FABRIC_TRAIN_SETTINGS=": "there is no Slurm here; tests/programs/test_slurm_scripts.py",
+    "export FABRIC_TRAIN_SETTINGS": "there is no Slurm here; tests/programs/test_slurm_scripts.py",
+    "submit() {": "there is no Slurm here; tests/programs/test_slurm_scripts.py",
+    "tokenize=": "there is no Slurm here; tests/programs/test_slurm_scripts.py",
+    "merge=": "there is no Slurm here; tests/programs/test_slurm_scripts.py",
+    "counts=": "there is no Slurm here; tests/programs/test_slurm_scripts.py",
+    "lines=": "there is no Slurm here; tests/programs/test_slurm_scripts.py",
+    "slices=": "there is no Slurm here; tests/programs/test_slurm_scripts.py",
+    "AFTER=": "there is no Slurm here; tests/programs/test_slurm_scripts.py",
+    "$EDITOR": "opens an editor",
+    "tail ": "follows a log without end",
+    "cat questions.txt": "a chat through a pipe; tests/inference/",
+    "seq 64": "64 processes; tests/tokenization/test_slices.py",
+    "sha256sum": "of a file that the bundle writes; tests/bundle/",
+    "bundle/install.sh": "sets up an environment; tests/bundle/",
+    "hf auth": "asks for a token",
+    "eval ": "changes the shell; tests/cli/test_help.py",
+    "mkdir ": "makes folders for Docker",
+    "python download_model.py": "needs the hub; tests/export/test_hub.py",
+    "python -m fabric_train.bundle": "downloads wheels; tests/bundle/",
+    "python -m fabric_train.doctor": "looks at the machine; tests/programs/test_doctor.py",
+    "python evaluate.py --watch": "needs lm_eval, which is not installed; tests/evaluation/",
+    "CUDA_VISIBLE_DEVICES=7": "needs lm_eval, which is not installed; tests/evaluation/",
+    "python -m fabric_train.tokenization.merge": "of slices that xargs makes; tests/tokenization/test_slices.py",
+}
+"""The beginnings of command lines that are only parsed (``tests/cli/test_documented_commands.py``), and why."""
+STAND_INS = {
+    "fabric_train.__main__": "--devices 1 --accelerator cpu --precision 32-true --max_step 2 --micro_batch_size 1 "
+    "--total_batch_size 2 --warmup_steps 0 --eval_iters 1 --eval_step_interval 2 --save_step_interval 2 --loggers csv "
+    "--report false --compile false --num_workers 0 --max_length 128",
+    "tokenize_dataset": "--num_proc 1 --max_length 128 --validation_split 0.2",
+    "generate": "--num_tokens 4",
+    "evaluate": "--max_length 128",
+    "convert_to_hf": "",
+    "fabric_train.tokenization.inspect.__main__": "",
+    "fabric_train.report.__main__": "",
+    "fabric_train.runs": "",
+}
+"""What is added to a command of each program, so that it takes a moment: the last value of an argument counts."""
+LEFT_OUT = ("push_to_hub", "license", "decontaminate", "language", "base_weights")
+"""Options that are not run: they need the hub, the files of a task, or packages that are not installed."""
+NOT_COMPARED = {"generate": "the text depends on the weights"}
+PAGES = {
+    path.relative_to(ROOT).as_posix(): list(commands_in(path.read_text(encoding="utf-8")))
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+PROGRAMS = {f"python {words}": words for words in PROGRAM_ARGUMENTS} | {"fabric run fabric_train": "-m fabric_train"}
+
+
+def is_run(command: Command) -> bool:
+    return not any(command.line.startswith(begin) for begin in NOT_RUN)
+
+
+def module_of(line: str) -> str | None:
+    """Return the module whose ``main`` is the program of a command line."""
+    words = next((words for name, words in PROGRAMS.items() if f"{line} ".startswith(f"{name} ")), None)
+    if words is None:
+        return None
+    name = words.removeprefix("-m ").removesuffix(".py")
+    return f"{name}.__main__" if (ROOT / name.replace(".", "/") / "__main__.py").is_file() else name
+
+
+def without_options(words: list[str], names: tuple[str, ...]) -> list[str]:
+    """Return the words of a command line without some options and their values."""
+    kept, leaves_out = list[str](), False
+    for word in words:
+        if word.startswith("--"):
+            leaves_out = word[2:].partition("=")[0] in names
+        if not leaves_out:
+            kept.append(word)
+    return kept
+
+
+def arguments_of(line: str, folder: Path) -> list[str]:
+    """Return the arguments with which a command line of a page is run in ``folder``, patterns of files expanded."""
+    program = next(name for name in PROGRAMS if f"{line} ".startswith(f"{name} "))
+    words = without_options(words_of(line.removeprefix(program)), LEFT_OUT)
+    module = module_of(line)
+    assert module is not None
+    added = STAND_INS[module].split()
+    if module == "fabric_train.__main__" and "--streaming_dataset" not in words:
+        added = added[:-2]  # --max_length is of a stream
+    return [*words, *added]
+
+
+@pytest.fixture(scope="module")
+def stand_ins(
+    tmp_path_factory: pytest.TempPathFactory, chatml_dir: Path, shakespeare_jsonl: Path, forked_runs: ForkedRuns
+) -> Path:
+    """A folder with all that the documents' commands read."""
+    folder = tmp_path_factory.mktemp("documented")
+    shutil.copytree(chatml_dir, folder / "a-model")
+    write_tiny_llama(folder / "a-model", 2000)
+    with shakespeare_jsonl.open(encoding="utf-8") as lines:
+        plays = [json.dumps({"text": json.loads(line)["text"][:900]}) for line in lines]
+    write_stand_ins(folder, folder / "a-model", plays)
+    run(
+        forked_runs,
+        folder,
+        "python tokenize_dataset.py --dataset chats.jsonl --tokenizer_name MODEL --output_dir data/va",
+    )
+    for name in ("tokens", "es", "en", "raw", "chats"):
+        shutil.copytree(folder / "data/va", folder / "data" / name)
+    train = "python -m fabric_train --model_name MODEL --train_data_dir data/va --output_dir"
+    run(forked_runs, folder, f"{train} runs/1")
+    run(forked_runs, folder, f"{train} adapters/1 --adapter lora")
+    for name in ("2", "es", "dpo", "xla"):
+        shutil.copytree(folder / "runs/1", folder / "runs" / name)
+    return folder
+
+
+def run(runs: ForkedRuns, folder: Path, line: str) -> str:
+    """Run a command line as its page's reader would, and return what it prints."""
+    module = module_of(line)
+    assert module is not None, line
+    words = arguments_of(line, folder)
+    if "--output_dir" in words:
+        written = folder / words[words.index("--output_dir") + 1]
+        shutil.rmtree(written, ignore_errors=True)  # a stand-in
+    before = VERIFY_IN_PROCESS if module == "convert_to_hf" else ""
+    started = runs.start(words, 1, cwd=folder, program=module, before=before)
+    codes = started.wait()
+    assert codes == [0], f"{line}\n{started.report()}"
+    return started.stdout()
+
+
+@pytest.mark.parametrize("page", [page for page, commands in PAGES.items() if any(map(is_run, commands))])
+def test_the_commands_of_a_page_run_and_print_what_it_shows(
+    page: str, stand_ins: Path, forked_runs: ForkedRuns, tmp_path: Path
+) -> None:
+    folder = tmp_path / "reader"
+    shutil.copytree(stand_ins, folder, symlinks=True)
+    for command in filter(is_run, PAGES[page]):
+        printed = plain(run(forked_runs, folder, command.line))
+        if module_of(command.line) in NOT_COMPARED:
+            continue
+        missing = [line for line in command.shown if not re.search(pattern_of(line), printed)]
+        assert not missing, f"{command.line}\nprints\n{printed}\nand not\n" + "\n".join(missing)
+
+
+def test_every_command_of_the_documents_is_run_or_has_a_reason_not_to() -> None:
+    every = [command.line for commands in PAGES.values() for command in commands]
+    unknown = [line for line in every if is_run(Command(line)) and module_of(line) not in STAND_INS]
+    assert not unknown, "give a reason in NOT_RUN:\n" + "\n".join(unknown)
+    unused = [begin for begin in NOT_RUN if not any(line.startswith(begin) for line in every)]
+    assert not unused, f"no page has these any more: {unused}"
