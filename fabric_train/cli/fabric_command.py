@@ -22,6 +22,7 @@ from typing import NoReturn
 
 import psutil  # here, because a second signal may come while the handler of the first one imports it
 
+from fabric_train import __version__
 from fabric_train.cli.errors import FAILURE, INPUT_ERROR, print_errors
 from fabric_train.cli.launcher import LOOPBACK, as_launcher, serve_on_loopback
 from fabric_train.cli.output import keep_streams_writable
@@ -82,6 +83,9 @@ def fabric_train() -> None:
             parser.add_argument("program", choices=PROGRAMS)
             argcomplete.autocomplete(parser)
         usage = f"fabric-train {'|'.join(PROGRAMS)} [--argument value ...]"
+        if name == "--version":
+            print(f"fabric-train {__version__}")
+            return
         if name in ("--help", "-h"):
             print(f"usage: {usage}\nfabric-train {next(iter(PROGRAMS))} --help shows the arguments of one of them")
             return
@@ -157,7 +161,7 @@ def _program_at(script: str) -> Path | None:
 def _run(words: list[str], place: int) -> NoReturn:
     """Run ``fabric run`` on the script at ``words[place]``, or show the script's help."""
     script, arguments = words[place], words[place + 1 :]
-    if "--help" in arguments or "-h" in arguments:
+    if {"--help", "-h", "--version"} & set(arguments):
         os.execv(sys.executable, [sys.executable, script, *arguments])
     keep_streams_writable()
     if "--accelerator=tpu" in words or "--accelerator tpu" in " ".join(words):  # Lightning's shows a traceback
