@@ -175,6 +175,7 @@ def run_train(arguments: TrainArguments) -> TrainResult:
     """Train in this process, or in ranks that it starts, and return how it ended."""
     from fabric_train.distributed import strategy
     from fabric_train.distributed.signals import stop_signals
+    from fabric_train.training.evaluation import METRICS
     from fabric_train.training.run_log import end_log, start_log
 
     device = arguments.device
@@ -182,6 +183,11 @@ def run_train(arguments: TrainArguments) -> TrainResult:
         if not arguments.planning.plan and find_launcher() is None:
             accelerator = strategy.resolve_accelerator(device.accelerator)
             if strategy.count_devices(device.devices, accelerator) > 1:
+                if METRICS:
+                    raise InputError(
+                        f"--devices {device.devices}: the ranks are other processes, without the metrics of this one "
+                        f"({', '.join(METRICS)}); start your script with torchrun or fabric run, or give --devices 1"
+                    )
                 return _train_result(arguments, run_ranks(arguments))
         console = start_log()
         try:

@@ -22,7 +22,6 @@ from typing import NoReturn
 
 import psutil  # here, because a second signal may come while the handler of the first one imports it
 
-from fabric_train import __version__
 from fabric_train.cli.errors import FAILURE, INPUT_ERROR, print_errors
 from fabric_train.cli.launcher import LOOPBACK, as_launcher, serve_on_loopback
 from fabric_train.cli.output import keep_streams_writable
@@ -84,7 +83,9 @@ def fabric_train() -> None:
             argcomplete.autocomplete(parser)
         usage = f"fabric-train {'|'.join(PROGRAMS)} [--argument value ...]"
         if name == "--version":
-            print(f"fabric-train {__version__}")
+            from fabric_train.cli.help import print_version  # which imports this module
+
+            print_version()
             return
         if name in ("--help", "-h"):
             print(f"usage: {usage}\nfabric-train {next(iter(PROGRAMS))} --help shows the arguments of one of them")

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from fabric_train import __version__
+import fabric_train
 from fabric_train.cli import fabric_command
 from fabric_train.cli.argument_types import (
     default_of,
@@ -42,7 +42,7 @@ _EVERY_PROGRAM: dict[str, dict[str, Any]] = {
 def print_version() -> None:
     """Print the version, on one rank."""
     if not global_rank():
-        print(f"fabric-train {__version__}")
+        print(f"fabric-train {fabric_train.__version__}")
 
 
 def print_help(arguments: type, words: Sequence[str] = ()) -> None:
