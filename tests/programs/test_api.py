@@ -150,17 +150,24 @@ def test_documentation_has_the_examples_that_run_here() -> None:
     assert all(len(body.splitlines()) <= 10 for body in bodies)
 
 
-def test_the_examples_run(forked_runs: ForkedRuns, folder: Path) -> None:
-    lines = run(forked_runs, folder, "three_lines", "results", "errors").lines()
-    started = next(line for line in lines if line.startswith("done "))
-    metrics = fabric_train.load_run(folder / "run" / "best").metrics
-    assert float(started.split()[1]) == metrics["val_loss"][-1]
+def test_three_lines_go_from_texts_to_a_text(forked_runs: ForkedRuns, folder: Path) -> None:
+    lines = run(forked_runs, folder, "three_lines", "errors").lines()
+    _, loss, text = next(line for line in lines if line.startswith("done ")).split(maxsplit=2)
+    loaded = fabric_train.load_run(folder / "run" / "best")
+    assert float(loss) == loaded.metrics["val_loss"][-1]
+    assert len(ast.literal_eval(text)) == 1
     assert lines[-2:] == ["--lr: expected a number above 0, got -1", "--warmup_steps 10 is more than --max_step 5"]
-    assert metrics["step"] == [0, 1, 2, 3, 4]
+    assert (loaded.metrics["step"], list(loaded.checkpoints)) == ([0, 1, 2, 3, 4], [4])
+    assert (loaded.best, loaded.report) == (loaded.checkpoints[4], None)  # runs of tests write no report
+    assert loaded.arguments["max_step"] == 4
+
+
+@pytest.mark.launchers
+def test_results_are_exports_losses_and_runs(forked_runs: ForkedRuns, folder: Path) -> None:
+    lines = run(forked_runs, folder, "three_lines", "results").lines()
     losses = json.loads((folder / "losses" / "evaluation.json").read_text())
     assert f"export 20 {losses['run/best']['ours']['loss']}" in lines
-    assert str(metrics["train_loss"]) in lines[-3]
-    assert lines[-3].endswith(" run/checkpoints/step-00000004 None")  # these runs write no report
+    assert lines[-1].endswith(" run/checkpoints/step-00000004 None")
 
 
 def test_own_documents_are_an_ordinary_source_and_an_own_metric_is_a_column(
@@ -172,9 +179,9 @@ def test_own_documents_are_an_ordinary_source_and_an_own_metric_is_a_column(
     given = [json.loads(line)["text"].upper() for line in (folder / "texts.jsonl").read_text().splitlines()]
     assert written == [{"text": text} for text in given]
     assert [one["name"] for one in manifest["sources"]] == ["upper.jsonl"]
-    (folder / "upper").rename(folder / "tokens")
+    (folder / "upper").rename(folder / "data")
     lines = run(forked_runs, folder, "own_metric").lines()
-    values = fabric_train.load_run(folder / "metric").metrics["val_above_one_nat"]
+    values = fabric_train.load_run(folder / "own").metrics["val_above_one_nat"]
     assert lines[-1] == str(values)
     assert [value is None for value in values] == [False, True, False]
 

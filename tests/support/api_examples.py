@@ -12,9 +12,9 @@ import fabric_train
 
 
 def three_lines() -> None:
-    fabric_train.tokenize(dataset="texts.jsonl", tokenizer_name="model", max_length=64, output_dir="tokens")
+    fabric_train.tokenize(dataset="texts.jsonl", tokenizer_name="model", max_length=64, output_dir="data")
     run = fabric_train.train(
-        train_data_dir="tokens", model_name="model", output_dir="run", max_step=4, total_batch_size=8
+        train_data_dir="data", model_name="model", output_dir="run", max_step=4, total_batch_size=8, precision="32-true"
     )
     print(run.state, run.val_loss, fabric_train.generate(model_name=run.folder, prompt="To be", num_tokens=8))
 
@@ -42,13 +42,15 @@ def own_metric() -> None:
     from fabric_train.training.evaluation import METRICS, Metric
 
     METRICS["above_one_nat"] = Metric(lambda losses: losses > 1)
-    fabric_train.train(train_data_dir="tokens", model_name="model", output_dir="metric", max_step=2, total_batch_size=8)
-    print(fabric_train.load_run("metric").metrics["val_above_one_nat"])
+    fabric_train.train(
+        train_data_dir="data", model_name="model", output_dir="own", max_step=2, total_batch_size=8, precision="32-true"
+    )
+    print(fabric_train.load_run("own").metrics["val_above_one_nat"])
 
 
 def errors() -> None:
     try:
-        fabric_train.train(train_data_dir="tokens", lr=-1, warmup_steps=10, max_step=5)
+        fabric_train.train(train_data_dir="data", lr=-1, warmup_steps=10, max_step=5)
     except fabric_train.InputError as error:
         print(*error.faults, sep="\n")
 
@@ -58,7 +60,7 @@ def refused_by_mypy() -> None:
     fabric_train.train(learning_rate=1e-4)  # type: ignore[call-arg]
     fabric_train.train(lr="high")  # type: ignore[arg-type]
     fabric_train.train(precision="bf16")  # type: ignore[arg-type]
-    fabric_train.tokenize(dataset="texts.jsonl", output_dir="tokens")  # type: ignore[call-arg]
+    fabric_train.tokenize(dataset="texts.jsonl", output_dir="data")  # type: ignore[call-arg]
     print(fabric_train.generate(model_name="run", prompt="To be").text)  # type: ignore[attr-defined]
 
 
