@@ -23,6 +23,7 @@ from fabric_train.cli.launcher import GivenValue, GivenValues, global_rank
 
 _COMMAND_LINE_ONLY = ("config", "debug")  # arguments of every program that a file cannot set
 _LONGEST_VALUE, _LONGEST_FAULT = 100, 2000  # characters of what a user gave in an error message, and of the message
+_PROJECT, _INSTALLED = Path(__file__).resolve().parents[2], "share/fabric-train"
 T = TypeVar("T")
 
 
@@ -255,6 +256,9 @@ def _from_file(config: GivenValue, faults: list[str]) -> GivenValues:
     except argument_types.WrongValueError:
         faults.append("--config: expected one YAML file")
         return {}
+    if path.startswith("configs/") and not Path(path).exists():  # those of this project, a folder or installed
+        folders = (_PROJECT, _PROJECT / _INSTALLED, Path(sys.prefix) / _INSTALLED)
+        path = next((str(folder / path) for folder in folders if (folder / path).is_file()), path)
     try:
         content = yaml_core.load_file(path, "--config")
     except InputError as error:

@@ -201,6 +201,12 @@ def test_a_signal_stops_a_run_in_this_process_and_the_next_call_continues_it_exa
     assert "stopped by SIGINT" in ended.stdout()
 
 
+def test_the_notebook_runs_and_shows_what_its_cells_print(forked_runs: ForkedRuns, tmp_path: Path) -> None:
+    ended = forked_runs.start([], 1, cwd=tmp_path, program="tests.notebook")
+    ended.finish()
+    assert ended.stdout() == "", "python -m tests.notebook --write, in an empty folder"
+
+
 @pytest.mark.launchers
 def test_several_devices_train_as_the_program_does(folder: Path) -> None:
     given = {"train_data_dir": "tokens", "model_name": "model", "max_step": 2, "total_batch_size": 4, "report": False}

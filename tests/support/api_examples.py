@@ -14,7 +14,7 @@ import fabric_train
 def three_lines() -> None:
     fabric_train.tokenize(dataset="texts.jsonl", tokenizer_name="model", max_length=64, output_dir="data")
     run = fabric_train.train(
-        train_data_dir="data", model_name="model", output_dir="run", max_step=4, total_batch_size=8, precision="32-true"
+        train_data_dir="data", model_name="model", output_dir="run", max_step=4, total_batch_size=2, precision="32-true"
     )
     print(run.state, run.val_loss, fabric_train.generate(model_name=run.folder, prompt="To be", num_tokens=8))
 
@@ -43,7 +43,7 @@ def own_metric() -> None:
 
     METRICS["above_one_nat"] = Metric(lambda losses: losses > 1)
     fabric_train.train(
-        train_data_dir="data", model_name="model", output_dir="own", max_step=2, total_batch_size=8, precision="32-true"
+        train_data_dir="data", model_name="model", output_dir="own", max_step=2, total_batch_size=2, precision="32-true"
     )
     print(fabric_train.load_run("own").metrics["val_above_one_nat"])
 
