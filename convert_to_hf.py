@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fabric_train.cli.argument_types import REPOSITORY, PositiveShare, PushArguments, not_language_codes
-from fabric_train.cli.errors import FAILURE, InputError, describe_os_error, print_errors, run_program
+from fabric_train.cli.errors import FAILURE, InputError, RunError, describe_os_error, print_errors, run_program
 from fabric_train.cli.parser import parse_arguments
 
 if TYPE_CHECKING:
@@ -87,36 +87,19 @@ class ConvertArguments(PushArguments):
 def main() -> None:
     """Convert and verify each checkpoint, or the average; a failure of one of several does not stop the others."""
     arguments = parse_arguments(ConvertArguments)
-
-    import torch  # slow, like those below
-
-    from fabric_train.export.convert import plan_average, plan_targets
-    from fabric_train.export.hub import PushError, PushRequest, check_push
-    from fabric_train.export.verification import VerificationError
-    from fabric_train.model.hf_model import quiet_transformers
-
-    damaged: list[str] = []
-    paths, output_dir = [Path(path) for path in arguments.checkpoint], Path(arguments.output_dir)
-    dtype = getattr(torch, arguments.dtype)
-    request = PushRequest.of(arguments, "model") if arguments.push_to_hub else None
-    merges = arguments.merge_into if arguments.merge else None
-    if arguments.average:
-        targets = plan_average(
-            paths, output_dir, arguments.average, arguments.average_decay, dtype, request is not None, merges
-        )
-    else:
-        targets, damaged = plan_targets(paths, output_dir, dtype, request is not None, merges)
-    if request:
-        check_push(request)
-    quiet_transformers()
-    failed = []
+    targets, damaged, request = plan_exports(arguments)
+    output_dir, failed = Path(arguments.output_dir), []
     for target, source in targets.items():
         try:
-            export(source, target, arguments)
+            report, is_new = export(source, target, arguments)
+            if is_new:
+                print_report(report, f"{target}: {source.describe()}")
+                print_gaps(source, target)
+            else:
+                print(f"{target} is a verified export already, of {source.describe()}: it is only pushed")
             if request:
-                branch = request.revision if target == output_dir else target.name
-                publish(source, target, replace(request, revision=branch), arguments.commit_message)
-        except (VerificationError, PushError, InputError, OSError) as error:
+                print(f"pushed to {publish(source, target, request, arguments)}")
+        except (RunError, InputError, OSError) as error:
             if len(targets) == 1 and isinstance(error, InputError | OSError):
                 raise  # with an exit code of its own
             failed.append(target.name)
@@ -134,13 +117,46 @@ def main() -> None:
         sys.exit(FAILURE)
 
 
-def export(source: "ExportSource", target: Path, arguments: ConvertArguments) -> None:
-    """Convert and verify a checkpoint or an average and print the report; a finished export only gets a new card."""
+def plan_exports(
+    arguments: ConvertArguments,
+) -> "tuple[dict[Path, ExportSource], list[str], PushRequest | None]":
+    """Return what to export for each folder to write, the names of damaged checkpoints, and where to push.
+
+    An InputError if something cannot be exported, or nothing can be pushed there.
+    """
+    import torch  # slow, like those below
+
+    from fabric_train.export.convert import plan_average, plan_targets
+    from fabric_train.export.hub import PushRequest, check_push
+    from fabric_train.model.hf_model import quiet_transformers
+
+    damaged: list[str] = []
+    paths, output_dir = [Path(path) for path in arguments.checkpoint], Path(arguments.output_dir)
+    dtype = getattr(torch, arguments.dtype)
+    request = PushRequest.of(arguments, "model") if arguments.push_to_hub else None
+    merges = arguments.merge_into if arguments.merge else None
+    if arguments.average:
+        targets = plan_average(
+            paths, output_dir, arguments.average, arguments.average_decay, dtype, request is not None, merges
+        )
+    else:
+        targets, damaged = plan_targets(paths, output_dir, dtype, request is not None, merges)
+    if request:
+        check_push(request)
+    quiet_transformers()
+    return targets, damaged, request
+
+
+def export(source: "ExportSource", target: Path, arguments: ConvertArguments) -> "tuple[VerificationReport, bool]":
+    """Convert and verify a checkpoint or an average; a finished export only gets a new card.
+
+    Return the report and whether the export is new. A RunError if it does not match the checkpoint.
+    """
     import torch
 
     from fabric_train.export.convert import convert, write_adapter_config
     from fabric_train.export.model_card import CardFacts, renew_card
-    from fabric_train.export.verification import is_verified_export
+    from fabric_train.export.verification import is_verified_export, read_report
 
     facts = CardFacts(
         name=arguments.push_to_hub or target.absolute().name,
@@ -149,23 +165,21 @@ def export(source: "ExportSource", target: Path, arguments: ConvertArguments) ->
         base_model=arguments.base_model,
     )
     dtype = torch.float32 if source.is_adapter else getattr(torch, arguments.dtype)
-    if is_verified_export(target, source, dtype):
-        renew_card(source, target, facts)
-        if source.is_adapter:
-            write_adapter_config(source, target, facts)
-        print(f"{target} is a verified export already, of {source.describe()}: it is only pushed")
-        return
-    report = convert(source, target, dtype, arguments.max_shard_size, facts)
-    print_report(report, f"{target}: {source.describe()}")
-    print_gaps(source, target)
+    if not is_verified_export(target, source, dtype):
+        return convert(source, target, dtype, arguments.max_shard_size, facts), True
+    renew_card(source, target, facts)
+    if source.is_adapter:
+        write_adapter_config(source, target, facts)
+    return read_report(target), False
 
 
-def publish(source: "ExportSource", target: Path, request: "PushRequest", message: str | None) -> None:
-    """Push an export to the hub and print its address there."""
+def publish(source: "ExportSource", target: Path, request: "PushRequest", arguments: ConvertArguments) -> str:
+    """Push an export to the hub and return its address there; a RunError if the hub does not take it."""
     from fabric_train.export.hub import push
 
-    url = push(target, request, message or f"{source.describe().capitalize()}, exported by Fabric Train")
-    print(f"pushed to {url}")
+    branch = request.revision if target == Path(arguments.output_dir) else target.name
+    message = arguments.commit_message or f"{source.describe().capitalize()}, exported by Fabric Train"
+    return push(target, replace(request, revision=branch), message)
 
 
 def print_gaps(source: "ExportSource", target: Path) -> None:

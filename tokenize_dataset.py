@@ -5,16 +5,18 @@ Modules that are slow to import are imported where they are used.
 """
 
 import gc
+import json
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fabric_train.cli.errors import FAILURE, print_errors, run_program, set_memory_advice
+from fabric_train.cli.errors import InputError, run_program, set_memory_advice
 from fabric_train.cli.fabric_command import command_from_here
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from fabric_train.tokenization.manifest import Manifest, SourceRecord
     from fabric_train.tokenization.shards import ShardSizes
 
+_MEMORY_ADVICE = "use a smaller --num_proc, or tokenize some sources at a time and merge the results"
 _WIDTH_OF_FILES = 200  # columns of a table in redirected output, which rich would cut to 80
 
 
@@ -33,6 +36,7 @@ def main(argv: list[str] | None = None, sizes: "ShardSizes | None" = None) -> No
 
     Raises:
         InputError: the input cannot be used; nothing has been written.
+        RunError: the push failed; the token dataset is complete.
     """
     gc.disable()  # a tokenizer is a million objects, which the collector would visit many times while they are made
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads are not used here and get in the way of forks
@@ -40,46 +44,57 @@ def main(argv: list[str] | None = None, sizes: "ShardSizes | None" = None) -> No
     from fabric_train.cli.parser import parse_arguments
     from fabric_train.tokenization.arguments import TokenizeArguments
 
-    set_memory_advice("use a smaller --num_proc, or tokenize some sources at a time and merge the results")
     arguments = parse_arguments(TokenizeArguments, argv)
-    if arguments.push_to_hub and (finished := _check_publication(arguments)):
-        print(f"{arguments.output_dir} has this token dataset already: it is only pushed")
-        _publish(arguments, finished)
-        return
-
+    manifest = find_pushed(arguments)
     if arguments.shard is not None:
-        _run_task(arguments, sizes)
+        _print_slice(arguments, build_slice(arguments, sizes))
         return
+    if manifest:
+        print(f"{arguments.output_dir} has this token dataset already: it is only pushed")
+    else:
+        outcome = build_dataset(arguments, sizes)
+        manifest = outcome.manifest
+        _print_summary(arguments, outcome)
+    if arguments.push_to_hub:
+        print(f"pushed to  {publish(arguments, manifest)}")
 
+
+def build_dataset(arguments: "TokenizeArguments", sizes: "ShardSizes | None" = None) -> "Outcome":
+    """Write the token dataset that ``arguments`` describe, in shards of these ``sizes``."""
     from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
+    set_memory_advice(_MEMORY_ADVICE)
     with _terminated_as_interrupted(), ParityCheck() as check:
         check.start_early(arguments.tokenizer_name)
         from fabric_train.tokenization.build import build_token_dataset
         from fabric_train.tokenization.shards import SIZES
 
-        outcome = build_token_dataset(arguments, check, sizes or SIZES)
-    _print_summary(arguments, outcome)
-    if arguments.push_to_hub:
-        _publish(arguments, outcome.manifest)
+        return build_token_dataset(arguments, check, sizes or SIZES)
 
 
-def _run_task(arguments: "TokenizeArguments", sizes: "ShardSizes | None") -> None:
-    """Encode the slice of --shard or count its lines, unless that is done already, and print what follows."""
+def build_slice(arguments: "TokenizeArguments", sizes: "ShardSizes | None" = None) -> list[str] | None:
+    """Encode the slice of --shard or count its lines; return lines of a summary, or None if that is done already."""
     from fabric_train.tokenization.shards import SIZES
     from fabric_train.tokenization.slice_folder import find_finished_slice
-    from fabric_train.tokenization.slices import beside_slices, count_slice, encode_command, encode_slice, merge_command
+    from fabric_train.tokenization.slices import count_slice, encode_slice
     from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
+    set_memory_advice(_MEMORY_ADVICE)
     if find_finished_slice(arguments):
+        return None
+    with _terminated_as_interrupted(), ParityCheck() as check:
+        if arguments.counts_lines:
+            return count_slice(arguments, sizes or SIZES)
+        check.start_early(arguments.tokenizer_name)
+        return encode_slice(arguments, check, sizes or SIZES)
+
+
+def _print_slice(arguments: "TokenizeArguments", lines: "list[str] | None") -> None:
+    from fabric_train.tokenization.slices import beside_slices, encode_command, merge_command
+
+    if lines is None:
         print(f"{arguments.output_dir} has slice {arguments.shard} already: nothing to do")
     else:
-        with _terminated_as_interrupted(), ParityCheck() as check:
-            if arguments.counts_lines:
-                lines = count_slice(arguments, sizes or SIZES)
-            else:
-                check.start_early(arguments.tokenizer_name)
-                lines = encode_slice(arguments, check, sizes or SIZES)
         print(*lines, f"written    {arguments.output_dir}", sep="\n")
     repeated = beside_slices(arguments, "lines")
     merge = merge_command(arguments, repeated if arguments.counts_lines else "DIR")
@@ -88,8 +103,11 @@ def _run_task(arguments: "TokenizeArguments", sizes: "ShardSizes | None") -> Non
         print(f"then       for this slice: {encode_command(arguments, repeated)}")
 
 
-def _check_publication(arguments: "TokenizeArguments") -> "Manifest | None":
-    """Check that the token dataset can be pushed; return its manifest if it is finished already."""
+def find_pushed(arguments: "TokenizeArguments") -> "Manifest | None":
+    """Check that the token dataset can be pushed, if it is to be; return its manifest if it is finished already."""
+    if not arguments.push_to_hub:
+        return None
+
     from fabric_train.export.hub import PushRequest, check_push
     from fabric_train.tokenization.build import find_finished
 
@@ -98,22 +116,43 @@ def _check_publication(arguments: "TokenizeArguments") -> "Manifest | None":
     return finished
 
 
-def _publish(arguments: "TokenizeArguments", manifest: "Manifest") -> None:
-    """Push the token dataset with a card, and print its address."""
-    from fabric_train.export.hub import PushError, PushRequest, push
+def publish(arguments: "TokenizeArguments", manifest: "Manifest") -> str:
+    """Push the token dataset with a card, and return its address; a RunError if the hub does not take it."""
+    from fabric_train.export.hub import PushRequest, push
     from fabric_train.export.public_dataset import public_copy
 
     request, folder = PushRequest.of(arguments, "dataset"), Path(arguments.output_dir).expanduser()
+    public = public_copy(folder, manifest, request.repository, arguments.license, arguments.card_language)
+    with _terminated_as_interrupted(), public as copy:
+        return push(folder, request, arguments.commit_message or "Token dataset made by Fabric Train", copy)
+
+
+@contextmanager
+def written_documents(documents: Iterable[Mapping[str, Any]], file: Path, output_dir: str) -> Iterator[None]:
+    """Write documents as JSON lines for ``--dataset``; remove the file if what is done with it fails.
+
+    An InputError before anything is written if the file or ``output_dir`` exists, and at a document that is no mapping
+    of JSON.
+    """
+    from fabric_train.files.atomic_folder import check_not_taken
+
+    check_not_taken(Path(output_dir).expanduser())
+    if os.path.lexists(file):
+        raise InputError(f"--dataset: {file}, to which the documents are written, exists; remove it or rename it")
+    file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with (
-            _terminated_as_interrupted(),
-            public_copy(folder, manifest, request.repository, arguments.license, arguments.card_language) as copy,
-        ):
-            url = push(folder, request, arguments.commit_message or "Token dataset made by Fabric Train", copy)
-    except PushError as error:
-        print_errors(f"error: {error}")
-        sys.exit(FAILURE)
-    print(f"pushed to  {url}")
+        with file.open("x", encoding="utf-8", newline="\n") as lines:
+            for number, document in enumerate(documents, 1):
+                try:
+                    lines.write(json.dumps(dict(document), ensure_ascii=False) + "\n")
+                except (TypeError, ValueError) as error:  # no mapping, no JSON, or text that is no Unicode
+                    expected = "expected a mapping such as {'text': ...}"
+                    raise InputError(f"--dataset: document {number}: {expected}; {error}") from error
+        yield
+    except BaseException:
+        if not Path(output_dir).expanduser().is_dir():  # it has the token dataset if only the push has failed
+            file.unlink()
+        raise
 
 
 @contextmanager
@@ -123,6 +162,9 @@ def _terminated_as_interrupted() -> Iterator[None]:
     def interrupt(_number: int, _frame: "FrameType | None") -> None:
         raise KeyboardInterrupt
 
+    if threading.current_thread() is not threading.main_thread():  # others have no signal handlers
+        yield
+        return
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield

@@ -15,7 +15,7 @@ from docs_build.site import DOCS, documents, pages_of, read_settings, slug
 from fabric_train import checkpoint
 from fabric_train.cli import errors
 from fabric_train.cli.argument_types import describe, is_required, positional_of, title_of, types_of
-from fabric_train.cli.help import PROGRAM, default_of, examples_of, fields_by_section, texts_of
+from fabric_train.cli.help import PROGRAM, examples_of, fields_by_section, shown_default, texts_of
 from fabric_train.report import health
 from fabric_train.training.metrics import COLUMNS, Metrics, grouped_name
 from tests.support.program_arguments import PROGRAM_ARGUMENTS
@@ -129,7 +129,7 @@ def _page_of_program(name: str) -> str:
 def _default_in_words(field: dataclasses.Field) -> str:
     if is_required(field):
         return "; required"
-    return f"; `{default_of(field)}` if it is not given" if default_of(field) else ""
+    return f"; `{shown_default(field)}` if it is not given" if shown_default(field) else ""
 
 
 def _explained(argument: str, names: tuple[str, ...]) -> str:

@@ -6,10 +6,14 @@ after parsing: help and wrong arguments are shown at once.
 """
 
 import os
+import signal
+import subprocess
 import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import IO, TYPE_CHECKING, Any
 
 # ``fabric run`` puts this package's folder first on the path, where its modules would shadow others of the same name.
 # ``python -m`` puts the current folder first, where a user may have a file arguments.py. The project's own comes first
@@ -24,9 +28,17 @@ if __name__ == "__main__":
     stop_signals.listen()  # before the other imports
 
 from arguments import TrainArguments, parse  # noqa: E402
-from fabric_train.cli.errors import run_program, set_memory_advice  # noqa: E402
-from fabric_train.cli.launcher import global_rank  # noqa: E402
-from fabric_train.cli.parser import flatten  # noqa: E402
+from fabric_train.cli.errors import (  # noqa: E402
+    INPUT_ERROR,
+    STOPPED,
+    InputError,
+    RunError,
+    run_program,
+    set_memory_advice,
+)
+from fabric_train.cli.fabric_command import project_first  # noqa: E402
+from fabric_train.cli.launcher import as_launcher, global_rank  # noqa: E402
+from fabric_train.cli.parser import flatten, to_yaml  # noqa: E402
 from fabric_train.files.atomic_folder import check_not_held, hold_lock  # noqa: E402
 from fabric_train.training.run_log import log, note, progress, quiet_libraries, show, start_log  # noqa: E402
 
@@ -40,11 +52,21 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> None:
     """Train; with ``--eval_only`` evaluate, with ``--plan`` print what the run would take."""
     stop_signals.listen()
+    console = start_log()
+    if code := run_training(parse(TrainArguments, argv), console):
+        raise SystemExit(code)
+
+
+def run_training(arguments: TrainArguments, console: "Console") -> int:
+    """Check, launch and train on every rank; return the exit code: 0, ``FAILURE`` of a self-check, or ``STOPPED``.
+
+    Raises:
+        InputError: what is asked for does not fit together; nothing is written.
+        RunError: the training fails.
+    """
     set_memory_advice(
         "use a smaller --micro_batch_size or --max_length, --activation_checkpointing full, or more devices"
     )
-    console = start_log()
-    arguments = parse(TrainArguments, argv)
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")  # without a TPU, torch-xla would just take the CPU
     progress.info("importing torch and transformers")
 
@@ -66,23 +88,21 @@ def main(argv: list[str] | None = None) -> None:
         for line in run.notes:
             note(line)
         log.info("arguments, files and data are in order: %d steps", run.plan.num_steps)
-        return
+        return 0
     if arguments.planning.plan:
         print_plan(run)
-        return
+        return 0
     show(summary.describe_start(run))
     idle = note_on_unused_gpus(arguments.device.devices, run.devices.accelerator)
     for line in (*run.notes, *([idle] if idle else [])):
         note(line)
     if (run.start.state.step >= run.plan.num_steps or run.ends_early) and not run.start.state.unlogged:
         _report_nothing_left(run)
-        return
+        return 0
     if not arguments.evaluation.only_reads:
         check_memory(run)
     with hold_lock(*lock) if writes else nullcontext():
-        code = _launch(run, console)
-    if code:
-        raise SystemExit(code)
+        return _launch(run, console)
 
 
 def _launch(run: "PreparedRun", console: "Console") -> int:
@@ -103,6 +123,49 @@ def _launch(run: "PreparedRun", console: "Console") -> int:
         stop_signals.ignore()
         destroy_process_group(fabric)
     return code
+
+
+def run_ranks(arguments: TrainArguments) -> int:
+    """Run ``python -m fabric_train``, which starts the other ranks; print its lines, and return its exit code.
+
+    Signals to this process are passed on. An InputError or a RunError has the lines of an error.
+    """
+    errors = list[str]()
+    with TemporaryDirectory() as folder, as_launcher():
+        config = Path(folder, "config.yaml")
+        config.write_text(to_yaml(arguments), encoding="utf-8")
+        command = [sys.executable, "-m", "fabric_train", "--config", str(config)]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        # in a session of their own, where Ctrl-C does not reach them twice
+        ranks = subprocess.Popen(command, env={**os.environ, **project_first()}, start_new_session=True, **pipes)
+        reader = threading.Thread(target=_pass_errors, args=(ranks.stderr, errors), daemon=True)
+        reader.start()
+        assert ranks.stdout is not None
+        while True:
+            try:
+                for line in ranks.stdout:
+                    print(line, end="", flush=True)
+                code = ranks.wait()
+                reader.join()
+                break
+            except KeyboardInterrupt:
+                ranks.send_signal(signal.SIGINT)
+            except BaseException:
+                ranks.terminate()
+                raise
+    if code == INPUT_ERROR:
+        raise InputError(*errors)
+    if code not in (0, STOPPED):
+        raise RunError("; ".join(errors) or f"the ranks ended with exit code {code}")
+    return code
+
+
+def _pass_errors(lines: IO[str], errors: list[str]) -> None:
+    for line in lines:
+        if line.startswith("error: "):
+            errors.append(line.removeprefix("error: ").rstrip("\n"))
+        else:
+            print(line, end="", file=sys.stderr, flush=True)
 
 
 def write_run_report(folder: Path) -> "WrittenPage":

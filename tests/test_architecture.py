@@ -27,8 +27,8 @@ FROM_THE_TOP = (
 )
 """A subpackage imports only those after it."""
 
-TOP_LEVEL_MODULES = {"__init__", "__main__", "doctor", "replay", "runs"}
-READ_ARGUMENTS_OF_TRAINING = {"__main__", "bundle.__main__", "replay", "export.model_card"}
+TOP_LEVEL_MODULES = {"__init__", "__main__", "api", "doctor", "replay", "runs"}
+READ_ARGUMENTS_OF_TRAINING = {"__main__", "api", "bundle.__main__", "replay", "export.model_card"}
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 

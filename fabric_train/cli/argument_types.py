@@ -219,6 +219,11 @@ def is_required(field: dataclasses.Field) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
+def default_of(field: dataclasses.Field) -> Any:
+    """Return the default of an argument that has one."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 def title_of(group: type) -> str:
     """Return the first line of a group's docstring."""
     return (group.__doc__ or group.__name__).strip().splitlines()[0]

@@ -85,6 +85,11 @@ def fabric_train() -> None:
             parser.add_argument("program", choices=PROGRAMS)
             argcomplete.autocomplete(parser)
         usage = f"fabric-train {'|'.join(PROGRAMS)} [--argument value ...]"
+        if name == "--version":
+            from fabric_train.cli.help import print_version  # which imports this module
+
+            print_version()
+            return
         if name in ("--help", "-h"):
             print(f"usage: {usage}\nfabric-train {next(iter(PROGRAMS))} --help shows the arguments of one of them")
             return
@@ -180,7 +185,7 @@ def _program_at(script: str) -> Path | None:
 def _run(words: list[str], place: int) -> NoReturn:
     """Run ``fabric run`` on the script at ``words[place]``, or show the script's help."""
     script, arguments = words[place], words[place + 1 :]
-    if "--help" in arguments or "-h" in arguments:
+    if {"--help", "-h", "--version"} & set(arguments):
         os.execv(sys.executable, [sys.executable, script, *arguments])
     keep_streams_writable()
     if "--accelerator=tpu" in words or "--accelerator tpu" in " ".join(words):  # Lightning's shows a traceback

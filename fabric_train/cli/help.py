@@ -13,8 +13,17 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import fabric_train
 from fabric_train.cli import fabric_command
-from fabric_train.cli.argument_types import groups_of, is_required, positional_of, takes_list, title_of, types_of
+from fabric_train.cli.argument_types import (
+    default_of,
+    groups_of,
+    is_required,
+    positional_of,
+    takes_list,
+    title_of,
+    types_of,
+)
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import global_rank
 
@@ -26,7 +35,14 @@ _EVERY_PROGRAM: dict[str, dict[str, Any]] = {
     "config": {"metavar": "FILE.yaml", "help": "A YAML file of arguments; the command line overrides it."},
     "debug": {**_SWITCH, "help": "Show the traceback of an error that ends the program."},
     "help": {"metavar": "WORD", "nargs": "?", "help": "Show only the arguments that have WORD in their name or text."},
+    "version": {"action": "store_true", "help": "Show the version."},
 }
+
+
+def print_version() -> None:
+    """Print the version, on one rank."""
+    if not global_rank():
+        print(f"fabric-train {fabric_train.__version__}")
 
 
 def print_help(arguments: type, words: Sequence[str] = ()) -> None:
@@ -138,13 +154,13 @@ def texts_of(group: type) -> dict[str, str]:
 def _default(field: dataclasses.Field) -> str:
     if is_required(field):
         return " (required)"
-    shown = default_of(field)
+    shown = shown_default(field)
     return f" (default: {shown})" if shown else ""
 
 
-def default_of(field: dataclasses.Field) -> str:
+def shown_default(field: dataclasses.Field) -> str:
     """Return a default as the command line takes it; of one that is null, which is in the help text, ''."""
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    value = default_of(field)
     if isinstance(value, bool):
         value = str(value).lower()
     shown = " ".join(value) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else value

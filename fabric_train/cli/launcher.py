@@ -84,12 +84,14 @@ _PRECISION_ALIASES = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"}
 class GivenValue:
     """A value and where it was given: ``--lr`` on the command line, ``run.yaml: lr`` in a file.
 
-    ``is_default`` marks a launcher's own default, which never overrides a value that the user gave.
+    ``is_default`` marks a launcher's own default, which never overrides a value that the user gave. ``in_python`` marks
+    a value of Python, which is no word of a command line.
     """
 
     value: Any
     where: str
     is_default: bool = False
+    in_python: bool = False
 
 
 GivenValues: TypeAlias = dict[str, GivenValue]

@@ -106,8 +106,11 @@ class _Unfiltered:
 
 
 def open_console(**options: Any) -> "Console":
-    """Return a ``rich.console.Console``: its own codes reach the terminal, those in the texts that it prints do not."""
-    return _safe_console()(**options)
+    """Return a ``rich.console.Console``: its own codes reach the terminal, those in the texts that it prints do not.
+
+    In a notebook it prints text, as everywhere, and no HTML.
+    """
+    return _safe_console()(**{"force_jupyter": False, **options})
 
 
 @cache

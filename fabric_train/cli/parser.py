@@ -1,4 +1,5 @@
-"""Build a typed dataclass of arguments from argv, a YAML file and the launcher's variables, or report every fault.
+"""Build a typed dataclass of arguments from argv or values of Python, a YAML file and the launcher's variables, or
+report every fault.
 
 Names may have hyphens or underscores, lists need no brackets, the last value of an argument counts, and a fault names
 the nearest argument, also for the names and values that other programs have (``foreign_names.yaml``).
@@ -7,20 +8,22 @@ the nearest argument, also for the names and values that other programs have (``
 import dataclasses
 import difflib
 import functools
+import os
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from fabric_train.cli import argument_types, yaml_core
 from fabric_train.cli.errors import InputError, print_errors
-from fabric_train.cli.help import complete_words, print_help
+from fabric_train.cli.help import complete_words, print_help, print_version
 from fabric_train.cli.launcher import GivenValue, GivenValues, global_rank
 
 _COMMAND_LINE_ONLY = ("config", "debug")  # arguments of every program that a file cannot set
 _LONGEST_VALUE, _LONGEST_FAULT = 100, 2000  # characters of what a user gave in an error message, and of the message
+_PROJECT, _INSTALLED = Path(__file__).resolve().parents[2], "share/fabric-train"
 T = TypeVar("T")
 
 
@@ -92,15 +95,40 @@ def parse_arguments(arguments: type[T], argv: list[str] | None = None, launcher:
     if (words := _words_of_help(argv)) is not None:
         print_help(arguments, words)
         raise SystemExit(0)
+    if "--version" in argv:
+        print_version()
+        raise SystemExit(0)
     types = argument_types.types_of(arguments)
     faults: list[str] = []
     on_line = _from_command_line(argv, types, argument_types.positional_of(arguments), faults)
-    config = on_line.pop("config", None)
     if "debug" in on_line:  # errors.is_debug reads it from argv
         _convert_given({"debug": on_line.pop("debug")}, {"debug": bool}, faults)
-    in_file = _from_file(config, faults) if config is not None else {}
-    given = _merge(in_file, on_line, launcher or {}, faults)
-    values = _convert_given(given, types, faults, arguments.__name__)
+    return _build(arguments, on_line, launcher or {}, faults)
+
+
+def build_arguments(arguments: type[T], values: Mapping[str, object], launcher: GivenValues | None = None) -> T:
+    """Build ``arguments`` from values of Python by name, and the file that a value ``config`` names.
+
+    Paths serve as texts, and tuples and other sequences as lists. The InputError is that of the command line.
+    """
+    given = {name: GivenValue(_as_text(value), f"--{name}", in_python=True) for name, value in values.items()}
+    return _build(arguments, given, launcher or {}, [])
+
+
+def _as_text(value: object) -> object:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_as_text(one) for one in value]
+    return value
+
+
+def _build(arguments: type[T], on_line: GivenValues, launcher: GivenValues, faults: list[str]) -> T:
+    """Build ``arguments`` from what is given on the line, in the ``config`` file that it names, and by the launcher."""
+    config = on_line.pop("config", None)
+    in_file = _from_file(config, faults) if config is not None and config.value is not None else {}
+    given = _merge(in_file, on_line, launcher, faults)
+    values = _convert_given(given, argument_types.types_of(arguments), faults, arguments.__name__)
     built = _build_groups(arguments, given, values, faults)
     if faults:
         raise InputError(*map(_in_one_line, faults))
@@ -244,6 +272,9 @@ def _from_file(config: GivenValue, faults: list[str]) -> GivenValues:
     except argument_types.WrongValueError:
         faults.append("--config: expected one YAML file")
         return {}
+    if path.startswith("configs/") and not Path(path).exists():  # those of this project, a folder or installed
+        folders = (_PROJECT, _PROJECT / _INSTALLED, Path(sys.prefix) / _INSTALLED)
+        path = next((str(folder / path) for folder in folders if (folder / path).is_file()), path)
     try:
         content = yaml_core.load_file(path, "--config")
     except InputError as error:
@@ -264,7 +295,7 @@ def _from_file(config: GivenValue, faults: list[str]) -> GivenValues:
 
 
 def _shown(item: GivenValue, kind: Any) -> str:
-    if item.where.startswith("--"):
+    if item.where.startswith("--") and not item.in_python:
         if item.value is True or item.value == "":
             return "nothing"
         if isinstance(item.value, list) and not argument_types.takes_list(kind):

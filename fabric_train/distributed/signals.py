@@ -15,6 +15,8 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from types import FrameType
+from typing import Any
 
 from fabric_train.cli.errors import STOPPED, end_run
 from fabric_train.cli.launcher import launcher_process
@@ -37,6 +39,7 @@ class StopSignals:
         """Whether the first signal is only recorded: the ranks agree where to stop, and save."""
         self._is_listening, self._received_at = False, 0.0
         self._launcher: int | None = None
+        self._replaced: dict[int, Any] = {}  # handlers of a program that has called the training, by signal
 
     def listen(self) -> None:
         """Listen for signals. Until :meth:`defer` a signal ends the process, because nothing is to be saved."""
@@ -53,13 +56,31 @@ class StopSignals:
             signal.signal(number, lambda *_: None)  # the thread reads it from the pipe
 
     def defer(self) -> None:
-        """Only record the first signal from now on."""
+        """Only record the first signal from now on, also if this process has not called :meth:`listen`.
+
+        It is then a program that has called the training as a function, with handlers of its own: see :meth:`release`.
+        """
         self.is_deferred = True
+        if not self._is_listening and threading.current_thread() is threading.main_thread():
+            self._replaced = {number: signal.signal(number, self._record) for number in _SIGNALS}
+
+    def release(self) -> None:
+        """Give a program that has called the training its own handlers back, and forget the signals."""
+        for number, handler in self._replaced.items():
+            signal.signal(number, handler)
+        self._replaced, self.received, self.is_deferred = {}, 0, False
 
     def ignore(self) -> None:
-        """Ignore signals from now on: everything is saved and the process is about to end."""
-        for number in _SIGNALS:
+        """Ignore signals from now on: everything is saved and the process, if it is a rank, is about to end."""
+        for number in _SIGNALS if self._is_listening else ():
             signal.signal(number, signal.SIG_IGN)
+
+    def _record(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received and now - self._received_at >= _REPEAT_SECONDS:
+            raise KeyboardInterrupt
+        if not self.received:
+            self._received_at, self.received = now, number
 
     def _read_signals(self, reader: int) -> None:
         while True:

@@ -44,9 +44,14 @@ def watch_ranks(fabric: Fabric, heartbeat: Heartbeat, timeout: float, num_nodes:
     watchdog = Watchdog(fabric.global_rank, heartbeat, timeout)
     watchdog.start(fabric, num_nodes)
     set_connected_ranks(watchdog)
-    yield  # after an exception the watchdog continues: it ends the other ranks
-    set_connected_ranks(None)
-    watchdog.close()
+    has_ended = False
+    try:
+        yield
+        has_ended = True
+    finally:
+        if has_ended or fabric.world_size == 1:  # after an exception it continues, to end the other ranks
+            set_connected_ranks(None)
+            watchdog.close()
 
 
 @dataclass

@@ -35,8 +35,8 @@ from fabric_train.files.atomic_folder import check_no_dead_link, wait_for_lock
 from fabric_train.inference.load_model import ModelsInTurn
 
 
-def compare_models(arguments: EvaluateArguments) -> None:
-    """Evaluate ``--models`` on ``--texts`` or ``--pairs``, print a table, and write or extend ``--output_dir``.
+def compare_models(arguments: EvaluateArguments, *, prints: bool = True) -> None:
+    """Evaluate ``--models`` on ``--texts`` or ``--pairs``, write or extend ``--output_dir``, and print a table.
 
     An InputError comes before anything is written, a RunError if a model's loss is not finite.
     """
@@ -47,7 +47,7 @@ def compare_models(arguments: EvaluateArguments) -> None:
     earlier = loss_table.read_evaluated(folder)
     models, damaged = find_models(arguments.models)
     if arguments.pairs is not None:
-        compare_pairs(arguments, models, LossCache(folder / FOLDER))
+        compare_pairs(arguments, models, LossCache(folder / FOLDER), prints=prints)
         check_all_evaluated(damaged)
         return
     if arguments.texts is not None:
@@ -91,9 +91,10 @@ def compare_models(arguments: EvaluateArguments) -> None:
         first, last = models[0].name, models[-1].name
         changes = find_changes((first, last), encoded[first], losses[first], losses[last])
         write_changes(folder, show_changes(changes, models[0].tokenizer))
-    notes = (text.note() for text in encoded[models[0].name] if isinstance(text, PackedText))
-    loss_table.print_table(results, loss_table.have_same_tokens(evaluated), [note for note in notes if note])
-    print(f"written to {folder}", file=sys.stderr)
+    if prints:
+        notes = (text.note() for text in encoded[models[0].name] if isinstance(text, PackedText))
+        loss_table.print_table(results, loss_table.have_same_tokens(evaluated), [note for note in notes if note])
+        print(f"written to {folder}", file=sys.stderr)
     check_all_evaluated(damaged)
 
 

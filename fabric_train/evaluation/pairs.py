@@ -68,7 +68,9 @@ class PairScores:
     places: list[str]
 
 
-def compare_pairs(arguments: EvaluateArguments, models: Sequence[ComparedModel], cache: LossCache) -> None:
+def compare_pairs(
+    arguments: EvaluateArguments, models: Sequence[ComparedModel], cache: LossCache, *, prints: bool
+) -> None:
     """Score the answers of ``--pairs`` with each model, write ``pairs.json`` and ``pairs.jsonl``, and print a table.
 
     An InputError if a place has no pairs, or if a model cannot read them.
@@ -100,7 +102,8 @@ def compare_pairs(arguments: EvaluateArguments, models: Sequence[ComparedModel],
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "pairs.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     write_atomically(folder / "pairs.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    _print_table(results)
+    if prints:
+        _print_table(results)
 
 
 def figures_of(scores: Sequence[PairScores], seed: int) -> list[PairFigures]:

@@ -195,7 +195,7 @@ class Watch:
         return self.output / model.file_name
 
 
-def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_worker) -> None:
+def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_worker, *, prints: bool = True) -> None:
     """Evaluate the checkpoints of ``--watch`` and the models of ``--models`` until nothing is left to evaluate.
 
     With ``--wait true``, wait for further checkpoints until the run has ended. An InputError comes before anything is
@@ -219,6 +219,8 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
         _say("loading the tasks")  # the worker prints their faults
         to_load = [RequestedTask(one.settings, one.source, one.metric) for one in tasks]
         if code := evaluate_in_worker(WorkerRequest(to_load)):
+            if not prints:
+                raise RunError("lm_eval cannot load the tasks: the lines on standard error say why")
             raise SystemExit(code)
     if texts:
         (output / FOLDER).mkdir(parents=True, exist_ok=True)  # the mark of an evaluation, for the workers
@@ -228,7 +230,7 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
         if watch.evaluate_next():
             waits = False
             watch.write_table()
-            if sys.stdout.isatty():
+            if prints and sys.stdout.isatty():
                 watch.print_tables(arguments.seed)
         elif has_ended or not arguments.wait:
             break
@@ -238,7 +240,8 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
             waits = True
             time.sleep(_SECONDS_BETWEEN_LOOKS)
     watch.write_table()
-    watch.print_tables(arguments.seed)
+    if prints:
+        watch.print_tables(arguments.seed)
     if tasks:
         _say(f"written: {output}/scores.csv, scores.md and scores.png")
     if texts:

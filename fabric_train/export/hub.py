@@ -24,7 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.argument_types import PushArguments, show_size
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, RunError, first_line
 from fabric_train.cli.output import redact
 from fabric_train.files.atomic_folder import check_not_taken, nearest_existing, sync_and_rename
 from fabric_train.files.regular_file import check_no_links_in, write_atomically
@@ -39,7 +39,7 @@ _TEXTS = re.compile(r"[^/]+\.(json|jinja|txt|md|model|tiktoken)|LICENSE[^/]*|NOT
 _INDEX = re.compile(r".*\.index(\.[^/]*)?\.json")
 
 
-class PushError(RuntimeError):
+class PushError(RunError):
     """A push to the hub that failed; the message gives the reason in one line."""
 
 

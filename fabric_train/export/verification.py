@@ -16,7 +16,7 @@ from typing import Literal, cast
 
 import torch
 
-from fabric_train.cli.errors import FAILURE, InputError, run_program
+from fabric_train.cli.errors import FAILURE, InputError, RunError, run_program
 from fabric_train.cli.fabric_command import project_first
 from fabric_train.export.source import AveragePart, ExportSource, MergeInto
 from fabric_train.files.regular_file import read_json
@@ -65,7 +65,7 @@ class VerificationReport:
     source: str = ""  # ``ExportSource.identity`` of the export's source; empty in reports of earlier versions
 
 
-class VerificationError(RuntimeError):
+class VerificationError(RunError):
     """An export that does not match its checkpoint; the message gives the differences in one line."""
 
 
@@ -81,17 +81,22 @@ def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dty
         raise VerificationError(
             f"the export of {checkpoint} could not be verified: the process that verifies it ended with {reason}"
         )
-    report = read_json(folder / REPORT_NAME, VerificationReport, "convert again")
+    report = read_report(folder)
     if report.faults:
         raise VerificationError(f"the export of {checkpoint} does not match it: {'; '.join(report.faults)}")
     return report
+
+
+def read_report(export: Path) -> VerificationReport:
+    """Return what was compared when an export was made; an InputError if its report is damaged."""
+    return read_json(export / REPORT_NAME, VerificationReport, "convert again")
 
 
 def is_verified_export(folder: Path, source: ExportSource, dtype: torch.dtype) -> bool:
     """Whether ``folder`` is a verified export of ``source`` in ``dtype``, as its report says."""
     if not (folder / REPORT_NAME).is_file():
         return False
-    report = read_json(folder / REPORT_NAME, VerificationReport, "convert again")
+    report = read_report(folder)
     return (report.source, report.dtype, report.faults) == (source.identity(), str(dtype).removeprefix("torch."), [])
 
 

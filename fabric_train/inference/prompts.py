@@ -12,7 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.argument_types import parse_size
+from fabric_train.cli.errors import InputError, set_memory_advice
 from fabric_train.files.regular_file import open_regular, open_to_write, parse_json
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.generate import GeneratedText, TextPrinter, generate
@@ -271,6 +272,41 @@ def generate_for_file(
     kept = f", {found:,} were there" if found else ""
     speed = f"{num_tokens:,} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tokens/s"
     print(f"{len(prompts) - found:,} texts{kept}: {speed} → {output.path}", file=sys.stderr)
+
+
+def write_texts(arguments: GenerateArguments) -> None:
+    """Write a line of ``--output`` for each prompt of the file ``--prompts``."""
+    assert arguments.prompts is not None
+    assert arguments.output is not None
+    prompts = read_prompts(Path(arguments.prompts), chat=arguments.chat, system=arguments.system)
+    output = OutputFile(Path(arguments.output), prompts, arguments)
+    model, tokenizer = load_model(arguments)
+    output.check_model(model.name_or_path)
+    encoder = PromptEncoder(tokenizer, arguments.model_name, any(prompt.is_chat for prompt in prompts))
+    encoded = encode_prompts(encoder, prompts, limits_of(model), arguments.num_tokens)
+    generate_for_file(model, tokenizer, encoded, arguments, output, encoder.end_ids)
+
+
+def continue_prompt(arguments: GenerateArguments, *, prints: bool = False) -> tuple[Any, GeneratedText]:
+    """Return the model and its text after ``--prompt``; with ``prints``, print both as the text is generated."""
+    assert arguments.prompt is not None
+    model, tokenizer = load_model(arguments)
+    encoder = PromptEncoder(tokenizer, arguments.model_name, arguments.chat)
+    if arguments.chat and prints:
+        return model, Conversation(model, tokenizer, encoder, arguments).answer(arguments.prompt)
+    prompt = Prompt(chat_turn(arguments.prompt, arguments.system) if arguments.chat else arguments.prompt)
+    prompts = encode_prompts(encoder, [prompt], limits_of(model), arguments.num_tokens)
+    printer = TextPrinter(tokenizer, arguments.stop, shows_prompt=True) if prints else None
+    return model, generate(model, tokenizer, prompts, arguments, end_ids=encoder.end_ids, printer=printer)[0]
+
+
+def load_model(arguments: GenerateArguments) -> tuple[Any, Any]:
+    """Load the model and its tokenizer."""
+    from fabric_train.inference.load_model import load_for_inference
+
+    set_memory_advice("give a smaller --batch_size or --num_tokens, or a smaller --device_memory")
+    gpu_bytes = parse_size(arguments.device_memory) if arguments.device_memory else None
+    return load_for_inference(arguments.model_name, base_model=arguments.base_model, gpu_bytes=gpu_bytes)
 
 
 def _given(prompt: Prompt) -> dict[str, Any]:

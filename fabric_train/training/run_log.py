@@ -43,19 +43,25 @@ def start_log(console: Console | None = None) -> Console:
     if console is None:
         # without force_terminal, an environment variable could bring escape codes into a file
         console = open_console(quiet=not prints, force_terminal=os.isatty(1), **_AS_WRITTEN)
+    end_log()
     for logger in (log, progress):
         logger.setLevel(logging.DEBUG if prints else logging.ERROR)
         logger.propagate = False
-        for handler in list(logger.handlers):
-            logger.removeHandler(handler)
-            handler.close()
-        logger.addHandler(logging.NullHandler())  # without any, logging prints warnings itself
     if prints:
         lines = _ConsoleLines(console)
         log.addHandler(lines)
         log.addHandler(MemoryHandler(_MAX_EARLY_LINES, flushLevel=logging.CRITICAL + 1))
         progress.addHandler(_WhileSilent(lines))
     return console
+
+
+def end_log() -> None:
+    """Print and write nothing more."""
+    for logger in (log, progress):
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
+            handler.close()
+        logger.addHandler(logging.NullHandler())  # without any, logging prints warnings itself
 
 
 def write_log(path: Path) -> None:

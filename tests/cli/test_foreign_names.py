@@ -27,7 +27,7 @@ OTHERS: dict[str, list[str]] = {
     program: names.split()
     for program, names in load(Path(__file__).with_name("other_programs_arguments.yaml").read_text()).items()
 }
-EVERY_PROGRAM = {"config", "debug", "help"}
+EVERY_PROGRAM = {"config", "debug", "help", "version"}
 
 
 def faults(program: type, *argv: str) -> list[str]:

@@ -62,7 +62,8 @@ def test_every_place_names_the_same_pythons() -> None:
     for name in ("README.md", "CONTRIBUTING.md"):
         assert f"with Python {versions[0]} to {versions[-1]}, git and make" in (ROOT / name).read_text(), name
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
-    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python-version"] == versions
+    for job in ("test", "package"):
+        assert workflow["jobs"][job]["strategy"]["matrix"]["python-version"] == versions
     assert get_args(get_args(get_type_hints(BundleArguments)["python"])[0]) == tuple(versions)
     tried = _make(ROOT, "--dry-run", "install", "VENV=new").stdout.splitlines()[0]
     assert tried.startswith(" ".join(["for python in python3", *(f"python{version}" for version in versions[::-1])]))

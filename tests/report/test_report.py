@@ -21,10 +21,10 @@ from fabric_train.pages import charts
 from fabric_train.pages.charts import Chart, Series, draw, sampled, smoothed
 from fabric_train.pages.page import Section
 from fabric_train.report.__main__ import main
-from fabric_train.report.comparison import comparison_sections
 from fabric_train.report.health import find_unusual
 from fabric_train.report.run_files import RunFiles, open_runs
 from fabric_train.report.sections import run_sections
+from fabric_train.report.write import comparison_sections
 from fabric_train.training.curves import metric_charts
 from tests.report.conftest import HOSTILE, ReportedRuns
 from tests.support.forked_runs import ForkedRuns
