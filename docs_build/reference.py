@@ -269,6 +269,8 @@ def _python() -> str:
 def _signature(name: str, thing: Any) -> str:
     if not callable(thing):
         return f"{name}: {type(thing).__name__}"
+    if inspect.isclass(thing) and issubclass(thing, Exception):
+        return f"class {name}({thing.__bases__[0].__name__})"
     return f"{'class ' if inspect.isclass(thing) else ''}{name}{inspect.signature(thing)}"
 
 
