@@ -14,7 +14,7 @@ from typing import Any
 NOTEBOOK = Path(__file__).resolve().parents[1] / "docs" / "first_run.ipynb"
 
 
-def run_cell(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
+def run_cell(number: int, source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
     """Run a cell as a notebook would, and return its outputs: standard output, and the value of a last expression."""
     tree, printed, value = ast.parse(source), io.StringIO(), None
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -27,7 +27,7 @@ def run_cell(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
         outputs.append({"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)})
     if value is not None:
         shown = {"text/plain": repr(value).splitlines(keepends=True)}
-        outputs.append({"data": shown, "execution_count": None, "metadata": {}, "output_type": "execute_result"})
+        outputs.append({"data": shown, "execution_count": number, "metadata": {}, "output_type": "execute_result"})
     return outputs
 
 
@@ -36,13 +36,10 @@ def main() -> None:
     notebook, names, writes = json.loads(NOTEBOOK.read_text(encoding="utf-8")), dict[str, Any](), "--write" in sys.argv
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for number, cell in enumerate(cells, 1):
-        outputs = run_cell("".join(cell["source"]), names)
+        outputs = run_cell(number, "".join(cell["source"]), names)
         if not writes and outputs != cell["outputs"] and "varies" not in cell["metadata"].get("tags", ()):
             print(f"cell {number} has other outputs: {json.dumps(outputs)}")
         cell["outputs"], cell["execution_count"] = outputs, number
-        for output in outputs:
-            if output["output_type"] == "execute_result":
-                output["execution_count"] = number
     if writes:
         NOTEBOOK.write_text(json.dumps(notebook, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
