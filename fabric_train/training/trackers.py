@@ -166,6 +166,7 @@ def _end_sending(wandb: Any) -> None:
     for process in psutil.Process().children():
         if process.name() == "wandb-core":
             process.kill()
+            process.wait()
     with suppress(Exception, SystemExit):  # the process is gone; this takes its end off what Python waits for
         wandb.teardown()
 
@@ -287,6 +288,9 @@ class MlflowLogger(Tracker):
             sent.result()
         self._send_batch(self._unsent)
         self._client.set_terminated(self._id)
+
+    def abandon(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)  # else Python sends all of them before it ends
 
 
 def _open_mlflow(run: Path) -> Any:
