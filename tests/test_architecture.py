@@ -141,6 +141,6 @@ def packages_behind(module: str) -> set[str]:
 
 
 def test_a_report_starts_without_what_trains() -> None:
-    slow = {"lightning", "transformers", "datasets", "safetensors", "wandb", "lm_eval"}
+    slow = {"torch", "lightning", "transformers", "datasets", "safetensors", "wandb", "lm_eval"}
     assert packages_behind("fabric_train.report.write").isdisjoint(slow)
     assert "transformers" in packages_behind("fabric_train.model.hf_model")

@@ -4,16 +4,18 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, create_model
 
 from fabric_train.cli.argument_types import HIGHER_IS_BETTER, planned_steps
 from fabric_train.cli.errors import InputError
-from fabric_train.data.step_sampler import DataOrder, PhaseRows, StreamOrder, describe_changes
-from fabric_train.data.stream_batches import LaneCursor
+from fabric_train.data import DataOrder, PhaseRows, StreamOrder, describe_changes
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.origin import AdapterBase, ModelOrigin, ReferenceModel, TrainingSession, TrainingStage
+
+if TYPE_CHECKING:
+    from fabric_train.data.stream_batches import LaneCursor
 
 FORMAT = 2
 PROGRAM = "fabric-train"
@@ -365,8 +367,10 @@ def find_unreadable(checkpoint: Path) -> str | None:
     return None
 
 
-def read_cursors(checkpoint: Path) -> list[LaneCursor]:
+def read_cursors(checkpoint: Path) -> "list[LaneCursor]":
     """Return the cursors of all lanes of the checkpoint's stream; an InputError if stream.json is damaged."""
+    from fabric_train.data.stream_batches import LaneCursor  # imports torch
+
     file = checkpoint / "stream.json"
     order, cursors = read_trainer_json(checkpoint).stream, read_json(file, _StreamJson, _ADVICE).cursors
     if order is None or len(cursors) != order.rows_per_window:

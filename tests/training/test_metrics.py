@@ -37,13 +37,12 @@ from fabric_train.training.loggers import (
     describe_loggers,
     open_loggers,
 )
-from fabric_train.training.loop import Stopwatch
+from fabric_train.training.loop import Stopwatch, peak_memory_gb
 from fabric_train.training.metrics import (
     Metrics,
     find_lost_rows,
     further_columns,
     grouped_name,
-    peak_memory_gb,
     read_metrics,
 )
 from fabric_train.training.trackers import WandbLogger, check_trackers, complete_trackers
@@ -728,6 +727,7 @@ class OpensARun(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps(next(self.ANSWERS[part] for part in self.ANSWERS if part in asked)).encode())
         if "upsertBucket" in asked or "get-history" in asked:
+            assert isinstance(self.server, HTTPServer)
             self.server.socket.close()
 
     do_GET = do_POST  # noqa: N815 - its name in the library
