@@ -26,9 +26,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fabric_train.cli import yaml_core
-from fabric_train.cli.argument_types import POSITIONAL
+from fabric_train.cli.argument_types import HIGHER_IS_BETTER, POSITIONAL, planned_steps
 from fabric_train.cli.errors import InputError, missing_folder, run_program
-from fabric_train.cli.output import open_console
+from fabric_train.cli.output import ago, open_console
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.files.regular_file import open_regular, read_json
 
@@ -39,7 +39,6 @@ _ENDS = {"Done": "done", "early stopping": "done", "stopped by": "stopped", "err
 """How the last line of a session in run.log begins, and the state of its run."""
 _TAIL = 1 << 18  # bytes that are read from the end of metrics.csv and run.log
 _RECENT = 600.0  # seconds
-_HIGHER_IS_BETTER = ("accuracy", "margin", "reward_chosen")  # as in checkpoint/trainer_json.py, which imports torch
 _COLOURS = {"running": "bold green", "running?": "green", "failed": "bold red", "stopped": "yellow"}
 _FALLING = ("step", "speed", "changed")
 
@@ -196,14 +195,12 @@ def _read_trainer_json(file: Path) -> dict[str, Any]:
 
 
 def _num_steps(arguments: dict[str, Any], checkpoint: dict[str, Any]) -> int | None:
-    """Return the steps that a run has planned, as far as ``TrainerJson.num_steps`` knows them."""
-    steps = [int(arguments["max_step"])] if arguments.get("max_step") else []
-    data = checkpoint.get("data") or {}
-    if arguments.get("number_epochs") and "num_rows" in data and not data.get("phases"):
-        lineage = checkpoint.get("lineage") or ()
-        begins = max((branch["step"] for branch in lineage if not branch["continues_data"]), default=0)
-        steps.append(begins + math.ceil(data["num_rows"] / data["rows_per_window"]) * arguments["number_epochs"])
-    return min(steps, default=None)
+    """Return the steps that a run has planned, as far as they are known without torch, see ``TrainerJson``."""
+    data, lineage = checkpoint.get("data") or {}, checkpoint.get("lineage") or ()
+    rows = (data["num_rows"], data["rows_per_window"]) if "num_rows" in data and not data.get("phases") else None
+    begins = max((branch["step"] for branch in lineage if not branch["continues_data"]), default=0)
+    steps = planned_steps(arguments.get("max_step"), arguments.get("number_epochs"), rows, begins)
+    return None if math.isinf(steps) else int(steps)
 
 
 def _has_ended(checkpoint: dict[str, Any], num_steps: int | None) -> bool:
@@ -232,7 +229,7 @@ def _best(
         part = {**each["sources"], "all": each["whole"]}.get((of_source or "all") if is_figure else source)
         value = part and (part["further"][figure] if is_figure else part["nats"] / part["num_tokens"])
         found += [] if value is None else [(value, each["step"])]
-    sign = -1 if is_figure and figure in _HIGHER_IS_BETTER else 1
+    sign = -1 if is_figure and figure in HIGHER_IS_BETTER else 1
     return min((pair for pair in found if math.isfinite(pair[0])), key=lambda pair: sign * pair[0], default=None)
 
 
@@ -308,19 +305,12 @@ def _table(runs: Sequence[Run], folder: Path) -> Table:
             "" if run.step is None else f"{run.step:,}{of_all}",
             "" if run.best is None else f"{run.best:.4f} at {run.best_step:,}",
             "" if run.speed is None else f"{run.speed:,.0f}",
-            *(run.data or "", run.model or "", _ago(time.time() - run.changed), "; ".join(run.damage)),
+            *(run.data or "", run.model or "", ago(time.time() - run.changed), "; ".join(run.damage)),
         )
         name, state = os.path.relpath(run.run, folder), Text(run.state, _COLOURS.get(run.state, ""))
         name = folder.resolve().name if name == "." else name
         table.add_row(Text(name), state, *map(Text, cells[: len(table.columns) - 2]))
     return table
-
-
-def _ago(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit} ago"
-    return f"{max(seconds, 0):.0f} s ago"
 
 
 if __name__ == "__main__":

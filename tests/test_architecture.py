@@ -1,7 +1,7 @@
 """The structure of docs/architecture.md: seventeen subpackages, and imports in one direction."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -108,3 +108,39 @@ def test_only_programs_import_the_arguments_of_training_at_run_time() -> None:
         assert "arguments" not in imported or dotted(path) in READ_ARGUMENTS_OF_TRAINING, path
         if path.parts[0] in ("cli", "files"):
             assert all(name.partition(".")[0] != "arguments" for name, _ in imports(read(path))), path
+
+
+def at_import(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Yield the names that a module imports from while it is imported: neither in functions nor for types."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Try | ast.If) and "TYPE_CHECKING" not in ast.dump(node):
+            yield from at_import(node.body)
+
+
+def packages_behind(module: str) -> set[str]:
+    """Return the packages of others that are imported together with a module of this one."""
+    seen, waiting, found = set[str](), [module], set[str]()
+    while waiting:
+        parts = waiting.pop().split(".")
+        if parts[0] != "fabric_train":
+            found.add(parts[0])
+            continue
+        for length in range(1, len(parts) + 1):
+            name = ".".join(parts[:length])
+            path = Path(*parts[1:length])
+            files = [path / "__init__.py", path.with_suffix(".py")] if length > 1 else [Path("__init__.py")]
+            for file in files:
+                if name not in seen and (PACKAGE / file).is_file():
+                    seen.add(name)
+                    waiting += at_import(ast.parse(read(file)).body)
+    return found
+
+
+def test_a_report_starts_without_what_trains() -> None:
+    slow = {"torch", "lightning", "transformers", "datasets", "safetensors", "wandb", "lm_eval"}
+    assert packages_behind("fabric_train.report.write").isdisjoint(slow)
+    assert "transformers" in packages_behind("fabric_train.model.hf_model")

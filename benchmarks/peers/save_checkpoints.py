@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from arguments import TrainArguments, parse
 from fabric_train.checkpoint import Description, TrainerState
 from fabric_train.checkpoint.manager import CheckpointManager
+from fabric_train.data import DataOrder
 from fabric_train.data.batch import Batch
-from fabric_train.data.step_sampler import DataOrder, Window
+from fabric_train.data.step_sampler import Window
 from fabric_train.distributed.ranks import StepSync, clip_grad_norm, named_parameters, sync_step
 from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.hf_model import read_shape

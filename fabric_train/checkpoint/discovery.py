@@ -6,11 +6,11 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import track
 
-from fabric_train.checkpoint.files import find_damage, find_wrong_content
 from fabric_train.checkpoint.trainer_json import FORMAT, find_unreadable, read_format, read_trainer_json
 from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.cli.output import open_console
@@ -135,7 +135,7 @@ def _best_in_words(checkpoint: Path) -> str:
 def find_whole_checkpoint(path: Path) -> Path:
     """Find a checkpoint with ``find_checkpoint`` and check its weights; print notes on damaged ones before it."""
     damages: dict[Path, str] = {}
-    while damage := find_wrong_content(checkpoint := find_checkpoint(path, damages), optimizer=False):
+    while damage := _files().find_wrong_content(checkpoint := find_checkpoint(path, damages), optimizer=False):
         damages[_real(checkpoint)] = damage
     if note := describe_choice(path, checkpoint):
         for line in (*describe_damaged(checkpoint.parent, checkpoint, damages), note):
@@ -147,7 +147,7 @@ def whole_checkpoints(run: Path) -> Iterator[Path]:
     """Yield the undamaged checkpoints of a run, weights checked, the newest first; print a note on each other one."""
     for checkpoint in reversed(_in(run)):
         fault = find_fault(checkpoint)
-        if fault is None and (damage := find_wrong_content(checkpoint, optimizer=False)):
+        if fault is None and (damage := _files().find_wrong_content(checkpoint, optimizer=False)):
             fault = f"is damaged: {damage}"
         if fault is None:
             yield checkpoint
@@ -232,9 +232,11 @@ def describe_damaged(run: Path, used: Path | None, damages: Damages | None = Non
 
 def wrong_content(checkpoint: Path, fabric: "Fabric") -> str | None:
     """Return on all ranks which file does not have the written content, or None. All call it; each reads its share."""
-    from fabric_train.distributed.ranks import first_text  # slow, and needed only by a run
+    from fabric_train.distributed.ranks import first_text
 
-    return first_text(fabric, find_wrong_content(checkpoint, rank=fabric.global_rank, num_ranks=fabric.world_size))
+    return first_text(
+        fabric, _files().find_wrong_content(checkpoint, rank=fabric.global_rank, num_ranks=fabric.world_size)
+    )
 
 
 def _in(run: Path) -> list[Path]:
@@ -278,7 +280,7 @@ def find_fault(checkpoint: Path, damages: Damages | None = None) -> str | None:
     found = read_format(checkpoint)
     if found not in (FORMAT, None):
         return f"has format {found}, but this version reads format {FORMAT}"
-    damage = (damages or {}).get(_real(checkpoint)) or find_damage(checkpoint) or find_unreadable(checkpoint)
+    damage = (damages or {}).get(_real(checkpoint)) or _files().find_damage(checkpoint) or find_unreadable(checkpoint)
     return f"is damaged: {damage}" if damage else None
 
 
@@ -318,3 +320,10 @@ def remove_leftovers(folder: Path) -> None:
 def _set_aside(checkpoint: Path, mark: str) -> Path:
     """Rename a checkpoint before its removal, so that no partial one ever has a checkpoint's name."""
     return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}{mark}"))
+
+
+def _files() -> ModuleType:
+    """Return the module that reads the content of checkpoints; it imports torch, and to describe a run needs none."""
+    from fabric_train.checkpoint import files
+
+    return files

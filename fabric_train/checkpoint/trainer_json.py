@@ -4,19 +4,20 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, create_model
 
+from fabric_train.cli.argument_types import HIGHER_IS_BETTER, planned_steps
 from fabric_train.cli.errors import InputError
-from fabric_train.data.step_sampler import DataOrder, PhaseRows, StreamOrder, describe_changes
-from fabric_train.data.stream_batches import LaneCursor
+from fabric_train.data import DataOrder, PhaseRows, StreamOrder, describe_changes
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.origin import AdapterBase, ModelOrigin, ReferenceModel, TrainingSession, TrainingStage
 
+if TYPE_CHECKING:
+    from fabric_train.data.stream_batches import LaneCursor
+
 FORMAT = 2
-HIGHER_IS_BETTER = ("accuracy", "margin", "reward_chosen")
-"""Figures of preference pairs; of others, a lower value is better. Who reads a checkpoint has no objective to ask."""
 PROGRAM = "fabric-train"
 """The name in ``versions`` of the code that trained, with its commit; earlier versions did not record it."""
 _ADVICE = "use another checkpoint"
@@ -366,8 +367,10 @@ def find_unreadable(checkpoint: Path) -> str | None:
     return None
 
 
-def read_cursors(checkpoint: Path) -> list[LaneCursor]:
+def read_cursors(checkpoint: Path) -> "list[LaneCursor]":
     """Return the cursors of all lanes of the checkpoint's stream; an InputError if stream.json is damaged."""
+    from fabric_train.data.stream_batches import LaneCursor  # imports torch
+
     file = checkpoint / "stream.json"
     order, cursors = read_trainer_json(checkpoint).stream, read_json(file, _StreamJson, _ADVICE).cursors
     if order is None or len(cursors) != order.rows_per_window:
@@ -379,8 +382,6 @@ def read_cursors(checkpoint: Path) -> list[LaneCursor]:
 
 def _num_steps(parsed: Any) -> float:
     data, arguments = parsed.data, parsed.arguments
-    steps = [math.inf if arguments.max_step is None else arguments.max_step]
-    if isinstance(data, DataOrder) and arguments.number_epochs is not None and not data.phases:
-        in_epochs = math.ceil(data.num_rows / data.rows_per_window) * arguments.number_epochs
-        steps.append(data_starts_after(parsed.lineage) + in_epochs)
-    return min(steps)
+    counts = isinstance(data, DataOrder) and not data.phases
+    rows = (data.num_rows, data.rows_per_window) if counts else None
+    return planned_steps(arguments.max_step, arguments.number_epochs, rows, data_starts_after(parsed.lineage))

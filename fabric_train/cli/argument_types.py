@@ -361,3 +361,21 @@ def range_of_steps(text: str) -> tuple[int, int] | None:
     found = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", text)
     steps = (int(found[1]), int(found[2])) if found else None
     return steps if steps and steps[0] <= steps[1] else None
+
+
+HIGHER_IS_BETTER = ("accuracy", "margin", "reward_chosen")
+"""Figures of ``--best_by`` that are better if they are higher. Who reads a checkpoint has no objective to ask."""
+
+
+def planned_steps(
+    max_step: int | None, number_epochs: int | None, rows: tuple[int, int] | None, after_step: int = 0
+) -> float:
+    """Return the steps that ``--max_step`` and ``--number_epochs`` plan; infinite if neither limits them.
+
+    ``rows`` are those of an epoch and of a step; None if epochs do not count, as for a stream and with phases. The
+    first epoch begins after ``after_step``.
+    """
+    steps = [math.inf if max_step is None else max_step]
+    if number_epochs is not None and rows is not None:
+        steps.append(after_step + math.ceil(rows[0] / rows[1]) * number_epochs)
+    return min(steps)

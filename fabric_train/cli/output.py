@@ -62,6 +62,16 @@ class _LastingFile(io.FileIO):
         return len(data)
 
 
+def ago(seconds: float) -> str:
+    """Return how long ago something was, such as ``3 h 5 min ago``."""
+    minutes, hours, days = (int(seconds // length) for length in (60, 3600, 86400))
+    if days > 0:
+        return f"{days} d ago"
+    if hours > 0:
+        return f"{hours} h {minutes % 60} min ago"
+    return f"{minutes} min ago" if minutes > 0 else f"{max(seconds, 0):.0f} s ago"
+
+
 def escape_controls(text: str) -> str:
     """Return a text with its control characters made visible, such as ``\\x1b``, except tabs and line breaks."""
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)

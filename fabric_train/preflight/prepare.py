@@ -19,8 +19,8 @@ from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import checked_out_commit
 from fabric_train.cli.launcher import find_other_world, num_restarts
+from fabric_train.data import DataOrder, PhaseRows, StreamOrder
 from fabric_train.data.mixture import Mixture
-from fabric_train.data.step_sampler import DataOrder, PhaseRows, StreamOrder
 from fabric_train.data.streaming import Stream, open_stream
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import TokenMixture, open_mixture

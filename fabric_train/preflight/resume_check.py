@@ -11,7 +11,8 @@ from fabric_train.checkpoint import PhaseSchedule, TrainerJson, read_trainer_jso
 from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
-from fabric_train.data.step_sampler import VALIDATION_VERSION, DataOrder
+from fabric_train.data import DataOrder
+from fabric_train.data.step_sampler import VALIDATION_VERSION
 from fabric_train.data.streaming import Stream
 from fabric_train.model.attention import VARLEN
 from fabric_train.model.hf_model import ModelShape

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from fabric_train.cli import yaml_core
 from fabric_train.cli.argument_types import NonNegativeFloat, Shares, WrongValueError, convert
 from fabric_train.cli.errors import InputError
+from fabric_train.data import PhaseRows
 from fabric_train.data.mixture import Mixture, MixtureOrder
-from fabric_train.data.step_sampler import PhaseRows
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape

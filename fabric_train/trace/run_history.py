@@ -12,8 +12,9 @@ from fabric_train.checkpoint import data_starts_after, find_checkpoint, read_tra
 from fabric_train.checkpoint.trainer_json import find_unreadable
 from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
+from fabric_train.data import DataOrder, StreamOrder
 from fabric_train.data.mixture import Mixture
-from fabric_train.data.step_sampler import DataOrder, StreamOrder, WindowOrder, rank_at
+from fabric_train.data.step_sampler import WindowOrder, rank_at
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import JoinedRows, TokenMixture, open_mixture
 from fabric_train.files.regular_file import read_json

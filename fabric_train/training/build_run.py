@@ -41,8 +41,8 @@ from fabric_train.optim.adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer, decayed_names, use_triton
 from fabric_train.training.evaluation import METRICS, Validation
 from fabric_train.training.loggers import GuardedLogger, LoggedRun, Outputs, open_loggers
-from fabric_train.training.loop import Loop
-from fabric_train.training.metrics import ProfiledWindows, further_columns
+from fabric_train.training.loop import Loop, ProfiledWindows
+from fabric_train.training.metrics import further_columns
 from fabric_train.training.objective import Objective, counts_pieces
 from fabric_train.training.panel import open_progress
 from fabric_train.training.prepared_run import PreparedRun, TrainingData

@@ -65,6 +65,9 @@ class Logger:
     def close(self) -> None:
         """Write the rest and close, at the end of the run."""
 
+    def abandon(self) -> None:
+        """Stop what the logger has started, after one of its methods has failed; no other one is called any more."""
+
 
 @dataclass(frozen=True)
 class LoggedRun:
@@ -119,7 +122,8 @@ class GuardedLogger(_Forwarding):
         try:
             action(self.logger)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a folder, a disk, a network, a server, a bug
-            self.logger = Logger()
+            failed, self.logger = self.logger, Logger()
+            failed.abandon()
             reason = describe_os_error(error) if isinstance(error, OSError) else first_line(error)
             warn(f"{self._name}: {reason}; the run goes on without it, and metrics.csv has every step")
 

@@ -1,8 +1,13 @@
-"""The training loop: take a step (``step.py``), then log, evaluate and save when due, until the end of the run."""
+"""The training loop: take a step (``step.py``), then log, evaluate and save when due, until the end of the run.
+
+``--profile`` is here too.
+"""
 
 import gc
 import itertools
+import resource
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,19 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from fabric_train.checkpoint import TrainerState, read_trainer_json
 from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.cli.errors import RunError
 from fabric_train.data.step_sampler import Window, WindowSource
 from fabric_train.distributed.ranks import StepSync, sync_step
-from fabric_train.distributed.signals import RunStopped, StepPhase
+from fabric_train.distributed.signals import Heartbeat, RunStopped, StepPhase
 from fabric_train.training.evaluation import Validation
 from fabric_train.training.loggers import Outputs
 from fabric_train.training.metrics import (
     Metrics,
     columns_of,
-    peak_memory_gb,
     read_columns,
     with_evaluation,
     with_objective,
@@ -34,6 +40,7 @@ from fabric_train.training.step import Stepper, TakenStep, own_flags
 
 _COLLECTED_STEPS = 50
 """Steps between garbage collections, see :func:`manual_collection`."""
+_RECORDED_EVENTS = 200_000  # of the GPU's allocator; older ones are dropped
 
 
 @dataclass(frozen=True)
@@ -306,3 +313,64 @@ def manual_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Return the peak memory so far, in 1e9 bytes: allocated on the GPU, or resident in this process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+@dataclass(frozen=True)
+class ProfiledWindows:
+    """The windows of ``source``. Steps ``first`` to ``last`` are traced on this rank.
+
+    chrome://tracing and ui.perfetto.dev open the trace, ``steps-10-12-rank-0.json``. On a GPU there is also
+    ``steps-10-12-rank-0-memory.html``. The trace is also written if the run ends within these steps.
+    """
+
+    source: WindowSource
+    first: int
+    last: int
+    folder: Path
+    rank: int
+    on_gpu: bool
+    heartbeat: Heartbeat
+
+    def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
+        windows = self.source.windows(after_step, last_step)
+        for window in windows:
+            if self.first <= window.step <= self.last:
+                yield from self._trace(window, windows)
+            else:
+                yield window
+
+    def _trace(self, window: Window, windows: Iterator[Window]) -> Iterator[Window]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"steps-{window.step}-{self.last}-rank-{self.rank}"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
+        if self.on_gpu:
+            # without C++ frames: to look up their names takes minutes, in which this rank would give no sign
+            torch.cuda.memory._record_memory_history(max_entries=_RECORDED_EVENTS, stacks="python")
+        trace = profile(activities=activities, record_shapes=True, profile_memory=True)
+        trace.start()
+        try:
+            yield window
+            while window.step < self.last:
+                following = next(windows, None)
+                if following is None:
+                    break
+                window = following
+                yield window
+        finally:
+            self.heartbeat.take_time()  # the other ranks may wait while the files are written
+            trace.stop()
+            trace.export_chrome_trace(str(self.folder / f"{name}.json"))
+            if self.on_gpu:
+                from torch.cuda._memory_viz import trace_plot
+
+                page = trace_plot(torch.cuda.memory._snapshot())
+                (self.folder / f"{name}-memory.html").write_text(page, encoding="utf-8")
+                torch.cuda.memory._record_memory_history(enabled=None)

@@ -2,23 +2,14 @@
 
 import csv
 import io
-import resource
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
 from fabric_train.checkpoint import Evaluation, TrainerState
 from fabric_train.cli.errors import InputError
-from fabric_train.data.step_sampler import Window, WindowSource
-from fabric_train.distributed.signals import Heartbeat
 from fabric_train.files.regular_file import check_no_link
-
-_RECORDED_EVENTS = 200_000  # of the GPU's allocator; older ones are dropped
 
 
 @dataclass(frozen=True)
@@ -236,14 +227,6 @@ def _parse_row(names: list[str], cells: list[str]) -> Metrics | None:
         return None
 
 
-def peak_memory_gb(device: torch.device) -> float:
-    """Return the peak memory so far, in 1e9 bytes: allocated on the GPU, or resident in this process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
 def measured(metrics: Metrics) -> dict[str, float]:
     """Return the measured values by :func:`grouped_name`, without the step and the hash of rows."""
     unmeasured = {"step", *_TEXTS}
@@ -261,56 +244,3 @@ def grouped_name(column: str) -> str:
     if column in _GROUPS:
         group, name = _GROUPS[column], column
     return "/".join(filter(None, (group, source, name)))
-
-
-@dataclass(frozen=True)
-class ProfiledWindows:
-    """The windows of ``source``. Steps ``first`` to ``last`` are traced on this rank.
-
-    chrome://tracing and ui.perfetto.dev open the trace, ``steps-10-12-rank-0.json``. On a GPU there is also
-    ``steps-10-12-rank-0-memory.html``. The trace is also written if the run ends within these steps.
-    """
-
-    source: WindowSource
-    first: int
-    last: int
-    folder: Path
-    rank: int
-    on_gpu: bool
-    heartbeat: Heartbeat
-
-    def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
-        windows = self.source.windows(after_step, last_step)
-        for window in windows:
-            if self.first <= window.step <= self.last:
-                yield from self._trace(window, windows)
-            else:
-                yield window
-
-    def _trace(self, window: Window, windows: Iterator[Window]) -> Iterator[Window]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        name = f"steps-{window.step}-{self.last}-rank-{self.rank}"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
-        if self.on_gpu:
-            # without C++ frames: to look up their names takes minutes, in which this rank would give no sign
-            torch.cuda.memory._record_memory_history(max_entries=_RECORDED_EVENTS, stacks="python")
-        trace = profile(activities=activities, record_shapes=True, profile_memory=True)
-        trace.start()
-        try:
-            yield window
-            while window.step < self.last:
-                following = next(windows, None)
-                if following is None:
-                    break
-                window = following
-                yield window
-        finally:
-            self.heartbeat.take_time()  # the other ranks may wait while the files are written
-            trace.stop()
-            trace.export_chrome_trace(str(self.folder / f"{name}.json"))
-            if self.on_gpu:
-                from torch.cuda._memory_viz import trace_plot
-
-                page = trace_plot(torch.cuda.memory._snapshot())
-                (self.folder / f"{name}-memory.html").write_text(page, encoding="utf-8")
-                torch.cuda.memory._record_memory_history(enabled=None)

@@ -23,7 +23,7 @@ from rich.segment import ControlType, Segment, Segments
 from rich.style import Style
 
 from fabric_train.cli.errors import set_display
-from fabric_train.cli.output import escape_controls
+from fabric_train.cli.output import ago, escape_controls
 from fabric_train.distributed.signals import Heartbeat, describe_signal, stop_signals
 from fabric_train.training.loggers import Logger
 from fabric_train.training.metrics import Metrics
@@ -331,10 +331,7 @@ def _shown(value: float | None, form: str, unit: str = "") -> str:
 def _step_and_age(event: tuple[int, float] | None, now: float) -> str:
     if event is None:
         return "none yet"
-    step, seconds = event[0], int(now - event[1])
-    hours, minutes = divmod(seconds // 60, 60)
-    age = f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds} s"
-    return f"step {step:,}, {age} ago"
+    return f"step {event[0]:,}, {ago(now - event[1])}"
 
 
 def _describe_stop(moment: Moment) -> str:

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from fabric_train.checkpoint import BranchPoint, PhaseSchedule, TrainerState
+from fabric_train.data import DataOrder, StreamOrder
 from fabric_train.data.mixture import MixtureOrder
-from fabric_train.data.step_sampler import DataOrder, StreamOrder, WindowOrder
+from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture

@@ -23,6 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
 from fabric_train.training.loggers import GuardedLogger, LoggedRun, Logger, Sample, read_samples
@@ -154,6 +156,20 @@ class WandbLogger(_WandbApi):
                     raise RuntimeError(json.loads(line)["msg"])
         write_atomically(self._told, f"{self._last_step}\n")
 
+    def abandon(self) -> None:
+        if self.mode != "offline":
+            _end_sending(self._library)
+
+
+def _end_sending(wandb: Any) -> None:
+    """End the process that sends: Python would wait for it at its end, for hours if the network is dead."""
+    for process in psutil.Process().children():
+        if process.name() == "wandb-core":
+            process.kill()
+            process.wait()
+    with suppress(Exception, SystemExit):  # the process is gone; this takes its end off what Python waits for
+        wandb.teardown()
+
 
 def _replace_offline(folder: Path, run_id: str) -> None:
     """Move the offline folders of earlier starts to ``replaced``.
@@ -272,6 +288,9 @@ class MlflowLogger(Tracker):
             sent.result()
         self._send_batch(self._unsent)
         self._client.set_terminated(self._id)
+
+    def abandon(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)  # else Python sends all of them before it ends
 
 
 def _open_mlflow(run: Path) -> Any:

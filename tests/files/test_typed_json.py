@@ -17,7 +17,7 @@ from fabric_train.checkpoint import read_cursors, read_trainer_json
 from fabric_train.checkpoint.discovery import newest_checkpoint
 from fabric_train.checkpoint.files import find_damage
 from fabric_train.cli.errors import InputError
-from fabric_train.data.step_sampler import DataOrder
+from fabric_train.data import DataOrder
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.export.verification import OutputReport, TensorReport, VerificationReport

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from fabric_train import runs
-from fabric_train.checkpoint.trainer_json import HIGHER_IS_BETTER
 from fabric_train.cli.errors import InputError
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv, at_point
@@ -172,4 +171,3 @@ def test_the_list_needs_no_torch(found: Found) -> None:
     code = "import sys; from fabric_train import runs; runs.main(sys.argv[1:]); print('torch' in sys.modules)"
     listed = subprocess.run([sys.executable, "-c", code, found.folder], capture_output=True, text=True, check=True)
     assert listed.stdout.splitlines()[-1] == "False"
-    assert runs._HIGHER_IS_BETTER == HIGHER_IS_BETTER  # which is not imported, for that reason

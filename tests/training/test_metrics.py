@@ -13,9 +13,11 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from threading import Thread
+from typing import ClassVar, NoReturn
 
 import pytest
 import torch
@@ -35,13 +37,12 @@ from fabric_train.training.loggers import (
     describe_loggers,
     open_loggers,
 )
-from fabric_train.training.loop import Stopwatch
+from fabric_train.training.loop import Stopwatch, peak_memory_gb
 from fabric_train.training.metrics import (
     Metrics,
     find_lost_rows,
     further_columns,
     grouped_name,
-    peak_memory_gb,
     read_metrics,
 )
 from fabric_train.training.trackers import WandbLogger, check_trackers, complete_trackers
@@ -634,8 +635,9 @@ def test_trackio_has_each_step_once_and_everything_else(
 # --------------------------------------------------------------------------------------------------------- failures
 
 LOG_WITHOUT = f"""
-import json, resource, signal, sys
+import atexit, json, psutil, resource, signal, sys
 from pathlib import Path
+from fabric_train.training import trackers
 from fabric_train.training.loggers import LoggedRun, Outputs, Sample, open_loggers
 from fabric_train.training.metrics import Metrics
 from fabric_train.training.run_log import quiet_libraries, start_log
@@ -645,13 +647,19 @@ if "disk" in sys.argv:
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 start_log()
 quiet_libraries()
+trackers._SECONDS_TO_FINISH = 1.0
 run = Path(sys.argv[1])
 outputs = Outputs(open_loggers(sys.argv[2].split(), LoggedRun(run, 0, {TRACKED})), "none")
 for step in range(1, 6):
-    outputs.log_samples([Sample(step, "prompt", "text " * 900)] if step == 2 else [])
+    outputs.log_samples([Sample(step, "prompt", "text " * 900)] if step == 2 and "server" not in sys.argv else [])
     outputs.log(Metrics(step=step, epoch=0, train_loss=step / 2))
     outputs.flush()
 (run / "report.html").write_text("page")
+if "server" in sys.argv:
+    outputs.close()
+    assert not psutil.Process().children()  # Python would wait for them
+    atexit._run_exitfuncs()
+    raise SystemExit
 outputs.log_report(run / "report.html", "# The report " * 900)
 outputs.close()
 raise SystemExit
@@ -698,6 +706,54 @@ def test_a_dead_network_costs_each_tracker_one_line(tmp_path: Path, forked_runs:
     lines = lines_of_failures("network", names, tmp_path, forked_runs, environment)
     assert sorted(line.split(": ")[1] for line in lines) == sorted(f"--loggers {name}" for name in names)
     assert all(line.startswith("warning: ") and line.endswith("metrics.csv has every step") for line in lines), lines
+
+
+class OpensARun(BaseHTTPRequestHandler):
+    """A stand-in for a server of W&B and MLflow: it answers what they ask to open a run, and then it is gone."""
+
+    ANSWERS: ClassVar = {
+        "upsertBucket": {"data": {"upsertBucket": {"bucket": {"id": "1", "name": "run"}, "inserted": True}}},
+        "graphql": {"data": {}},
+        "get-by-name": {"experiment": {"experiment_id": "1", "name": "ours", "lifecycle_stage": "active"}},
+        "runs/create": {"run": {"info": {"run_id": "abc", "experiment_id": "1", "artifact_uri": "file:none"}}},
+        "runs/update": {"run_info": {"run_id": "abc", "experiment_id": "1", "status": "RUNNING"}},
+        "": {},
+    }
+
+    def do_POST(self) -> None:
+        asked = self.path + self.rfile.read(int(self.headers.get("Content-Length", 0))).decode(errors="replace")
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(next(self.ANSWERS[part] for part in self.ANSWERS if part in asked)).encode())
+        if "upsertBucket" in asked or "get-history" in asked:
+            assert isinstance(self.server, HTTPServer)
+            self.server.socket.close()
+
+    do_GET = do_POST  # noqa: N815 - its name in the library
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tracker", ["wandb", pytest.param("mlflow", marks=needs["mlflow"])])
+def test_a_server_that_dies_in_a_run_costs_one_line_and_no_waiting(
+    tmp_path: Path, forked_runs: ForkedRuns, tracker: str
+) -> None:
+    server = HTTPServer(("127.0.0.1", 0), OpensARun)
+    Thread(target=server.serve_forever, daemon=True).start()
+    place = f"http://127.0.0.1:{server.server_port}"
+    environment = {
+        "WANDB_MODE": "online",
+        "WANDB_API_KEY": "a" * 40,
+        "WANDB_BASE_URL": place,
+        "MLFLOW_TRACKING_URI": place,
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    }
+    (line,) = lines_of_failures("server", [tracker], tmp_path, forked_runs, environment)
+    assert line.startswith(f"warning: --loggers {tracker}: ")
+    assert server.socket.fileno() == -1  # it was opened, and then lost
 
 
 # --------------------------------------------------------------------------------------------------- time and memory
