@@ -129,7 +129,7 @@ def publish(arguments: "TokenizeArguments", manifest: "Manifest") -> str:
 
 @contextmanager
 def written_documents(documents: Iterable[Mapping[str, Any]], file: Path, output_dir: str) -> Iterator[None]:
-    """Write documents as JSON lines for ``--dataset``; remove the file if what is done with it fails.
+    """Write documents as JSON lines for ``--dataset``; remove the file if the work on it fails.
 
     An InputError before anything is written if the file or ``output_dir`` exists, and at a document that is no mapping
     of JSON.

@@ -240,7 +240,7 @@ def _healthy_ranges() -> str:
     return (
         f"# Healthy ranges\n\n{_WRITTEN.format(source='fabric_train/report/health.py')}"
         "The report of a run judges these columns of `metrics.csv`, from 20 logged steps on, and says in a sentence "
-        "what is not as usual.\n\n"
+        "what differs.\n\n"
         f"{_table(('column', 'usual', 'sentence in the report', 'what to do'), lines)}"
     )
 

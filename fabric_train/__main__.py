@@ -61,7 +61,7 @@ def run_training(arguments: TrainArguments, console: "Console") -> int:
     """Check, launch and train on every rank; return the exit code: 0, ``FAILURE`` of a self-check, or ``STOPPED``.
 
     Raises:
-        InputError: what is asked for does not fit together; nothing is written.
+        InputError: the arguments, the data and the model do not fit together; nothing is written.
         RunError: the training fails.
     """
     set_memory_advice(

@@ -162,7 +162,7 @@ def train(**given: Any) -> TrainResult:
 
     Raises:
         InputError: the arguments, the data and the model do not fit together; nothing is written.
-        RunError: the training failed; what was saved before stays.
+        RunError: the training failed; checkpoints saved before stay.
     """
     try:
         launcher = launcher_arguments()
@@ -231,13 +231,13 @@ def _train_result(arguments: TrainArguments, code: int) -> TrainResult:
 
 @dataclass(frozen=True)
 class Run:
-    """What is on the disk of a run."""
+    """The files of a run."""
 
     folder: Path
     arguments: dict[str, Any]
-    """Those of ``config.yaml``."""
+    """As in ``config.yaml``."""
     metrics: dict[str, list[float | None]]
-    """The columns of ``metrics.csv``, with those of the runs that it branched off: ``pandas.DataFrame(run.metrics)``.
+    """The columns of ``metrics.csv``, also of the runs that it branched off: ``pandas.DataFrame(run.metrics)``.
 
     Rows have rising steps; None is an empty cell.
     """

@@ -109,7 +109,7 @@ def parse_arguments(arguments: type[T], argv: list[str] | None = None, launcher:
 def build_arguments(arguments: type[T], values: Mapping[str, object], launcher: GivenValues | None = None) -> T:
     """Build ``arguments`` from values of Python by name, and the file that a value ``config`` names.
 
-    Paths serve as texts, and tuples and other sequences as lists. The InputError is that of the command line.
+    Paths serve as texts, and tuples and other sequences as lists. The InputError is the same as on the command line.
     """
     given = {name: GivenValue(_as_text(value), f"--{name}", in_python=True) for name, value in values.items()}
     return _build(arguments, given, launcher or {}, [])
@@ -124,7 +124,7 @@ def _as_text(value: object) -> object:
 
 
 def _build(arguments: type[T], on_line: GivenValues, launcher: GivenValues, faults: list[str]) -> T:
-    """Build ``arguments`` from what is given on the line, in the ``config`` file that it names, and by the launcher."""
+    """Build ``arguments`` from values on the line, in the ``config`` file that it names, and by the launcher."""
     config = on_line.pop("config", None)
     in_file = _from_file(config, faults) if config is not None and config.value is not None else {}
     given = _merge(in_file, on_line, launcher, faults)
@@ -272,7 +272,7 @@ def _from_file(config: GivenValue, faults: list[str]) -> GivenValues:
     except argument_types.WrongValueError:
         faults.append("--config: expected one YAML file")
         return {}
-    if path.startswith("configs/") and not Path(path).exists():  # those of this project, a folder or installed
+    if path.startswith("configs/") and not Path(path).exists():  # this project's, a folder or installed
         folders = (_PROJECT, _PROJECT / _INSTALLED, Path(sys.prefix) / _INSTALLED)
         path = next((str(folder / path) for folder in folders if (folder / path).is_file()), path)
     try:

@@ -88,7 +88,7 @@ def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dty
 
 
 def read_report(export: Path) -> VerificationReport:
-    """Return what was compared when an export was made; an InputError if its report is damaged."""
+    """Return the comparison made with an export; an InputError if its report is damaged."""
     return read_json(export / REPORT_NAME, VerificationReport, "convert again")
 
 

@@ -67,7 +67,7 @@ STAND_INS = {
     "fabric_train.report.__main__": "",
     "fabric_train.runs": "",
 }
-"""What is added to a command of each program, so that it takes a moment: the last value of an argument counts."""
+"""Added to a command of each program, so that it takes a moment: the last value of an argument counts."""
 LEFT_OUT = ("push_to_hub", "license", "decontaminate", "language", "base_weights")
 """Options that are not run: they need the hub, the files of a task, or packages that are not installed."""
 NOT_COMPARED = {"generate": "the text depends on the weights"}
