@@ -1,8 +1,11 @@
 """The command blocks of README and docs/ run in the order of their page, on tiny stand-ins, and print what it shows."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,7 +49,8 @@ NOT_RUN = {
     "bundle/install.sh": "sets up an environment; tests/bundle/",
     "hf auth": "asks for a token",
     "eval ": "changes the shell; tests/cli/test_help.py",
-    "mkdir ": "makes folders for Docker",
+    "python -m sample_data": "downloads; tests/programs/test_sample_data.py",
+    "fabric run fabric_train --devices 4 --train_data_dir /data/": "reads /data; test_former_command_line.py",
     "python download_model.py": "needs the hub; tests/export/test_hub.py",
     "python -m fabric_train.bundle": "downloads wheels; tests/bundle/",
     "python -m fabric_train.doctor": "looks at the machine; tests/programs/test_doctor.py",
@@ -55,6 +59,8 @@ NOT_RUN = {
     "python -m fabric_train.tokenization.merge": "of slices that xargs makes; tests/tokenization/test_slices.py",
 }
 """The beginnings of command lines that are only parsed (``tests/cli/test_documented_commands.py``), and why."""
+IN_A_SHELL = ("mkdir ", "head ", "python - <<")
+"""The beginnings of command lines that a shell runs as they stand."""
 STAND_INS = {
     "fabric_train.__main__": "--devices 1 --accelerator cpu --precision 32-true --max_step 2 --micro_batch_size 1 "
     "--total_batch_size 2 --warmup_steps 0 --eval_iters 1 --eval_step_interval 2 --save_step_interval 2 --loggers csv "
@@ -67,7 +73,7 @@ STAND_INS = {
     "fabric_train.report.__main__": "",
     "fabric_train.runs": "",
 }
-"""What is added to a command of each program, so that it takes a moment: the last value of an argument counts."""
+"""Arguments added to a command of each program, so that it takes a moment: the last value of an argument counts."""
 LEFT_OUT = ("push_to_hub", "license", "decontaminate", "language", "base_weights")
 """Options that are not run: they need the hub, the files of a task, or packages that are not installed."""
 NOT_COMPARED = {"generate": "the text depends on the weights"}
@@ -142,6 +148,12 @@ def stand_ins(
 
 def run(runs: ForkedRuns, folder: Path, line: str) -> str:
     """Run a command line as its page's reader would, and return what it prints."""
+    if line.startswith(IN_A_SHELL):
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        command = ["bash", "-c", line]
+        return subprocess.run(
+            command, cwd=folder, env={"PATH": path}, text=True, capture_output=True, check=True
+        ).stdout
     module = module_of(line)
     assert module is not None, line
     words = arguments_of(line, folder)
@@ -171,7 +183,8 @@ def test_the_commands_of_a_page_run_and_print_what_it_shows(
 
 def test_every_command_of_the_documents_is_run_or_has_a_reason_not_to() -> None:
     every = [command.line for commands in PAGES.values() for command in commands]
-    unknown = [line for line in every if is_run(Command(line)) and module_of(line) not in STAND_INS]
+    run = [line for line in every if is_run(Command(line)) and not line.startswith(IN_A_SHELL)]
+    unknown = [line for line in run if module_of(line) not in STAND_INS]
     assert not unknown, "give a reason in NOT_RUN:\n" + "\n".join(unknown)
     unused = [begin for begin in NOT_RUN if not any(line.startswith(begin) for line in every)]
     assert not unused, f"no page has these any more: {unused}"
