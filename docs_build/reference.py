@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import importlib
 import inspect
 import os
 import re
@@ -240,7 +239,7 @@ def _healthy_ranges() -> str:
     return (
         f"# Healthy ranges\n\n{_WRITTEN.format(source='fabric_train/report/health.py')}"
         "The report of a run judges these columns of `metrics.csv`, from 20 logged steps on, and says in a sentence "
-        "what differs.\n\n"
+        "which one is unusual.\n\n"
         f"{_table(('column', 'usual', 'sentence in the report', 'what to do'), lines)}"
     )
 
@@ -253,25 +252,31 @@ def _files() -> str:
 
 
 def _python() -> str:
-    names = [name for name in getattr(fabric_train, "__all__", ()) if not name.startswith("_")]
+    names = [name for name in fabric_train.__all__ if not name.startswith("_")]
     parts = []
     for name in names:
-        thing = getattr(importlib.import_module("fabric_train"), name)
+        thing = getattr(fabric_train, name)
+        link = f"\nTakes the arguments of [fabric-train {name}](arguments/{name}.md).\n" if name in PROGRAMS else ""
         text = inspect.getdoc(thing) or ""
-        parts.append(f"## {name}\n\n```python\n{_signature(name, thing)}\n```\n\n```text\n{text}\n```\n")
+        parts.append(f"## {name}\n{link}\n```python\n{_signature(name, thing)}\n```\n\n```text\n{text}\n```\n")
     return (
         f"# Python\n\n{_WRITTEN.format(source='the docstrings')}"
-        + ("`import fabric_train` has these names.\n\n" if names else "There are no public functions yet.\n")
-        + "\n".join(parts)
+        "`import fabric_train` has these names; [api.md](../api.md) shows how they are used.\n\n" + "\n".join(parts)
     )
 
 
 def _signature(name: str, thing: Any) -> str:
-    if not callable(thing):
-        return f"{name}: {type(thing).__name__}"
-    if inspect.isclass(thing) and issubclass(thing, Exception):
-        return f"class {name}({thing.__bases__[0].__name__})"
-    return f"{'class ' if inspect.isclass(thing) else ''}{name}{inspect.signature(thing)}"
+    """Return how a function is called, or the fields of a class, as the source has them."""
+    if name in PROGRAMS:
+        return f"{name}(*, config=None, **arguments)"
+    (definition,) = ast.parse(inspect.getsource(thing)).body
+    if isinstance(definition, ast.ClassDef):
+        bases = f"({', '.join(map(ast.unparse, definition.bases))})" if definition.bases else ""
+        fields = [f"    {ast.unparse(line)}" for line in definition.body if isinstance(line, ast.AnnAssign)]
+        return "\n".join([f"class {name}{bases}:", *(fields or ["    ..."])])
+    assert isinstance(definition, ast.FunctionDef)
+    returns = f" -> {ast.unparse(definition.returns)}" if definition.returns else ""
+    return f"{name}({ast.unparse(definition.args)}){returns}"
 
 
 _PAGES: dict[str, Callable[[], str]] = {

@@ -166,9 +166,11 @@ def _write(path: Path, content: bytes) -> None:
 def _page_of(path: Path) -> str:
     """Return the page that shows a file or folder of the project."""
     name = path.relative_to(ROOT).as_posix()
+    if path.is_dir():
+        return f"source/{name}/index.md"
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
-    return OUTSIDE.get(name) or (f"source/{name}/index.md" if path.is_dir() else f"source/{name}.md")
+    return OUTSIDE.get(name) or f"source/{name}.md"
 
 
 def _with_links(page: str, path: Path) -> tuple[str, list[Path]]:
@@ -181,7 +183,7 @@ def _with_links(page: str, path: Path) -> tuple[str, list[Path]]:
         target = Path(os.path.normpath(path.parent / found["target"]))
         if any(start <= found.start() < end for start, end in fences) or not target.is_relative_to(ROOT):
             return found["target"]
-        if target.exists() and not target.is_relative_to(DOCS):
+        if target.is_dir() or (target.exists() and not target.is_relative_to(DOCS)):
             linked.append(target)
         return os.path.relpath(_page_of(target), Path(page).parent)
 

@@ -20,7 +20,18 @@ DOCUMENTS = [
     )
     if path.is_file()
 ]
-FOLDERS = ("fabric_train", "tests", "configs", "docs", "benchmarks", "launch", "docker", "demo", "sample_data")
+FOLDERS = (
+    "fabric_train",
+    "tests",
+    "configs",
+    "docs",
+    "benchmarks",
+    "launch",
+    "docker",
+    "demo",
+    "sample_data",
+    "docs_build",
+)
 WRITTEN = ("benchmarks", "demo", "docs", "fabric_train", "install", "sample_data", "tests")
 """The folders whose documents and Python files have prose."""
 FOREIGN_OPTIONS = {

@@ -1,4 +1,4 @@
-"""The site of the documentation: its pages, also from the code, and the pages that messages name."""
+"""The site of the documentation: its pages, the files written from the code, and the pages that messages name."""
 
 import inspect
 import re

@@ -13,7 +13,7 @@ from typing import NoReturn, Protocol
 from fabric_train.cli.launcher import end_children, global_rank, report_to_torchrun
 from fabric_train.cli.output import escape_controls, keep_streams_writable, redact
 
-# the texts are in docs/reference/exit_codes.md
+# docs/reference/exit_codes.md has these texts
 DONE = 0
 """Done."""
 FAILURE = 1

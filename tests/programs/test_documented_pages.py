@@ -1,8 +1,11 @@
 """The command blocks of README and docs/ run in the order of their page, on tiny stand-ins, and print what it shows."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,8 +48,10 @@ NOT_RUN = {
     "sha256sum": "of a file that the bundle writes; tests/bundle/",
     "bundle/install.sh": "sets up an environment; tests/bundle/",
     "hf auth": "asks for a token",
+    "fabric-train ": "tests/cli/test_fabric_command.py",
     "eval ": "changes the shell; tests/cli/test_help.py",
-    "mkdir ": "makes folders for Docker",
+    "python -m sample_data": "downloads; tests/programs/test_sample_data.py",
+    "fabric run fabric_train --devices 4 --train_data_dir /data/": "reads /data; test_former_command_line.py",
     "python download_model.py": "needs the hub; tests/export/test_hub.py",
     "python -m fabric_train.bundle": "downloads wheels; tests/bundle/",
     "python -m fabric_train.doctor": "looks at the machine; tests/programs/test_doctor.py",
@@ -55,6 +60,8 @@ NOT_RUN = {
     "python -m fabric_train.tokenization.merge": "of slices that xargs makes; tests/tokenization/test_slices.py",
 }
 """The beginnings of command lines that are only parsed (``tests/cli/test_documented_commands.py``), and why."""
+IN_A_SHELL = ("mkdir ", "head ", "python - <<")
+"""The beginnings of command lines that a shell runs as they stand."""
 STAND_INS = {
     "fabric_train.__main__": "--devices 1 --accelerator cpu --precision 32-true --max_step 2 --micro_batch_size 1 "
     "--total_batch_size 2 --warmup_steps 0 --eval_iters 1 --eval_step_interval 2 --save_step_interval 2 --loggers csv "
@@ -67,10 +74,15 @@ STAND_INS = {
     "fabric_train.report.__main__": "",
     "fabric_train.runs": "",
 }
-"""Added to a command of each program, so that it takes a moment: the last value of an argument counts."""
+"""Arguments added to a command of each program, so that it takes a moment: the last value of an argument counts."""
 LEFT_OUT = ("push_to_hub", "license", "decontaminate", "language", "base_weights")
 """Options that are not run: they need the hub, the files of a task, or packages that are not installed."""
-NOT_COMPARED = {"generate": "the text depends on the weights"}
+NOT_COMPARED = {
+    "python generate.py": "the text depends on the weights",
+    "head ": "the file is a stand-in",
+}
+TRANSLATIONS = {"docs/es/primer_entrenamiento.md": "docs/tutorials/first_run.md"}
+"""Pages with the same commands as another one, which is run."""
 PAGES = {
     path.relative_to(ROOT).as_posix(): list(commands_in(path.read_text(encoding="utf-8")))
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -133,15 +145,29 @@ def stand_ins(
     for name in ("tokens", "es", "en", "raw", "chats"):
         shutil.copytree(folder / "data/va", folder / "data" / name)
     train = "python -m fabric_train --model_name MODEL --train_data_dir data/va --output_dir"
-    run(forked_runs, folder, f"{train} runs/1")
-    run(forked_runs, folder, f"{train} adapters/1 --adapter lora")
-    for name in ("2", "es", "dpo", "xla"):
+    one_step = [
+        "--max_step",
+        "1",
+        "--save_step_interval",
+        "1",
+        "--eval_step_interval",
+        "1",
+    ]  # a branch takes the second one
+    run(forked_runs, folder, f"{train} runs/1", *one_step)
+    run(forked_runs, folder, f"{train} adapters/1 --adapter lora", *one_step)
+    for name in ("2", "es", "dpo", "xla", "valencian"):
         shutil.copytree(folder / "runs/1", folder / "runs" / name)
     return folder
 
 
-def run(runs: ForkedRuns, folder: Path, line: str) -> str:
-    """Run a command line as its page's reader would, and return what it prints."""
+def run(runs: ForkedRuns, folder: Path, line: str, *further: str) -> str:
+    """Run a command line as the reader of its page would, with ``further`` arguments, and return its output."""
+    if line.startswith(IN_A_SHELL):
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        command = ["bash", "-c", line]
+        return subprocess.run(
+            command, cwd=folder, env={"PATH": path}, text=True, capture_output=True, check=True
+        ).stdout
     module = module_of(line)
     assert module is not None, line
     words = arguments_of(line, folder)
@@ -149,13 +175,15 @@ def run(runs: ForkedRuns, folder: Path, line: str) -> str:
         written = folder / words[words.index("--output_dir") + 1]
         shutil.rmtree(written, ignore_errors=True)  # a stand-in
     before = VERIFY_IN_PROCESS if module == "convert_to_hf" else ""
-    started = runs.start(words, 1, cwd=folder, program=module, before=before)
+    started = runs.start([*words, *further], 1, cwd=folder, program=module, before=before)
     codes = started.wait()
     assert codes == [0], f"{line}\n{started.report()}"
     return started.stdout()
 
 
-@pytest.mark.parametrize("page", [page for page, commands in PAGES.items() if any(map(is_run, commands))])
+@pytest.mark.parametrize(
+    "page", [page for page, commands in PAGES.items() if page not in TRANSLATIONS and any(map(is_run, commands))]
+)
 def test_the_commands_of_a_page_run_and_print_what_it_shows(
     page: str, stand_ins: Path, forked_runs: ForkedRuns, tmp_path: Path
 ) -> None:
@@ -163,15 +191,21 @@ def test_the_commands_of_a_page_run_and_print_what_it_shows(
     shutil.copytree(stand_ins, folder, symlinks=True)
     for command in filter(is_run, PAGES[page]):
         printed = plain(run(forked_runs, folder, command.line))
-        if module_of(command.line) in NOT_COMPARED:
+        if command.line.startswith(tuple(NOT_COMPARED)):
             continue
         missing = [line for line in command.shown if not re.search(pattern_of(line), printed)]
         assert not missing, f"{command.line}\nprints\n{printed}\nand not\n" + "\n".join(missing)
 
 
+@pytest.mark.parametrize("page, original", TRANSLATIONS.items())
+def test_a_translation_has_the_commands_of_its_original(page: str, original: str) -> None:
+    assert [command.line for command in PAGES[page]] == [command.line for command in PAGES[original]]
+
+
 def test_every_command_of_the_documents_is_run_or_has_a_reason_not_to() -> None:
     every = [command.line for commands in PAGES.values() for command in commands]
-    unknown = [line for line in every if is_run(Command(line)) and module_of(line) not in STAND_INS]
+    run = [line for line in every if is_run(Command(line)) and not line.startswith(IN_A_SHELL)]
+    unknown = [line for line in run if module_of(line) not in STAND_INS]
     assert not unknown, "give a reason in NOT_RUN:\n" + "\n".join(unknown)
     unused = [begin for begin in NOT_RUN if not any(line.startswith(begin) for line in every)]
     assert not unused, f"no page has these any more: {unused}"

@@ -27,8 +27,9 @@ class Command:
 def commands_in(text: str) -> Iterator[Command]:
     """Yield the whole command lines of a document's shell blocks; what a block prints belongs to its last one."""
     for block in _BLOCK.finditer(text):
-        lines = [line.strip() for line in block["commands"].replace("\\\n", " ").splitlines()]
-        lines = [line for line in lines if line and not line.startswith("#")]
+        # a text between <<'END' and END belongs to its command
+        found = re.finditer(r"^.*<<'(\w+)'\n(?:.*\n)*?\1$|^.+$", block["commands"].replace("\\\n", " "), re.MULTILINE)
+        lines = [line[0].strip() for line in found if line[0].strip() and not line[0].strip().startswith("#")]
         shown = tuple(line for line in (block["shown"] or "").splitlines() if line.strip())
         yield from (Command(line) for line in lines[:-1])
         yield Command(lines[-1], shown)
@@ -86,9 +87,9 @@ def write_stand_ins(folder: Path, model: Path, plays: list[str]) -> None:
         **dict.fromkeys(
             ("eval/ca/a.jsonl", "eval/ca.jsonl", "eval/en.jsonl", "textos/va.jsonl", "textos/es.jsonl"), texts
         ),
-        ".cache/shakespeare.jsonl": plays,
+        **dict.fromkeys((".cache/shakespeare.jsonl", ".cache/bible-es.jsonl"), plays),
         **dict.fromkeys(("chats.jsonl", ".cache/chats.jsonl"), chats),
-        "pairs.jsonl": pairs,
+        **dict.fromkeys(("pairs.jsonl", ".cache/pairs.jsonl"), pairs),
         "prompts.jsonl": [json.dumps({"prompt": "La llengua"})],
         "questions.txt": ["What is a word?"],
         "eval/en.txt": [verse * 9],
