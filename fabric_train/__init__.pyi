@@ -197,7 +197,7 @@ def train(
 
     Raises:
         InputError: the arguments, the data and the model do not fit together; nothing is written.
-        RunError: the training failed; what was saved before stays."""
+        RunError: the training failed; checkpoints saved before stay."""
 
 def convert(
     *,

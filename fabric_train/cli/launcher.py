@@ -315,6 +315,8 @@ def watch_children(children: Sequence["subprocess.Popen[Any]"], failed: Callable
 
     The call comes some seconds later, and only if this process still runs: the watchdog has a better report.
     """
+    if not children:
+        return
     _children.extend(children)
 
     def watch() -> None:
