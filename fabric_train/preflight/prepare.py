@@ -266,9 +266,9 @@ def _starting_point(
     if checkpoint is None:
         return start
     if given.weights_only:
-        from fabric_train.export.card_facts import stages_through  # slow
+        from fabric_train.export.card_facts import all_stages, read_record  # slow
 
-        return replace(start, stages=stages_through(checkpoint))
+        return replace(start, stages=all_stages(read_record(checkpoint)))
     saved = checkpoints.read_trainer_json(checkpoint)
     state = saved.state
     if state.unlogged and not are_columns(list(state.unlogged)):
