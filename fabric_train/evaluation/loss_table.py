@@ -22,16 +22,20 @@ if TYPE_CHECKING:
 DOCUMENTS = "documents.jsonl"
 Results = Mapping[str, Mapping[str, ModelLoss]]
 """The losses by source and model, in their order; models that were not evaluated on a source are left out there."""
+COLUMNS = (
+    *("source", "model", "documents", "tokens", "loss", "perplexity", "bits/byte", f"{LEVEL} % interval"),
+    *("to the first", f"{LEVEL} % interval", ""),
+)
+NUM_WORDS = 2
+"""So many columns have words; the others are aligned at the right."""
 _PANELS_IN_A_ROW = 3
 
 
 def print_table(results: Results, are_same_tokens: bool, notes: Sequence[str] = ()) -> None:
     """Print the losses of each source and model, and what to know to read them; ``notes`` are further lines."""
     table = Table(box=None, pad_edge=False)
-    for name, justify in (("source", "left"), ("model", "left"), ("documents", "right"), ("tokens", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for name in ("loss", "perplexity", "bits/byte", f"{LEVEL} % interval", "to the first", f"{LEVEL} % interval", ""):
-        table.add_column(name, justify="right", no_wrap=True)
+    for number, name in enumerate(COLUMNS):
+        table.add_column(name, justify="left" if number < NUM_WORDS else "right", no_wrap=number >= NUM_WORDS + 2)
     for source, of_models in results.items():
         for number, (model, found) in enumerate(of_models.items()):
             name = visible(source) if number == 0 else ""

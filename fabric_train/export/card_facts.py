@@ -132,12 +132,10 @@ class ExportRecord:
     """
 
     time: str
-    checkpoint: str
     source: str
     folder: str
     dtype: str
     num_tensors: int
-    num_parameters: int
     logit_difference: float | None
     weights: dict[str, str]
     faults: str
@@ -146,11 +144,6 @@ class ExportRecord:
 def read_exports(run: Path) -> list[ExportRecord]:
     """Return the exports of a run that :func:`convert.convert` has noted there; an InputError if they are damaged."""
     return [*read_json_lines(run / EXPORTS, ExportRecord, "move the file away")]
-
-
-def stages_through(checkpoint: Path) -> tuple[TrainingStage, ...]:
-    """Return the stages of training up to a checkpoint, which is in the last one."""
-    return all_stages(read_record(checkpoint))
 
 
 def all_stages(record: ModelRecord) -> tuple[TrainingStage, ...]:

@@ -90,12 +90,10 @@ def _note_export(source: ExportSource, target: Path, dtype: torch.dtype, found: 
     files = sorted(target.glob("*.safetensors")) if report else []
     record = ExportRecord(
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        checkpoint=source.checkpoint.resolve().name,
         source=source.describe(),
         folder=last_part(str(target.absolute())),
         dtype=str(dtype).removeprefix("torch."),
         num_tensors=report.tensors.compared if report else 0,
-        num_parameters=report.tensors.parameters if report else 0,
         logit_difference=report.logits.max_difference if report and report.logits else None,
         weights={file.name: sha256(file) for file in files},
         faults="" if report else redact(str(found)).replace(f"{source.checkpoint}", source.checkpoint.name),

@@ -12,7 +12,7 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -314,11 +314,6 @@ def smoothed(y: np.ndarray, width: int) -> np.ndarray:
     sums = sums - np.where(earlier, sums[np.maximum(before, 0)], 0.0)
     counts = counts - np.where(earlier, counts[np.maximum(before, 0)], 0)
     return np.divide(sums, counts, out=np.full(len(y), np.nan), where=counts > 0)
-
-
-def marks_between(marks: Iterable[Mark], first: float, last: float) -> tuple[Mark, ...]:
-    """Return the marks that lie on an axis."""
-    return tuple(mark for mark in marks if first <= mark.x <= last)
 
 
 def main() -> None:

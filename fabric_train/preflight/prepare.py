@@ -18,7 +18,7 @@ from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import checked_out_commit
-from fabric_train.cli.launcher import find_other_world, num_restarts
+from fabric_train.cli.launcher import find_other_world, global_rank, num_restarts
 from fabric_train.data import DataOrder, PhaseRows, StreamOrder
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.streaming import Stream, open_stream
@@ -55,7 +55,8 @@ _PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
 @cache
 def package_versions() -> dict[str, str]:
     """Return the installed versions of ``_PACKAGES``, and this program's with its commit; to read them takes 30 ms."""
-    commit, own = checked_out_commit(), "not installed"
+    commit = checked_out_commit() if global_rank() == 0 else None  # rank 0 saves it
+    own = "not installed"
     with suppress(PackageNotFoundError):
         own = version(PROGRAM)
     return {PROGRAM: f"{own}, commit {commit}" if commit else own, **{name: version(name) for name in _PACKAGES}}
@@ -266,9 +267,9 @@ def _starting_point(
     if checkpoint is None:
         return start
     if given.weights_only:
-        from fabric_train.export.card_facts import stages_through  # slow
+        from fabric_train.export.card_facts import all_stages, read_record  # slow
 
-        return replace(start, stages=stages_through(checkpoint))
+        return replace(start, stages=all_stages(read_record(checkpoint)))
     saved = checkpoints.read_trainer_json(checkpoint)
     state = saved.state
     if state.unlogged and not are_columns(list(state.unlogged)):

@@ -14,7 +14,9 @@ from fabric_train.cli.errors import InputError, describe_os_error
 from fabric_train.cli.output import redact, visible
 from fabric_train.evaluation.loss_changes import CHANGES, ShownChanges, changes_sections
 from fabric_train.evaluation.loss_table import (
+    COLUMNS,
     DOCUMENTS,
+    NUM_WORDS,
     cells,
     compare_evaluated,
     have_same_tokens,
@@ -177,10 +179,8 @@ def _evaluation(run: RunFiles) -> Iterator[Section]:
     rows = [
         (source, model, *cells(found)) for source, of_models in results.items() for model, found in of_models.items()
     ]
-    head = "source | model | documents | tokens | loss | perplexity | bits/byte | 95 % interval | to the first | "
-    head += "95 % interval | "
     notes = "\n".join(f"- {escaped(line)}" for line in notes_on(results, have_same_tokens(evaluated)))
-    yield Section("evaluation", "Evaluation", f"{table(head, rows, 9)}\n\n{notes}")
+    yield Section("evaluation", "Evaluation", f"{table(COLUMNS, rows, len(COLUMNS) - NUM_WORDS)}\n\n{notes}")
 
 
 def _scores(run: RunFiles) -> Iterator[Section]:
@@ -295,9 +295,9 @@ def _exports(run: RunFiles) -> Iterator[Section]:
         hashes = Markdown(
             ", ".join(f"{escaped(name)} {code(digest[:SHOWN_DIGITS])}" for name, digest in one.weights.items())
         )
-        rows.append((one.time, one.checkpoint, one.source, one.folder, one.dtype, found, hashes))
+        rows.append((one.time, one.source, one.folder, one.dtype, found, hashes))
     if rows:
-        head = "time | checkpoint | what | folder | dtype | verification | SHA-256 of weights"
+        head = "time | weights of | folder | dtype | verification | SHA-256 of weights"
         yield Section("exports", "Exports", table(head, rows))
 
 

@@ -13,7 +13,7 @@ from pyarrow import csv
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import check_regular_or_absent
-from fabric_train.pages.charts import Chart, Mark, Series, draw, marks_between, sampled, smoothed
+from fabric_train.pages.charts import Chart, Mark, Series, draw, sampled, smoothed
 from fabric_train.training.loggers import Logger
 from fabric_train.training.metrics import COLUMNS, Metrics, are_columns
 
@@ -203,7 +203,8 @@ def _note(series: Sequence[Series], tables: Sequence[MetricsTable]) -> str:
 
 
 def _on(marks: Sequence[Mark], series: Sequence[Series]) -> tuple[Mark, ...]:
-    return marks_between(marks, min(one.x[0] for one in series), max(one.x[-1] for one in series))
+    first, last = min(one.x[0] for one in series), max(one.x[-1] for one in series)
+    return tuple(mark for mark in marks if first <= mark.x <= last)
 
 
 def draw_loss_curves(table: MetricsTable, picture: Path, title: str, branched_after: Sequence[int] = ()) -> None:

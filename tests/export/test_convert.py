@@ -142,8 +142,8 @@ def test_a_process_of_its_own_leaves_its_report_in_the_folder(
 
 
 def test_the_run_knows_its_exports(exports: dict[str, Path], run: Path, weights: dict[str, torch.Tensor]) -> None:
-    found = {one.checkpoint: one for one in read_exports(run) if not one.faults}
-    assert [one.folder for one in found.values()] == ["step-00000001", "step-00000002"]
+    found = {one.folder: one for one in read_exports(run) if not one.faults}
+    assert [one.source for one in found.values()] == ["step 1", "step 2"]
     for folder in exports.values():
         record = found[folder.name]
         hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.safetensors")}

@@ -347,12 +347,12 @@ def test_evaluations_beside_the_run_are_shown(copy: Path) -> None:
 
 def test_exports_are_shown_with_their_verification(copy: Path) -> None:
     weights = {"w": "ab" * 32}
-    record = ExportRecord("2026-01-02", "step-00000006", "step 6", "model|1", "bfloat16", 9, 99, 0.0, weights, "")
+    record = ExportRecord("2026-01-02", "step 6", "model|1", "bfloat16", 9, 0.0, weights, "")
     failed = replace(record, num_tensors=0, weights={}, logit_difference=None, faults="weights differ")
     lines = [json.dumps(asdict(one)) + "\n" for one in (record, failed)]
     (copy / "exports.jsonl").write_text("".join(lines) + lines[0][:50])  # a line that is being written
     rows = sections_of(copy)["exports"].body.splitlines()[2:]
-    assert [len(re.split(r"(?<!\\)\|", row)) for row in rows] == [9, 9]
+    assert [len(re.split(r"(?<!\\)\|", row)) for row in rows] == [8, 8]
     assert "| model\\|1 | bfloat16 | 9 tensors equal, bit for bit; logits differ by 0 at most | w `abab" in rows[0]
     assert "not exported: weights differ" in rows[1]
 

@@ -133,6 +133,7 @@ def test_the_lineage_is_in_checkpoints_and_the_model_card(branching: Branching, 
     second = "`train_data_dir`: tokens → others, `max_step`: 14 → 16, `lr`: 0.001 → 0.002, other data from the start"
     assert f"| `first` | 14 | {second} |" in card
     assert str(branching.folder) not in card
+    assert "| fabric-train | " in card
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
-from fabric_train.export.card_facts import stages_through
+from fabric_train.export.card_facts import all_stages, read_record
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.optim.lr_schedule import learning_rate
 from fabric_train.preflight.step_plan import plan_phases, read_phases
@@ -146,7 +146,7 @@ def test_token_shares_are_those_of_every_step(mixing: Mixing) -> None:
     run.finish()
     assert [mixing.state("tokens", step)["rows_of_sources"] for step in (1, 2, 3)] == [[4, 2, 2], [8, 4, 4], [12, 6, 6]]
     assert mixing.state("tokens", 3)["mixture_sources"] == list(NAMES)
-    (stage,) = stages_through(mixing.folder / "tokens" / "checkpoints" / "step-00000003")
+    (stage,) = all_stages(read_record(mixing.folder / "tokens" / "checkpoints" / "step-00000003"))
     seen = {f"{name}.jsonl": share for name, share in zip(NAMES, (0.5, 0.25, 0.25), strict=True)}
     assert {source.name: source.share for source in stage.sources} == pytest.approx(seen)
 
@@ -156,7 +156,7 @@ def test_sources_of_a_folder_share_what_was_seen_of_it(mixing: Mixing) -> None:
     tokenize(merged, mixing.model, mixing.folder / "va.jsonl", mixing.folder / "es.jsonl")
     run = mixing.start("parts", 1, "--token_shares", 0.5, 0.5, names=("en", "merged"), max_step=1, save_step_interval=1)
     run.finish()
-    (stage,) = stages_through(mixing.folder / "parts" / "checkpoints" / "step-00000001")
+    (stage,) = all_stages(read_record(mixing.folder / "parts" / "checkpoints" / "step-00000001"))
     tokens = manifest_of(merged).ledger.splits["train"].sources
     of_merged = {Path(name).name: one.tokens_in_rows for name, one in tokens.items()}
     seen = {name: 0.5 * number / sum(of_merged.values()) for name, number in of_merged.items()}
@@ -169,7 +169,7 @@ def test_shares_of_named_sources_are_those_of_the_others_too(mixing: Mixing) -> 
     tokenize(folder, mixing.model, *places)
     run = mixing.start("named-run", 1, "--token_shares", "named:es=0.25", "named=0.75", names=("named",), max_step=1)
     run.finish()
-    (stage,) = stages_through(mixing.folder / "named-run" / "checkpoints" / "step-00000001")
+    (stage,) = all_stages(read_record(mixing.folder / "named-run" / "checkpoints" / "step-00000001"))
     tokens = {name: one.tokens_in_rows for name, one in manifest_of(folder).ledger.splits["train"].sources.items()}
     seen = {name: 0.75 * tokens[name] / (tokens["va"] + tokens["en"]) for name in ("va", "en")} | {"es": 0.25}
     assert {source.name: source.share for source in stage.sources} == pytest.approx(seen)
