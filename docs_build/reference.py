@@ -128,7 +128,7 @@ def _page_of_program(name: str) -> str:
 def _default_in_words(field: dataclasses.Field) -> str:
     if is_required(field):
         return "; required"
-    return f"; `{shown_default(field)}` if it is not given" if shown_default(field) else ""
+    return f"; default `{shown_default(field)}`" if shown_default(field) else ""
 
 
 def _explained(argument: str, names: tuple[str, ...]) -> str:
