@@ -128,7 +128,7 @@ def _page_of_program(name: str) -> str:
 def _default_in_words(field: dataclasses.Field) -> str:
     if is_required(field):
         return "; required"
-    return f"; `{shown_default(field)}` if it is not given" if shown_default(field) else ""
+    return f"; default `{shown_default(field)}`" if shown_default(field) else ""
 
 
 def _explained(argument: str, names: tuple[str, ...]) -> str:
@@ -191,18 +191,18 @@ def _exit_codes() -> str:
 
 def _healthy_ranges() -> str:
     rows: list[tuple[str, str, str, str]] = [
-        ("data_wait", f"mean at most {health._MOST_WAIT:.0%}", "Steps wait for data", "docs/performance.md#speed"),
+        ("data_wait", f"mean at most {health._MOST_WAIT:.0%}", "Steps wait for data", "docs/how-to/slow.md"),
         (
             "rank_lag",
             f"one rank is slowest in at most half of the steps, or by at most {health._MOST_LAG:.0%} of a step",
             "The others wait for rank",
-            "docs/performance.md#metrics",
+            "docs/how-to/slow.md",
         ),
         (
             "grad_norm",
             f"at most {health._SPIKE:g} times the median of the {health._AROUND} logged steps around it",
             "The gradient norm has",
-            "docs/programs.md",
+            "docs/how-to/loss_nan_or_flat.md",
         ),
         (
             "val_loss/SOURCE",
@@ -215,16 +215,16 @@ def _healthy_ranges() -> str:
             "tokens_per_second",
             f"median of the last quarter at least {health._SLOWER:.0%} of the first quarter's",
             "The run got slower",
-            "docs/performance.md",
+            "docs/how-to/slow.md",
         ),
         (
             "train_loss",
             f"from step {health._LEARNING_STEPS} on at most {health._NEAR_UNIFORM:.0%} of ln V, where V is the size of "
             "the vocabulary",
             "The training loss is",
-            "docs/training.md#evaluation",
+            "docs/how-to/loss_nan_or_flat.md",
         ),
-        ("skipped_steps", "0", "steps were left out", "docs/training.md#evaluation"),
+        ("skipped_steps", "0", "steps were left out", "docs/how-to/loss_nan_or_flat.md"),
         (
             "val_loss",
             f"known, in a run of {health._LEARNING_STEPS} steps or more",
@@ -238,7 +238,8 @@ def _healthy_ranges() -> str:
     )
     return (
         f"# Healthy ranges\n\n{_WRITTEN.format(source='fabric_train/report/health.py')}"
-        "The report of a run judges these columns of `metrics.csv`, from 20 logged steps on, and says in a sentence "
+        f"The report of a run judges these columns of `metrics.csv`, from {health._FEWEST_ROWS} logged steps on, and "
+        "says in a sentence "
         "which one is unusual.\n\n"
         f"{_table(('column', 'usual', 'sentence in the report', 'what to do'), lines)}"
     )

@@ -144,7 +144,9 @@ def serve() -> None:
 
 def _prepare() -> None:
     copy_documents(BUILD / "pages")
-    shutil.copytree(SETTINGS.parent / "theme", BUILD / "theme", dirs_exist_ok=True)
+    for path in (SETTINGS.parent / "theme").rglob("*"):
+        if path.is_file():
+            _write(BUILD / path.relative_to(SETTINGS.parent), path.read_bytes())
     _write(BUILD / SETTINGS.name, yaml.safe_dump(read_settings(), sort_keys=False).encode())
 
 

@@ -58,7 +58,7 @@ def test_each_section_of_the_errors_is_named_by_a_message() -> None:
 def test_healthy_ranges_have_the_sentences_of_the_report() -> None:
     source = inspect.getsource(health)
     rows = re.findall(r"\| ([^|]+) … \| \[([^|]+)\]\(", (ROOT / "docs/reference/healthy_ranges.md").read_text())
-    assert len(rows) == 9
+    assert len(rows) == source.count("yield Finding(") - 2  # two repeat lines of run.log
     assert [sentence for sentence, page in rows if sentence not in source or f"docs/{page}" not in source] == []
 
 

@@ -57,7 +57,7 @@ def _data_wait(table: MetricsTable) -> Iterator[Finding]:
         yield Finding(
             f"Steps wait for data {mean:.1%} of their time, more than {_MOST_WAIT:.0%}: raise --num_workers, or "
             "put the token dataset on a faster disk.",
-            "docs/performance.md#speed",
+            "docs/how-to/slow.md",
         )
 
 
@@ -77,7 +77,7 @@ def _norm_spikes(table: MetricsTable) -> Iterator[Finding]:
             f"The gradient norm has {counted(len(spikes), 'spike')} above {_SPIKE:.0f} times its median; the highest, "
             f"{norms[highest]:.3g}, is at step {step:,}. To see its documents: "
             f"python -m fabric_train.trace RUN --step {step}.",
-            "docs/programs.md",
+            "docs/how-to/loss_nan_or_flat.md",
         )
 
 
@@ -116,7 +116,7 @@ def _slow_rank(table: MetricsTable) -> Iterator[Finding]:
         yield Finding(
             f"The others wait for rank {rank:.0f}: its own time is {share:.1%} of a step above the median: look at its "
             "machine's temperature, its GPU's clock, and other programs there.",
-            "docs/performance.md#metrics",
+            "docs/how-to/slow.md",
         )
 
 
@@ -131,7 +131,7 @@ def _slower(table: MetricsTable) -> Iterator[Finding]:
         yield Finding(
             f"The run got slower: {before:,.0f} tokens/s in its first quarter, {after:,.0f} in its last: look for "
             "another program on the machine, a hot GPU or a slow disk.",
-            "docs/performance.md",
+            "docs/how-to/slow.md",
         )
 
 
@@ -140,7 +140,7 @@ def _skipped(table: MetricsTable) -> Iterator[Finding]:
     if skipped:
         yield Finding(
             f"{skipped:,.0f} steps were left out, because their loss or gradient was not finite.",
-            "docs/training.md#evaluation",
+            "docs/how-to/loss_nan_or_flat.md",
         )
 
 
@@ -171,7 +171,7 @@ def _near_uniform(run: RunFiles, table: MetricsTable) -> Iterator[Finding]:
         yield Finding(
             f"The training loss is {losses.mean():.2f}; a model that guesses has {of_guessing:.2f}, ln {vocab_size:,}: "
             "look at the tokens with python -m fabric_train.tokenization.inspect, and at --lr.",
-            "docs/training.md#evaluation",
+            "docs/how-to/loss_nan_or_flat.md",
         )
 
 
@@ -185,4 +185,4 @@ def _in_log(run: RunFiles) -> Iterator[Finding]:
         yield Finding(f"{slow[-1].text} ({counted(len(slow), 'such line')})", "docs/performance.md")
     lost = [line for line in told if "lost" in line.text]
     if lost:
-        yield Finding(f"A rank was lost {counted(len(lost), 'time')}: {lost[-1].text}", "docs/launch.md")
+        yield Finding(f"A rank was lost {counted(len(lost), 'time')}: {lost[-1].text}", "docs/how-to/lost_node.md")

@@ -14,6 +14,7 @@ from tests.support.programs import ROOT
 _BLOCK = re.compile(
     r"^( *)```bash\n(?P<commands>.*?)^\1```$(?:\s*^\1```(?:text)?\n(?P<shown>.*?)^\1```$)?", re.M | re.S
 )
+_SAVED = re.compile(r"(Save this as `(?P<name>[\w.]+)`.*\n\n)```python\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,11 @@ class Command:
 
 
 def commands_in(text: str) -> Iterator[Command]:
-    """Yield the whole command lines of a document's shell blocks; what a block prints belongs to its last one."""
+    """Yield the whole command lines of a document's shell blocks; the output of a block belongs to its last one.
+
+    A script that the reader is to save is a command that writes it.
+    """
+    text = _SAVED.sub(lambda found: f"```bash\ncat > {found['name']} <<'END'\n{found['text']}END\n```", text)
     for block in _BLOCK.finditer(text):
         # a text between <<'END' and END belongs to its command
         found = re.finditer(r"^.*<<'(\w+)'\n(?:.*\n)*?\1$|^.+$", block["commands"].replace("\\\n", " "), re.MULTILINE)
