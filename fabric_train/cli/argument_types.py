@@ -372,8 +372,8 @@ def planned_steps(
 ) -> float:
     """Return the steps that ``--max_step`` and ``--number_epochs`` plan; infinite if neither limits them.
 
-    ``rows`` are those of an epoch and of a step; None if epochs do not count, as for a stream and with phases. The
-    first epoch begins after ``after_step``.
+    ``rows`` counts the rows of an epoch and of a step; None if epochs do not count, as for a stream and with phases.
+    The first epoch begins after ``after_step``.
     """
     steps = [math.inf if max_step is None else max_step]
     if number_epochs is not None and rows is not None:
