@@ -172,6 +172,18 @@ def _terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _unvalidated(manifest: "Manifest") -> list[str]:
+    """Return a line for each source without a document in ``validation/``, if another one has some."""
+    splits = manifest.ledger.splits
+    held_out = splits["validation"].sources if "validation" in splits else {}
+    return [
+        f"{name} has no document in validation/, so a run does not see its loss; give a larger --validation_split, or "
+        "--validation_dataset"
+        for name in splits["train"].sources
+        if held_out and not (name in held_out and held_out[name].documents)
+    ]
+
+
 def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
     from rich import box
     from rich.table import Table
@@ -213,7 +225,7 @@ def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
         f"{tokenizer.eos_token}",
         f"speed      {speed:,.0f} tokens/s, {outcome.encode_seconds:.1f} s with {outcome.num_proc} processes and "
         + tokenizer.encoder.split(":")[0],
-        *(f"note       {note}" for note in outcome.notes),
+        *(f"note       {note}" for note in (*outcome.notes, *_unvalidated(outcome.manifest))),
         *(f"warning    {loss}" for loss in outcome.manifest.losses()),
         f"written    {arguments.output_dir}",
         f"next       {command_from_here('train')} --devices N --train_data_dir {shlex.quote(arguments.output_dir)} "

@@ -59,7 +59,9 @@ def add_adapter(model: Any, folder: Path, base: str) -> Any:
     except ImportError:
         raise InputError(f"{folder} has an adapter, which needs peft: pip install 'fabric-train[peft]'") from None
     try:
-        return PeftModel.from_pretrained(model, str(folder)).eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses a name that transformers is about to remove
+            return PeftModel.from_pretrained(model, str(folder)).eval()
     except (KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         raise_reached_limit(error)
         reason = first_line(error).rstrip(".:")

@@ -230,6 +230,17 @@ def test_max_documents_counts_documents_with_text(tmp_path: Path, tiny_model_dir
     assert (ledger.documents_read, ledger.documents_kept) == (6, 5)
 
 
+def test_a_source_without_a_document_for_validation_is_noted(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many, one = write_jsonl(tmp_path / "es.jsonl"), write_jsonl(tmp_path / "en.jsonl", [f"{TEXTS[0]} {TEXTS[1]}"])
+    tokenize(tmp_path / "out", tiny_model_dir, f"es={many}", f"en={one}", validation_split=0.1)
+    assert "note       en has no document in validation/, so a run does not see its loss;" in capsys.readouterr().out
+    tokenize(tmp_path / "all", tiny_model_dir, f"es={many}", f"en={many}", validation_split=0.5)
+    tokenize(tmp_path / "none", tiny_model_dir, f"es={many}", f"en={one}", validation_split=0)
+    assert "no document in validation/" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("max_tokens", [1, 200, 10**6])
 def test_max_tokens_stops_after_the_document_that_reaches_it(
     tmp_path: Path, tiny_model_dir: Path, max_tokens: int
