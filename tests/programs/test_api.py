@@ -43,7 +43,7 @@ try:
 except ZeroDivisionError:
     use_objective(lambda arguments: CrossEntropy())
 first = fabric_train.train(**given)
-assert first.state == "stopped" and first.step in (3, 4), first  # before the micro-batch of the signal, or after its step
+assert first.state == "stopped" and first.step in (3, 4), first  # before or after its step
 assert first.checkpoint == first.folder / f"checkpoints/step-{first.step:08d}", first
 assert ([signal.getsignal(one) for one in (2, 10, 15)], dict(os.environ)) == (handlers, environment)
 Heartbeat.enter = original_enter
