@@ -145,7 +145,7 @@ def test_a_line_between_machines_that_is_slower_decides() -> None:
 def test_run_that_does_not_fit_is_refused_with_a_change_that_fits(llama: ModelShape) -> None:
     tried = wanted(llama, 4, 16, "--parallelism", "ddp", "--micro_batch_size", "2", "--precision", "32-true")
     (fault,) = faults_of(tried, tried.forecast())
-    options = re.search(r"; with (--.+) it would need ([\d.]+) GB$", fault)
+    options = re.search(r"; with (--.+) it would need ([\d.]+) GB ", fault)
     assert options, fault
     given = dict(zip(options[1].split()[::2], options[1].split()[1::2], strict=True))
     usual = {"--parallelism": "ddp", "--micro_batch_size": "2", "--precision": "32-true"}
