@@ -123,9 +123,15 @@ class GuardedLogger(_Forwarding):
             action(self.logger)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a folder, a disk, a network, a server, a bug
             failed, self.logger = self.logger, Logger()
-            failed.abandon()
-            reason = describe_os_error(error) if isinstance(error, OSError) else first_line(error)
-            warn(f"{self._name}: {reason}; the run goes on without it, and metrics.csv has every step")
+            warn(f"{self._name}: {_reason(error)}; the run goes on without it, and metrics.csv has every step")
+            try:
+                failed.abandon()
+            except (Exception, SystemExit) as more:  # noqa: BLE001 - the same
+                warn(f"{self._name}: not all that it has started could be stopped: {_reason(more)}")
+
+
+def _reason(error: BaseException) -> str:
+    return describe_os_error(error) if isinstance(error, OSError) else first_line(error)
 
 
 class CSVLogger(Logger):

@@ -1,9 +1,12 @@
 """A logger from outside gets metrics, samples and checkpoints, and one that fails changes nothing of the run."""
 
+import logging
 from pathlib import Path
 
 import pytest
 
+from fabric_train.training.loggers import GuardedLogger, Logger
+from fabric_train.training.metrics import Metrics
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv, metrics
 
@@ -92,3 +95,21 @@ def test_no_logger_ends_a_run_or_changes_its_exit_code(
     assert [row[0] for row in metrics(tmp_path / "run")] == ["1", "2"]
     (line,) = [line for line in run.lines() if line.startswith("warning: broken: ")]
     assert line.endswith("; the run goes on without it, and metrics.csv has every step")
+
+
+def test_a_failed_logger_that_cannot_be_stopped_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Logger):
+        def log(self, metrics: Metrics) -> None:
+            raise OSError("no room")
+
+        def abandon(self) -> None:
+            raise RuntimeError("its process is still there")
+
+    guarded = GuardedLogger("broken", Broken)
+    with caplog.at_level(logging.WARNING, "fabric_train"):
+        for step in (1, 2):
+            guarded.log(Metrics(step=step, epoch=0))
+    assert [record.getMessage().split("; ")[0].removeprefix("warning: ") for record in caplog.records] == [
+        "broken: no room",
+        "broken: not all that it has started could be stopped: its process is still there",
+    ]
