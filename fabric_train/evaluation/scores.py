@@ -202,11 +202,13 @@ def read_means(file: Path) -> ScoreTable:
 
 
 def to_markdown(table: ScoreTable) -> str:
+    """Return the table of scores as Markdown, a row for each model."""
     head = ["model", *(column.title for column in table.columns)]
     return markdown.table(head, [(model.name, *_cells(table, model)) for model in table.models], len(head) - 1) + "\n"
 
 
 def to_rich(table: ScoreTable) -> "Table":
+    """Return the table of scores for the terminal, a row for each model."""
     from rich.table import Table
     from rich.text import Text
 

@@ -321,6 +321,7 @@ def device_kind() -> str:
 
 
 def full_digest(text: str) -> str:
+    """Return the hash of a text in all its hexadecimal digits."""
     return _digest(text.encode())
 
 

@@ -86,6 +86,9 @@ def convert(
 
 def _note_export(source: ExportSource, target: Path, dtype: torch.dtype, found: VerificationReport | str) -> None:
     """Append a line to RUN/exports.jsonl, for the report of the run; a run that is read-only gets a note instead."""
+    run = run_of(source.checkpoint)
+    if not (run / "checkpoints").is_dir():  # a checkpoint apart from its run
+        return
     report = found if isinstance(found, VerificationReport) else None
     files = sorted(target.glob("*.safetensors")) if report else []
     record = ExportRecord(
@@ -98,14 +101,12 @@ def _note_export(source: ExportSource, target: Path, dtype: torch.dtype, found: 
         weights={file.name: sha256(file) for file in files},
         faults="" if report else redact(str(found)).replace(f"{source.checkpoint}", source.checkpoint.name),
     )
-    run = run_of(source.checkpoint)
-    if (run / "checkpoints").is_dir():
-        try:
-            with open_to_write(run / EXPORTS, "a") as file:
-                file.write(json.dumps(asdict(record)) + "\n")
-        except (InputError, OSError) as error:
-            reason = describe_os_error(error) if isinstance(error, OSError) else error
-            print(f"note: not in the run's report: {reason}", file=sys.stderr)
+    try:
+        with open_to_write(run / EXPORTS, "a") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+    except (InputError, OSError) as error:
+        reason = describe_os_error(error) if isinstance(error, OSError) else error
+        print(f"note: not in the run's report: {reason}", file=sys.stderr)
 
 
 def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts) -> None:

@@ -152,6 +152,7 @@ class PromptLimits:
 
 
 def limits_of(model: Any) -> PromptLimits:
+    """Return the size of a model's vocabulary and its number of positions, None if it is not limited."""
     vocab_size: int = model.get_input_embeddings().weight.shape[0]
     return PromptLimits(vocab_size, getattr(model.config.get_text_config(), "max_position_embeddings", None))
 

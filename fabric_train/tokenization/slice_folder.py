@@ -69,6 +69,7 @@ class Slice:
 
 
 def is_slice(folder: Path) -> bool:
+    """Return whether a folder is a slice, which ``tokenize_dataset.py --shard`` writes."""
     return (folder / FILE_NAME).is_file()
 
 
@@ -125,6 +126,7 @@ def content_hash(file: Path) -> str:
 
 
 def states_of(sources: Sequence[Source]) -> list[list[FileState]]:
+    """Return size and times of each file of each source; a changed file has others."""
     states: list[list[FileState]] = []
     for number, source in enumerate(sources):
         names = (os.fsencode(file.name).decode("utf-8", "backslashreplace") for file in source.files)

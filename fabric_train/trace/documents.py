@@ -59,6 +59,7 @@ class StepDocuments:
 
 
 def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocuments:
+    """Return the documents that a step read, on all ranks or one."""
     stretch = history.stretch_of(step)
     data = history.data_of(stretch)
     ranks, checkpoint = history.ranks_of(step)
@@ -247,6 +248,7 @@ def _reads(history: RunHistory, stretch: Stretch, found: list[IndexedDocument]) 
 
 
 def print_step(listed: StepDocuments) -> None:
+    """Print the documents of a step by rank and row."""
     console = _console()
     taken = "" if listed.is_taken else ", which no checkpoint has yet"
     _line(console, f"step {listed.step:,} of {_short(listed.run)}{taken}: epoch {listed.epoch}, {listed.num_rows} rows")

@@ -188,6 +188,7 @@ def split_to_count(corpus: "OpenedCorpus") -> list[Shard]:
 
 
 def lines_file(folder: Path, shard: Shard) -> Path:
+    """Return the file with the counted lines of a shard."""
     return folder / f"{shard.key}.lines"
 
 

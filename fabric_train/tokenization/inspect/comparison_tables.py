@@ -33,6 +33,7 @@ class Section:
 
 
 def sections(comparison: Comparison) -> list[Section]:
+    """Return the tables that compare two token datasets, for the terminal and the page."""
     languages = _languages(comparison) if comparison.no_languages is None else None
     words = (
         f"Times per million words of the sample, in lower case. Listed are words in {IN_DOCUMENTS} documents or more "

@@ -53,6 +53,7 @@ def print_report(report: reports.DatasetReport, console: Console) -> None:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
+    """Print two token datasets side by side: their folders and the tables that compare them."""
     console.rule(Text("token datasets compared"), align="left", style="dim")
     _print_facts([(name, str(one.folder)) for name, one in zip(NAMES, comparison.corpora, strict=True)], console)
     for section in sections(comparison):

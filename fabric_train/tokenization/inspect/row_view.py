@@ -133,6 +133,7 @@ def with_continuations(rows: list[RowView], wanted: range) -> list[RowView]:
 
 
 def with_origins(rows: list[RowView], index: DocumentIndex | None) -> list[RowView]:
+    """Return the rows with source, file and line of each document; as they are without an index."""
     if index is None or not rows:
         return rows
     pieces = index.pieces(np.array([row.index for row in rows]))
