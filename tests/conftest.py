@@ -177,6 +177,18 @@ def bible_es_jsonl() -> Path:
 
 
 @pytest.fixture(scope="session")
+def guide_dir() -> Path:
+    """Debian's installation guide in 19 languages, ``ca.jsonl`` and others, one ``{"text": ...}`` a page."""
+    return _fetch(lambda: real_data.guide("ca")).parent
+
+
+@pytest.fixture(scope="session")
+def catalan_jsonl() -> Path:
+    """LilyPond's manuals in Catalan, one ``{"text": ...}`` a page."""
+    return _fetch(real_data.catalan)
+
+
+@pytest.fixture(scope="session")
 def chats_jsonl() -> Path:
     """4,018 English chats, one ``{"messages": [...]}`` a line."""
     return _fetch(real_data.chats)

@@ -41,6 +41,24 @@ def test_the_spanish_bible_is_1189_chapters_of_plain_verses(bible_es_jsonl: Path
     assert not any(character in text for text in texts for character in "<>&�")
 
 
+def test_the_guide_has_the_same_pages_in_19_languages(guide_dir: Path) -> None:
+    files = sorted(guide_dir.iterdir())
+    pages = {file.stem: [json.loads(line)["text"] for line in file.open(encoding="utf-8")] for file in files}
+    assert len(pages) == 19
+    assert {len(texts) for texts in pages.values()} == {84}
+    assert pages["ca"][5].startswith("A.5. I finalment…\nEsperem que la vostra instal·lació de Debian sigui")
+    assert pages["en"][5].startswith("A.5. And finally…\nWe hope that your Debian installation is pleasant")
+
+
+def test_catalan_pages_have_no_paragraph_twice_and_no_code(catalan_jsonl: Path) -> None:
+    texts = [json.loads(line)["text"] for line in catalan_jsonl.open(encoding="utf-8")]
+    assert len(texts) == 330
+    paragraphs = [each for text in texts for each in text.split("\n")]
+    assert len(paragraphs) == len(set(paragraphs))
+    words = " ".join(texts).split()
+    assert words.count("que") > 100 * words.count("the")
+
+
 def test_chats_alternate_between_two_people(chats_jsonl: Path) -> None:
     chats = [json.loads(line)["messages"] for line in chats_jsonl.read_text(encoding="utf-8").splitlines()]
     assert len(chats) == 4018
@@ -72,7 +90,7 @@ def test_sample_data_that_does_not_exist_is_refused_with_the_names(
     with pytest.raises(SystemExit, match=r"^2$"):
         download(names)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("; give some of smollm2, shakespeare, bible_es, chats, pairs")
+    assert line.endswith("; give some of smollm2, shakespeare, bible_es, guide, catalan, chats, pairs")
 
 
 def test_smollm2_special_tokens_agree_between_tokenizer_and_model(smollm2_dir: Path) -> None:
