@@ -7,7 +7,7 @@ import pytest
 from tests.support.pretended_cuda.run import run_pretended
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cuda_rehearsal]
 
 WITH_KERNEL = """
 import torch

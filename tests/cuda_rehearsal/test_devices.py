@@ -9,7 +9,7 @@ import pytest
 from tests.support.pretended_cuda import build
 from tests.support.pretended_cuda.run import PretendedRun, run_pretended
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cuda_rehearsal]
 REPORT = """
 import json, os, sys, torch
 

@@ -20,7 +20,7 @@ from tests.support.pretended_cuda.rehearsal import (
 )
 from tests.support.pretended_cuda.run import PretendedRun, run_pretended
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cuda_rehearsal]
 SAVES = {"parallelism": "fsdp", "state_dict_type": "sharded", "max_step": 3, "lr_decay": "false"}
 SHARDED = {"parallelism": "fsdp2", "precision": "bf16-true", "max_step": 2}
 OFFLOADED = {"parallelism": "fsdp2", "cpu_offload": "true", "precision": "bf16-mixed"}
@@ -87,12 +87,8 @@ def sharded(rehearsal: Rehearsal) -> PretendedRun:
     ("options", "devices"),
     [
         ({"parallelism": "fsdp", "limit_all_gathers": "false"}, 2),
-        pytest.param(
-            {"parallelism": "ddp", "activation_checkpointing": "full", "activation_offload": "true"},
-            3,
-            marks=pytest.mark.cuda_rehearsal,
-        ),
-        pytest.param({"parallelism": "single", "compile": "true"}, 1, marks=pytest.mark.cuda_rehearsal),
+        ({"parallelism": "ddp", "activation_checkpointing": "full", "activation_offload": "true"}, 3),
+        ({"parallelism": "single", "compile": "true"}, 1),
     ],
     ids=["fsdp", "ddp", "compiled"],
 )
@@ -112,7 +108,6 @@ def test_host_waits_in_a_step_at_the_named_lines_only(rehearsal: Rehearsal, shar
     assert waits_in_steps(read) == {*STEP_WAITS, "item in clip_and_read"}
 
 
-@pytest.mark.cuda_rehearsal
 def test_background_saves_with_late_copies_equal_synchronous_ones(rehearsal: Rehearsal) -> None:
     rehearsal.run("synchronous", {**SAVES, "async_save": "false"})
     late = rehearsal.run("background", SAVES, copy_delay=LATE)
@@ -125,7 +120,6 @@ def test_background_saves_with_late_copies_equal_synchronous_ones(rehearsal: Reh
     assert tensor_files(rehearsal.checkpoint("offloaded-shards", 2)) == expected
 
 
-@pytest.mark.cuda_rehearsal
 def test_offloaded_run_resumes_on_devices_as_if_never_stopped(rehearsal: Rehearsal) -> None:
     first = rehearsal.run("offloaded", OFFLOADED)
     resumed = rehearsal.run("resumed", {**OFFLOADED, "checkpoint": rehearsal.checkpoint("offloaded", 2)})
@@ -137,7 +131,6 @@ def test_offloaded_run_resumes_on_devices_as_if_never_stopped(rehearsal: Rehears
     assert tensor_files(rehearsal.checkpoint("resumed", 4)) == expected
 
 
-@pytest.mark.cuda_rehearsal
 def test_offloaded_tensor_parallel_run_trains_and_saves_as_on_devices(rehearsal: Rehearsal) -> None:
     options = {"parallelism": "fsdp2", "tensor_parallel_size": 2, "max_step": 2}
     rehearsal.run("tensor-parallel", options)
@@ -148,7 +141,6 @@ def test_offloaded_tensor_parallel_run_trains_and_saves_as_on_devices(rehearsal:
     assert tensor_files(rehearsal.checkpoint("tensor-parallel-offloaded", 2)) == expected
 
 
-@pytest.mark.cuda_rehearsal
 @pytest.mark.parametrize(
     ("parallelism", "precision", "devices"), [("single", "16-mixed", 1), ("fsdp2", "bf16-true", 2)]
 )
