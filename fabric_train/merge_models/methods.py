@@ -94,12 +94,10 @@ def add_agreeing(
     weighted = torch.stack([difference * weight for difference, weight in zip(differences, weights, strict=True)])
     signs, elected = weighted.sign(), torch.where(weighted.sum(dim=0) >= 0, 1.0, -1.0)
     agrees = signs == elected
-    total = (weighted * agrees).sum(dim=0)
     share = (torch.tensor(weights).view(-1, *[1] * base.dim()) * agrees).sum(dim=0)
-    merged = base + total / torch.where(share == 0, 1.0, share)
-    is_shared = (signs != 0).sum(dim=0) > 1
-    in_conflict = is_shared & (signs.max(dim=0).values != signs.min(dim=0).values) & (signs.amax(dim=0) > 0)
-    return merged, int(is_shared.sum()), int((in_conflict & (signs.amin(dim=0) < 0)).sum())
+    merged = base + (weighted * agrees).sum(dim=0) / torch.where(share == 0, 1.0, share)
+    shared, in_conflict = (signs != 0).sum(dim=0) > 1, (signs.amin(dim=0) < 0) & (signs.amax(dim=0) > 0)
+    return merged, int(shared.sum()), int(in_conflict.sum())
 
 
 def largest(difference: torch.Tensor, density: float) -> torch.Tensor:
@@ -107,12 +105,10 @@ def largest(difference: torch.Tensor, density: float) -> torch.Tensor:
 
     Of equal values at the border the first ones count, so that the number is exact.
     """
-    sizes = difference.abs().flatten()
-    kept = torch.ones_like(sizes, dtype=torch.bool)
-    number = sizes.numel()
+    sizes, number = difference.abs().flatten(), difference.numel()
     count = max(1, int(density * number))
     if count >= number:
-        return kept.view(difference.shape)
+        return torch.ones_like(difference, dtype=torch.bool)
     in_order = sizes.numpy().copy()
     in_order.partition(number - count)
     border = float(in_order[number - count])

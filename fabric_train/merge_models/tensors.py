@@ -11,6 +11,7 @@ from fabric_train.export.hub_format import blocks as blocks_of
 from fabric_train.export.source import CombinedTensors, weighted_mean
 from fabric_train.merge_models import methods
 from fabric_train.merge_models.models import open_models
+from fabric_train.model.weight_files import StoredTensors
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,16 @@ class MergedModels(CombinedTensors):
         if recipe.method == "dare":
             return [methods.drawn(shape, recipe.density, recipe.seed, name, i) for i in range(len(recipe.models))]
         *models, base = self._models
-        return [methods.largest(model.read(name) - base.read(name), recipe.density) for model in models]
+        return [methods.largest(self._difference(name, model, base), recipe.density) for model in models]
+
+    def _difference(self, name: str, model: StoredTensors, base: StoredTensors) -> torch.Tensor:
+        """Return the difference of two whole tensors, read in blocks."""
+        difference = torch.empty(self.shape(name))
+        rest, begin = difference.view(-1), 0
+        for one, other in zip(*(blocks_of(each, name, self.shape(name)) for each in (model, base)), strict=True):
+            rest[begin : begin + one.numel()] = (one - other).flatten()
+            begin += one.numel()
+        return difference
 
 
 def _square(block: torch.Tensor) -> float:
