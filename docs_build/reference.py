@@ -44,6 +44,7 @@ PROGRAMS = {
     "inspect": Program("-m fabric_train.tokenization.inspect", ("tokenization", "cleaning")),
     "merge": Program("-m fabric_train.tokenization.merge", ("tokenization", "launch")),
     "convert": Program("convert_to_hf.py", ("publish", "adapters", "performance")),
+    "merge_models": Program("-m fabric_train.merge_models", ("language",)),
     "generate": Program("generate.py", ("generate",)),
     "evaluate": Program("evaluate.py", ("evaluate",)),
     "report": Program("-m fabric_train.report", ("report",)),
