@@ -43,6 +43,8 @@ PROGRAMS = {
     "tokenize": Program("tokenize_dataset.py", ("tokenization", "cleaning", "mixture", "launch", "publish")),
     "inspect": Program("-m fabric_train.tokenization.inspect", ("tokenization", "cleaning")),
     "merge": Program("-m fabric_train.tokenization.merge", ("tokenization", "launch")),
+    "vocabulary report": Program("-m fabric_train.vocabulary report", ("language",)),
+    "vocabulary extend": Program("-m fabric_train.vocabulary extend", ("language",)),
     "convert": Program("convert_to_hf.py", ("publish", "adapters", "performance")),
     "merge_models": Program("-m fabric_train.merge_models", ("language",)),
     "generate": Program("generate.py", ("generate",)),
@@ -61,7 +63,7 @@ PROGRAMS = {
 def pages() -> dict[str, str]:
     """Return the text of each written file by its path in ``docs/``."""
     written = {f"{FOLDER}/{name}.md": page() for name, page in _PAGES.items()}
-    return written | {f"{FOLDER}/arguments/{name}.md": _page_of_program(name) for name in PROGRAMS}
+    return written | {f"{FOLDER}/arguments/{name.replace(' ', '_')}.md": _page_of_program(name) for name in PROGRAMS}
 
 
 def llms_txt() -> str:

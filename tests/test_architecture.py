@@ -10,6 +10,7 @@ FROM_THE_TOP = (
     "report",
     "bundle",
     "trace",
+    "vocabulary",
     "preflight",
     "merge_models",
     "export",

@@ -115,23 +115,30 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_weights(tensors: StoredTensors, folder: Path, dtype: torch.dtype, max_shard_size: str, title: str) -> None:
+def write_weights(
+    tensors: StoredTensors, folder: Path, dtype: torch.dtype | None, max_shard_size: str, title: str
+) -> None:
     """Write ``model.safetensors``, or shards with an index. One block of rows of one tensor is in memory at a time.
 
-    A tensor that is larger than ``max_shard_size``, such as 5GB, gets a file of its own.
+    Without a ``dtype``, each tensor keeps its own. A tensor that is larger than ``max_shard_size``, such as 5GB, gets a
+    file of its own.
     """
-    outline = {name: torch.empty(tensors.shape(name), dtype=dtype, device="meta") for name in tensors}
+    dtypes = {name: dtype or tensors.dtype(name) for name in tensors}
+    outline = {name: torch.empty(tensors.shape(name), dtype=dtypes[name], device="meta") for name in tensors}
     plan = split_torch_state_dict_into_shards(outline, max_shard_size=max_shard_size)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=open_console(stderr=True)) as progress:
         task = progress.add_task(title, total=plan.metadata["total_size"])
         for filename, names in plan.filename_to_tensors.items():
-            header, _ = safetensors_header([(name, dtype, tensors.shape(name)) for name in names], {"format": "pt"})
+            names = sorted(names, key=lambda name: -dtypes[name].itemsize)  # the header's order
+            header, _ = safetensors_header(
+                [(name, dtypes[name], tensors.shape(name)) for name in names], {"format": "pt"}
+            )
             with (folder / filename).open("wb", buffering=0) as file:
                 _write(file, memoryview(header))
                 for name in names:
                     for block in blocks(tensors, name, tensors.shape(name)):
-                        values = block.to(dtype).contiguous().reshape(-1)
+                        values = block.to(dtypes[name]).contiguous().reshape(-1)
                         progress.advance(task, values.nbytes)
                         _write(file, values.view(torch.uint8).numpy().data)
     if plan.is_sharded:

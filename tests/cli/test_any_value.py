@@ -124,5 +124,5 @@ def test_every_number_argument_refuses_what_is_beyond_its_limits() -> None:
 
 
 def test_all_programs_are_tested() -> None:
-    assert len(PROGRAMS) == 14
+    assert len(PROGRAMS) == 16
     assert all(dataclasses.is_dataclass(program) for program in PROGRAMS)

@@ -54,6 +54,7 @@ NOT_RUN = {
     "fabric run fabric_train --devices 4 --train_data_dir /data/": "reads /data; test_former_command_line.py",
     "python download_model.py": "needs the hub; tests/export/test_hub.py",
     "python -m fabric_train.bundle": "downloads wheels; tests/bundle/",
+    "python -m fabric_train.vocabulary": "of real tokenizers and models; tests/vocabulary/",
     "python -m fabric_train.doctor": "looks at the machine; tests/programs/test_doctor.py",
     "python evaluate.py --watch": "needs lm_eval, which is not installed; tests/evaluation/",
     "CUDA_VISIBLE_DEVICES=7": "needs lm_eval, which is not installed; tests/evaluation/",
@@ -108,7 +109,7 @@ def module_of(line: str) -> str | None:
     words = next((words for name, words in PROGRAMS.items() if f"{line} ".startswith(f"{name} ")), None)
     if words is None:
         return None
-    name = words.removeprefix("-m ").removesuffix(".py")
+    name = words.removeprefix("-m ").split()[0].removesuffix(".py")
     return f"{name}.__main__" if (ROOT / name.replace(".", "/") / "__main__.py").is_file() else name
 
 

@@ -1,4 +1,4 @@
-"""The dataclass of each program's arguments, by the words after ``python`` that start the program."""
+"""The dataclass of each program's arguments, by the words after ``python`` that start it."""
 
 from typing import Any
 
@@ -17,6 +17,7 @@ from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.inspect.__main__ import InspectArguments
 from fabric_train.tokenization.merge import MergeArguments
 from fabric_train.trace.__main__ import TraceArguments
+from fabric_train.vocabulary.arguments import VocabularyExtendArguments, VocabularyReportArguments
 
 PROGRAM_ARGUMENTS: dict[str, Any] = {
     "-m fabric_train": TrainArguments,
@@ -34,4 +35,6 @@ PROGRAM_ARGUMENTS: dict[str, Any] = {
     "-m fabric_train.runs": RunsArguments,
     "-m fabric_train.bundle": BundleArguments,
     "-m fabric_train.trace": TraceArguments,
+    "-m fabric_train.vocabulary report": VocabularyReportArguments,
+    "-m fabric_train.vocabulary extend": VocabularyExtendArguments,
 }

@@ -35,6 +35,22 @@ _TEXTS = (
 )
 
 
+ADDED = "vocabulary.json"
+"""The file of a model folder with the tokens that ``python -m fabric_train.vocabulary extend`` added."""
+
+
+@dataclass(frozen=True)
+class AddedVocabulary:
+    """The tokens that were added to ``base``, in the order of their ids from ``first_id`` on, and how rows began."""
+
+    base: str
+    first_id: int
+    num_rows: int
+    init: str
+    seed: int
+    tokens: list[str]
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """The tokenizer of a token dataset; an id is None if there is no such token."""

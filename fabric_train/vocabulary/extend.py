@@ -1,0 +1,286 @@
+"""Extend a model by tokens: learn them, write tokenizer and weights as a new model folder, and verify it.
+
+``plan`` has all that is known before the weights are written: the tokens, what they save and what they cost.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from transformers.utils import cached_file
+
+from fabric_train.checkpoint import means_checkpoint
+from fabric_train.cli.argument_types import counted, show_size
+from fabric_train.cli.errors import InputError
+from fabric_train.export.hub_format import add_former_names, write_weights
+from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
+from fabric_train.model import hf_model
+from fabric_train.model.load_weights import build_on_meta, find_safetensors
+from fabric_train.model.origin import find_origin
+from fabric_train.model.weight_files import CheckpointTensors
+from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
+from fabric_train.tokenization.tokenizers.tokenizer_model import is_rank_file
+from fabric_train.tokenization.tokenizers.vocabulary import ADDED, AddedVocabulary
+from fabric_train.vocabulary.arguments import VocabularyExtendArguments
+from fabric_train.vocabulary.rows import ExtendedMatrix, ExtendedTensors, Norms
+from fabric_train.vocabulary.texts import LanguageTexts, hold_out, read_texts, words_of
+from fabric_train.vocabulary.tokenizer_files import ExtendableTokenizer, NewTokens
+from fabric_train.vocabulary.verification import verify_tokenizer, verify_weights
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PADDED_TO = 64
+"""Rows are a multiple of this: matrix products of other sizes are slower, and tensor parallelism needs even parts."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the new tokens save on the held-out tenth of a language's texts; all zero if nothing could be held out."""
+
+    language: str
+    num_bytes: int
+    num_words: int
+    tokens_before: int
+    tokens_after: int
+
+    def describe(self) -> str:
+        if not self.num_words:
+            return "too little text to hold out a tenth: what the tokens save is not known"
+        before, after = self.tokens_before / self.num_words, self.tokens_after / self.num_words
+        share = 1 - self.tokens_after / self.tokens_before
+        held_out = f"held-out {show_size(self.num_bytes)}"
+        return f"{before:.2f} → {after:.2f} tokens a word on the {held_out}, saves {share:.1%}"
+
+
+class Extension:
+    """A model to extend: its configuration, its stored tensors and its tokenizer, saved into ``folder``.
+
+    InputError if the model is of a kind that cannot be extended, or its files do not fit together.
+    """
+
+    def __init__(self, model: str, folder: Path) -> None:
+        if means_checkpoint(Path(model)):
+            raise InputError(f"--model {model}: a run or checkpoint; convert it with convert_to_hf.py first")
+        self.name = model
+        try:
+            self.shape = hf_model.read_shape(model)
+            files = find_safetensors(model)
+            tokenizer = load_tokenizer(model)
+        except InputError as error:
+            names = ("--model_name", "--tokenizer_name")
+            raise InputError(*(_renamed(fault, names) for fault in error.faults)) from None
+        if not files or getattr(self.shape.config, "quantization_config", None):
+            raise InputError(f"--model {model}: its weights must be safetensors that are not quantized")
+        self.tensors = CheckpointTensors(files, "fetch the model again")
+        self.tokenizer = ExtendableTokenizer(tokenizer, folder, _sentencepiece_of(model))
+        self.first_id = self.tokenizer.first_id
+        if self.first_id > self.shape.vocab_size:
+            raise InputError(
+                f"--model {model}: its tokenizer has {self.first_id:,} ids, its embedding {self.shape.vocab_size:,} "
+                "rows; use a model whose files fit together"
+            )
+        self._matrices = self._find_matrices()
+
+    @property
+    def is_tied(self) -> bool:
+        return len(set(self._matrices.values())) == 1
+
+    def num_rows(self, new: NewTokens) -> int:
+        """Return the rows of embedding and head with the new tokens, never fewer than before."""
+        needed = max(self.first_id + len(new.texts), self.shape.vocab_size)
+        return -(-needed // PADDED_TO) * PADDED_TO
+
+    def bytes_of_rows(self, num_rows: int) -> int:
+        """Return the bytes of so many rows of the embedding and, if it is not tied, of the head."""
+        streams = {stream: name for name, stream in self._matrices.items()}
+        row = sum(self.tensors.shape(name)[1] * self.tensors.dtype(name).itemsize for name in streams.values())
+        return num_rows * row
+
+    def extended(self, new: NewTokens, seed: int | None) -> ExtendedTensors:
+        """Return the tensors with rows for the new tokens, drawn if there is a ``seed``."""
+        given = [self.tokenizer.pieces_of(token) for token in (*new.given, *new.special)]
+        pieces = [*new.learned.pieces, *given]
+        return ExtendedTensors(
+            self.tensors,
+            {
+                name: ExtendedMatrix(
+                    self.tensors,
+                    name,
+                    self.first_id,
+                    pieces,
+                    self.num_rows(new),
+                    None if seed is None else (seed, stream),
+                )
+                for name, stream in self._matrices.items()
+            },
+        )
+
+    def _find_matrices(self) -> dict[str, int]:
+        """Return the stored names of the embedding (0) and the head (1, or 0 if it is tied)."""
+        model: Any = build_on_meta(self.shape, torch.float32)
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if getattr(head, "bias", None) is not None:
+            raise InputError(f"--model {self.name}: its head has a bias, which cannot be extended yet")
+        found: dict[str, int] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter is embedding.weight or (head is not None and parameter is head.weight):
+                stored = [
+                    one for one in (name, name.removeprefix(f"{model.base_model_prefix}.")) if one in self.tensors
+                ]
+                found |= dict.fromkeys(stored[:1], int(parameter is not embedding.weight))
+        wanted = {0} if head is None or head.weight is embedding.weight else {0, 1}
+        sizes = {tuple(self.tensors.shape(name)[:1]) for name in found}
+        if set(found.values()) != wanted or sizes != {(self.shape.vocab_size,)}:
+            kind = self.shape.config.model_type
+            raise InputError(f"--model {self.name}: the embedding and head of a {kind} were not found in its weights")
+        return found
+
+
+def _renamed(fault: str, names: Sequence[str]) -> str:
+    for name in names:
+        fault = fault.replace(name, "--model")
+    return fault
+
+
+def _sentencepiece_of(model: str) -> Path | None:
+    """Return the tokenizer.model of a folder or a cached hub name, if it is one of SentencePiece."""
+    folder = Path(model)
+    found = str(folder / "tokenizer.model")
+    if not folder.is_dir():
+        found = cached_file(model, "tokenizer.model", _raise_exceptions_for_missing_entries=False) or ""
+    return Path(found) if Path(found).is_file() and not is_rank_file(Path(found)) else None
+
+
+def extend(arguments: VocabularyExtendArguments) -> None:
+    """Learn the tokens, and write the model folder, or with ``plan`` only say what they save and cost."""
+    target = Path(arguments.output_dir).expanduser()
+    given, special = (
+        _read_given(arguments.tokens, "--tokens"),
+        _read_given(arguments.special_tokens, "--special_tokens"),
+    )
+    if not arguments.plan:
+        check_not_taken(target)
+    if Path(arguments.model).is_dir():
+        check_not_inside(target, Path(arguments.model))
+    with tempfile.TemporaryDirectory() as folder:
+        extension = Extension(arguments.model, Path(folder))
+        extension.tokenizer.check_given([*given, *special], "--tokens, --special_tokens")
+        texts = read_texts(arguments.texts or [], arguments.text_column, arguments.max_bytes, arguments.seed)
+        parts = [hold_out(text) for text in texts]
+        new = NewTokens(extension.first_id, given=given, special=special)
+        if arguments.num_tokens is not None:
+            learned = extension.tokenizer.learn([one for kept, _ in parts for one in kept], arguments.num_tokens)
+            new = NewTokens(extension.first_id, learned, given, special)
+        before = extension.tokenizer.fast
+        extension.tokenizer.write(new)
+        after = verify_tokenizer(before, Path(folder), new, [one for text in texts for one in text.documents])
+        saved = [_measure(text, held_out, before, after) for text, (_, held_out) in zip(texts, parts, strict=True)]
+        for text in texts:
+            if text.note:
+                print(f"note       {text.note}")
+        _print_plan(extension, new, saved)
+        if not arguments.plan:
+            _write(extension, new, arguments, Path(folder), target)
+
+
+def _read_given(file: str | None, option: str) -> tuple[str, ...]:
+    if file is None:
+        return ()
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{option} {file}: cannot be read ({error}); give a text file in UTF-8") from None
+    tokens = tuple(line for line in lines if line.strip())
+    if not tokens:
+        raise InputError(f"{option} {file}: no token in it; write one a line")
+    return tokens
+
+
+def _measure(text: LanguageTexts, held_out: Sequence[str], before: "Tokenizer", after: "Tokenizer") -> Saved:
+    counts = [
+        sum(len(one.ids) for one in tokenizer.encode_batch_fast(list(held_out), add_special_tokens=False))
+        for tokenizer in (before, after)
+    ]
+    num_bytes = sum(len(document.encode()) for document in held_out)
+    return Saved(text.name, num_bytes, sum(len(words_of(document)) for document in held_out), *counts)
+
+
+def _print_plan(extension: Extension, new: NewTokens, saved: Sequence[Saved]) -> None:
+    rows, num_rows = extension.shape.vocab_size, extension.num_rows(new)
+    kinds = f"{len(new.learned.tokens):,} learned, {len(new.given):,} given, {len(new.special):,} special"
+    matrices = "the embedding, tied with the head" if extension.is_tied else "embedding and head"
+    before, after = extension.bytes_of_rows(rows), extension.bytes_of_rows(num_rows)
+    for one in saved:
+        print(f"{one.language:<10} {one.describe()}")
+    print(f"tokens     {extension.first_id:,} → {extension.first_id + len(new.texts):,}: {kinds}")
+    print(f"rows       {rows:,} → {num_rows:,} (vocab_size in config.json), padded to a multiple of {PADDED_TO}")
+    print(f"costs      {show_size(after - before)} more in {matrices}: {show_size(before)} → {show_size(after)}")
+
+
+def _write(
+    extension: Extension, new: NewTokens, arguments: VocabularyExtendArguments, tokenizer: Path, target: Path
+) -> None:
+    """Write the folder, and verify its weights, before it gets its name."""
+    config, num_rows = extension.shape.config, extension.num_rows(new)
+    tensors = extension.extended(new, arguments.seed if arguments.init == "normal" else None)
+    with complete_folder(target) as folder:
+        write_weights(tensors, folder, None, arguments.max_shard_size, f"writing {target.name}")
+        norms = {name: matrix.norms() for name, matrix in tensors.matrices.items()}
+        generation_config = hf_model.read_generation_config(arguments.model, config)
+        config.get_text_config().vocab_size = num_rows
+        config.dtype = config.dtype or extension.tensors.dtype(next(iter(extension.tensors)))
+        config.save_pretrained(folder)
+        hf_model.write_generation_config(folder, generation_config)
+        for file in sorted(tokenizer.iterdir()):
+            shutil.copyfile(file, folder / file.name)
+        add_former_names(folder)
+        added = AddedVocabulary(extension.name, extension.first_id, num_rows, arguments.init, arguments.seed, new.texts)
+        (folder / ADDED).write_text(json.dumps(vars(added), ensure_ascii=False) + "\n", encoding="utf-8")
+        _write_card(extension, new, arguments, norms, folder)
+        verify_weights(extension.tensors, tensors, folder)
+    for name, norm in norms.items():
+        print(f"norms      {name}: {norm.old:.3g} of old rows, {norm.new:.3g} of new rows, on average")
+    print(f"written    {target}, verified: old rows bit-equal, texts without a new token keep their ids")
+    print(f"next       python tokenize_dataset.py --tokenizer_name {target} --dataset … --output_dir …")
+
+
+def _write_card(
+    extension: Extension, new: NewTokens, arguments: VocabularyExtendArguments, norms: dict[str, Norms], folder: Path
+) -> None:
+    origin, legal = find_origin(arguments.model)
+    for file in legal:
+        shutil.copyfile(file, folder / file.name)
+    how = {
+        "mean": "the mean of the rows of the tokens that it replaces",
+        "normal": "a draw from the normal distribution with the mean and the covariance of all old rows",
+    }[arguments.init]
+    learned, num_given = counted(len(new.learned.tokens), "token"), len(new.given) + len(new.special)
+    lines = [
+        f"# {origin.name} with more tokens",
+        f"{origin.name} with {learned} learned from text and {num_given:,} given ones. They are not trained yet: "
+        "continue the training before use. Text without a new token has the same ids as before.",
+        f"- Tokens: {extension.first_id:,} of the base model, {extension.first_id + len(new.texts):,} now.",
+        f"- Rows of embedding and head: {extension.num_rows(new):,}, padded to a multiple of {PADDED_TO}.",
+        f"- A new row is {how}.",
+        *(
+            f"- Mean norm of `{name}`: {one.old:.3g} of old rows, {one.new:.3g} of new rows."
+            for name, one in norms.items()
+        ),
+        f"`{ADDED}` lists the new tokens in the order of their ids.",
+    ]
+    data = ModelCardData(
+        library_name="transformers",
+        base_model=origin.repository,
+        license=origin.license,
+        license_name=origin.license_name,
+        license_link=origin.license_link,
+    )
+    text = "\n\n".join(lines).replace("\n\n- ", "\n- ")
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n").save(folder / "README.md")

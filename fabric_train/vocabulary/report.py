@@ -1,0 +1,218 @@
+"""Count the tokens that tokenizers need for the words of languages, and recommend whether to change the tokenizer.
+
+The intervals are from a bootstrap over documents (``training/bootstrap.py``), with the same draws for all tokenizers of
+a language.
+"""
+
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, open_encoder
+from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
+from fabric_train.tokenization.workers import progress_of
+from fabric_train.training.bootstrap import FEWEST_DOCUMENTS, Interval, interval_of, resample
+from fabric_train.vocabulary.texts import LanguageTexts, words_of
+
+CONTEXT = 8192
+"""The tokens of the context whose words are counted."""
+MANY_PIECES = 4
+"""A word of so many tokens or more counts as cut into many."""
+KEEP_BELOW, CHANGE_FROM = 0.10, 0.25
+"""Shares of tokens saved: below the first keep the tokenizer, from the second change it, between them it depends."""
+GOOD_UP_TO, BAD_FROM = 1.6, 2.2
+"""Tokens a word: up to the first a single tokenizer serves a language well, from the second badly."""
+_TEXTS_AT_ONCE = 256
+_MOSTLY = 0.5
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure and its interval, which is None for fewer than ten documents."""
+
+    value: float
+    interval: Interval | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of a tokenizer for a language.
+
+    ``tokenizer`` is its name by :func:`short_names`. ``saving`` is the share of the first tokenizer's tokens that this
+    one saves, negative if it needs more; None for the first one. ``spaces`` says whether most of the language's words
+    stand between spaces.
+    """
+
+    language: str
+    tokenizer: str
+    num_documents: int
+    num_words: int
+    num_tokens: int
+    spaces: bool
+    tokens_per_word: Figure
+    bytes_per_token: Figure
+    share_cut_in_many: Figure
+    words_in_context: Figure
+    saving: Figure | None
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Counts of the documents of a language, fp64 [D] each; with a tokenizer's, ``tokens`` and ``cut`` words."""
+
+    words: np.ndarray
+    num_bytes: np.ndarray
+    tokens: np.ndarray
+    cut: np.ndarray
+
+
+def measure(texts: Sequence[LanguageTexts], tokenizers: Sequence[str], seed: int) -> list[Measured]:
+    """Return the figures by language, and of each language by tokenizer; InputError if one cannot be loaded."""
+    measured: list[Measured] = []
+    with tempfile.TemporaryDirectory() as folder:
+        encoders = _open_encoders(tokenizers, Path(folder))
+        with progress_of("encoding") as show:
+            for number, language in enumerate(texts):
+                words = [Counter(words_of(document)) for document in language.documents]
+                counts = []
+                for place, encoder in enumerate(encoders):
+                    show((number + place / len(encoders)) / len(texts), f"encoding {language.name}")
+                    counts.append(_count(language, words, encoder))
+                measured += _figures(language, words, short_names(tokenizers), counts, seed)
+    return measured
+
+
+def _open_encoders(tokenizers: Sequence[str], folder: Path) -> list[TextEncoder]:
+    encoders, faults = list[TextEncoder](), list[str]()
+    for number, name in enumerate(tokenizers):
+        try:
+            tokenizer = load_tokenizer(name)
+            tokenizer.save(folder / str(number))
+            file = folder / str(number) / "tokenizer.json"
+            encoders.append(open_encoder(file, tokenizer.special_text_is_plain)[0])
+        except InputError as error:
+            faults += (fault.replace("--tokenizer_name", "--tokenizer") for fault in error.faults)
+    if faults:
+        raise InputError(*faults)
+    return encoders
+
+
+def _count(language: LanguageTexts, words: Sequence[Counter[str]], encoder: TextEncoder) -> _Counts:
+    """Count tokens of the documents, and their words of many tokens: each word with a space before it."""
+    (before,) = encoder.encode_batch(["a"])
+    unique = list(set().union(*words))
+    has_many: set[str] = set()
+    for first in range(0, len(unique), _TEXTS_AT_ONCE):
+        some = unique[first : first + _TEXTS_AT_ONCE]
+        lengths = map(len, encoder.encode_batch([f"a {word}" for word in some]))
+        has_many |= {word for word, length in zip(some, lengths, strict=True) if length - len(before) >= MANY_PIECES}
+    tokens: list[int] = []
+    for first in range(0, len(language.documents), _TEXTS_AT_ONCE):
+        tokens += map(len, encoder.encode_batch(list(language.documents[first : first + _TEXTS_AT_ONCE])))
+    cut = [sum(number for word, number in counted.items() if word in has_many) for counted in words]
+    num_bytes = [len(document.encode()) for document in language.documents]
+    num_words = [counted.total() for counted in words]
+    return _Counts(*(np.array(each, dtype=np.float64) for each in (num_words, num_bytes, tokens, cut)))
+
+
+def _figures(
+    language: LanguageTexts,
+    words: Sequence[Counter[str]],
+    tokenizers: Sequence[str],
+    counts: Sequence[_Counts],
+    seed: int,
+) -> list[Measured]:
+    columns = [array for one in counts for array in (one.words, one.num_bytes, one.tokens, one.cut)]
+    enough = len(language.documents) >= FEWEST_DOCUMENTS
+    drawn = resample(columns, seed) if enough else None
+    totals = np.array([column.sum() for column in columns])
+
+    def figure(upper: int, lower: int, factor: float = 1.0, offset: float = 0.0) -> Figure:
+        interval = None if drawn is None else interval_of(offset + factor * drawn[:, upper] / drawn[:, lower])
+        return Figure(float(offset + factor * totals[upper] / totals[lower]), interval)
+
+    alone = sum(
+        number for counted in words for word, number in counted.items() if len(word) == 1 and not word.isascii()
+    )
+    found = []
+    for place, name in enumerate(tokenizers):
+        num_words, num_bytes, tokens, cut = range(4 * place, 4 * place + 4)
+        found.append(
+            Measured(
+                language=language.name,
+                tokenizer=name,
+                num_documents=len(language.documents),
+                num_words=int(totals[num_words]),
+                num_tokens=int(totals[tokens]),
+                spaces=bool(alone < _MOSTLY * totals[num_words]),
+                tokens_per_word=figure(tokens, num_words),
+                bytes_per_token=figure(num_bytes, tokens),
+                share_cut_in_many=figure(cut, num_words),
+                words_in_context=figure(num_words, tokens, CONTEXT),
+                saving=figure(tokens, 2, -1.0, 1.0) if place else None,
+            )
+        )
+    return found
+
+
+def short_names(tokenizers: Sequence[str]) -> list[str]:
+    """Return the last part of each name, or of the folder of a file; the whole names if two are then the same."""
+    paths = [Path(name) for name in tokenizers]
+    short = [path.parent.name if path.suffix in (".model", ".json") else path.name for path in paths]
+    return short if len(set(short)) == len(short) and all(short) else list(tokenizers)
+
+
+def recommend(measured: Sequence[Measured]) -> list[str]:
+    """Return a sentence for each language: keep the first tokenizer, or change it, by the thresholds of this module."""
+    lines = []
+    for language in dict.fromkeys(one.language for one in measured):
+        first, *others = (one for one in measured if one.language == language)
+        advice = _advice(first, others) if others else _advice_alone(first)
+        lines.append(f"{language}: {advice}")
+    return lines
+
+
+def thresholds() -> str:
+    """Return the rule behind :func:`recommend` in words."""
+    return (
+        f"below {KEEP_BELOW:.0%} saved: keep the tokenizer; from {CHANGE_FROM:.0%} on: change it; between: it depends "
+        f"on the cost of training new rows. A tokenizer alone: up to {GOOD_UP_TO} tokens a word is good, from "
+        f"{BAD_FROM} on measure what an extension saves"
+    )
+
+
+def _advice(first: Measured, others: Sequence[Measured]) -> str:
+    best = min(others, key=lambda one: one.num_tokens)
+    assert best.saving is not None
+    before, after, saving = first.tokens_per_word.value, best.tokens_per_word.value, best.saving
+    change = f"{before:.2f} → {after:.2f}"
+    if saving.value <= 0:
+        return f"keep {first.tokenizer}: no other needs fewer tokens ({change} with {best.tokenizer})"
+    between = f" ({saving.interval[0]:.1%} to {saving.interval[1]:.1%})" if saving.interval else ""
+    saves = f"{change} with {best.tokenizer} saves {saving.value:.1%}{between}"
+    certain = saving.interval[0] if saving.interval else saving.value
+    if saving.value < KEEP_BELOW:
+        return f"keep {first.tokenizer}: {saves}"
+    if certain >= CHANGE_FROM:
+        return f"change it: {saves}; extend {first.tokenizer}, or train a model that has the other"
+    return f"it depends: {saves}; change it if context or speed in this language decide"
+
+
+def _advice_alone(first: Measured) -> str:
+    value = first.tokens_per_word.value
+    if not first.spaces:
+        return (
+            f"{first.tokenizer} needs {value:.2f} tokens a character; this script has no spaces, so there is no "
+            "threshold: compare with another tokenizer"
+        )
+    if value <= GOOD_UP_TO:
+        return f"keep {first.tokenizer}: {value:.2f} tokens a word are few"
+    measure_it = "vocabulary extend --plan true says what new tokens save"
+    if value >= BAD_FROM:
+        return f"{first.tokenizer} needs {value:.2f} tokens a word, which is many: {measure_it}"
+    return f"{first.tokenizer} needs {value:.2f} tokens a word, neither few nor many: {measure_it}"

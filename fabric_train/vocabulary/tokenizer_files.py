@@ -1,0 +1,211 @@
+"""The tokenizer of a model with more tokens: learn them in the way of its kind, and write its files.
+
+Two kinds can learn: a byte-level BPE (Llama-3's, SmolLM2's), and a SentencePiece BPE (Llama-2's), whose tokenizer.model
+gets the same new pieces as its tokenizer.json. Any other can get tokens that are given.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabric_train.cli.errors import InputError
+from fabric_train.files.regular_file import read_json
+from fabric_train.tokenization.tokenizers.text_encoder import load_fast
+from fabric_train.tokenization.tokenizers.tokenizer import CONFIG, CorpusTokenizer
+from fabric_train.tokenization.workers import progress_of
+from fabric_train.vocabulary.learn import Learned, learn_merges
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+KEPT_TEXTS = (
+    "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal)",
+    " 😶\u200d🌫️ (multiple emojis concatenated) ✅ 🦙🦙",
+    " 3 33 333 3333 33333 333333 3333333 33333333 3.3 3..3 3...3 កាន់តែពិសេសអាច😁 ?我想在apple工作1314151天～",
+    " ------======= нещо на Български ''''''```````\"\"\"\"......!!!!!!??????",
+    " I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D you like some tea? We'Ve a'lL",
+)
+"""Texts that keep their ids in any case, joined the text by which llama.cpp's converter knows a pre-tokenizer.
+
+It compares a hash of this text's ids (``get_vocab_base_pre`` in llama.cpp), and refuses a model with other ones.
+"""
+_SPACE = "▁"
+_WORD = re.compile(f"{_SPACE}+[^{_SPACE}\\s]*|[^{_SPACE}\\s]+")
+_COVERAGE = 5e-5
+"""A letter without a piece gets one if it makes up this share of all letters; sentencepiece's own default is 5e-4."""
+_ADVICE = "fetch the model again"
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """The tokens to add: ``learned`` ones first, and then given ones, ``special`` or not."""
+
+    first_id: int
+    learned: Learned = field(default_factory=Learned)
+    given: tuple[str, ...] = ()
+    special: tuple[str, ...] = ()
+
+    @property
+    def texts(self) -> list[str]:
+        """The new tokens in the order of their ids, as the vocabulary has them."""
+        return [*self.learned.tokens, *self.given, *self.special]
+
+
+class ExtendableTokenizer:
+    """A tokenizer that was saved into ``folder``, with ``tokenizer.model`` if the model has one of SentencePiece."""
+
+    def __init__(self, tokenizer: CorpusTokenizer, folder: Path, sentencepiece: Path | None) -> None:
+        tokenizer.save(folder)
+        self.folder, self._sentencepiece = folder, sentencepiece
+        self.first_id = tokenizer.vocab_size
+        self._content = read_json(folder / "tokenizer.json", dict, _ADVICE)
+        self.fast: Tokenizer = load_fast(folder / "tokenizer.json", special_text_is_plain=False)
+        self._model: dict[str, Any] = self._content["model"]
+        is_bpe = self._model.get("type") == "BPE"
+        self._is_sentencepiece = is_bpe and bool(self._model.get("byte_fallback"))
+        self._is_byte_level = is_bpe and '"ByteLevel"' in json.dumps(self._content.get("pre_tokenizer"))
+
+    def learn(self, documents: Sequence[str], num_tokens: int) -> Learned:
+        """Learn ``num_tokens`` tokens; InputError if the tokenizer is of another kind, or the texts are too short."""
+        if self._is_byte_level:
+            return learn_merges(
+                self.fast,
+                self._count_words(documents),
+                num_tokens,
+                self.first_id,
+                kept=self._words_in("".join(KEPT_TEXTS)),
+                takes_whole_words=bool(self._model.get("ignore_merges")),
+            )
+        if not self._is_sentencepiece:
+            raise InputError(
+                f"--num_tokens: the tokenizer is neither a byte-level BPE nor a SentencePiece BPE, but "
+                f"{self._model.get('type')}; only --tokens and --special_tokens can extend it"
+            )
+        words = self._count_words(documents)
+        letters = self._missing_letters(words)[:num_tokens]
+        with_letters = self._with_letters(letters)
+        later = learn_merges(
+            with_letters, words, num_tokens - len(letters), self.first_id + len(letters), fits=_is_of_letters
+        )
+        old = [tuple(token.id for token in self.fast.model.tokenize(letter)) for letter in letters]
+        own = {self.first_id + place: ids for place, ids in enumerate(old)}
+        pieces = [tuple(one for piece in ids for one in own.get(piece, (piece,))) for ids in later.pieces]
+        return Learned([*letters, *later.tokens], later.merges, [*old, *pieces], later.segments)
+
+    def pieces_of(self, text: str) -> tuple[int, ...]:
+        """Return the old ids of a given token's text."""
+        return tuple(self.fast.encode(text, add_special_tokens=False).ids)
+
+    def check_given(self, tokens: Sequence[str], option: str) -> None:
+        """Raise an InputError if one of the given tokens is a token already, or is given twice."""
+        known = self.fast.get_vocab(with_added_tokens=True)
+        faults = [f"{option}: {token!r} is a token already; leave it out" for token in tokens if token in known]
+        faults += [f"{option}: {token!r} is given twice" for token, times in Counter(tokens).items() if times > 1]
+        if faults:
+            raise InputError(*faults)
+
+    def write(self, new: NewTokens) -> None:
+        """Add the tokens to the files in the folder."""
+        vocabulary, added = self._model["vocab"], self._content["added_tokens"]
+        for token in added:  # libraries number tokens that are missing here anew, by the size of the vocabulary
+            vocabulary.setdefault(token["content"], token["id"])
+        vocabulary |= {token: new.first_id + place for place, token in enumerate(new.texts)}
+        pairs = self._sentencepiece_merges(new.learned) if self._is_sentencepiece else new.learned.merges
+        as_text = bool(self._model.get("merges")) and isinstance(self._model["merges"][0], str)
+        if pairs:
+            self._model["merges"] += [" ".join(pair) if as_text else list(pair) for pair in pairs]
+        ids = {token: vocabulary[token] for token in (*new.given, *new.special)}
+        entries = [
+            {"id": index, "content": token, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}
+            | {"special": token in new.special}
+            for token, index in ids.items()
+        ]
+        added += entries
+        _write_json(self.folder / "tokenizer.json", self._content)
+        config = read_json(self.folder / CONFIG, dict, _ADVICE)
+        if entries and "added_tokens_decoder" in config:
+            config["added_tokens_decoder"] |= {str(entry.pop("id")): entry for entry in map(dict, entries)}
+            _write_json(self.folder / CONFIG, config)
+        if self._sentencepiece is not None:
+            self._write_sentencepiece(new)
+
+    def _count_words(self, documents: Sequence[str]) -> Counter[str]:
+        words: Counter[str] = Counter()
+        with progress_of("counting words") as show:
+            for number, document in enumerate(documents):
+                words.update(self._words_in(document))
+                show(number / len(documents))
+        return words
+
+    def _words_in(self, text: str) -> list[str]:
+        """Return the words of a text as the model gets them; SentencePiece's gets all at once, so cut at spaces."""
+        normalizer, pre_tokenizer = self.fast.normalizer, self.fast.pre_tokenizer
+        normalized = text if normalizer is None else normalizer.normalize_str(text)
+        if self._is_sentencepiece:
+            return _WORD.findall(normalized.replace(" ", _SPACE))
+        return [word for word, _ in pre_tokenizer.pre_tokenize_str(normalized)]
+
+    def _missing_letters(self, words: Counter[str]) -> list[str]:
+        """Return the letters of the texts that have no piece of their own, the most frequent first."""
+        letters: Counter[str] = Counter()
+        for word, number in words.items():
+            for letter in word:
+                letters[letter] += number
+        fewest = _COVERAGE * letters.total()
+        known = self._model["vocab"]
+        return [one for one, number in letters.most_common() if number >= fewest and one not in known and one.isalpha()]
+
+    def _with_letters(self, letters: Sequence[str]) -> "Tokenizer":
+        from tokenizers import Tokenizer
+
+        more = {letter: self.first_id + place for place, letter in enumerate(letters)}
+        model = {**self._model, "vocab": self._model["vocab"] | more}
+        return Tokenizer.from_str(json.dumps({**self._content, "model": model}))
+
+    def _sentencepiece_merges(self, learned: Learned) -> list[tuple[str, str]]:
+        """Return each split of each new piece into two pieces, as sentencepiece makes it of any two."""
+        known = self._model["vocab"]
+        return [
+            (token[:place], token[place:])
+            for token in learned.tokens
+            for place in range(len(token) - 1, 0, -1)
+            if token[:place] in known and token[place:] in known
+        ]
+
+    def _write_sentencepiece(self, new: NewTokens) -> None:
+        """Write tokenizer.model with the new pieces at their ids, and with tokens that only tokenizer.json had."""
+        from sentencepiece import sentencepiece_model_pb2
+
+        assert self._sentencepiece is not None
+        model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # protobuf creates it at import
+        model.ParseFromString(self._sentencepiece.read_bytes())
+        lowest = min(piece.score for piece in model.pieces if piece.type == 1 and len(piece.piece) > 1)
+        by_id = {token["id"]: token for token in self._content["added_tokens"]}
+        learned = {new.first_id + place: token for place, token in enumerate(new.learned.tokens)}
+        kinds = type(model).SentencePiece
+        for index in range(len(model.pieces), new.first_id + len(new.texts)):
+            piece = model.pieces.add()
+            if index in learned:
+                piece.piece, piece.type = learned[index], kinds.NORMAL
+                lowest -= max(1.0, abs(lowest) * 2**-22)  # scores are fp32
+                piece.score = lowest
+            elif index in by_id:
+                piece.piece, piece.score = by_id[index]["content"], 0.0
+                piece.type = kinds.CONTROL if by_id[index]["special"] else kinds.USER_DEFINED
+            else:
+                piece.piece, piece.score, piece.type = f"<unused_{index}>", 0.0, kinds.UNUSED
+        model.trainer_spec.vocab_size = len(model.pieces)
+        (self.folder / "tokenizer.model").write_bytes(model.SerializeToString())
+
+
+def _is_of_letters(token: str) -> bool:
+    """Whether a piece has letters only, perhaps after a space, as sentencepiece's trainer makes them."""
+    return token.removeprefix(_SPACE).isalpha()
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
