@@ -4,10 +4,13 @@ Faults stop the run. Notes are differences that the user should know.
 """
 
 import hashlib
-from collections.abc import Collection
+import random
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL
@@ -16,14 +19,20 @@ from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer
+from fabric_train.tokenization.tokenizers.text_encoder import load_fast
 from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
-from fabric_train.tokenization.tokenizers.vocabulary import compare_tokenizers
+from fabric_train.tokenization.tokenizers.vocabulary import ADDED, AddedVocabulary, compare_tokenizers
 from fabric_train.training.evaluation import METRICS, EarlyStopping, parse_early_stopping
 from fabric_train.training.objective import objective_of
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
     from fabric_train.training.prepared_run import TrainingData
+
+_MOST_TOKENS = 1 << 28
+"""Tokens read to look for added ones: 1 GB, some seconds."""
+_ROWS_AT_ONCE = 1024
+_LISTED = 5
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,40 @@ def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: b
         for rows in splits.values():
             rows.pieces([0])  # opens the document index
     return DatasetCheck(tuple(faults), tuple(notes))
+
+
+def note_on_added_tokens(shape: ModelShape, parts: Sequence[TokenDataset]) -> str | None:
+    """Return a note for the user if the rows to train on lack tokens that were added to the model: they stay untrained.
+
+    Rows from all over the token datasets are read until each added token was seen, at most ``_MOST_TOKENS`` tokens.
+    """
+    file = None if shape.is_new else _model_file(shape.source, ADDED)
+    tokenizer_file = None if file is None else _model_file(shape.source, "tokenizer.json")
+    if file is None or tokenizer_file is None:
+        return None
+    added = read_json(file, AddedVocabulary, "extend the model again, or remove this file")
+    is_missing, num_read = np.ones(len(added.tokens), dtype=bool), 0
+    chunks = [chunk for part in parts for chunk in part.train.split.data.column("input_ids").chunks]
+    pieces = [(chunk, begin) for chunk in chunks for begin in range(0, len(chunk), _ROWS_AT_ONCE)]
+    random.Random(0).shuffle(pieces)
+    for chunk, begin in pieces:
+        ids = chunk[begin : begin + _ROWS_AT_ONCE].flatten().to_numpy() - added.first_id
+        is_missing[ids[(ids >= 0) & (ids < len(is_missing))]] = False
+        num_read += len(ids)
+        if not is_missing.any() or num_read >= _MOST_TOKENS:
+            break
+    missing = np.flatnonzero(is_missing) + added.first_id
+    if not len(missing):
+        return None
+    tokenizer = load_fast(tokenizer_file, special_text_is_plain=False)
+    texts = (tokenizer.decode([index], skip_special_tokens=False) for index in missing[:_LISTED].tolist())
+    shown = ", ".join(map(repr, texts))
+    more = f" and {len(missing) - _LISTED:,} more" if len(missing) > _LISTED else ""
+    return (
+        f"{len(missing):,} of {len(is_missing):,} tokens that were added to {shape.source} are not in the {num_read:,} "
+        f"tokens that were read of the training data: {shown}{more}; their rows stay untrained: add text that has "
+        "them, or extend by fewer tokens"
+    )
 
 
 def faults_of_objective(given: "TrainArguments", data: "TrainingData", accelerator: str) -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
+from transformers import AutoConfig
 from transformers.utils import cached_file
 
 from fabric_train.checkpoint import means_checkpoint
@@ -228,7 +229,8 @@ def _write(
     extension: Extension, new: NewTokens, arguments: VocabularyExtendArguments, tokenizer: Path, target: Path
 ) -> None:
     """Write the folder, and verify its weights, before it gets its name."""
-    config, num_rows = extension.shape.config, extension.num_rows(new)
+    num_rows = extension.num_rows(new)
+    config = AutoConfig.from_pretrained(arguments.model, trust_remote_code=False)
     tensors = extension.extended(new, arguments.seed if arguments.init == "normal" else None)
     with complete_folder(target) as folder:
         write_weights(tensors, folder, None, arguments.max_shard_size, f"writing {target.name}")

@@ -3,6 +3,7 @@
 The converter comes with the source distribution of llama-cpp-python, which has llama.cpp in it.
 """
 
+import json
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fabric_train.files.atomic_folder import complete_folder
+from fabric_train.tokenization.tokenizers.tokenizer import set_chat_template
+from fabric_train.vocabulary.__main__ import main as vocabulary
+from sample_data import real_data
 from sample_data.real_data import CACHE
 from tests.support.checkpoint_examples import CHAT_TEMPLATE, TOKENIZER_FILES, write_full
 from tests.support.downstream_uses import OPTIONS, Checked, Used, assert_same, use_in_llama_cpp, use_in_transformers
@@ -118,6 +122,40 @@ def test_llama_cpp_reads_the_tokenizer_and_positions_of_llama_3(
     np.testing.assert_allclose(found.logits, expected.logits, rtol=0, atol=TOLERANCE)
     assert found.template == CHAT_TEMPLATE
     what = f"GGUF of a small random Llama-3.1, untied: ids, and logits within {TOLERANCE:g} of transformers; template"
+    checked("llama.cpp (llama-cpp-python)", found.version, what)
+
+
+@pytest.fixture(scope="module")
+def llama_2(tmp_path_factory: pytest.TempPathFactory, spm_dir: Path, spm_tokenizer_model: Path) -> Path:
+    """A small random Llama-2 with a tokenizer.model of SentencePiece."""
+    folder = Path(shutil.copytree(spm_dir, tmp_path_factory.mktemp("llama-2") / "base"))
+    shutil.copy(spm_tokenizer_model, folder / "tokenizer.model")
+    set_chat_template(folder, CHAT_TEMPLATE)
+    torch.manual_seed(0)
+    sizes = {name: LLAMA_3[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = LlamaConfig(vocab_size=32_000, num_attention_heads=4, bos_token_id=1, eos_token_id=2, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("base", ["smollm2_dir", "llama_2"])
+def test_llama_cpp_reads_a_vocabulary_that_was_extended(
+    base: str, tmp_path: Path, converter: Path, llama_cpp: Path, checked: Checked, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(base)
+    (tmp_path / "tokens.txt").write_text("Costa Brava\n", encoding="utf-8")
+    words = f"--model {folder} --texts ca={real_data.guide('ca')} --num_tokens 500 --tokens {tmp_path / 'tokens.txt'}"
+    vocabulary(["extend", *words.split(), "--output_dir", str(tmp_path / "extended")])
+    text = "La instal·lació del sistema a la Costa Brava també és possible amb aquest paquet."
+    expected = use_in_transformers(sys.executable, tmp_path / "extended", text)
+    gguf = to_gguf(converter, tmp_path / "extended", tmp_path / "extended.gguf")
+    found = use_in_llama_cpp(llama_cpp, gguf, text=text)
+    first = json.loads((tmp_path / "extended" / "vocabulary.json").read_text())["first_id"]
+    assert sum(index >= first for index in expected.ids) > 4
+    assert found.ids == expected.ids
+    np.testing.assert_allclose(found.logits, expected.logits, rtol=0, atol=TOLERANCE)
+    kind = "SmolLM2" if base == "smollm2_dir" else "a small random Llama-2"
+    what = f"GGUF of {kind} with 501 more tokens: ids of a text with them, and logits within {TOLERANCE:g}"
     checked("llama.cpp (llama-cpp-python)", found.version, what)
 
 

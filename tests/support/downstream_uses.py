@@ -39,14 +39,14 @@ class Used:
     template: str | None
 
 
-def use_in_transformers(python: Path | str, folder: Path) -> Used:
-    """Use a Hugging Face folder through ``pipeline``."""
-    return _use(python, "in_transformers.py", folder)
+def use_in_transformers(python: Path | str, folder: Path, text: str = TEXT) -> Used:
+    """Use a Hugging Face folder through ``pipeline``, with ``text`` in place of TEXT."""
+    return _use(python, "in_transformers.py", folder, text)
 
 
-def use_in_llama_cpp(python: Path, file: Path, *adapter: Path) -> Used:
-    """Use a GGUF file, with an adapter's on it if there is one."""
-    return _use(python, "in_llama_cpp.py", file, *adapter)
+def use_in_llama_cpp(python: Path, file: Path, *adapter: Path, text: str = TEXT) -> Used:
+    """Use a GGUF file, with an adapter's on it if there is one, and ``text`` in place of TEXT."""
+    return _use(python, "in_llama_cpp.py", file, text, *adapter)
 
 
 def assert_same(found: Used, expected: Used, tolerance: float) -> None:
@@ -57,7 +57,7 @@ def assert_same(found: Used, expected: Used, tolerance: float) -> None:
     assert found.template == expected.template
 
 
-def _use(python: Path | str, program: str, model: Path, *more: Path) -> Used:
+def _use(python: Path | str, program: str, model: Path, text: str, *more: Path) -> Used:
     logits = model.parent / f"{model.name}-{program}.npy"
-    found = run_inside(python, program, model, TEXT, QUESTION, NUM_TOKENS, logits, *more)
+    found = run_inside(python, program, model, text, QUESTION, NUM_TOKENS, logits, *more)
     return Used(logits=np.load(logits), **found)

@@ -1,0 +1,343 @@
+"""python -m fabric_train.vocabulary extend: old texts keep their ids, all libraries read the folder alike, rows begin
+where they should, and old weights keep their bits.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from fabric_train.cli.errors import InputError
+from fabric_train.data.token_dataset import TokenDataset, open_dataset
+from fabric_train.export.hub_format import BLOCK_BYTES
+from fabric_train.model.hf_model import read_shape
+from fabric_train.model.weight_files import open_weights
+from fabric_train.preflight import dataset_check
+from fabric_train.preflight.dataset_check import note_on_added_tokens
+from fabric_train.tokenization.tokenizers.text_encoder import open_encoder
+from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
+from fabric_train.vocabulary.__main__ import main
+from fabric_train.vocabulary.rows import ExtendedMatrix
+from fabric_train.vocabulary.tokenizer_files import KEPT_TEXTS, ExtendableTokenizer, NewTokens
+from fabric_train.vocabulary.verification import verify_tokenizer
+from sample_data import real_data
+from tests.support.token_datasets import tokenize
+
+LANGUAGES = ("cs", "de", "el", "en", "es", "fr", "ja", "ko", "ru", "vi", "zh_CN")
+WIDTH = 32
+
+
+def pages(language: str, number: int = 8) -> list[str]:
+    """Return the first 3,000 characters of pages of a guide."""
+    lines = real_data.guide(language).read_text(encoding="utf-8").splitlines()[:number]
+    return [json.loads(line)["text"][:3000] for line in lines]
+
+
+def ids_of(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+
+def write_llama(folder: Path, rows: int, *, tied: bool, max_shard_size: str = "5GB") -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=rows,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+@pytest.fixture(scope="module")
+def catalan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("catalan") / "ca.jsonl"
+    file.write_text("\n".join(json.dumps({"text": page}) for page in pages("ca", 30)), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, chatml_dir: Path) -> Path:
+    """A model of 2,000 tokens whose head is not tied, in three shards, with a chat template and a licence."""
+    folder = Path(shutil.copytree(chatml_dir, tmp_path_factory.mktemp("base") / "base"))
+    write_llama(folder, 2000, tied=False, max_shard_size="150KB")
+    (folder / "LICENSE").write_text("a licence")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory, base: Path, catalan: Path) -> Path:
+    """That model with 150 learned tokens, two given ones and a special one."""
+    folder = tmp_path_factory.mktemp("extended")
+    (folder / "tokens.txt").write_text("ChIJ-42\nfoo bar\n", encoding="utf-8")
+    (folder / "special.txt").write_text("<|turn|>\n", encoding="utf-8")
+    words = f"--model {base} --texts ca={catalan} --num_tokens 150 --output_dir {folder / 'out'}"
+    words += f" --tokens {folder / 'tokens.txt'} --special_tokens {folder / 'special.txt'} --max_shard_size 150KB"
+    main(["extend", *words.split()])
+    return folder / "out"
+
+
+# -------------------------------------------------------------------------------------------------------- tokenizers
+
+
+@pytest.mark.parametrize("name", ["smollm2_dir", "llama3_tokenizer_model", "spm_tokenizer_model"])
+def test_texts_of_eleven_languages_keep_their_ids_unless_they_have_a_new_token(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    source = request.getfixturevalue(name)
+    of_sentencepiece = source if name.startswith("spm") else None
+    tokenizer = ExtendableTokenizer(load_tokenizer(str(source)), tmp_path, of_sentencepiece)
+    learned = tokenizer.learn(pages("ca", 30), 200)
+    new = NewTokens(tokenizer.first_id, learned)
+    tokenizer.write(new)
+    after = verify_tokenizer(tokenizer.fast, tmp_path, new, [])
+    num_kept = 0
+    for language in LANGUAGES:
+        lines = [line for page in pages(language) for line in page.splitlines()]
+        for before, found in zip(ids_of(tokenizer.fast, lines), ids_of(after, lines), strict=True):
+            if max(found, default=0) < tokenizer.first_id:
+                assert found == before
+                num_kept += 1
+    assert num_kept > 300
+    texts = pages("ca", 40)
+    assert sum(map(len, ids_of(after, texts))) < 0.9 * sum(map(len, ids_of(tokenizer.fast, texts)))
+    if of_sentencepiece is None:
+        assert ids_of(after, ["".join(KEPT_TEXTS)]) == ids_of(tokenizer.fast, ["".join(KEPT_TEXTS)])
+        return
+    library = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    both = [*texts, *pages("es"), *pages("ko")]
+    assert library.encode(both) == ids_of(after, both)
+    assert library.vocab_size() == tokenizer.first_id + 200
+
+
+def test_new_letters_become_pieces_of_a_sentencepiece_model(tmp_path: Path, small_spm_dir: Path) -> None:
+    tokenizer = ExtendableTokenizer(load_tokenizer(str(small_spm_dir)), tmp_path, small_spm_dir / "tokenizer.model")
+    new = NewTokens(tokenizer.first_id, tokenizer.learn(pages("ru"), 120))
+    assert {"и", "▁и"} <= set(new.texts)
+    assert new.learned.pieces[new.texts.index("и")] == tokenizer.pieces_of("и")[1:]  # its bytes, after the space
+    tokenizer.write(new)
+    after = verify_tokenizer(tokenizer.fast, tmp_path, new, pages("ru"))
+    library = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    assert library.encode(pages("ru")) == ids_of(after, pages("ru"))
+
+
+def test_a_learned_token_is_the_pair_that_comes_most(tmp_path: Path, chatml_dir: Path) -> None:
+    tokenizer = ExtendableTokenizer(load_tokenizer(str(chatml_dir)), tmp_path, None)
+    (before,) = ids_of(tokenizer.fast, [" zqx"])
+    learned = tokenizer.learn([" zqx zqx zqx zqx and"], len(before) - 1)
+    assert learned.tokens[-1] == "Ġzqx"
+    assert learned.pieces[-1] == tuple(before)
+    with pytest.raises(InputError, match=r"only .* new tokens that come 2 times; give a lower number, or more text"):
+        tokenizer.learn([" zqx zqx"], 1000)
+
+
+def test_transformers_and_gigatoken_read_the_folder_as_tokenizers_does(extended: Path, base: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(extended)
+    fast, old = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (extended, base))
+    encoder, name = open_encoder(extended / "tokenizer.json", special_text_is_plain=False)
+    texts = [*pages("ca"), *pages("en"), "a ChIJ-42<|turn|>foo bar", "<|im_start|>user\nhola<|im_end|>"]
+    assert name == "gigatoken"
+    assert ids_of(fast, texts) == [ids.tolist() for ids in encoder.encode_batch(texts)]
+    assert ids_of(fast, texts) == tokenizer(texts, add_special_tokens=False)["input_ids"]
+    assert [tokenizer.convert_tokens_to_ids(one) for one in ("ChIJ-42", "foo bar", "<|turn|>")] == [2150, 2151, 2152]
+    assert tokenizer.decode(tokenizer.encode(texts[0])) == texts[0]
+    assert tokenizer.decode([2150, 2152], skip_special_tokens=True) == "ChIJ-42"
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(base).chat_template
+    assert [fast.token_to_id(one) for one in ("<|im_start|>", "<|im_end|>")] == [
+        old.token_to_id(one) for one in ("<|im_start|>", "<|im_end|>")
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- models
+
+
+def test_new_rows_are_means_of_their_pieces_and_all_else_keeps_its_bits(extended: Path, base: Path) -> None:
+    old, new = open_weights(base), open_weights(extended)
+    added = json.loads((extended / "vocabulary.json").read_text())
+    before = Tokenizer.from_file(str(base / "tokenizer.json"))
+    after = Tokenizer.from_file(str(extended / "tokenizer.json"))
+    assert set(old) == set(new)
+    assert (added["first_id"], added["num_rows"], len(added["tokens"])) == (2000, 2176, 153)
+    assert json.loads((extended / "config.json").read_text())["vocab_size"] == 2176 == 34 * 64
+    for name in old:
+        stored, found = old.read(name), new.read(name)
+        if name not in ("model.embed_tokens.weight", "lm_head.weight"):
+            assert torch.equal(stored, found)
+            continue
+        assert torch.equal(stored, found[:2000])
+        for index in (2000, 2100, 2149, 2150, 2152):
+            pieces = before.encode(after.decode([index], skip_special_tokens=False), add_special_tokens=False).ids
+            assert torch.equal(found[index], stored[pieces].double().mean(dim=0).to(torch.bfloat16))
+        padding = stored.double().mean(dim=0).to(torch.bfloat16)
+        torch.testing.assert_close(found[2153:], padding.expand(23, -1), rtol=0.02, atol=1e-4)
+    assert len(list(extended.glob("model-*.safetensors"))) > 2
+    assert (extended / "LICENSE").read_text() == "a licence"
+
+
+def test_transformers_gives_old_tokens_the_logits_of_the_old_model(extended: Path, base: Path) -> None:
+    ids = torch.tensor([Tokenizer.from_file(str(base / "tokenizer.json")).encode(pages("en")[0]).ids[:50]])
+    with torch.no_grad():
+        before, after = (AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder in (base, extended))
+    assert after.shape[-1] == 2176
+    torch.testing.assert_close(after[..., :2000], before, rtol=0.01, atol=1e-3)
+
+
+def test_a_tied_model_stays_tied(tmp_path: Path, chatml_dir: Path, catalan: Path) -> None:
+    base = Path(shutil.copytree(chatml_dir, tmp_path / "base"))
+    write_llama(base, 2048, tied=True)  # rows beyond the tokenizer's ids are overwritten
+    words = f"--model {base} --texts ca={catalan} --num_tokens 20 --output_dir {tmp_path / 'out'} --init normal"
+    main(["extend", *words.split()])
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    assert tensors["model.embed_tokens.weight"].shape == (2048, WIDTH)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    main(["extend", *words.replace(f"{tmp_path / 'out'}", f"{tmp_path / 'again'}").split()])
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+
+
+def test_normal_rows_have_the_mean_and_the_covariance_of_the_old_ones(tmp_path: Path) -> None:
+    mixing = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(4000, 16, generator=torch.Generator().manual_seed(1)) @ mixing + 3
+    save_file({"w": rows}, tmp_path / "model.safetensors")
+    matrix = ExtendedMatrix(open_weights(tmp_path), "w", 4000, [()] * 4000, 8000, (7, 0))
+    drawn = matrix.read_block((4000, 0), (4000, 16))
+    scale = float(torch.cov(rows.T).diagonal().mean())
+    torch.testing.assert_close(drawn.mean(dim=0), rows.mean(dim=0), rtol=0, atol=0.08 * scale**0.5)
+    torch.testing.assert_close(torch.cov(drawn.T), torch.cov(rows.T), rtol=0, atol=0.12 * scale)
+    norms = matrix.norms()
+    assert norms.new == pytest.approx(norms.old, rel=0.02)
+
+
+def test_no_more_than_a_block_of_rows_is_read_at_once(tmp_path: Path) -> None:
+    """A 70B's matrix of 128,256 rows takes 2 GB, and 4 GB in fp32."""
+    save_file({"w": torch.zeros(2000, 4096, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+
+    class Recorder:
+        """Tensors that keep the largest number of elements that was read at once."""
+
+        largest = 0
+
+        def __init__(self) -> None:
+            self._tensors = open_weights(tmp_path)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._tensors, name)
+
+        def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+            self.largest = max(self.largest, int(np.prod(shape)))
+            return self._tensors.read_block(name, offsets, shape)
+
+    recorder: Any = Recorder()
+    matrix = ExtendedMatrix(recorder, "w", 2000, [(1, 2)] * 40, 2048, None)
+    matrix.read_block((1990, 0), (50, 4096))
+    matrix.norms()
+    assert recorder.largest * 4 <= BLOCK_BYTES
+
+
+# -------------------------------------------------------------------------------------------------------- the program
+
+
+def test_a_plan_says_what_the_tokens_save_and_cost_and_writes_nothing(
+    base: Path, catalan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"--model {base} --texts ca={catalan} --num_tokens 150 --output_dir {tmp_path / 'out'} --plan true"
+    main(["extend", *words.split()])
+    printed = capsys.readouterr().out
+    assert "tokens a word on the held-out" in printed
+    assert "tokens     2,000 → 2,150: 150 learned, 0 given, 0 special\n" in printed
+    assert "rows       2,000 → 2,176 (vocab_size in config.json), padded to a multiple of 64\n" in printed
+    assert f"costs      {176 * WIDTH * 2 * 2 / 1e6:.1f} MB more in embedding and head" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "words, fault",
+    [
+        ("--num_tokens 10", "--texts and --num_tokens belong together"),
+        ("", "nothing to add: give --texts with --num_tokens, --tokens or --special_tokens"),
+        ("--tokens nothing.txt", "--tokens nothing.txt: cannot be read"),
+        ("--tokens KNOWN", "' the' is a token already; leave it out|'Ġthe' is a token already; leave it out"),
+        ("--texts ca=CA --num_tokens 900000", "new tokens that come 2 times; give a lower number, or more text"),
+        ("--texts ca=CA --num_tokens 5 --max_shard_size big", "--max_shard_size: expected a size"),
+        ("--texts ca=CA --num_tokens 5 --output_dir MODEL/in", "is complete and stays as it is"),
+    ],
+)
+def test_bad_input_is_refused_and_the_model_stays(
+    words: str, fault: str, base: Path, catalan: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "known.txt").write_text("Ġthe\n", encoding="utf-8")
+    before = digest(base)
+    names = {"CA": catalan, "KNOWN": tmp_path / "known.txt", "MODEL": base}
+    for name, path in names.items():
+        words = words.replace(name, str(path))
+    with pytest.raises(InputError, match=fault):
+        main(["extend", "--model", str(base), "--output_dir", str(tmp_path / "out"), *words.split()])
+    assert digest(base) == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_does_not_fit_its_tokenizer_is_refused(base: Path, catalan: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(base, tmp_path / "small"))
+    for file in folder.glob("model*"):
+        file.unlink()
+    write_llama(folder, 1500, tied=False)
+    words = f"--model {folder} --texts ca={catalan} --num_tokens 5 --output_dir {tmp_path / 'out'}"
+    with pytest.raises(InputError, match="its tokenizer has 2,000 ids, its embedding 1,500 rows"):
+        main(["extend", *words.split()])
+    shutil.copytree(folder, tmp_path / "step-1")
+    (tmp_path / "step-1" / "trainer.json").write_text("{}")
+    (tmp_path / "step-1" / "optimizer").mkdir()
+    with pytest.raises(InputError, match=r"convert it with convert_to_hf\.py first"):
+        main(["extend", *words.replace(str(folder), str(tmp_path / "step-1")).split()])
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def missing_in(*datasets: TokenDataset) -> int:
+    """Count the 153 added tokens that no row to train on has."""
+    ids = np.concatenate([ids for one in datasets for ids in one.train.split.with_format("numpy")["input_ids"]])
+    return 153 - len(np.unique(ids[ids >= 2000]))
+
+
+def test_training_names_added_tokens_that_its_rows_lack(
+    extended: Path, base: Path, catalan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = Tokenizer.from_file(str(extended / "tokenizer.json"))
+    every = [tokens.decode([index], skip_special_tokens=False) for index in range(2000, 2153)]
+    further = tmp_path / "further.jsonl"
+    further.write_text("\n".join(json.dumps({"text": one}) for one in every * 2), encoding="utf-8")
+    opened = []
+    for place in (catalan, further):
+        tokenize(tmp_path / place.stem, extended, place, max_length=32, validation_split=0.1)
+        opened.append(open_dataset(str(tmp_path / place.stem)))
+    shape, catalan_alone = read_shape(str(extended)), missing_in(opened[0])
+    assert catalan_alone > missing_in(*opened) == 0
+    note = note_on_added_tokens(shape, opened[:1])
+    assert note is not None
+    assert note.startswith(f"{catalan_alone} of 153 tokens that were added to {extended} are not in the ")
+    assert note_on_added_tokens(shape, opened) is None
+    assert note_on_added_tokens(read_shape(str(base)), opened) is None
+    monkeypatch.setattr(dataset_check, "_MOST_TOKENS", 32)
+    monkeypatch.setattr(dataset_check, "_ROWS_AT_ONCE", 1)
+    assert "are not in the 32 tokens that were read" in str(note_on_added_tokens(shape, opened))
