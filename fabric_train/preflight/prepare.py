@@ -35,12 +35,8 @@ from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_toke
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.nf4 import check_installed
 from fabric_train.model.parallelize import check_tensor_parallel
-<<<<<<< HEAD
 from fabric_train.model.trained_parts import Parts, rates_by_name
-from fabric_train.preflight.dataset_check import check_deciding_sources, faults_of_objective
-=======
 from fabric_train.preflight.dataset_check import check_deciding_sources, faults_of_objective, note_on_added_tokens
->>>>>>> vocab
 from fabric_train.preflight.memory_plan import resolve_automatic
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
 from fabric_train.preflight.step_plan import GivenPhase, plan_phases, plan_steps, read_phases, rows_at_once
