@@ -25,6 +25,7 @@ from fabric_train.cli.argument_types import (
     Shares,
     UnitInterval,
     given_twice,
+    named_numbers,
     parse_size,
     range_of_steps,
 )
@@ -53,6 +54,7 @@ _OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
     "orpo": ("dpo_beta",),
 }
 """The arguments that each objective uses."""
+PARTS = ("train_only", "freeze")
 _SIZES = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_context_width", "vocab_size")
 _FURTHER_SIZES = ("num_key_value_heads", "architecture")
 
@@ -241,8 +243,19 @@ class ModelArguments:
     architecture: dict[str, Any] | None = None
     """New model: other values of its config.json, such as {tie_word_embeddings: true}; see configs/."""
 
+    train_only: list[str] | None = None
+    """Train only these parts and leave the others as they are: names of modules or parameters (embed_tokens lm_head),
+    or regular expressions ('layers.(0|1|31)'); all is the whole model.
+    """
+    freeze: list[str] | None = None
+    """Leave these parts as they are and train the others, of --train_only if that is given; named as there."""
+
     def faults(self) -> list[str]:
-        """Return sizes that are missing or that do not fit together."""
+        """Return lists of parts that are empty, and sizes that are missing or that do not fit together."""
+        empty = [f"--{name} names nothing: give parts, or leave it out" for name in PARTS if getattr(self, name) == []]
+        return empty + self._faults_of_sizes()
+
+    def _faults_of_sizes(self) -> list[str]:
         if self.family is None:
             return []
         given = [f"--{name}" for name in (*_SIZES, *_FURTHER_SIZES) if self._has(name)]
@@ -534,6 +547,10 @@ class TrainingArguments:
     """Type of AdamW's moments; default: the type of the weights. 8bit keeps the moments of norms and biases in fp32."""
     stochastic_rounding: bool = True
     """Round bfloat16 weights and moments stochastically, which keeps small updates; false rounds to nearest."""
+    lr_of: list[str] | list[dict[str, Any]] | None = None
+    """Peak learning rates of parts of the model, as PATTERN=RATE, such as embed_tokens=1e-4 'layers.*=1e-5', with
+    patterns as for --train_only; of several that match, the last counts. The schedule scales all rates alike.
+    """
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """If the loss or a gradient is NaN or infinite: save the state before that step and stop, or skip the step."""
 
@@ -548,7 +565,13 @@ class TrainingArguments:
         if self.max_step is not None and self.warmup_steps > self.max_step:
             faults.append(f"--warmup_steps {self.warmup_steps} is more than --max_step {self.max_step}")
         faults += [f"--{name} must be below 1" for name in ("beta1", "beta2") if getattr(self, name) == 1]
-        return faults
+        wrong = any(not name or not rate for name, rate in named_numbers(self.lr_of or [])) or self.lr_of == []
+        return faults + [f"--lr_of: expected PATTERN=RATE, rates above 0; got {self.lr_of}"] * wrong
+
+    @property
+    def rates_of_parts(self) -> dict[str, float]:
+        """The peak learning rates of --lr_of by pattern."""
+        return {name: rate for name, rate in named_numbers(self.lr_of or []) if rate}
 
     def _faults_of_wsd(self) -> list[str]:
         names = [name for name in ("decay_steps", "decay_share", "decay_form") if getattr(self, name) is not None]

@@ -33,6 +33,7 @@ from benchmarks import (
     rehearsal,
     tokenization,
     training,
+    vocabulary,
 )
 from benchmarks.measure import ROOT
 from benchmarks.report import Report, this_machine, write_report
@@ -73,6 +74,7 @@ BENCHMARKS = {
     "growth": Benchmark(growth.measure, growth.table, only_by_name=True),
     "export": Benchmark(export.measure, export.table, only_by_name=True),
     "precision": Benchmark(precision.measure, precision.table, only_by_name=True),
+    "vocabulary": Benchmark(vocabulary.measure, vocabulary.table, only_by_name=True),
     "long_report": Benchmark(long_report.measure, long_report.table, only_by_name=True),
     "rehearsal": Benchmark(rehearsal.measure, rehearsal.table, only_by_name=True),
     "defects": Benchmark(defects.measure, defects.table, only_by_name=True),

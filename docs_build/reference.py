@@ -46,6 +46,7 @@ PROGRAMS = {
     "vocabulary report": Program("-m fabric_train.vocabulary report", ("language",)),
     "vocabulary extend": Program("-m fabric_train.vocabulary extend", ("language",)),
     "convert": Program("convert_to_hf.py", ("publish", "adapters", "performance")),
+    "merge_models": Program("-m fabric_train.merge_models", ("language",)),
     "generate": Program("generate.py", ("generate",)),
     "evaluate": Program("evaluate.py", ("evaluate",)),
     "report": Program("-m fabric_train.report", ("report",)),

@@ -12,6 +12,7 @@ FROM_THE_TOP = (
     "trace",
     "vocabulary",
     "preflight",
+    "merge_models",
     "export",
     "evaluation",
     "training",

@@ -43,6 +43,7 @@ from fabric_train.checkpoint.trainer_json import (
     Description,
     Evaluation,
     LossProgress,
+    PhaseParts,
     PhaseSchedule,
     TokenLoss,
     TrainerJson,

@@ -6,7 +6,7 @@ flat vector of FSDP1, some rows of FSDP2, or all of it.
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -33,8 +33,8 @@ from fabric_train.distributed.ranks import (
     original_name,
 )
 from fabric_train.model.adapter import adapted_layers
-from fabric_train.model.hf_model import trained_parameters
 from fabric_train.model.load_weights import read_local_part
+from fabric_train.model.trained_parts import trained_parameters
 from fabric_train.model.weight_files import DTYPES, SHARDING_INFO, CheckpointTensors
 from fabric_train.optim.states import DeclaredStates, State
 
@@ -306,8 +306,11 @@ def safetensors_header(
     return len(text).to_bytes(8, "little") + text, {name: start + begin for name, begin in begins.items()}
 
 
-def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: Any) -> None:
-    """Restore this rank's states of the optimizer, and the gradient scaler, also after other ranks or parallelism."""
+def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: Any, new: Collection[str] = ()) -> None:
+    """Restore this rank's states of the optimizer, and the gradient scaler, also after other ranks or parallelism.
+
+    ``new`` are the parameters that the checkpoint's step did not train: they have no states yet.
+    """
     tensors = CheckpointTensors(sorted((checkpoint / "optimizer").glob("*.safetensors")))
     cuts, declaring = flat_shards(model), optimizer.optimizer
     for name, parameter in trained_parameters(model):
@@ -317,6 +320,8 @@ def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: A
                 for state in declaring.declare_states(parameter)
             }
         except KeyError as error:
+            if name in new:
+                continue
             raise InputError(
                 f"{checkpoint}: the optimizer's {error.args[0]} is missing; use another checkpoint"
             ) from error

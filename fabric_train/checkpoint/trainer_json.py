@@ -204,6 +204,15 @@ class PhaseSchedule:
 
 
 @dataclass(frozen=True)
+class PhaseParts:
+    """The patterns of what trains in the steps from ``first_step`` to ``last_step``, in place of ``--train_only``."""
+
+    first_step: PositiveInt
+    last_step: PositiveInt
+    train_only: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Description:
     """The description of a run in each of its checkpoints, sufficient to export, generate or resume.
 
@@ -227,6 +236,7 @@ class Description:
     schedule_steps: PositiveInt | None = None
     lineage: tuple[BranchPoint, ...] = ()
     phase_schedules: tuple[PhaseSchedule, ...] = ()
+    phase_parts: tuple[PhaseParts, ...] = ()
     device: str | None = None
     mixture_sources: tuple[str, ...] = ()
     mixture_tokens: tuple[dict[str, NonNegativeInt], ...] = ()
@@ -261,6 +271,7 @@ class TrainerJson:
     base_model: ModelOrigin | None
     lineage: tuple[BranchPoint, ...]
     phase_schedules: tuple[PhaseSchedule, ...]
+    phase_parts: tuple[PhaseParts, ...]
     sessions: tuple[TrainingSession, ...]
     stages: tuple[TrainingStage, ...]
     adapter_base: AdapterBase | None
@@ -278,6 +289,13 @@ class TrainerJson:
     @property
     def versions(self) -> dict[str, str]:
         return self.content["versions"]
+
+    @property
+    def parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The patterns of the parts that the checkpoint's step trained, and of those that were frozen."""
+        train_only, freeze = (tuple(self.arguments.get(name) or ()) for name in ("train_only", "freeze"))
+        of_phase = (one.train_only for one in self.phase_parts if one.first_step <= self.state.step <= one.last_step)
+        return next(of_phase, train_only), freeze
 
     def session_of(self, step: int) -> TrainingSession | None:
         """Return the session that took a step; None if an earlier version saved the checkpoint."""
@@ -309,7 +327,7 @@ class _SavedArguments(BaseModel):
 
 _ADDED_LATER = {
     *("base_model", "rows_of_sources", "evaluation", "first_evaluation", "progress", "schedule_steps", "lineage"),
-    *("phase_schedules", "device", "mixture_sources", "mixture_tokens", "sessions", "stages"),
+    *("phase_schedules", "phase_parts", "device", "mixture_sources", "mixture_tokens", "sessions", "stages"),
     *("adapter_base", "reference"),
 }
 """Fields that checkpoints of earlier versions lack: then they have the default of their class, or are None."""

@@ -244,18 +244,23 @@ class Shares:
         if self.given is None or not any(isinstance(one, str | dict) for one in self.given):
             return None
         named: dict[str, float] = {}
-        for one in self.given:
-            for name, number in one.items() if isinstance(one, dict) else [str(one).rpartition("=")[::2]]:
-                share = _number(number)
-                if share is None or not name:
-                    raise InputError(
-                        f"{self.option}: expected numbers above 0, one for each folder, or NAME=NUMBER such as "
-                        f"data/va=0.5; got {list(self.given)}"
-                    )
-                if name in named:
-                    raise InputError(f"{self.option}: {name} is given twice")
-                named[name] = share
+        for name, share in named_numbers(self.given):
+            if share is None or not name:
+                raise InputError(
+                    f"{self.option}: expected numbers above 0, one for each folder, or NAME=NUMBER such as "
+                    f"data/va=0.5; got {list(self.given)}"
+                )
+            if name in named:
+                raise InputError(f"{self.option}: {name} is given twice")
+            named[name] = share
         return named
+
+
+def named_numbers(given: Sequence[Any]) -> Iterator[tuple[str, float | None]]:
+    """Yield the names and numbers of texts NAME=NUMBER and of dicts; None if it is no number from 0 to 1e9."""
+    for one in given:
+        for name, number in one.items() if isinstance(one, dict) else [str(one).rpartition("=")[::2]]:
+            yield name, _number(number)
 
 
 def _number(value: Any) -> float | None:

@@ -39,6 +39,7 @@ PROGRAMS = {
     "replay": "fabric_train.replay",
     "report": "fabric_train.report",
     "convert": "convert_to_hf",
+    "merge_models": "fabric_train.merge_models",
     "generate": "generate",
     "evaluate": "evaluate",
     "download": "download_model",

@@ -236,7 +236,7 @@ class Heartbeat:
     def enter(self, phase: StepPhase, index: int = 0, step: int | None = None) -> None:
         """Record that the main thread enters a phase; all ranks record the same positions."""
         step = self.position.step if step is None else step
-        self._first_step = self._first_step or step
+        self._first_step = step if phase == StepPhase.LOADING else self._first_step or step
         may_compile = step == self._first_step or (phase in _SLOW_AT_FIRST and index == 0)
         now = time.monotonic()
         if self.position.phase == StepPhase.COMPUTING:

@@ -52,6 +52,8 @@ def check_xla_arguments(arguments: "TrainArguments", num_processes: int) -> None
         "activation_offload": fsdp.activation_offload,
         "float8": arguments.model.float8,
         "adapter": arguments.adapter.is_given,
+        "train_only": bool(arguments.model.train_only),
+        "freeze": bool(arguments.model.freeze),
         "plan": bool(arguments.planning.plan),
         "optimizer_states": arguments.training.optimizer_states in ("bfloat16", "8bit"),
         "activation_checkpointing": fsdp.activation_checkpointing not in ("auto", "none"),

@@ -111,26 +111,32 @@ def _note_export(source: ExportSource, target: Path, dtype: torch.dtype, found: 
 
 def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts) -> None:
     """Write weights, configurations, tokenizer, licence and model card into ``folder`` without verification."""
+    write_model(source, folder, dtype, max_shard_size, f"writing {source.checkpoint.name}")
+    write_card(source, folder, facts)
+
+
+def write_model(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str, title: str) -> None:
+    """Write weights, configurations, tokenizer and licence into ``folder``; ``title`` is for the progress bar."""
     checkpoint = source.checkpoint
     shape, in_memory = hf_model.read_shape(str(checkpoint)), source.open_tensors()
     tensors = published(build_on_meta(shape, dtype), in_memory)
     if tensors is in_memory:
         kind = shape.config.model_type
         print(f"note: {kind}: weights keep transformers' own names; other software may not know them", file=sys.stderr)
-    write_weights(tensors, folder, dtype, max_shard_size, f"writing {checkpoint.name}")
+    write_weights(tensors, folder, dtype, max_shard_size, title)
     config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     config.dtype = dtype
     config.use_cache = True  # training turns it off; generation without it is quadratic
     config.architectures = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(folder)
     hf_model.write_generation_config(folder, hf_model.checkpoint_generation_config(checkpoint, config))
-    if (checkpoint / "tokenizer").is_dir():
+    for name, file in source.tokenizer_files().items():
         # copied, not loaded and saved: so the chat template and all settings keep their values
-        copy_folder(checkpoint / "tokenizer", folder)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, folder / name)
     add_former_names(folder)
     for file in legal_files(checkpoint):
         shutil.copyfile(file, folder / file.name)
-    write_card(source, folder, facts)
 
 
 def write_adapter(source: ExportSource, folder: Path, facts: CardFacts) -> None:

@@ -126,12 +126,12 @@ def card_metadata(record: ModelRecord, facts: CardFacts, folder: Path) -> ModelC
         model_name=Path(facts.name).name if results else None,
         pipeline_tag="text-generation",
         tags=["fabric-train"],
-        **({"license": facts.license} if facts.license else _licence(record.origin, folder)),  # type: ignore[arg-type]
+        **({"license": facts.license} if facts.license else licence_metadata(record.origin, folder)),  # type: ignore[arg-type]
     )
 
 
-def _licence(origin: ModelOrigin | None, folder: Path) -> dict[str, str]:
-    """Return the base model's licence; empty if it is not known, or there is no base model.
+def licence_metadata(origin: ModelOrigin | None, folder: Path) -> dict[str, str]:
+    """Return the base model's licence as a card's metadata; empty if it is not known, or there is no base model.
 
     The hub takes ``LICENSE``, ``LICENSE.md`` or a URL as the link to the text of a licence that has no identifier.
     """
@@ -197,7 +197,7 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
         context_length=lengths,
         compute=card_facts.device_hours(sessions) if sessions else None,
         has_chats=has_chats,
-        has_chat_template=_has_chat_template(record.checkpoint / "tokenizer"),
+        has_chat_template=has_chat_template(record.checkpoint / "tokenizer"),
         stages=stages,
         stage_rows=[_stage_row(number, stage) for number, stage in enumerate(stages, 1)],
         earlier_rows=[
@@ -234,7 +234,8 @@ def _trained_on(record: ModelRecord) -> list[Markdown]:
     return names or [code(place.name) for place in record.stream_places()]
 
 
-def _has_chat_template(tokenizer: Path) -> bool:
+def has_chat_template(tokenizer: Path) -> bool:
+    """Return whether the files of a tokenizer have a chat template."""
     config = tokenizer / "tokenizer_config.json"
     if (tokenizer / "chat_template.jinja").is_file():
         return True

@@ -96,9 +96,8 @@ def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _Sides:
 
 
 def _compare(sides: _Sides) -> VerificationReport:
-    checkpoint = sides.source.checkpoint
     settings = [*_compare_configurations(sides), *_compare_index(sides.folder, sides.files)]
-    of_tokenizer = _compare_tokenizers(sides.folder, checkpoint / "tokenizer")
+    of_tokenizer = _compare_tokenizers(sides.folder, sides.source)
     tensors = _compare_tensors(sides.published, sides.files, sides.dtype)
     fits = not (settings or tensors.missing or tensors.unexpected or tensors.max_difference == math.inf)
     outputs = _compare_outputs(sides) if fits else _NOT_RUN
@@ -149,7 +148,7 @@ def compare_adapter(folder: Path, source: ExportSource) -> VerificationReport:
     assert base is not None  # open_unmerged has found it
     whole = load_onto_devices(open_base(shape, base, torch.float32))
     found = _logits(add_adapter(whole, folder, base.place), input_ids.to(whole.device)).cpu()
-    of_tokenizer = _compare_tokenizers(folder, source.checkpoint / "tokenizer")
+    of_tokenizer = _compare_tokenizers(folder, source)
     report = VerificationReport(
         dtype="float32",
         method="whole model",
@@ -301,17 +300,15 @@ def _compare_configurations(sides: _Sides) -> list[str]:
     return [*differences, *(f"{name} in {hf_model.GENERATION_CONFIG}" for name in _different(generation, of_export))]
 
 
-def _compare_tokenizers(folder: Path, original: Path) -> list[str] | None:
+def _compare_tokenizers(folder: Path, source: ExportSource) -> list[str] | None:
     """Return what differs between two tokenizers, as transformers reads them and in bytes; None without an original."""
-    if not original.is_dir():
+    if not source.tokenizer.is_dir():
         return None
-    expected, found = _traits(original), _traits(folder)
-    differences = _different(expected, found)
-    for file in sorted(path for path in original.rglob("*") if path.is_file()):
-        copy = folder / file.relative_to(original)
-        if file.name == "tokenizer_config.json":  # has names for transformers 4
+    differences = _different(_traits(source.tokenizer), _traits(folder))
+    for name, file in source.tokenizer_files().items():
+        if name == "tokenizer_config.json":  # has names for transformers 4
             continue
-        if not copy.is_file() or not filecmp.cmp(file, copy, shallow=False):
+        if not (folder / name).is_file() or not filecmp.cmp(file, folder / name, shallow=False):
             differences.append(file.name)
     return differences
 

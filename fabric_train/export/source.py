@@ -28,7 +28,7 @@ from fabric_train.checkpoint.adapter_folder import (
 from fabric_train.checkpoint.files import CHECKSUMS
 from fabric_train.cli.errors import InputError
 from fabric_train.export.hub_format import blocks
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.regular_file import check_links, read_json
 from fabric_train.model import hf_model
 from fabric_train.model.adapter import adapted_layers, is_of_adapter
 from fabric_train.model.hf_model import load_hf_tokenizer
@@ -157,61 +157,80 @@ class AveragePart:
     weight: float = 1.0
 
 
-class AveragedTensors:
-    """The average of the tensors of checkpoints in fp32, summed in fp64; each is computed on request.
+class CombinedTensors:
+    """Tensors that are computed from the tensors of several models, in fp32 and a block at a time.
+
+    ``_first`` says which tensors there are. One without floating-point numbers is the one of this model.
+    """
+
+    def __init__(self, models: Sequence[StoredTensors], first: StoredTensors) -> None:
+        self._models, self._first = models, first
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._first)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._first.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which the tensor is read: float32, unless it has no floating-point numbers."""
+        stored = self._first.dtype(name)
+        return torch.float32 if stored.is_floating_point else stored
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the full tensor on the CPU. Beside it, only blocks of the models are in memory."""
+        shape = self.shape(name)
+        if not shape or 0 in shape:
+            return self.read_block(name, (0,) * len(shape), shape)
+        combined = torch.empty(shape, dtype=self.dtype(name))
+        rows = max(1, _BLOCK // shape[1:].numel())
+        for begin in range(0, shape[0], rows):
+            block = combined[begin : begin + rows]
+            block.copy_(self.read_block(name, (begin, *(0,) * (len(shape) - 1)), block.shape))
+        return combined
+
+    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Return the block of ``shape`` that begins at ``offsets`` of the full tensor, on the CPU."""
+        if not self._first.dtype(name).is_floating_point:
+            return self._first.read_block(name, offsets, shape)
+        return self._combine(name, offsets, (model.read_block(name, offsets, shape) for model in self._models))
+
+    def _combine(self, name: str, offsets: Sequence[int], blocks: Iterable[torch.Tensor]) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def weighted_mean(blocks: Iterable[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Return the mean of blocks in fp32, summed in fp64; only one of them is in memory beside the sum."""
+    terms = (block.double() * weight for block, weight in zip(blocks, weights, strict=True))
+    return functools.reduce(torch.Tensor.add_, terms).div_(sum(weights)).float()
+
+
+class AveragedTensors(CombinedTensors):
+    """The average of the tensors of checkpoints.
 
     Integer tensors come from the last part. An InputError if the parts have other tensors or shapes.
     """
 
     def __init__(self, parts: Sequence[AveragePart], merges: MergeInto | None = None) -> None:
-        self._parts: list[StoredTensors] = [open_whole(part.checkpoint, merges) for part in parts]
-        self._weights, self._last = [part.weight for part in parts], self._parts[-1]
-        wanted = {name: list(self._last.shape(name)) for name in self._last}
-        for part, tensors in zip(parts, self._parts, strict=True):
+        opened = [open_whole(part.checkpoint, merges) for part in parts]
+        super().__init__(opened, opened[-1])
+        self._weights = [part.weight for part in parts]
+        wanted = {name: list(self._first.shape(name)) for name in self._first}
+        for part, tensors in zip(parts, opened, strict=True):
             found = {name: list(tensors.shape(name)) for name in tensors}
             if name := next((name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)), None):
                 fault = f"{name} is {found.get(name, 'absent')}, not {wanted.get(name, 'absent')}"
                 raise _cannot_be_averaged(part.checkpoint, parts[-1].checkpoint, fault)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._last)
-
-    def shape(self, name: str) -> torch.Size:
-        return self._last.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which the tensor is read: float32, unless it has no floating-point numbers."""
-        stored = self._last.dtype(name)
-        return torch.float32 if stored.is_floating_point else stored
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return the full tensor on the CPU. Beside it, only blocks of the parts are in memory."""
-        shape = self.shape(name)
-        if not shape or 0 in shape:
-            return self.read_block(name, (0,) * len(shape), shape)
-        average = torch.empty(shape, dtype=self.dtype(name))
-        rows = max(1, _BLOCK // shape[1:].numel())
-        for begin in range(0, shape[0], rows):
-            block = average[begin : begin + rows]
-            block.copy_(self.read_block(name, (begin, *(0,) * (len(shape) - 1)), block.shape))
-        return average
-
-    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Return the block of ``shape`` that begins at ``offsets`` of the full tensor, on the CPU."""
-        if not self._last.dtype(name).is_floating_point:
-            return self._last.read_block(name, offsets, shape)
-        return self._average(tensors.read_block(name, offsets, shape).double() for tensors in self._parts)
-
-    def _average(self, blocks: Iterable[torch.Tensor]) -> torch.Tensor:
-        terms = (block * weight for block, weight in zip(blocks, self._weights, strict=True))
-        return functools.reduce(torch.Tensor.add_, terms).div_(sum(self._weights)).float()
+    def _combine(self, name: str, offsets: Sequence[int], blocks: Iterable[torch.Tensor]) -> torch.Tensor:
+        return weighted_mean(blocks, self._weights)
 
 
 class PlainAverage(AveragedTensors):
     """The same average as one formula of numpy, which holds a block of every part: for verification."""
 
-    def _average(self, blocks: Iterable[torch.Tensor]) -> torch.Tensor:
-        terms = [weight * np.asarray(block) for block, weight in zip(blocks, self._weights, strict=True)]
+    def _combine(self, name: str, offsets: Sequence[int], blocks: Iterable[torch.Tensor]) -> torch.Tensor:
+        terms = [weight * np.asarray(block.double()) for block, weight in zip(blocks, self._weights, strict=True)]
         with np.errstate(all="ignore"):  # an overflow ends as infinity, as in torch
             return torch.from_numpy(np.asarray(functools.reduce(np.add, terms) / sum(self._weights), dtype=np.float32))
 
@@ -260,6 +279,23 @@ class ExportSource:
     @property
     def is_adapter(self) -> bool:
         return is_adapter(self.checkpoint) and not self.merges
+
+    @property
+    def tokenizer(self) -> Path:
+        """Return the folder from which transformers loads the tokenizer; it may be absent."""
+        return self.checkpoint / "tokenizer"
+
+    def tokenizer_files(self) -> dict[str, Path]:
+        """Return the files of the tokenizer by their paths in the export. An InputError for a link out of them."""
+        check_links(self.tokenizer)
+        files = sorted(path for path in self.tokenizer.rglob("*") if path.is_file())
+        return {path.relative_to(self.tokenizer).as_posix(): path for path in files}
+
+    def verification_command(self) -> list[str]:
+        """Return the module that verifies an export of this source, and the words that say which source it is."""
+        parts = [f"{part.checkpoint}={part.weight!r}" for part in self.parts]
+        merged = ["--merged", self.merges] if self.merges else []
+        return ["fabric_train.export.verification", str(self.checkpoint), *merged, *parts]
 
     def open_tensors(self) -> StoredTensors:
         return AveragedTensors(self.parts, self.merges) if self.parts else open_whole(self.checkpoint, self.merges)

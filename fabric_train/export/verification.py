@@ -1,6 +1,6 @@
 """Verify an export in a process that has nothing of the one that wrote it, and decide what in its report is a fault.
 
-``python -m fabric_train.export.verification EXPORT CHECKPOINT DTYPE [--merged INTO] [PART=WEIGHT ...]``: an
+``python -m fabric_train.export.verification EXPORT DTYPE CHECKPOINT [--merged INTO] [PART=WEIGHT ...]``: an
 adapter is merged into original or dequantized weights, and there is a part for each checkpoint of an average.
 ``model_comparison.py`` says what it compares.
 """
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, NoReturn, cast
 
 import torch
 
@@ -72,10 +72,9 @@ class VerificationError(RunError):
 def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
     """Compare the export ``folder`` with ``source`` in a new Python process, which also writes its report there."""
     report_file, checkpoint = folder / REPORT_NAME, source.checkpoint
-    command = [sys.executable, "-m", __name__, str(folder), str(checkpoint), str(dtype).removeprefix("torch.")]
-    command += ["--merged", source.merges] if source.merges else []
-    parts = [f"{part.checkpoint}={part.weight!r}" for part in source.parts]
-    process = subprocess.run([*command, *parts], env={**os.environ, **project_first()}, check=False)
+    module, *words = source.verification_command()
+    command = [sys.executable, "-m", module, str(folder), str(dtype).removeprefix("torch."), *words]
+    process = subprocess.run(command, env={**os.environ, **project_first()}, check=False)
     if not report_file.is_file():
         reason = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
         raise VerificationError(
@@ -133,23 +132,28 @@ def _tolerance(output: OutputReport, dtype: torch.dtype) -> float:
     return max(1e-4, 2 * torch.finfo(dtype).eps) * output.max_value
 
 
-def main() -> None:
-    """Write the report into the export's folder; exit with 0 if they match, else with 1."""
+def write_report(folder: Path, source: ExportSource, dtype: str) -> NoReturn:
+    """Compare an export with its source and write the report into its folder; exit with 0 if they match, else 1."""
     from fabric_train.export.model_comparison import compare  # needs this module
 
-    words = sys.argv[1:]
-    if len(words) < 3:
-        usage = "EXPORT CHECKPOINT float32|bfloat16|float16 [--merged original|dequantized] [PART=WEIGHT ...]"
-        raise InputError(f"usage: python -m {__spec__.name} {usage}")
-    merges, words = (words[4], [*words[:3], *words[5:]]) if "--merged" in words[3:4] else (None, words)
-    parts = (word.rpartition("=") for word in words[3:])
-    averaged = tuple(AveragePart(Path(checkpoint), float(weight)) for checkpoint, _, weight in parts)
-    folder, source = Path(words[0]), ExportSource(Path(words[1]), averaged, cast(MergeInto | None, merges))
-    report = compare(folder, source, getattr(torch, words[2]))
+    report = compare(folder, source, getattr(torch, dtype))
     (folder / REPORT_NAME).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     for fault in report.faults:
         print(f"error: {fault}", file=sys.stderr)
     sys.exit(FAILURE if report.faults else 0)
+
+
+def main() -> None:
+    """Verify the export of a checkpoint, or of an average."""
+    words = sys.argv[1:]
+    if len(words) < 3:
+        usage = "EXPORT float32|bfloat16|float16 CHECKPOINT [--merged original|dequantized] [PART=WEIGHT ...]"
+        raise InputError(f"usage: python -m {__spec__.name} {usage}")
+    folder, dtype, checkpoint, *words = words
+    merges, words = (words[1], words[2:]) if words[:1] == ["--merged"] else (None, words)
+    parts = (word.rpartition("=") for word in words)
+    averaged = tuple(AveragePart(Path(part), float(weight)) for part, _, weight in parts)
+    write_report(Path(folder), ExportSource(Path(checkpoint), averaged, cast(MergeInto | None, merges)), dtype)
 
 
 if __name__ == "__main__":

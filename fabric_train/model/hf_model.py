@@ -1,14 +1,9 @@
-"""The Hugging Face causal language model: its configurations, its shape, its tokenizer, and which parameters train.
-
-All parameters train, or an adapter's, or the ones that ``train_only`` chose. ``choose_trained`` decides, for
-``ModelShape.trained``. Before the model is sharded, ``freeze_other_parts`` applies it, and ``requires_grad`` carries it
-on. A frozen parameter is in a checkpoint, but not in the optimizer's files.
-"""
+"""The Hugging Face causal language model: its configurations, its shape and its tokenizer."""
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +25,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 from transformers.utils import logging as transformers_logging
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
-from fabric_train.distributed.ranks import named_parameters, original_name
 from fabric_train.files.regular_file import check_no_pipes, read_json
 from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.flops import ModelFlops, model_flops
+from fabric_train.model.trained_parts import ALL_PARTS, Parts, choose_trained, describe_parts, names_of_parameters
 from fabric_train.model.weight_files import check_weight_files, shard_names
 from fabric_train.tokenization.manifest import load_manifest
 from fabric_train.tokenization.tokenizers.text_encoder import panics_as_errors
@@ -44,7 +39,6 @@ GENERATION_CONFIG = "generation_config.json"
 _FETCH_OR_REPLACE = "fetch it again, or use another"
 _CORRECT_OR_FETCH = "correct the file, or fetch it again"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-_trains: Callable[[str], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,8 @@ class ModelShape:
     """What the configuration of a model determines.
 
     ``num_parameters`` counts tied weights once, and none of an ``adapter``. ``trained`` has the names and shapes of the
-    parameters that train. ``layer_classes`` are the classes of the decoder layers, FSDP's units. ``max_positions`` is
+    parameters that train; if ``parts`` chose them, ``frozen`` has the others. ``names`` are of all parameters, see
+    ``trained_parts.Names``. ``layer_classes`` are the classes of the decoder layers, FSDP's units. ``max_positions`` is
     None if the configuration has no limit. ``is_new``: the model has no pretrained weights.
     """
 
@@ -60,16 +55,27 @@ class ModelShape:
     config: PretrainedConfig
     num_parameters: int
     trained: dict[str, torch.Size]
+    names: dict[str, tuple[str, ...]]
     flops: ModelFlops
     layer_classes: frozenset[type[nn.Module]]
     vocab_size: int
     max_positions: int | None
     is_new: bool = False
     adapter: Adapter | None = None
+    parts: Parts = ALL_PARTS
+    frozen: dict[str, torch.Size] = field(default_factory=dict)
 
     @property
     def num_trained(self) -> int:
         return sum(size.numel() for size in self.trained.values())
+
+    def describe_trained(self) -> str:
+        """Return the modules that train, with their numbers of parameters."""
+        return describe_parts(self.trained, self.frozen) if self.frozen else f"all {self.num_trained:,} parameters"
+
+    def describe_frozen(self) -> str:
+        """Return the modules that ``parts`` froze, with their numbers of parameters."""
+        return describe_parts(self.frozen, self.trained)
 
 
 def read_shape(
@@ -125,6 +131,7 @@ def shape_from_config(
         config=config,
         num_parameters=num_parameters,
         trained=trained,
+        names=names_of_parameters(model),
         flops=model_flops(model, trained),
         layer_classes=_layer_classes(model, layer_class, source),
         vocab_size=model.get_input_embeddings().num_embeddings,
@@ -132,6 +139,17 @@ def shape_from_config(
         is_new=is_new,
         adapter=adapter,
     )
+
+
+def with_parts(shape: ModelShape, parts: Parts) -> ModelShape:
+    """Return the shape of a model that trains only some parts; for an InputError see ``Parts.choose``."""
+    chosen = parts.choose(shape.names, shape.source)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape.config)
+    sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    trained = {name: size for name, size in sizes.items() if name in chosen}
+    frozen = {name: size for name, size in sizes.items() if name not in chosen}
+    return replace(shape, trained=trained, flops=model_flops(model, trained), parts=parts, frozen=frozen)
 
 
 def trains_head_apart(model: Any, adapter: Adapter) -> bool:
@@ -285,38 +303,3 @@ def load_hf_tokenizer(source: Path | str) -> Any:
         raise_reached_limit(error)
         reason = first_line(error).rstrip(".")
         raise InputError(f"{source}: its tokenizer cannot be loaded: {reason}; {_FETCH_OR_REPLACE}") from error
-
-
-def train_only(trains: Callable[[str], bool] | None) -> None:
-    """Train only the parameters for whose names ``trains`` is true; None: all.
-
-    All ranks must call this before the run is prepared. A name is as in transformers' model, such as
-    ``model.layers.0.mlp.up_proj.weight``. A tied weight has the name of the embedding.
-    """
-    global _trains
-    _trains = trains
-
-
-def choose_trained(model: nn.Module, adapter: Adapter | None = None) -> dict[str, torch.Size]:
-    """Return names and shapes of what trains, an adapter and modules beside it included; the model may be on meta."""
-    trains = adapter.trains if adapter else _trains
-    trained = {name: each.shape for name, each in model.named_parameters() if trains is None or trains(name)}
-    if not trained:
-        raise InputError("no parameter of the model would train; choose others with train_only")
-    return trained
-
-
-def freeze_other_parts(model: nn.Module, adapter: Adapter | None = None) -> None:
-    """Let only the chosen parameters train. Call it before anything wraps the model.
-
-    The model is asked, and not ``ModelShape.trained``: a head that is stored beside the embedding is a parameter of its
-    own, although the configuration ties them.
-    """
-    trained = choose_trained(model, adapter)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)
-
-
-def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of a set-up model that train, sharded, under the names that they had before any wrapper."""
-    return [(original_name(name), parameter) for name, parameter in named_parameters(model) if parameter.requires_grad]

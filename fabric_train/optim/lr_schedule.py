@@ -105,6 +105,6 @@ def decay_form(arguments: "TrainingArguments") -> str:
 
 
 def set_learning_rate(optimizer: Any, rate: float) -> None:
-    """Set the learning rate of every parameter group."""
+    """Set the learning rate of every parameter group, in which a part of the model may have another ``lr_ratio``."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_ratio", 1.0)

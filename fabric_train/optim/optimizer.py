@@ -1,6 +1,6 @@
 """Build the optimizer of a run over the parameters that train: AdamW, or another one given to ``use_optimizer``."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +24,9 @@ _MOST_DIFFERENT = 0.01
 def use_optimizer(build: Build | None) -> None:
     """Train with the optimizer that ``build`` returns instead of AdamW; None: with AdamW.
 
-    ``build`` gets parameter groups, each with its weight decay, and the run's arguments. All ranks must call this
-    before the run is prepared, since the memory plan counts the states that the optimizer declares.
+    ``build`` gets parameter groups, each with its weight decay and peak learning rate, and the run's arguments. A group
+    must keep its ``lr_ratio``, by which the rate of each step is multiplied. All ranks must call this before the run is
+    prepared, since the memory plan counts the states that the optimizer declares.
     """
     global _build_other
     _build_other = build
@@ -44,22 +45,30 @@ def build_optimizer(
     seed: int = 0,
     cuts: dict[int, FlatShard] | None = None,
     compiles: bool = False,
+    rates: Mapping[str, float] | None = None,
 ) -> DeclaredStates:
     """Build the optimizer over the parameters of a set-up model that train; ``decayed`` ones with weight decay.
 
     AdamW is torch's own if moments and weights have the same dtype and are not rounded stochastically. ``fused``: it
     updates with one kernel; under an fp16 gradient scaler Fabric could not clip its gradients. ``seed`` is for
     stochastic rounding. ``cuts`` are FSDP1's shards, from ``ranks.flat_shards``. For ``compiles`` see
-    ``LowPrecisionAdamW``.
+    ``LowPrecisionAdamW``. ``rates`` are the peak learning rates of parameters that have another one than ``--lr``.
     """
     names = {parameter: original_name(name) for name, parameter in named_parameters}
-    grouped: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    rates = rates or {}
+    grouped: dict[tuple[bool, float, Any], list[nn.Parameter]] = {}
     for parameter, name in names.items():
         mesh = getattr(parameter, "device_mesh", None)  # the fused kernel does not accept tensors of several meshes
-        grouped.setdefault((name in decayed, mesh), []).append(parameter)
-    groups = [
-        {"params": parameters, "weight_decay": arguments.weight_decay if has_decay else 0.0}
-        for (has_decay, _), parameters in grouped.items()
+        key = (name in decayed, rates.get(name, arguments.lr), mesh)
+        grouped.setdefault(key, []).append(parameter)
+    groups: Groups = [
+        {
+            "params": parameters,
+            "weight_decay": arguments.weight_decay if has_decay else 0.0,
+            "lr": rate,
+            "lr_ratio": rate / arguments.lr,
+        }
+        for (has_decay, rate, _), parameters in grouped.items()
     ]
     if _build_other is not None:
         return _build_other(groups, arguments)

@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from fabric_train.data.batch import Batch, Targets
 from fabric_train.distributed.decoder_layers import checkpoint_layers, kept_share
 from fabric_train.model.adapter import Adapter, attach
-from fabric_train.model.hf_model import ModelShape, freeze_other_parts
+from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.lm_head_loss import compute_loss_in_head, traced_as
+from fabric_train.model.trained_parts import freeze_other_parts
 from fabric_train.training.objective import CrossEntropy
 
 if TYPE_CHECKING:

@@ -31,10 +31,11 @@ from fabric_train.files.atomic_folder import check_no_dead_link, check_not_insid
 from fabric_train.files.regular_file import check_regular_or_absent
 from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts, read_prompts
 from fabric_train.model.attention import check_attention, choose_attention
-from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape
+from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape, with_parts
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.nf4 import check_installed
 from fabric_train.model.parallelize import check_tensor_parallel
+from fabric_train.model.trained_parts import Parts, rates_by_name
 from fabric_train.preflight.dataset_check import check_deciding_sources, faults_of_objective, note_on_added_tokens
 from fabric_train.preflight.memory_plan import resolve_automatic
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
@@ -79,10 +80,9 @@ def prepare(
     if faults := faults_of_objective(arguments, data, device_plan.accelerator):
         raise InputError(*faults)
     model = _read_model(arguments, checkpoint, data)
-    if device_plan.parallelism == "fsdp":
-        _check_frozen_ties(arguments, model)
     masks_because = choose_attention(model, arguments) if device_plan.accelerator == "cuda" else None
-    phases = plan_phases(phases_given, arguments.training, data)
+    phases = plan_phases(phases_given, arguments.training, data, tuple(arguments.model.freeze or ()))
+    model, models = _choose_parts(arguments, model, phases)
     window = math.prod(rows_at_once(arguments, device_plan.world_size))  # it may have no rows before it is checked
     order = _data_order(data, window, arguments.data, phases)
     start = _starting_point(None if only_reads else checkpoint, order, start_from)
@@ -104,7 +104,11 @@ def prepare(
         early_stopping=check_deciding_sources(arguments, data),
         sample_prompts=_open_sample_prompts(arguments, data, model, checkpoint),
         adapter_base=find_base(arguments.model.model_name, checkpoint) if reads_base else None,
-    )
+        models=models,
+    ).with_present_parts()
+    rates_by_name(arguments.training.rates_of_parts, model.names, model.source, run.ever_trained)
+    if device_plan.parallelism == "fsdp":
+        _check_frozen_ties(run)
     check_reference(run)
     run = _with_notes(run, *_warnings(run, masks_because))
     if not arguments.planning.checks:
@@ -340,11 +344,38 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
     return shape
 
 
-def _check_frozen_ties(arguments: "TrainArguments", model: ModelShape) -> None:
-    is_tied = model.config.get_text_config().tie_word_embeddings
-    if arguments.fsdp.sharding_strategy == "NO_SHARD" and model.adapter and is_tied:  # torch's FSDP1 loses the tie
+def _choose_parts(
+    arguments: "TrainArguments", model: ModelShape, phases: Sequence[RunPhase]
+) -> tuple[ModelShape, dict[int, ModelShape]]:
+    """Return the model with the parts of ``--train_only`` and ``--freeze``, and see ``PreparedRun.models``."""
+    given = arguments.model
+    option = next((phase.parts.option for phase in phases if phase.parts), None)
+    option = "--train_only" if given.train_only else "--freeze" if given.freeze else option
+    if option and model.adapter:
         raise InputError(
-            "--sharding_strategy NO_SHARD does not work with an adapter of a model whose head is its embedding; "
+            f"{option}: beside an adapter all weights are frozen; --train_also names parts that train whole"
+        )
+    parts = Parts(tuple(given.train_only or ()), tuple(given.freeze or ()))
+    if parts and not arguments.evaluation.eval_only:
+        model = with_parts(model, parts)
+    if not any(phase.parts for phase in phases):
+        return model, {}
+    models = {1: model}
+    for phase in phases:
+        present = with_parts(model, phase.parts) if phase.parts else model
+        if phase.first_step == 1 or present.trained.keys() != models[max(models)].trained.keys():
+            models[phase.first_step] = present
+    return model, models
+
+
+def _check_frozen_ties(run: PreparedRun) -> None:
+    """Refuse what loses the tie of a frozen weight in torch's FSDP1."""
+    tied = [first for first, of_one in run.model.names.items() if len(of_one) > 1]
+    is_frozen = any(name not in model.trained for model in (run.model, *run.models.values()) for name in tied)
+    if run.arguments.fsdp.sharding_strategy == "NO_SHARD" and (is_frozen or (tied and run.model.adapter)):
+        cause = "an adapter" if run.model.adapter else "frozen parts"
+        raise InputError(
+            f"--sharding_strategy NO_SHARD does not work with {cause} of a model whose head is its embedding; "
             "use --parallelism ddp"
         )
 

@@ -57,6 +57,11 @@ def prepare_replay(
     if last > run.plan.num_steps:
         its = f"{folder / 'config.yaml'} ends at step {run.plan.num_steps} (--max_step, --number_epochs)"
         raise InputError(f"--steps {first}:{last}: {its}; put the file of this run back, or give earlier steps")
+    if last > (border := run.last_step_of_parts):
+        raise InputError(
+            f"--steps {first}:{last}: other parts of the model train after step {border}; give steps up to it, or "
+            "steps after it, if its checkpoint is still there"
+        )
     run = _with_schedules(run, saved_after) if saved_after else resume_check.choose_schedule(run, witness)[0]
     state = replace(run.start.state, unlogged=None)  # nothing of the step before is logged again
     run = replace(run, start=replace(run.start, state=state))
@@ -221,7 +226,7 @@ def _faults_of_arguments(
     if run.start.checkpoint is None:
         also += [field.name for field in fields(given.model)]
     changes = resume_check.find_changes(saved.arguments, flatten(given), also)
-    changes += resume_check.find_changes_of_begun_phases(run, saved.phase_schedules, last)
+    changes += resume_check.find_changes_of_begun_phases(run, saved, last)
     in_data = () if isinstance(run.data, Stream) else ("seed",)
     return [
         f"{change.place}: {change.there} in {witness.name}/trainer.json, {change.here} in config.yaml"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.checkpoint import PhaseSchedule, TrainerJson, read_trainer_json
+from fabric_train.checkpoint import PhaseParts, PhaseSchedule, TrainerJson, read_trainer_json
 from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
@@ -30,6 +30,7 @@ _DECIDE_THE_LOSSES = (
     *("weight_decay", "beta1", "beta2", "grad_clip"),
     *("precision", "float8", "optimizer_states", "stochastic_rounding"),
     *("attention", "isolate_documents", "seed", "eval_iters"),
+    *("train_only", "freeze", "lr_of"),
     *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "base_weights"),
     *("objective", "dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "simpo_gamma", "reference"),
 )
@@ -87,7 +88,7 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     changes = list(_changes(saved.arguments, _as_saved(arguments, plan)))
     in_data = () if run.order.seed is None else ("seed",)  # the comparison of the data order reports it
     deciding = [change for change in changes if _decides(change, arguments) and change.name not in in_data]
-    deciding += find_changes_of_begun_phases(run, saved.phase_schedules, run.start.state.step)
+    deciding += find_changes_of_begun_phases(run, saved, run.start.state.step)
     if not arguments.checkpoint.allow_changes:
         faults += [
             f"{change} since {checkpoint}, which changes the losses to come; {change.advice}, or accept other losses "
@@ -138,24 +139,29 @@ def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     return run, [*notes, *_notes_on_versions(run, checkpoint, saved.versions)]
 
 
-def find_changes_of_begun_phases(run: PreparedRun, there: Iterable[PhaseSchedule], step: int) -> Iterator[Change]:
-    """Yield the changes of the learning rates of phases that have begun by ``step``; rows are in the data order."""
-    saved, current = (
-        {phase.first_step: phase.arguments for phase in phases if phase.first_step <= step}
-        for phases in (there, run.phase_schedules)
-    )
-    for first_step in sorted({*saved, *current}):
+def find_changes_of_begun_phases(run: PreparedRun, there: TrainerJson, step: int) -> Iterator[Change]:
+    """Yield the changes of rates and parts of phases that have begun by ``step``; rows are in the data order."""
+    saved, current = (_values_of_phases(one.phase_schedules, one.phase_parts) for one in (there, run))
+    for first_step in sorted(first for first in {*saved, *current} if first <= step):
         then, now = saved.get(first_step, {}), current.get(first_step, {})
-        for name in lr_schedule.ARGUMENTS:
+        for name in (*lr_schedule.ARGUMENTS, "train_only"):
             if then.get(name) != now.get(name):
                 yield Change(name, then.get(name), now.get(name), option=f"--phases from step {first_step}")
+
+
+def _values_of_phases(schedules: Iterable[PhaseSchedule], parts: Iterable[PhaseParts]) -> dict[int, dict[str, Any]]:
+    """Return the values of each phase beside its rows, by its first step."""
+    found: dict[int, dict[str, Any]] = {phase.first_step: dict(phase.arguments) for phase in schedules}
+    for phase in parts:
+        found.setdefault(phase.first_step, {})["train_only"] = " ".join(phase.train_only)
+    return found
 
 
 def _phases_in_words(saved: TrainerJson, run: PreparedRun, after_step: int = 0) -> list[str]:
     here = run.order.phases if isinstance(run.order, DataOrder) else ()
     texts = []
-    for rows, schedules in ((saved.phase_rows, saved.phase_schedules), (here, run.phase_schedules)):
-        own = {phase.first_step: phase.arguments for phase in schedules}
+    for rows, record in ((saved.phase_rows, saved), (here, run)):
+        own = _values_of_phases(record.phase_schedules, record.phase_parts)
         phases = [
             f"from step {phase.first_step} {' + '.join(map(str, phase.rows_per_epoch))} rows an epoch"
             + "".join(f", {name} {value}" for name, value in own.get(phase.first_step, {}).items() if value is not None)

@@ -13,6 +13,7 @@ from fabric_train.data.mixture import Mixture, MixtureOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
+from fabric_train.model.trained_parts import Parts
 from fabric_train.optim.lr_schedule import ARGUMENTS, Schedule, num_decay_steps
 from fabric_train.preflight.dataset_check import check_dataset, resize_advice
 from fabric_train.training.prepared_run import RunPhase, StepPlan, TrainingData
@@ -162,6 +163,7 @@ class GivenPhase:
     first_step: int
     shares: Shares | None
     schedule: Mapping[str, Any]
+    train_only: tuple[str, ...] = ()
 
 
 def read_phases(arguments: "TrainArguments") -> list[GivenPhase]:
@@ -186,8 +188,13 @@ def read_phases(arguments: "TrainArguments") -> list[GivenPhase]:
     return given
 
 
-def plan_phases(given: Sequence[GivenPhase], training: "TrainingArguments", data: TrainingData) -> tuple[RunPhase, ...]:
-    """Return the phases with the rows and the schedule of each; a phase without shares keeps those before it."""
+def plan_phases(
+    given: Sequence[GivenPhase], training: "TrainingArguments", data: TrainingData, freeze: tuple[str, ...] = ()
+) -> tuple[RunPhase, ...]:
+    """Return the phases with the rows, the schedule and the parts of each; of ``freeze``, nothing trains in any.
+
+    A phase without shares keeps those before it.
+    """
     if not given:
         return ()
     assert isinstance(data, TokenMixture)  # DataArguments.mixes
@@ -196,7 +203,10 @@ def plan_phases(given: Sequence[GivenPhase], training: "TrainingArguments", data
     ends = [*(phase.first_step - 1 for phase in given[1:]), training.max_step]
     for phase, last_step in zip(given, ends, strict=True):
         rows = data.rows_of(phase.shares) if phase.shares else rows
-        phases.append(RunPhase(phase.first_step, last_step, rows, _schedule(phase, last_step, training)))
+        schedule, parts = _schedule(phase, last_step, training), None
+        if phase.train_only:
+            parts = Parts(phase.train_only, freeze, f"{phase.where}: train_only")
+        phases.append(RunPhase(phase.first_step, last_step, rows, schedule, parts))
     return tuple(phases)
 
 
@@ -207,7 +217,7 @@ def _read(path: str, training: "TrainingArguments", num_steps: int) -> list[Give
     hints = get_type_hints(type(training), include_extras=True)
     kinds: dict[str, Any] = {"from": NonNegativeFloat}
     kinds |= dict.fromkeys(_SHARES, list[NonNegativeFloat] | list[dict[str, Any]] | list[str])
-    kinds |= {name: hints[name] for name in ARGUMENTS}
+    kinds |= {name: hints[name] for name in ARGUMENTS} | {"train_only": list[str]}
     phases, faults = [], []
     for number, item in enumerate(content, 1):
         where = f"{path}: phase {number}"
@@ -217,7 +227,8 @@ def _read(path: str, training: "TrainingArguments", num_steps: int) -> list[Give
             first_step = int(values["from"]) if values["from"] >= 1 else round(values["from"] * num_steps) + 1
             shares = [Shares(f"{where}: {name}", values[name], name != "shares") for name in _SHARES if name in values]
             schedule = {name: values[name] for name in ARGUMENTS if name in values}
-            phases.append(GivenPhase(where, first_step, shares[0] if shares else None, schedule))
+            parts = tuple(values.get("train_only", ()))
+            phases.append(GivenPhase(where, first_step, shares[0] if shares else None, schedule, parts))
         faults += [f"{where}: {fault}" for fault in found]
     if faults:
         raise InputError(*faults)
@@ -246,8 +257,10 @@ def _faults_of(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"from: expected a step, or a share of the run below 1; got {values['from']:g}"
     if all(name in values for name in _SHARES):
         yield "shares and token_shares contradict each other: give one of them"
+    if values.get("train_only") == []:
+        yield "train_only names nothing: give parts, or leave it out"
     if len(values) == 1:
-        yield "it changes nothing: give shares, token_shares or lr"
+        yield "it changes nothing: give shares, token_shares, lr or train_only"
 
 
 def _schedule(phase: GivenPhase, last_step: int, training: "TrainingArguments") -> Schedule | None:

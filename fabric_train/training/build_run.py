@@ -11,6 +11,7 @@ from fabric_train import checkpoint as checkpoints
 from fabric_train.checkpoint.adapter_folder import is_adapter, open_adapted
 from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.checkpoint.tensors import restore_optimizer
+from fabric_train.cli.argument_types import counted
 from fabric_train.cli.parser import flatten
 from fabric_train.data.row_documents import WorstDocuments
 from fabric_train.data.step_sampler import TrainBatches, WindowSource, validation_batches
@@ -24,7 +25,7 @@ from fabric_train.distributed.signals import Heartbeat
 from fabric_train.distributed.strategy import device_name
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.model.flops import peak_flops_of_run
-from fabric_train.model.hf_model import add_stop_tokens, freeze_other_parts, read_generation_config, trained_parameters
+from fabric_train.model.hf_model import add_stop_tokens, read_generation_config
 from fabric_train.model.init_weights import note_on_end_of_turn, open_new
 from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained
 from fabric_train.model.origin import (
@@ -37,6 +38,7 @@ from fabric_train.model.origin import (
     read_stages,
 )
 from fabric_train.model.parallelize import setup_model
+from fabric_train.model.trained_parts import Parts, freeze_other_parts, rates_by_name, trained_parameters
 from fabric_train.optim.adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer, decayed_names, use_triton
 from fabric_train.training.evaluation import METRICS, Validation
@@ -63,7 +65,7 @@ def set_up_model(fabric: Fabric, run: PreparedRun, shows_notes: bool = True) -> 
         model.generation_config = read_generation_config(run.model.source, run.model.config)
     if model.generation_config is not None:
         add_stop_tokens(model.generation_config, run.data.stop_token_ids)
-    freeze_other_parts(model, run.model.adapter)
+    freeze_other_parts(model, run.model.adapter, run.model.parts)
     decayed = decayed_names(model)
     data = run.data
     lengths = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
@@ -79,7 +81,8 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
     progress.info("building the optimizer")
     fused = arguments.model.precision != "16-mixed" and fabric.device.type != "xla"
     named, seed, compiles = trained_parameters(model), arguments.data.seed, arguments.fsdp.compile is True
-    built = build_optimizer(named, decayed, arguments.training, fused, seed, flat_shards(model), compiles)
+    rates = rates_by_name(arguments.training.rates_of_parts, run.model.names, run.model.source, run.ever_trained)
+    built = build_optimizer(named, decayed, arguments.training, fused, seed, flat_shards(model), compiles, rates)
     optimizer: Any = fabric.setup_optimizers(built)
     if isinstance(built, LowPrecisionAdamW) and named[0][1].device.type == "cuda":
         _choose_step(fabric, built)
@@ -89,8 +92,18 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
                 note("the optimizer starts from zero: the checkpoint has states of weights that are frozen now")
             return optimizer
         progress.info("loading the optimizer's state")
-        restore_optimizer(run.start.checkpoint, fabric, model, optimizer)
+        new = run.model.trained.keys() - _trained_there(run, run.start.checkpoint)
+        if new and fabric.is_global_zero:
+            note(f"the optimizer starts from zero for {counted(len(new), 'weight')}, frozen up to this step")
+        restore_optimizer(run.start.checkpoint, fabric, model, optimizer, new)
     return optimizer
+
+
+def _trained_there(run: PreparedRun, checkpoint: Path) -> set[str]:
+    """Return the names of the parameters that the step of a checkpoint trained."""
+    if run.model.adapter:
+        return set(run.model.trained)
+    return Parts(*checkpoints.read_trainer_json(checkpoint).parts).choose(run.model.names, run.model.source)
 
 
 def _choose_step(fabric: Fabric, optimizer: LowPrecisionAdamW) -> None:
@@ -183,7 +196,7 @@ def build_loop(
         run=run,
         stepper=stepper,
         batches=_batches(fabric, run, heartbeat),
-        num_steps=run.plan.num_steps,
+        num_steps=run.last_step_of_parts,
         checkpoints=saves,
         validation=validation,
         outputs=outputs,
@@ -244,6 +257,7 @@ def _description(
         schedule_steps=run.schedule_steps,
         lineage=start.lineage,
         phase_schedules=run.phase_schedules,
+        phase_parts=run.phase_parts,
         device=session.device,
         mixture_sources=tuple(source.name for source in mixture.sources) if mixture else (),
         mixture_tokens=tuple(map(mixture.tokens_of, mixture.sources)) if mixture else (),

@@ -99,7 +99,10 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Loop:
-    """A run that is built, up to step ``num_steps``. ``peak_flops`` is the FLOP/s of all devices, None if unknown."""
+    """A run that is built, up to step ``num_steps``: the last one, or the last one before other parts train.
+
+    ``peak_flops`` is the FLOP/s of all devices, None if unknown.
+    """
 
     run: PreparedRun
     stepper: Stepper
@@ -111,7 +114,7 @@ class Loop:
     peak_flops: float | None
 
     def train(self) -> End:
-        """Train from the start of the run to its last step, or until a signal stops it at the next micro-batch.
+        """Train from the start of the run to step ``num_steps``, or until a signal stops it at the next micro-batch.
 
         The unfinished window is dropped: the model is as after the step before, which is saved, and a resumed run
         repeats the window.
@@ -151,7 +154,7 @@ class Loop:
             state = self._evaluate_and_log(state, self._metrics(state, step, stopwatch), evaluates)
             stop_signal = (self._sync() if state.unlogged else step.report.sync).stop_signal
             ends_early = evaluates and self._ends_early(state)
-            is_last = window.step == self.num_steps or ends_early
+            is_last = window.step == self.run.plan.num_steps or ends_early
             if saves or is_last or stop_signal or self._is_best(state):
                 checkpoint = self._save(state, cursors, keeps or is_last, is_last or bool(stop_signal))
             if stop_signal and (state.unlogged or not is_last):

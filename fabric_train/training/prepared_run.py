@@ -1,10 +1,11 @@
 """What preflight hands to training: a run that is checked and not started."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from fabric_train.checkpoint import BranchPoint, PhaseSchedule, TrainerState
+from fabric_train.checkpoint import BranchPoint, PhaseParts, PhaseSchedule, TrainerState, read_trainer_json
 from fabric_train.data import DataOrder, StreamOrder
 from fabric_train.data.mixture import MixtureOrder
 from fabric_train.data.step_sampler import WindowOrder
@@ -13,6 +14,7 @@ from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.origin import AdapterBase, ReferenceModel, TrainingStage
+from fabric_train.model.trained_parts import Parts
 from fabric_train.optim.lr_schedule import Schedule, Schedules
 from fabric_train.training.evaluation import EarlyStopping, SamplePrompts
 
@@ -56,12 +58,13 @@ class StartingPoint:
 
 @dataclass(frozen=True)
 class RunPhase:
-    """A phase of ``--phases``, with ``rows_per_epoch`` of each source, and its own ``schedule`` if it has one."""
+    """A phase of ``--phases``, with ``rows_per_epoch`` of each source, and a ``schedule`` and ``parts`` of its own."""
 
     first_step: int
     last_step: int
     rows_per_epoch: tuple[int, ...]
     schedule: Schedule | None
+    parts: Parts | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ class PreparedRun:
     """A run that is checked; ``given`` are the user's arguments, in ``arguments`` some "auto" ones are resolved.
 
     ``adapter_base`` is the frozen model of an adapter; None if all weights train. ``reference`` is found when the run
-    begins; None if its objective needs none.
+    begins; None if its objective needs none. If phases train other parts, ``models`` has the model with its parts from
+    each step at which they change, step 1 included, and ``model`` is the one to begin with.
     """
 
     given: "TrainArguments"
@@ -126,6 +130,7 @@ class PreparedRun:
     sample_prompts: SamplePrompts | None = None
     adapter_base: AdapterBase | None = None
     reference: ReferenceModel | None = None
+    models: Mapping[int, ModelShape] = field(default_factory=dict)
 
     @property
     def ends_early(self) -> bool:
@@ -136,6 +141,32 @@ class PreparedRun:
     def schedule_steps(self) -> int:
         """Number of steps of the learning-rate schedule; after them the rate stays."""
         return self.start.schedule_steps or self.plan.num_steps
+
+    @property
+    def last_step_of_parts(self) -> int:
+        """The last step in which the same parts train as at the start of the run."""
+        later = (first - 1 for first in self.models if first > self.start.state.step + 1)
+        return min([self.plan.num_steps, *later])
+
+    @property
+    def ever_trained(self) -> set[str]:
+        """The names of the parameters that train in any phase."""
+        return {name for model in (self.model, *self.models.values()) for name in model.trained}
+
+    def continued_from(self, checkpoint: Path, state: TrainerState) -> "PreparedRun":
+        """Return the rest of this run, with the parts that train from there on, as if it was resumed."""
+        saved = read_trainer_json(checkpoint)
+        start = replace(self.start, checkpoint=checkpoint, state=state, branches=False, stages=saved.stages)
+        return replace(self, start=start).with_present_parts()
+
+    def model_at(self, step: int) -> ModelShape:
+        """Return the model with the parts that a step trains."""
+        begun = [first for first in self.models if first <= step]
+        return self.models[max(begun)] if begun else self.model
+
+    def with_present_parts(self) -> "PreparedRun":
+        """Return this run with the parts that its next step trains."""
+        return replace(self, model=self.model_at(self.start.state.step + 1))
 
     @property
     def schedules(self) -> Schedules:
@@ -149,6 +180,15 @@ class PreparedRun:
         return tuple(
             PhaseSchedule(phase.first_step, phase.last_step, schedule.num_steps, schedule.decided_by)
             for phase, schedule in own
+        )
+
+    @property
+    def phase_parts(self) -> tuple[PhaseParts, ...]:
+        """The parts of phases as trainer.json has them."""
+        return tuple(
+            PhaseParts(phase.first_step, phase.last_step, phase.parts.train_only)
+            for phase in self.plan.phases
+            if phase.parts
         )
 
     def keeping(self, schedule: Schedule) -> "PreparedRun":

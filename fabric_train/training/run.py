@@ -1,9 +1,11 @@
 """Run a prepared run: train, or only evaluate or self-check, and report how it ended."""
 
+import gc
 import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from fabric_train.cli.parser import to_yaml
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture, unpredicted_tokens
 from fabric_train.distributed.memory import reuse_freed_memory
-from fabric_train.distributed.signals import Heartbeat, stop_signals
+from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
 from fabric_train.model.attention import check_isolation
 from fabric_train.pages.page import WrittenPage
@@ -26,7 +28,7 @@ from fabric_train.training import summary
 from fabric_train.training.build_run import build_loop, build_outputs, build_validation, set_up_model, set_up_optimizer
 from fabric_train.training.evaluation import Validation
 from fabric_train.training.loggers import Logger, Outputs
-from fabric_train.training.loop import Loop, manual_collection
+from fabric_train.training.loop import End, Loop, manual_collection
 from fabric_train.training.metrics import Metrics
 from fabric_train.training.objective import Objective, objective_of
 from fabric_train.training.prepared_run import PreparedRun
@@ -46,23 +48,39 @@ def execute(
     ``write_report`` writes the report of a run folder, on rank 0 at the end of training.
     """
     evaluation = run.arguments.evaluation
-    run = compare_with_reference(fabric, run, heartbeat)
+    run, objective = compare_with_reference(fabric, run, heartbeat), objective_of(run.arguments)
+    if not evaluation.only_reads:
+        return _train(run, partial(_build, fabric, objective, heartbeat, console), write_report)
     model, decayed = _set_up_model(fabric, run)
     if fabric.is_global_zero:
         _write_run_folder(run)
-    if not evaluation.only_reads:
-        write_log(run.folder / "run.log")  # with the lines so far; input that cannot be used has left no folder
-    objective = objective_of(run.arguments)
-    validation = build_validation(fabric, model, run, objective, heartbeat)
-    if evaluation.eval_only:
-        assert validation is not None  # the step plan refuses a dataset without validation rows
-        return _evaluate(fabric, run, validation, heartbeat)
-    optimizer = set_up_optimizer(fabric, model, decayed, run)
     if evaluation.self_check:
-        return _self_check(fabric, model, optimizer, objective, run)
-    progress.info("opening the loggers")
-    outputs = build_outputs(fabric, run, objective, console, heartbeat)
-    return _train(build_loop(fabric, model, optimizer, objective, run, heartbeat, validation, outputs), write_report)
+        return _self_check(fabric, model, set_up_optimizer(fabric, model, decayed, run), objective, run)
+    validation = build_validation(fabric, model, run, objective, heartbeat)
+    assert validation is not None  # the step plan refuses a dataset without validation rows
+    return _evaluate(fabric, run, validation, heartbeat)
+
+
+def _build(
+    fabric: Fabric,
+    objective: Objective,
+    heartbeat: Heartbeat,
+    console: Console,
+    run: PreparedRun,
+    outputs: Outputs | None = None,
+) -> Loop:
+    """Build the loop of a run; without ``outputs`` it begins in this process, and its folder and loggers too."""
+    model, decayed = _set_up_model(fabric, run)
+    if outputs is None:
+        if fabric.is_global_zero:
+            _write_run_folder(run)
+        write_log(run.folder / "run.log")  # with the lines so far; input that cannot be used has left no folder
+    validation = build_validation(fabric, model, run, objective, heartbeat)
+    optimizer = set_up_optimizer(fabric, model, decayed, run)
+    if outputs is None:
+        progress.info("opening the loggers")
+        outputs = build_outputs(fabric, run, objective, console, heartbeat)
+    return build_loop(fabric, model, optimizer, objective, run, heartbeat, validation, outputs)
 
 
 def _set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
@@ -85,25 +103,30 @@ def _write_run_folder(run: PreparedRun) -> None:
         run.data.write_manifest()
 
 
-def _train(loop: Loop, write_report: ReportWriter) -> int:
-    run, heartbeat = loop.run, loop.stepper.heartbeat
-    log.info(summary.describe_mfu(loop.stepper.flops, loop.peak_flops))
-    progress.info("%s%s", heartbeat, ", compiling" if run.arguments.fsdp.compile is True else "")
-    started, report = time.monotonic(), list[str]()
+def _train(run: PreparedRun, build: Callable[..., Loop], write_report: ReportWriter) -> int:
+    loop = build(run)
+    outputs, started, report = loop.outputs, time.monotonic(), list[str]()
     try:
         stop_signals.defer()
-        with manual_collection():
-            end = loop.train()
+        end = _train_present_parts(loop)
+        while _goes_on(loop, end):
+            assert end.checkpoint is not None
+            loop.stepper.heartbeat.enter(StepPhase.LOADING, step=end.state.step + 1)
+            del loop
+            gc.collect()  # the model and the optimizer, before others are made
+            following = run.continued_from(end.checkpoint, end.state)
+            log.info("from step %d on %s train", end.state.step + 1, following.model.describe_trained())
+            loop = build(following, outputs)
+            end = _train_present_parts(loop)
         if end.checkpoint:
-            loop.outputs.saved(end.checkpoint, is_last=True)
+            outputs.saved(end.checkpoint, is_last=True)
         seconds = time.monotonic() - started
         if not end.stopped_by and run.arguments.logging.report and loop.stepper.fabric.is_global_zero:
             report = _report(loop, write_report)
     finally:
-        loop.checkpoints.close()
-        loop.outputs.close()
+        outputs.close()
     if end.stopped_by:
-        log.info(summary.describe_stop(end, loop.num_steps))
+        log.info(summary.describe_stop(end, run.plan.num_steps))
         return STOPPED
     assert end.checkpoint is not None  # the last step is saved
     if run.early_stopping and run.early_stopping.ends(end.state):
@@ -115,6 +138,24 @@ def _train(loop: Loop, write_report: ReportWriter) -> int:
         if displaced := summary.warn_of_displacement(end.state):
             warn(displaced)
     return 0
+
+
+def _goes_on(loop: Loop, end: End) -> bool:
+    """Whether the run goes on with other parts."""
+    run = loop.run
+    is_over = end.stopped_by or (run.early_stopping is not None and run.early_stopping.ends(end.state))
+    return not is_over and end.state.step == loop.num_steps < run.plan.num_steps
+
+
+def _train_present_parts(loop: Loop) -> End:
+    """Train to the end of the run, or until other parts of the model train."""
+    log.info(summary.describe_mfu(loop.stepper.flops, loop.peak_flops))
+    progress.info("%s%s", loop.stepper.heartbeat, ", compiling" if loop.run.arguments.fsdp.compile is True else "")
+    try:
+        with manual_collection():
+            return loop.train()
+    finally:
+        loop.checkpoints.close()
 
 
 def _report(loop: Loop, write_report: ReportWriter) -> list[str]:

@@ -41,6 +41,9 @@ def describe_start(run: PreparedRun) -> Group:
     name = f"a new {arguments.model.family}" if arguments.model.family else arguments.model.model_name
     trained = "" if run.model.num_trained == run.model.num_parameters else f", {run.model.num_trained:,} train"
     table.add_row("model", f"{name}: {run.model.num_parameters:,} parameters{trained}, layers {layers}")
+    if run.model.frozen:
+        table.add_row("trained", run.model.describe_trained())
+        table.add_row("frozen", run.model.describe_frozen())
     table.add_row("start", _start(run))
     table.add_row("data", _data(run))
     table.add_row("devices", f"{plan.world_size} × {run.devices.parallelism}, {arguments.model.precision}")
@@ -181,16 +184,18 @@ def describe_phases(run: PreparedRun) -> list[Table]:
     plan = run.plan
     if plan.mixture is None or not isinstance(run.data, TokenMixture) or not plan.phases:
         return []
-    table = _source_table("Phases", ["share", "tokens"], ["steps", "learning rate", "source"])
+    trains = ["train"] if run.models else []
+    table = _source_table("Phases", ["share", "tokens"], ["steps", "learning rate", *trains, "source"])
     begun = [plan.data_starts_after + start for start in plan.mixture.starts_after]
     for start, end in zip(begun, [*begun[1:], plan.num_steps], strict=True):
         until = (plan.mixture.rows_until(step - plan.data_starts_after) for step in (start, end))
         rows = [after - before for before, after in zip(*until, strict=True)]
         read = [(source.name, count) for source, count in zip(run.data.sources, rows, strict=True) if count]
         cells = [f"{start + 1:,}–{end:,}", _rates(run, start + 1, end)]
+        cells += [run.model_at(start + 1).describe_trained()] * len(trains)
         for name, count in read:
             table.add_row(*cells, name, f"{count / sum(rows):.2%}", f"{count * plan.tokens_per_row:,}")
-            cells = ["", ""]
+            cells = [""] * len(cells)
     return [table]
 
 

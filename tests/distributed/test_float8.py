@@ -15,7 +15,7 @@ from arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.precision import check_float8, convert_to_float8
 from fabric_train.model.adapter import Adapter, attach, without_adapters
-from fabric_train.model.hf_model import freeze_other_parts
+from fabric_train.model.trained_parts import freeze_other_parts
 
 
 def test_products_of_the_layers_alone_are_in_float8_and_names_stay(tiny_model_dir: Path) -> None:

@@ -9,6 +9,7 @@ from fabric_train.bundle.__main__ import BundleArguments
 from fabric_train.doctor import DoctorArguments
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.inference.arguments import GenerateArguments
+from fabric_train.merge_models.__main__ import MergeModelsArguments
 from fabric_train.replay import ReplayArguments
 from fabric_train.report.__main__ import ReportArguments
 from fabric_train.runs import RunsArguments
@@ -25,6 +26,7 @@ PROGRAM_ARGUMENTS: dict[str, Any] = {
     "generate.py": GenerateArguments,
     "evaluate.py": EvaluateArguments,
     "download_model.py": DownloadArguments,
+    "-m fabric_train.merge_models": MergeModelsArguments,
     "-m fabric_train.tokenization.inspect": InspectArguments,
     "-m fabric_train.tokenization.merge": MergeArguments,
     "-m fabric_train.doctor": DoctorArguments,

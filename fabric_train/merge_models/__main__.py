@@ -1,0 +1,131 @@
+# PYTHON_ARGCOMPLETE_OK
+"""Merge models into one: ``python -m fabric_train.merge_models --method METHOD --models A B --output_dir DIR``."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from fabric_train.cli.argument_types import NonNegativeInt64, NumberRange, PositiveShare, given_twice
+from fabric_train.cli.errors import run_program
+from fabric_train.cli.parser import parse_arguments
+
+if TYPE_CHECKING:
+    from fabric_train.export.verification import VerificationReport
+    from fabric_train.merge_models.tensors import MergedModels
+
+_DENSITY = 0.5
+Weight = Annotated[float, NumberRange("a number", -1e6, 1e6)]
+
+
+@dataclass(frozen=True)
+class MergeModelsArguments:
+    """Merge models into one Hugging Face folder, verified like an export
+
+    PROGRAM --method linear --models runs/1 runs/2 --output_dir merged/mean
+    PROGRAM --method slerp --models runs/a/best runs/b/best --weights 0.7 0.3 --output_dir merged/slerp
+    PROGRAM --method task_arithmetic --models runs/ours models/instruct --base models/base --output_dir merged/chat
+    """
+
+    method: Literal["linear", "slerp", "ties", "dare", "task_arithmetic"]
+    """linear is the weighted mean; slerp goes along an arc between two models. The others add differences from --base:
+    task_arithmetic all of them, ties the largest ones that agree in sign, dare random ones, scaled up.
+    """
+    models: list[str]
+    """Models: RUN (its newest checkpoint), RUN/best, RUN/latest, RUN/step-500, a checkpoint's folder, a Hugging Face
+    folder, or a hub name. The result has the settings, the tokenizer and the chat template of the first one.
+    """
+    output_dir: str
+    """Folder to write."""
+    weights: list[Weight] | None = None
+    """One for each model, in their order. Default: 1 for each. For linear and slerp, only their ratios count."""
+    base: str | None = None
+    """With ties, dare and task_arithmetic: the model that all of --models began with."""
+    density: PositiveShare | None = None
+    """With ties and dare: share of the differences that are kept; default: 0.5."""
+    seed: NonNegativeInt64 = 0
+    """With dare: seed of what is dropped."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type of the written weights; they are computed in float32."""
+    max_shard_size: str = "5GB"
+    """Largest safetensors file."""
+
+    def faults(self) -> list[str]:
+        """Return a number of models or weights that the method does not take, and arguments of other methods."""
+        from_base, drops = self.method in ("ties", "dare", "task_arithmetic"), self.method in ("ties", "dare")
+        number, least = len(self.models), 1 if from_base else 2
+        faults = [f"--models: {fault}" for _, fault in given_twice(self.models)]
+        if number < least or (self.method == "slerp" and number > 2):
+            wanted = "2" if self.method == "slerp" else f"{least} or more"
+            faults.append(f"--method {self.method} merges {wanted} models, but --models has {number}")
+        weights = self.weights or []
+        if self.weights is not None and len(weights) != number:
+            faults.append(f"--weights has {len(weights)} numbers, but --models has {number}: give one for each")
+        elif weights and not from_base and (min(weights) < 0 or not sum(weights)):
+            faults.append(f"--method {self.method} takes --weights of 0 or more that are not all 0")
+        if from_base and self.base is None:
+            faults.append(f"--method {self.method} needs --base, the model that all of --models began with")
+        if self.base is not None and not from_base:
+            faults.append(f"--base is not for --method {self.method}: leave it out, or list it in --models")
+        if self.base is not None and any(os.path.realpath(self.base) == os.path.realpath(one) for one in self.models):
+            faults.append(f"--base {self.base} is also in --models, where it changes nothing: leave it out there")
+        if self.density is not None and not drops:
+            faults.append(f"--density is for ties and dare, not for --method {self.method}")
+        if not re.fullmatch(r"(?=.*[1-9])[0-9]{1,6}(\.[0-9]{1,6})?[KMGT]B", self.max_shard_size):
+            faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
+        return faults
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Merge, verify, and print how far the models are apart."""
+    arguments = parse_arguments(MergeModelsArguments, argv)
+
+    import torch  # slow, like those below
+
+    from fabric_train.files.atomic_folder import check_not_taken
+    from fabric_train.merge_models.merge import ModelMerge, merge
+    from fabric_train.merge_models.models import find_folder
+    from fabric_train.merge_models.tensors import MergeRecipe
+    from fabric_train.model.hf_model import quiet_transformers
+
+    target = Path(arguments.output_dir)
+    check_not_taken(target)
+    quiet_transformers()
+    recipe = MergeRecipe(
+        method=arguments.method,
+        models=[str(find_folder(name).absolute()) for name in arguments.models],
+        weights=arguments.weights or [1.0] * len(arguments.models),
+        base=str(find_folder(arguments.base).absolute()) if arguments.base else None,
+        density=arguments.density or (_DENSITY if arguments.method in ("ties", "dare") else 1.0),
+        seed=arguments.seed,
+    )
+    source = ModelMerge.of(recipe)
+    report = merge(source, target, getattr(torch, arguments.dtype), arguments.max_shard_size)
+    print_summary(source.merged, report, target)
+
+
+def print_summary(merged: "MergedModels", report: "VerificationReport", target: Path) -> None:
+    """Print the models with their differences, what the vocabularies have in common, and what was verified."""
+    from rich.table import Table
+
+    from fabric_train.cli.output import open_console
+    from fabric_train.merge_models import summary
+
+    table = Table("model", "weight", "difference", "kept", title=f"{target}: {merged.recipe.method}")
+    for part in summary.parts_of(merged):
+        kept = "" if part.kept is None else f"{part.kept:.1%}"
+        weight = "base" if part.weight is None else f"{part.weight:g}"
+        table.add_row(part.label, weight, f"{part.difference:.3g}", kept)
+    open_console().print(table)
+    of = "base" if merged.recipe.base else "first model"
+    print(f"difference: length of the difference from the {of}, by the length of the {of}")
+    for line in (summary.conflicts_of(merged), *summary.vocabularies_of(merged)):
+        if line:
+            print(line)
+    logits = f"; largest difference of a logit: {report.logits.max_difference:g}" if report.logits else ""
+    print(f"verified by a fresh process: {report.tensors.compared} tensors are equal, bit for bit{logits}")
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,70 @@
+"""The formulas of the merge methods give the numbers that one finds by hand."""
+
+import math
+
+import pytest
+import torch
+
+from fabric_train.merge_models.methods import add_agreeing, add_differences, drawn, largest, slerp_factors
+
+
+def test_slerp_keeps_the_length_of_vectors_and_goes_the_same_angle_each_time() -> None:
+    first, second = torch.tensor([2.0, 0.0]), torch.tensor([0.0, 2.0])
+    for share in (0.0, 0.25, 0.5, 1.0):
+        factors = slerp_factors(2.0, 2.0, 0.0, share)
+        merged = factors[0] * first + factors[1] * second
+        assert merged.norm().item() == pytest.approx(2.0)
+        assert math.atan2(merged[1], merged[0]) == pytest.approx(share * math.pi / 2)
+
+
+@pytest.mark.parametrize("norms, dot", [((1.0, 2.0), 2.0), ((1.0, 1.0), -1.0), ((0.0, 3.0), 0.0), ((1.0, 1.0), 0.9996)])
+def test_slerp_of_parallel_vectors_is_straight(norms: tuple[float, float], dot: float) -> None:
+    factors = slerp_factors(*norms, dot, 0.25)
+    assert sum(factors) == pytest.approx(1.0 if norms[0] else sum(slerp_factors(1, 1, 0, 0.25)))
+    assert all(map(math.isfinite, factors))
+
+
+def test_task_arithmetic_adds_weighted_differences() -> None:
+    base, differences = torch.tensor([1.0, 1.0]), [torch.tensor([1.0, 2.0]), torch.tensor([4.0, 0.0])]
+    assert add_differences(base, differences, [1.0, -0.5]).tolist() == [0.0, 3.0]
+    assert base.tolist() == [1.0, 1.0]
+
+
+def test_ties_takes_the_mean_of_the_differences_with_the_elected_sign() -> None:
+    differences = [torch.tensor([3.0, -1.0, 0.0, 2.0, -2.0]), torch.tensor([1.0, 3.0, 0.0, 0.0, 2.0])]
+    # by hand: both agree, (3 + 1) / 2; + is elected, so the second alone; nothing; the first alone; a sum of 0 is +
+    merged, shared, in_conflict = add_agreeing(torch.zeros(5), differences, [1.0, 1.0])
+    assert merged.tolist() == [2.0, 3.0, 0.0, 2.0, 2.0]
+    assert (shared, in_conflict) == (3, 2)
+    # with the weights 1 and 3: (3 + 3) / 4; 9 / 3; nothing; 2 / 1; 6 / 3
+    assert add_agreeing(torch.zeros(5), differences, [1.0, 3.0])[0].tolist() == [1.5, 3.0, 0.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("density, count", [(0.5, 50), (0.019, 1), (0.001, 1), (1.0, 100)])
+def test_a_share_of_the_values_is_kept_exactly_although_many_are_equal(density: float, count: int) -> None:
+    values = torch.randint(-4, 5, (10, 10), generator=torch.Generator().manual_seed(0)).bfloat16().float() + 0.5
+    kept = largest(values, density)
+    assert kept.shape == values.shape
+    assert int(kept.sum()) == count
+    assert values[kept].abs().min() >= (values[~kept].abs().max() if count < 100 else 0)
+
+
+def test_where_most_values_are_zero_no_zero_is_kept() -> None:
+    kept = largest(torch.tensor([0.0, -2.0, 0.0, 0.0]), 0.5)
+    assert kept.tolist() == [False, True, False, False]
+
+
+def test_a_draw_depends_on_seed_tensor_and_model_alone() -> None:
+    mask = drawn((200, 300), 0.3, 7, "weight", 0)
+    assert torch.equal(mask, drawn((200, 300), 0.3, 7, "weight", 0))
+    assert mask.float().mean().item() == pytest.approx(0.3, abs=0.01)  # five standard deviations of a share
+    for other in (drawn((200, 300), 0.3, 8, "weight", 0), drawn((200, 300), 0.3, 7, "bias", 0)):
+        assert (mask & other).float().mean().item() == pytest.approx(0.09, abs=0.006)
+    assert (mask & drawn((200, 300), 0.3, 7, "weight", 1)).float().mean().item() == pytest.approx(0.09, abs=0.006)
+
+
+def test_what_is_dropped_by_chance_is_made_up_for_on_average() -> None:
+    base, difference, density = torch.zeros(100, 100), torch.ones(100, 100), 0.4
+    masks = [drawn(base.shape, density, seed, "weight", 0) for seed in range(20)]
+    merged = [add_differences(base, [difference * mask], [1 / density]) for mask in masks]
+    assert torch.stack(merged).mean().item() == pytest.approx(1.0, abs=0.014)  # five standard deviations of the mean

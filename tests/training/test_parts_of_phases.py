@@ -1,0 +1,160 @@
+"""Phases train other parts: each border is exact, in one process, resumed after a kill and on other ranks."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.checkpoint_examples import write_checksums
+from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.short_runs import argv, at_point, checkpoints, metrics
+from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
+
+pytestmark = pytest.mark.slow
+PHASES = "[{from: 1, train_only: embed_tokens}, {from: 4, train_only: all, lr: 5e-4}, {from: 6, train_only: norm}]"
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+
+
+class Phased:
+    """Trains the embedding for three steps, then all for two, then the norm for one."""
+
+    def __init__(self, folder: Path, model: Path, runs: ForkedRuns) -> None:
+        self.folder, self.model, self._runs = folder, model, runs
+        tokenize(folder / "tokens", model, write_jsonl(folder / "texts.jsonl", TEXTS * 2), validation_split=0.1)
+        (folder / "phases.yaml").write_text(PHASES)
+
+    def start(self, run: str, num_ranks: int, before: str = "", **options: Any) -> ForkedRun:
+        given: dict[str, Any] = {
+            "max_step": 6,
+            "save_step_interval": 10,
+            "grad_clip": 0,
+            "total_batch_size": 2,
+            "micro_batch_size": 1,
+        }
+        given |= {"phases": self.folder / "phases.yaml", "devices": num_ranks, **options}
+        line = argv(self.model, self.folder / "tokens", self.folder / run, **given)
+        return self._runs.start(line, num_ranks, before=before)
+
+    def tensors(self, run: str, step: int, part: str = "optimizer") -> dict[str, torch.Tensor]:
+        place = self.folder / run / "checkpoints" / f"step-{step:08d}"
+        return load_file(place / ("model.safetensors" if part == "model" else "optimizer/optimizer.safetensors"))
+
+    def end(self, run: str) -> dict[str, torch.Tensor]:
+        return self.tensors(run, 6, "model") | self.tensors(run, 6)
+
+
+@pytest.fixture(scope="module")
+def phased(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, forked_runs: ForkedRuns) -> Phased:
+    return Phased(tmp_path_factory.mktemp("phased"), tiny_model_dir, forked_runs)
+
+
+@pytest.fixture(scope="module")
+def whole(phased: Phased) -> ForkedRun:
+    run = phased.start("whole", 2, parallelism="fsdp2")
+    run.finish()
+    return run
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def test_each_phase_changes_its_parts_alone(phased: Phased, whole: ForkedRun) -> None:
+    assert checkpoints(phased.folder / "whole") == [3, 5, 6]
+    weights = [load_file(phased.model / "model.safetensors")]
+    weights += [phased.tensors("whole", step, "model") for step in (3, 5, 6)]
+    assert differing(weights[0], weights[1]) == [EMBEDDING]
+    assert set(differing(weights[1], weights[2])) == weights[0].keys()
+    assert differing(weights[2], weights[3]) == [NORM]
+    lines = whole.stdout()
+    assert f"note: the optimizer starts from zero for {len(weights[0]) - 1} weights, frozen up to this step" in lines
+    assert "from step 4 on all " in lines
+    assert "from step 6 on model.norm 64 train" in lines
+
+
+def test_states_are_of_what_trains_and_count_its_own_steps(phased: Phased, whole: ForkedRun) -> None:
+    counts = [
+        {name: int(state) for name, state in phased.tensors("whole", step).items() if name.endswith(".step")}
+        for step in (3, 5, 6)
+    ]
+    every = phased.tensors("whole", 6, "model")
+    assert counts[0] == {f"{EMBEDDING}.step": 3}
+    assert counts[1] == {f"{name}.step": 5 if name == EMBEDDING else 2 for name in every}
+    assert counts[2] == {f"{NORM}.step": 3}
+
+
+@pytest.mark.parametrize(("parallelism", "num_ranks"), [("fsdp", 2), ("ddp", 2)])
+def test_every_parallelism_ends_with_the_same_bits(
+    phased: Phased, whole: ForkedRun, parallelism: str, num_ranks: int
+) -> None:
+    phased.start(parallelism, num_ranks, parallelism=parallelism).finish()
+    assert differing(phased.end(parallelism), phased.end("whole")) == []
+
+
+def test_run_that_ends_at_the_border_and_resumes_is_the_same(phased: Phased, whole: ForkedRun) -> None:
+    """A process for each phase: the first step of each is killed."""
+    for step in (4, 6):
+        killed = phased.start(
+            "killed",
+            2,
+            at_point("os.kill(os.getpid(), signal.SIGKILL)", step, "DATA"),
+            parallelism="fsdp2",
+            resume="true",
+        )
+        assert killed.wait() == [-9, -9]
+    phased.start("killed", 2, parallelism="fsdp2", resume="true").finish()
+    assert differing(phased.end("killed"), phased.end("whole")) == []
+    assert metrics(phased.folder / "killed") == metrics(phased.folder / "whole")
+
+
+@pytest.mark.parametrize(("parallelism", "num_ranks"), [("fsdp", 1), ("ddp", 2)])
+def test_run_resumes_across_the_border_on_other_ranks(
+    phased: Phased, whole: ForkedRun, parallelism: str, num_ranks: int
+) -> None:
+    """A window is two rows: their gradients have the same sum on two ranks as one after the other."""
+    run = f"resumed on {num_ranks}"
+    shutil.copytree(phased.folder / "whole", phased.folder / run)
+    for step in (5, 6):
+        shutil.rmtree(phased.folder / run / "checkpoints" / f"step-{step:08d}")
+    phased.start(run, num_ranks, parallelism=parallelism, resume="true").finish()
+    assert differing(phased.end(run), phased.end("whole")) == []
+
+
+def test_parts_of_a_begun_phase_may_not_change(phased: Phased, whole: ForkedRun) -> None:
+    (phased.folder / "other.yaml").write_text(PHASES.replace("embed_tokens", "layers.0"))
+    checkpoint = phased.folder / "whole" / "checkpoints" / "step-00000003"
+    run = phased.start("other", 1, phases=phased.folder / "other.yaml", checkpoint=checkpoint)
+    assert run.wait() == [2]
+    assert "--phases from step 1, train_only: embed_tokens -> layers.0 since " in run.stderr()
+    (phased.folder / "later.yaml").write_text(PHASES.replace("all", "layers.0"))
+    line: dict[str, Any] = {"phases": phased.folder / "later.yaml", "checkpoint": checkpoint, "plan": "check"}
+    later = phased.start("later", 1, **line)
+    later.finish()
+    assert "train_only layers.0" in later.stdout()
+
+
+def test_missing_state_of_what_trained_is_no_zero(phased: Phased, whole: ForkedRun) -> None:
+    """The checkpoint says that step 3 trained the embedding: layer 0 may start from zero, and the embedding not."""
+    folder = phased.folder / "altered"
+    shutil.copytree(phased.folder / "whole", folder)
+    for step in (5, 6):
+        shutil.rmtree(folder / "checkpoints" / f"step-{step:08d}")
+    checkpoint = folder / "checkpoints" / "step-00000003"
+    saved = json.loads((checkpoint / "trainer.json").read_text())
+    assert saved["phase_parts"] == [
+        {"first_step": 1, "last_step": 3, "train_only": ["embed_tokens"]},
+        {"first_step": 4, "last_step": 5, "train_only": ["all"]},
+        {"first_step": 6, "last_step": 6, "train_only": ["norm"]},
+    ]
+    saved["phase_parts"][0]["train_only"] = ["embed_tokens", "layers.0"]
+    (checkpoint / "trainer.json").write_text(json.dumps(saved))
+    write_checksums(checkpoint)
+    (phased.folder / "altered.yaml").write_text(PHASES.replace("embed_tokens", "[embed_tokens, layers.0]"))
+    run = phased.start("altered", 1, phases=phased.folder / "altered.yaml", resume="true")
+    assert run.wait() == [2]
+    assert "step-00000003: the optimizer's model.layers.0." in run.stderr()
