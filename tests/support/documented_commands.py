@@ -68,6 +68,7 @@ def write_stand_ins(folder: Path, model: Path, plays: list[str]) -> None:
     """
     (folder / "configs").symlink_to(ROOT / "configs")
     names = "meta-llama/Meta-Llama-3-8B meta-llama/Meta-Llama-3-8B-Instruct MODEL MODELO_ANTIGUO NAME TOKENIZER "
+    names += "HuggingFaceTB/SmolLM2-135M "
     names += "models/llama-3-8b models/smollm2-135m models/smollm2-ca models/salamandra-7b .cache/smollm2-135m"
     for name in names.split():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
