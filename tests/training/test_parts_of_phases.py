@@ -23,6 +23,20 @@ from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
 
 pytestmark = pytest.mark.slow
 PHASES = "[{from: 1, train_only: embed_tokens}, {from: 4, train_only: all, lr: 5e-4}, {from: 6, train_only: norm}]"
+LEFT = """
+import weakref
+from fabric_train.training import run as program
+
+def set_up(fabric, run, original=program._set_up_model):
+    print("left", sum(parameter() is not None for parameter in earlier))
+    model, decayed = original(fabric, run)
+    earlier.extend(map(weakref.ref, model.parameters()))
+    return model, decayed
+
+earlier = []
+program._set_up_model = set_up
+"""
+"""Code for a rank: before it sets up a model, print how many parameters of earlier ones are in memory."""
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
@@ -98,11 +112,13 @@ def test_states_are_of_what_trains_and_count_its_own_steps(phased: Phased, whole
 
 
 @pytest.mark.parametrize(("parallelism", "num_ranks"), [("fsdp", 2), ("ddp", 2)])
-def test_every_parallelism_ends_with_the_same_bits(
+def test_every_parallelism_ends_with_the_same_bits_and_frees_each_model(
     phased: Phased, whole: ForkedRun, parallelism: str, num_ranks: int
 ) -> None:
-    phased.start(parallelism, num_ranks, parallelism=parallelism).finish()
+    run = phased.start(parallelism, num_ranks, LEFT, parallelism=parallelism)
+    run.finish()
     assert differing(phased.end(parallelism), phased.end("whole")) == []
+    assert [line for line in run.lines() if line.startswith("left")] == 3 * ["left 0"]
 
 
 def test_run_that_ends_at_the_border_and_resumes_is_the_same(phased: Phased, whole: ForkedRun) -> None:
