@@ -100,7 +100,9 @@ def main() -> None:
     if len(sys.argv) != 4:
         raise InputError(f"usage: python -m {__spec__.name} FOLDER float32|bfloat16|float16 RECIPE")
     folder, dtype, recipe = sys.argv[1:]
-    write_report(Path(folder), ModelMerge.of(parse_json(recipe, MergeRecipe)), dtype)
+    source = ModelMerge.of(parse_json(recipe, MergeRecipe))
+    source.merged.watches = False
+    write_report(Path(folder), source, dtype)
 
 
 if __name__ == "__main__":

@@ -295,3 +295,17 @@ def test_a_model_that_cannot_be_read_in_parts_is_merged_too(tmp_path: Path, othe
     found = merge(tmp_path / "merged", "--method", "linear", "--models", other, pickled)
     both = (load_file(other / "model.safetensors")[EMBEDDING], tensors[EMBEDDING])
     assert torch.equal(found[EMBEDDING], ((both[0].double() + both[1].double()) / 2).float())
+
+
+def test_models_without_a_tokenizer_are_merged_if_they_have_the_same_number_of_rows(
+    tmp_path: Path, other: Path, tiny_model_dir: Path
+) -> None:
+    bare = [shutil.copytree(folder, tmp_path / folder.name) for folder in (other, tiny_model_dir)]
+    for file in (file for folder in bare for file in folder.glob("tokenizer*")):
+        file.unlink()
+    found = merge(tmp_path / "merged", "--method", "linear", "--models", *bare)
+    assert len(found) == 20
+    assert json.loads((tmp_path / "merged" / "verification.json").read_text())["tokenizer"] == "absent"
+    assert "has no tokenizer to find the same tokens by" in refusal(
+        tmp_path / "out", "--method", "linear", "--models", other, bare[0]
+    )
