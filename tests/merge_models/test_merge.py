@@ -119,7 +119,7 @@ def test_a_merge_is_a_whole_folder_with_a_card(
     assert model.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(target).chat_template == CHAT_TEMPLATE  # of the first model
     assert (target / "LICENSE").read_text() == "the text of a licence"
-    metadata = metadata_load(target / "README.md")
+    metadata = metadata_load(target / "README.md") or {}
     assert metadata["base_model"] == ["someone/other"]
     assert metadata["base_model_relation"] == "merge"
     assert "license" not in metadata  # the run's base has none that is known
