@@ -81,7 +81,7 @@ def merge(source: ModelMerge, target: Path, dtype: torch.dtype, max_shard_size: 
 
     Raises:
         InputError: the models do not fit together, or ``target`` is taken or in a model's folder.
-        VerificationError: what was written is not what the fresh process computes.
+        VerificationError: the fresh process computes something else than was written.
     """
     for folder in source.recipe.folders():
         check_not_inside(target, folder)

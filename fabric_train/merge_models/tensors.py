@@ -1,4 +1,4 @@
-"""The tensors of a merge: each is computed from those of the models, in fp32 and a block of rows at a time."""
+"""The tensors of a merge: each is computed from the models' tensors, in fp32 and a block of rows at a time."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from fabric_train.model.weight_files import StoredTensors
 
 @dataclass(frozen=True)
 class MergeRecipe:
-    """What is merged and how: folders of models, one weight for each, and a base for methods that need one."""
+    """A method and its arguments: folders of models, one weight for each, and a base for methods that need one."""
 
     method: methods.Method
     models: list[str]
@@ -45,7 +45,7 @@ class TensorChanges:
 class MergedModels(CombinedTensors):
     """The tensors of a merge; each is computed on request, in the same way in every process.
 
-    ``changes`` has what was found out about each tensor while it was read, as far as ``watches`` is true.
+    While tensors are read, ``changes`` gets an entry for each; if ``watches`` is false, without lengths.
     """
 
     watches = True
@@ -85,7 +85,7 @@ class MergedModels(CombinedTensors):
     def _watch(
         self, name: str, offsets: Sequence[int], base: torch.Tensor, differences: Sequence[torch.Tensor]
     ) -> TensorChanges:
-        """Add a block to what is known of its tensor; return that."""
+        """Add a block to the changes of its tensor; return them."""
         if not any(offsets):  # the first block; a tensor may be read several times
             self.changes[name] = TensorChanges(of_models=[0.0] * len(differences), kept=[0] * len(differences))
         changes = self.changes[name]
