@@ -75,7 +75,7 @@ def request_of(row: Row) -> RunRequest:
     )
     memory = parse_size(DEVICE_MEMORY)
     assert memory is not None
-    return RunRequest(arguments, _shape(row.model), plan, "fsdp", False, True, memory, is_elsewhere=True)
+    return RunRequest(arguments, (_shape(row.model),), plan, "fsdp", False, True, memory, is_elsewhere=True)
 
 
 def cells(row: Row, request: RunRequest, forecast: Forecast) -> list[str]:

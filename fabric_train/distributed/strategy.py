@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import clear_launcher_options, under_fabric_run
@@ -35,10 +36,12 @@ class FSDP1Strategy(FSDPStrategy):
     """Fabric's ``FSDPStrategy`` with a device mesh, on CUDA and CPU ranks.
 
     With a mesh, state dicts hold ``DTensor``. Fabric's own class does not accept the CPU, where torch expects a device
-    as ``device_id`` instead of an index. Each rank keeps all of the ``replicated`` parameters.
+    as ``device_id`` instead of an index. Each rank keeps all of the ``replicated`` parameters. If ``units`` are given,
+    these modules are sharded, and not each layer alone.
     """
 
     replicated: Sequence[nn.Parameter] = ()
+    units: Sequence[nn.Module] = ()
 
     def setup_environment(self) -> None:
         """Create the mesh: one dimension, or two for a hybrid strategy."""
@@ -60,6 +63,8 @@ class FSDP1Strategy(FSDPStrategy):
         given_before = dict(self._fsdp_kwargs)  # a run may set up a second model
         if self.replicated:
             self._fsdp_kwargs["ignored_states"] = list(self.replicated)
+        if self.units:
+            self._fsdp_kwargs["auto_wrap_policy"] = CustomPolicy({*self.units}.__contains__)
         if self.root_device.type == "cpu":
             given: dict[str, Any] = {"cpu_offload": self.cpu_offload, "mixed_precision": self.mixed_precision_config}
             given |= {"sharding_strategy": self.sharding_strategy, "device_id": torch.device("cpu")}

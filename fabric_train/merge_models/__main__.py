@@ -2,12 +2,11 @@
 """Merge models into one: ``python -m fabric_train.merge_models --method METHOD --models A B --output_dir DIR``."""
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from fabric_train.cli.argument_types import NonNegativeInt64, NumberRange, PositiveShare, given_twice
+from fabric_train.cli.argument_types import NonNegativeInt64, NumberRange, PositiveShare, given_twice, parse_size
 from fabric_train.cli.errors import run_program
 from fabric_train.cli.parser import parse_arguments
 
@@ -72,7 +71,7 @@ class MergeModelsArguments:
             faults.append(f"--base {self.base} is also in --models, where it changes nothing: leave it out there")
         if self.density is not None and not drops:
             faults.append(f"--density is for ties and dare, not for --method {self.method}")
-        if not re.fullmatch(r"(?=.*[1-9])[0-9]{1,6}(\.[0-9]{1,6})?[KMGT]B", self.max_shard_size):
+        if parse_size(self.max_shard_size) is None:
             faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
         return faults
 

@@ -100,6 +100,7 @@ def setup_model(
         _fully_shard(model, fabric.strategy.device_mesh, _layers(model, layer_classes), arguments, set(replicated))
     if isinstance(fabric.strategy, FSDP1Strategy):
         fabric.strategy.replicated = replicated
+        fabric.strategy.units = _units_of_mixed(model, _layers(model, layer_classes))
     is_sharded = isinstance(fabric.strategy, FSDPStrategy | FSDP2Strategy)  # and puts its parts where they belong
     wrapped: Any = fabric.setup_module(model, move_to_device=not is_sharded)
     if is_sharded:  # DDP averages them itself
@@ -112,6 +113,20 @@ def setup_model(
     if isinstance(fabric.strategy, DDPStrategy) and arguments.model.precision == "bf16-true":
         wrapped._forward_module.register_comm_hook(None, average_in_fp32)
     return wrapped
+
+
+def _units_of_mixed(model: Any, layers: list[nn.Module]) -> list[nn.Module]:
+    """Return the units of FSDP1 if only some modules outside of the layers train, else none.
+
+    It has one gradient for each unit, also for frozen weights in it. So each of these modules is a unit, except the
+    head: it stays in the unit of the model, which computes the loss with its weight.
+    """
+    inside = {module for layer in layers for module in layer.modules()}
+    outside = [module for module in model.modules() if module not in inside and [*module.parameters(recurse=False)]]
+    if len({weight.requires_grad for module in outside for weight in module.parameters(recurse=False)}) < 2:
+        return []
+    of_head = {*model.get_output_embeddings().parameters()}
+    return [*layers, *(module for module in outside if of_head.isdisjoint(module.parameters(recurse=False)))]
 
 
 def use_sparse_embedding_grad(model: Any) -> None:

@@ -1,11 +1,13 @@
 """Measure the memory of activations: run the real model and loss on fake tensors, which have shapes and no content.
 
-All layers cost the same, so a model of three and one of two layers are traced, and the rest is extrapolated.
+Layers in which the same parts train cost the same, so for each kind of layer a model of three and one of two layers are
+traced, and the rest is extrapolated.
 """
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -25,13 +27,16 @@ from fabric_train.distributed.decoder_layers import checkpoint_layers, kept_shar
 from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.lm_head_loss import compute_loss_in_head, traced_as
-from fabric_train.model.trained_parts import freeze_other_parts
+from fabric_train.model.trained_parts import IN_LAYER, freeze_other_parts
 from fabric_train.training.objective import CrossEntropy
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
 
 _TRACED_LAYERS = 3
+LayerKind = frozenset[str] | None
+"""The parameters that train in a layer, by their names in it; None: all of the model, or an adapter."""
+BELOW: LayerKind = frozenset(["below all that trains"])
 
 
 def attention_on_gpu(
@@ -141,22 +146,49 @@ def trace_activations(shape: ModelShape, arguments: "TrainArguments", batch: Mic
             at_last=full.at_last - full.kept,
             after_last=full.after_last - full.kept,
         )
-    depth = shape.config.get_text_config().num_hidden_layers
-    if depth <= _TRACED_LAYERS:
-        return _trace(shape, depth, arguments, batch)
-    more, fewer = (_trace(shape, layers, arguments, batch) for layers in (_TRACED_LAYERS, _TRACED_LAYERS - 1))
-    left = depth - _TRACED_LAYERS
-    of_layer = more.kept - fewer.kept
-    kept = more.kept + left * of_layer
+    kinds = _kinds(shape)
+    if len(kinds) <= _TRACED_LAYERS:
+        return _trace(shape, kinds, arguments, batch)
+
+    def trace(kind: LayerKind, num_layers: int) -> Activations:
+        return _trace(shape, (kind,) * num_layers, arguments, batch)
+
+    more = trace(kinds[-1], _TRACED_LAYERS)
+    left = _further_layers(kinds)
+    kept, most = more.kept, more.most
+    for kind, number in left.items():
+        one_more, fewer = trace(kind, _TRACED_LAYERS), trace(kind, _TRACED_LAYERS - 1)
+        kept += number * (one_more.kept - fewer.kept)
+        most += number * (one_more.most - fewer.most)
+    further = kept - more.kept
     return replace(
         more,
         kept=kept,
         # with few layers the peak may be in a layer's forward pass, with many it is at the loss
-        most=max(more.most + left * (more.most - fewer.most), kept),
-        at_head=more.at_head and more.at_head + left * of_layer,
-        at_last=more.at_last + left * of_layer,
-        after_last=more.after_last + left * of_layer,
+        most=max(most, kept),
+        at_head=more.at_head and more.at_head + further,
+        at_last=more.at_last + further,
+        after_last=more.after_last + further,
     )
+
+
+def _further_layers(kinds: Sequence[LayerKind]) -> Counter[LayerKind]:
+    """Return the layers of each kind besides three that are like the last one; fewer than none if it has less."""
+    left = Counter(kinds)
+    left[kinds[-1]] -= _TRACED_LAYERS
+    left.pop(BELOW, None)  # these keep nothing
+    return left
+
+
+def _kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer; layers below the first part that trains have no backward pass."""
+    depth, below = shape.config.get_text_config().num_hidden_layers, sum(one.num_below for one in shape.flops.attention)
+    if not shape.frozen:
+        return (None,) * depth
+    trained: dict[int, set[str]] = {}
+    for inside in filter(None, map(IN_LAYER.fullmatch, shape.trained)):
+        trained.setdefault(int(inside[2]), set()).add(inside[3])
+    return tuple(BELOW if layer < below else frozenset(trained.get(layer, ())) for layer in range(depth))
 
 
 @dataclass(frozen=True)
@@ -172,12 +204,21 @@ class _Traced:
     budget: float
     batch: MicroBatch
     adapter: Adapter | None
+    kinds: tuple[LayerKind, ...]
+    trained: frozenset[str]  # outside of the layers
+
+    def trains(self, name: str) -> bool:
+        """Return whether a parameter trains, if not all or an adapter's do."""
+        inside = IN_LAYER.fullmatch(name)
+        return inside[3] in (self.kinds[int(inside[2])] or ()) if inside else name in self.trained
 
 
-def _trace(shape: ModelShape, num_layers: int, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
+def _trace(
+    shape: ModelShape, kinds: tuple[LayerKind, ...], arguments: "TrainArguments", batch: MicroBatch
+) -> Activations:
     # flash, flex and variable-length attention keep the same tensors as sdpa's fused kernel, without its mask
     attention = "eager" if arguments.model.attention == "eager" else "sdpa"
-    config = _cut(shape.config, num_layers)
+    config = _cut(shape.config, len(kinds))
     return _trace_once(
         _Traced(
             described=f"{type(config)} {config.to_json_string(use_diff=False)}",
@@ -189,6 +230,8 @@ def _trace(shape: ModelShape, num_layers: int, arguments: "TrainArguments", batc
             budget=kept_share(arguments.fsdp),
             batch=batch,
             adapter=shape.adapter,
+            kinds=kinds,
+            trained=frozenset(name for name in shape.trained if shape.frozen and not IN_LAYER.fullmatch(name)),
         )
     )
 
@@ -207,6 +250,8 @@ def _trace_once(given: _Traced) -> Activations:
             freeze_other_parts(model, given.adapter)
         model.train()
         layers = [module for module in model.modules() if type(module) in given.layer_classes]
+        if given.kinds[0] is not None:
+            _freeze(model, given)
         live = _LiveBytes(model)
         if given.loss_in_head:
             compute_loss_in_head(model)
@@ -233,6 +278,14 @@ def _trace_once(given: _Traced) -> Activations:
         end = live.most
         return Activations(kept, max(most, end, peaks.get("most", 0)), 0, 0, 0, end, 0)
     return Activations(kept, most, *(peaks.get(name, 0) for name in _PEAKS))
+
+
+def _freeze(model: Any, given: _Traced) -> None:
+    """Freeze what does not train; frozen layers above a part that trains pass a gradient on."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(given.trains(name))
+    if not given.kinds[0]:
+        model.get_input_embeddings().register_forward_hook(lambda _, args, hidden: hidden.requires_grad_())
 
 
 def _cut(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
@@ -283,7 +336,11 @@ def _drop_gradients(model: Any, layers: list[nn.Module], live: _LiveBytes, by_un
 
     for index, layer in enumerate(layers):
         parameters = list(layer.parameters())
-        _call_at_last(parameters, partial(end_of_layer, index, parameters))
+        end = partial(end_of_layer, index, parameters)
+        if any(parameter.requires_grad for parameter in parameters):
+            _call_at_last(parameters, end)
+        else:
+            layer.register_forward_pre_hook(partial(_call_with_gradient, end))
     if head is not None and head.weight is not embedding.weight:
         _call_at_last([head.weight], partial(note_peak, "at_head"))
     return peaks
@@ -301,6 +358,12 @@ def _call_at_last(parameters: list[nn.Parameter], function: Callable[[], None]) 
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(count)
+
+
+def _call_with_gradient(function: Callable[[], None], _: nn.Module, args: tuple[Any, ...]) -> None:
+    """Call a function when the gradient of a frozen layer's input is there; not if it has none."""
+    if args and args[0].requires_grad:
+        args[0].register_hook(lambda _: function())
 
 
 def _give_mask(model: nn.Module, layers: list[nn.Module], batch: MicroBatch, needs_mask: bool) -> None:

@@ -41,6 +41,7 @@ class Collective:
 
 def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
     """Return the collectives of a step, without losses and counts (a few bytes) and without tensor parallelism."""
+    units = units.reduced_by(layout.name)
     copies, shards, total = layout.num_copies, layout.num_shards, units.total
     if not layout.is_sharded:
         sent = 2 * _ring(REDUCED_BYTES * (units.trained + units.adapter), copies)
@@ -102,7 +103,7 @@ def make_budget(units: Units, layout: Layout, activations: Activations, saves_in
     # a checkpoint of an adapter has no copy of its base
     saved = layout.held * (units.trained if units.adapter else units.total) + units.saved_states
     saved += units.adapter_bytes + units.saved_adapter_states
-    units = units.part(layout.world_size // layout.num_data_ranks)
+    units = units.reduced_by(layout.name).part(layout.world_size // layout.num_data_ranks)
     whole, trained, states = (
         0 if layout.offloads else number // layout.num_shards for number in (units.total, units.trained, units.states)
     )
@@ -159,7 +160,8 @@ def _sharded_phases(units: Units, layout: Layout, activations: Activations, grad
     if layout.accumulation > 1 and not layout.reduces_each:
         summed = (REDUCED_BYTES if is_fsdp2 else size) * units.trained
     earlier = summed or (gradients if layout.accumulation > 1 else 0)
-    later = max(earlier, gradients * (layers - layer) // units.total)
+    trained_layers, trained = units.trained - units.trained_rest, max(units.trained, 1)
+    later = max(earlier, gradients * max(0, trained_layers - units.trained_layer) // trained)
     pending = REDUCED_BYTES * units.trained_layer if is_fsdp2 and units.num_layers > 1 else 0
 
     def moment(name: str, gathered: int, gradients: int, communication: int, activations: int) -> Phase:
@@ -184,15 +186,16 @@ def _sharded_phases(units: Units, layout: Layout, activations: Activations, grad
         moment("backward pass", root + embedding, later, reducing, activations.after_end),
     ]
     # at the end there are the gradients of everything outside of the layers; a tied one is added to the head's
-    later = max(earlier, gradients * layers // units.total)
-    if units.trained <= units.num_layers * units.trained_layer:  # all of that is frozen
+    later = max(earlier, gradients * trained_layers // trained)
+    if not units.trained_rest:
         end = [moment("end of backward", root, later, 0, 0)]
         return [max(moments, key=lambda phase: phase.total) for moments in (loss, backward, end)]
-    flat = 0 if is_fsdp2 else size * root
-    end = [moment("end of backward", root, later, flat, size * (units.rest + units.head * units.is_tied))]
-    if is_fsdp2 and embedding:
-        end.append(moment("end of backward", root, later, _reducing(embedding, layout), size * units.rest))
-    end.append(moment("end of backward", 0, later, _reducing(root, layout), size * root))
+    rest, apart = units.trained_rest, units.trained_embedding if embedding else 0
+    flat = 0 if is_fsdp2 else size * rest
+    end = [moment("end of backward", root, later, flat, size * (rest + units.head * units.is_tied))]
+    if apart:
+        end.append(moment("end of backward", root, later, _reducing(apart, layout), size * rest))
+    end.append(moment("end of backward", 0, later, _reducing(rest - apart, layout), size * (rest - apart)))
     return [max(moments, key=lambda phase: phase.total) for moments in (loss, backward, end)]
 
 
@@ -233,7 +236,7 @@ class Forecast:
 @dataclass(frozen=True)
 class RunRequest:
     arguments: "TrainArguments"
-    shape: ModelShape
+    shapes: tuple[ModelShape, ...]  # the model with the parts that train, in each phase that has other ones
     plan: StepPlan
     parallelism: str
     isolates: bool
@@ -242,13 +245,24 @@ class RunRequest:
     is_elsewhere: bool  # planned for other machines than this one
     validates: bool = True  # has validation rows
 
+    @property
+    def largest(self) -> ModelShape:
+        """The model of the phase that trains the most."""
+        return max(self.shapes, key=lambda shape: shape.num_trained)
+
     def layout(self) -> Layout:
         return make_layout(self.arguments, self.plan, self.parallelism)
 
     def forecast(self) -> Forecast:
-        """Compute the forecast without allocating the model; a RuntimeError if it reads the content of tensors."""
-        units, layout, plan = read_units(self.shape, self.arguments), self.layout(), self.plan
-        activations = trace_activations(self.shape, self.arguments, self._micro_batch())
+        """Compute the forecast without allocating the model; a RuntimeError if it reads the content of tensors.
+
+        If phases train other parts, it is of the phase that needs the most memory of a device.
+        """
+        return max((self._forecast(shape) for shape in self.shapes), key=lambda each: each.device_bytes)
+
+    def _forecast(self, shape: ModelShape) -> Forecast:
+        units, layout, plan = read_units(shape, self.arguments), self.layout(), self.plan
+        activations = trace_activations(shape, self.arguments, self._micro_batch())
         saves_in_background = self.arguments.save.async_save and min(set.union(*self._saved_steps())) < plan.num_steps
         return Forecast(
             units=units,
@@ -256,8 +270,8 @@ class RunRequest:
             activations=activations,
             budget=make_budget(units, layout, activations, saves_in_background),
             collectives=tuple(collectives_of_step(units.part(plan.world_size // plan.num_data_ranks), layout)),
-            flops_of_step=self.shape.flops.of([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size,
-            offloaded=offloaded_bytes(self.shape, layout, units.states),
+            flops_of_step=shape.flops.of([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size,
+            offloaded=offloaded_bytes(shape, layout, units.states),
             process=CUDA_ALLOWANCE if self.on_gpu else process_memory() + LATER_BYTES,
             on_gpu=self.on_gpu,
         )

@@ -35,7 +35,11 @@ class Units:
     embedding: int
     is_tied: bool  # head and embedding are the same
     trained: int
-    trained_layer: int  # parameters of ``layer`` that train
+    trained_layer: int  # the most that train in a layer
+    trained_rest: int  # outside of the layers
+    trained_embedding: int
+    touched: int  # those that train, and all others of a layer of which something trains
+    touched_layer: int
     states: int  # bytes of the optimizer's states
     saved_states: int  # bytes of those in a checkpoint
     adapter: int = 0  # all of them on each rank
@@ -45,8 +49,15 @@ class Units:
 
     def part(self, num_parts: int) -> "Units":
         """Return the units of one rank if every parameter is split among ``num_parts`` ranks."""
-        shared = ("layer", "rest", "head", "embedding", "trained", "trained_layer", "states", "saved_states")
-        return replace(self, **{name: getattr(self, name) // num_parts for name in shared})
+        shared = ("layer", "rest", "head", "embedding", "states", "saved_states")
+        trained = ("trained", "trained_layer", "trained_rest", "trained_embedding", "touched", "touched_layer")
+        return replace(self, **{name: getattr(self, name) // num_parts for name in (*shared, *trained)})
+
+    def reduced_by(self, parallelism: str) -> "Units":
+        """Return the units with what has a gradient as ``trained``: FSDP1 has one for each layer as a whole."""
+        if parallelism != "fsdp":
+            return self
+        return replace(self, trained=self.touched, trained_layer=self.touched_layer)
 
     @property
     def total(self) -> int:
@@ -126,7 +137,10 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
     all_states, all_saved_states = bytes_of_states(shape, arguments)
     states, saved_states = all_states - adapter_states, all_saved_states - saved_adapter_states
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    trained_in = (sum(one.numel() for one in layer.parameters() if names[id(one)] in shape.trained) for layer in layers)
+    trained_in = [sum(one.numel() for one in layer.parameters() if names[id(one)] in shape.trained) for layer in layers]
+    trained = shape.num_trained - of_adapter.num_trained
+    touched = [_numel(layer) if number else 0 for layer, number in zip(layers, trained_in, strict=True)]
+    trains_embedding = names[id(embedding.weight)] in shape.trained
     in_4bit = [module for layer in layers for module in layer.modules() if isinstance(module, NF4Linear)]
     if arguments.model.precision.endswith("mixed"):
         in_4bit = []  # the activations have the copy that autocast makes of a weight
@@ -139,8 +153,12 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
         head=_numel(head) if name_of_head in shape.trained else 0,
         embedding=_numel(embedding),
         is_tied=is_tied,
-        trained=shape.num_trained - of_adapter.num_trained,
+        trained=trained,
         trained_layer=max(trained_in),
+        trained_rest=trained - sum(trained_in),
+        trained_embedding=_numel(embedding) if trains_embedding else 0,
+        touched=trained - sum(trained_in) + sum(touched),
+        touched_layer=max(touched),
         states=states,
         saved_states=saved_states,
         adapter=of_adapter.num_trained,

@@ -26,7 +26,7 @@ from fabric_train.preflight.memory_forecast import Forecast, RunRequest
 from fabric_train.preflight.memory_layout import bytes_of_states, read_units
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 from fabric_train.training.run_log import note, show
-from fabric_train.training.summary import describe_mixture, describe_phases, facts_table
+from fabric_train.training.summary import describe_mixture, describe_parts, describe_phases, facts_table
 
 _PAGE = "docs/reference/errors.md#does-not-fit"
 _KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations", "communication")
@@ -60,7 +60,7 @@ def print_plan(run: PreparedRun) -> None:
     lines = [float(size) if (size := parse_size(line or "")) else None for line in (given.interconnect, given.network)]
     show(
         Group(
-            _counts(forecast, run.plan),
+            _counts(forecast, run),
             _memory(forecast, request.device_memory),
             _storage(forecast, request.num_checkpoints()),
             _traffic(forecast, *lines),
@@ -82,7 +82,7 @@ def make_request(run: PreparedRun) -> RunRequest:
     share_of_machine = machine_memory() // (run.plan.world_size // arguments.device.num_nodes)
     return RunRequest(
         arguments=arguments,
-        shape=run.model,
+        shapes=(*run.models.values(),) or (run.model,),
         plan=run.plan,
         parallelism=run.devices.parallelism,
         isolates=run.data.isolates,
@@ -115,12 +115,12 @@ def check_memory(run: PreparedRun) -> None:
     request = make_request(run)
     layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
     num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
-    states, _ = bytes_of_states(request.shape, request.arguments)
-    if request.shape.adapter:  # each rank has all of it, in fp32
-        base = read_units(request.shape, request.arguments).total
-        least = layout.held * base // num_parts + 8 * request.shape.num_trained + states
+    states, _ = bytes_of_states(request.largest, request.arguments)
+    if request.largest.adapter:  # each rank has all of it, in fp32
+        base = read_units(request.largest, request.arguments).total
+        least = layout.held * base // num_parts + 8 * request.largest.num_trained + states
     else:
-        least = (layout.held * (request.shape.num_parameters + request.shape.num_trained) + states) // num_parts
+        least = (layout.held * (request.largest.num_parameters + request.largest.num_trained) + states) // num_parts
     faults = []
     if not layout.offloads and least > request.device_memory:
         faults.append(
@@ -133,9 +133,10 @@ def check_memory(run: PreparedRun) -> None:
 
 def _faults_of_disk(request: RunRequest, number: int) -> list[str]:
     layout, folder = request.layout(), Path(request.arguments.save.output_dir)
-    of_states = bytes_of_states(request.shape, request.arguments)[1]
-    has_adapter = request.shape.adapter is not None  # whose base is not in a checkpoint
-    size = (4 * request.shape.num_trained if has_adapter else layout.held * request.shape.num_parameters) + of_states
+    shape = request.largest
+    of_states = bytes_of_states(shape, request.arguments)[1]
+    has_adapter = shape.adapter is not None  # whose base is not in a checkpoint
+    size = (4 * shape.num_trained if has_adapter else layout.held * shape.num_parameters) + of_states
     free = free_bytes(nearest_existing(folder))
     if size * number <= free:
         return []
@@ -216,8 +217,8 @@ def _split_again(plan: StepPlan, micro_batch_size: int, world_size: int) -> Step
     )
 
 
-def _counts(forecast: Forecast, plan: StepPlan) -> Table:
-    units, layout = forecast.units, forecast.layout
+def _counts(forecast: Forecast, run: PreparedRun) -> Table:
+    units, layout, plan = forecast.units, forecast.layout, run.plan
     table = facts_table("Plan")
     trained = "" if units.trained == units.total else f"; {units.trained + units.adapter:,} train"
     if units.adapter:
@@ -226,6 +227,8 @@ def _counts(forecast: Forecast, plan: StepPlan) -> Table:
     if units.parameters != units.total:
         each = f"the layers' matrices in 4 bits{trained}"
     table.add_row("parameters", f"{units.parameters:,}: {each}")
+    for name, text in describe_parts(run):
+        table.add_row(name, text)
     cut = f"weights cut in {layout.num_shards}" if layout.is_sharded else "nothing cut"
     table.add_row("devices", f"{layout.world_size} × {layout.name} on {layout.num_nodes} machines, {cut}")
     tokens = plan.rows_per_window * plan.tokens_per_row

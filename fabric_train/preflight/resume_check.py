@@ -34,6 +34,8 @@ _DECIDE_THE_LOSSES = (
     *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "base_weights"),
     *("objective", "dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "simpo_gamma", "reference"),
 )
+_WITHOUT_PARTS = dict.fromkeys(("train_only", "freeze", "lr_of"))
+"""Arguments that earlier versions lack, in whose checkpoints all weights trained at one rate."""
 _ATTENTION = "fabric_train attention"
 _VALIDATION = "fabric_train validation rows"
 OWN_VERSIONS = {"fabric_train learning rates": SCHEDULES_VERSION, _VALIDATION: VALIDATION_VERSION, _ATTENTION: "1"}
@@ -85,7 +87,7 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     )
     faults = [f"{checkpoint}: {change}; {advice}" for change in saved.data_changes(run.order)]
     faults = faults or _faults_of_rows(run, checkpoint)
-    changes = list(_changes(saved.arguments, _as_saved(arguments, plan)))
+    changes = list(_changes(_WITHOUT_PARTS | saved.arguments, _as_saved(arguments, plan)))
     in_data = () if run.order.seed is None else ("seed",)  # the comparison of the data order reports it
     deciding = [change for change in changes if _decides(change, arguments) and change.name not in in_data]
     deciding += find_changes_of_begun_phases(run, saved, run.start.state.step)
@@ -125,7 +127,7 @@ def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     if branch.continues_data and (faults := _faults_of_rows(run, checkpoint)):
         raise InputError(*faults)
     saved = read_trainer_json(checkpoint)
-    changes = _changes(saved.arguments, _as_saved(run.arguments, plan))
+    changes = _changes(_WITHOUT_PARTS | saved.arguments, _as_saved(run.arguments, plan))
     changed = {change.name: change for change in changes if change.name not in ("output_dir", "phases")}
     there, here = _phases_in_words(saved, run)
     if there != here:

@@ -41,9 +41,8 @@ def describe_start(run: PreparedRun) -> Group:
     name = f"a new {arguments.model.family}" if arguments.model.family else arguments.model.model_name
     trained = "" if run.model.num_trained == run.model.num_parameters else f", {run.model.num_trained:,} train"
     table.add_row("model", f"{name}: {run.model.num_parameters:,} parameters{trained}, layers {layers}")
-    if run.model.frozen:
-        table.add_row("trained", run.model.describe_trained())
-        table.add_row("frozen", run.model.describe_frozen())
+    for what, text in describe_parts(run):
+        table.add_row(what, text)
     table.add_row("start", _start(run))
     table.add_row("data", _data(run))
     table.add_row("devices", f"{plan.world_size} × {run.devices.parallelism}, {arguments.model.precision}")
@@ -60,6 +59,14 @@ def describe_start(run: PreparedRun) -> Group:
     if not arguments.evaluation.only_reads:
         table.add_row("metrics", _metrics(run))
     return Group(table, *describe_mixture(run), *describe_phases(run), *describe_stream(run))
+
+
+def describe_parts(run: PreparedRun) -> list[tuple[str, str]]:
+    """Return the modules that train and those that are frozen as rows of a table; none if all train."""
+    if not run.model.frozen:
+        return []
+    later = " (at first, see the phases)" if run.models else ""
+    return [(f"trained{later}", run.model.describe_trained()), ("frozen", run.model.describe_frozen())]
 
 
 def describe_mfu(flops: ModelFlops, peak_flops: float | None) -> str:

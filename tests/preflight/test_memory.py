@@ -12,8 +12,9 @@ import torch
 from arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import parse_size
 from fabric_train.cli.errors import InputError
-from fabric_train.model.hf_model import ModelShape, read_shape
-from fabric_train.preflight.memory_activations import MicroBatch, _trace, trace_activations
+from fabric_train.model.hf_model import ModelShape, read_shape, with_parts
+from fabric_train.model.trained_parts import Parts
+from fabric_train.preflight.memory_activations import MicroBatch, _kinds, _trace, trace_activations
 from fabric_train.preflight.memory_forecast import RunRequest, collectives_of_step
 from fabric_train.preflight.memory_layout import Layout, Units, offloaded_bytes
 from fabric_train.preflight.memory_plan import faults_of
@@ -24,7 +25,8 @@ from tests.support.plan_accuracy import Case
 from tests.support.unequal_rows import argv, write_model, write_rows
 
 SIZES = {"num_layers": 10, "layer": 100, "rest": 200, "head": 90, "embedding": 90, "trained": 1200}
-SIZES |= {"trained_layer": 100, "parameters": 1200}
+SIZES |= {"trained_layer": 100, "trained_rest": 200, "trained_embedding": 90, "touched": 1200, "touched_layer": 100}
+SIZES |= {"parameters": 1200}
 UNITS = Units(**SIZES, is_tied=False, states=4800, saved_states=4800)
 
 
@@ -54,7 +56,7 @@ def wanted(shape: ModelShape, world_size: int, gigabytes: float, *options: str, 
     size = arguments.training.micro_batch_size
     plan = StepPlan(None, world_size, world_size, size, max(1, rows // together), rows, None, 10, 4096)
     memory = round(gigabytes * 1e9)
-    return RunRequest(arguments, shape, plan, arguments.fsdp.parallelism, False, True, memory, is_elsewhere=True)
+    return RunRequest(arguments, (shape,), plan, arguments.fsdp.parallelism, False, True, memory, is_elsewhere=True)
 
 
 # ------------------------------------------------------------------------------------------------------- activations
@@ -78,11 +80,13 @@ def test_traced_memory_is_what_layers_or_checkpointing_keep(llama: ModelShape, o
     assert full.most - full.kept <= plain.most - plain.kept + 20 * hidden
 
 
-def test_a_few_traced_layers_tell_what_all_of_them_hold(llama: ModelShape) -> None:
+@pytest.mark.parametrize("parts", [(), ("layers.1[2-5]",), ("embed_tokens", "q_proj", "layers.[3-6]")])
+def test_a_few_traced_layers_tell_what_all_of_them_hold(llama: ModelShape, parts: tuple[str, ...]) -> None:
+    llama = with_parts(llama, Parts(parts)) if parts else llama
     arguments = parse(TrainArguments, ["--train_data_dir", "x", "--output_dir", "y"])
     batch = MicroBatch(1, 2048, torch.float32, None, has_borders=False, on_gpu=False, by_unit=True)
     traced = trace_activations(llama, arguments, batch)
-    assert astuple(traced) == pytest.approx(astuple(_trace(llama, 16, arguments, batch)), rel=0.01)
+    assert astuple(traced) == pytest.approx(astuple(_trace(llama, _kinds(llama), arguments, batch)), rel=0.01)
 
 
 def test_a_mask_costs_itself_and_copies_of_the_heads(llama: ModelShape) -> None:
@@ -281,6 +285,8 @@ MEASURED = [
 ]
 MEASURED_MORE = [
     Case("fsdp", 2),
+    Case("single", 1, ("--train_only", "layers.[67]")),
+    Case("fsdp", 2, ("--train_only", "q_proj")),
     Case("single", 1, ("--lora_rank", "16", "--base_weights", "nf4")),
     Case("single", 1, ("--lora_rank", "16", "--gradient_accumulation_steps", "2")),
     Case("ddp", 2, ("--adapter", "dora")),

@@ -2,13 +2,16 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import save_file
 
+import tokenize_dataset
 from fabric_train.__main__ import main
 from tests.support.programs import ROOT
 
@@ -39,7 +42,9 @@ PUBLISHED = {  # sizes in the config.json files of the models on the hub
         "tie_word_embeddings": True,
     },
 }
-TASKS = ("pretraining", "chat")
+PUBLISHED["llama-3.1-8b"] = PUBLISHED["llama-3-8b"] | {"max_position_embeddings": 131_072}
+EXTENDED = "llama-3.1-8b-el"  # with Krikri's 20,992 tokens
+SERVED, TASKS = ("llama-3-8b", "llama-3.2-1b"), ("pretraining", "chat")
 
 
 def devices_of(recipe: Path) -> list[int]:
@@ -48,6 +53,7 @@ def devices_of(recipe: Path) -> list[int]:
     return [int(number) for number in re.findall(r"\b[148]\b", first.split(" on ")[1].split(" GPU")[0])]
 
 
+OF_TEAMS = ("hitz-galician", "krikri", "sea-lion-v3")
 CASES = [(path.stem, number) for path in sorted(RECIPES.glob("*.yaml")) for number in devices_of(path)]
 # one on the fewest GPUs, which have the least room; the others by make test-cuda-rehearsal
 FEWEST = {"llama-3.2-1b-pretraining": 1}
@@ -58,23 +64,35 @@ PLANNED = [
 
 
 def write_model(folder: Path, recipe: str) -> Path:
-    (sizes,) = (sizes for name, sizes in PUBLISHED.items() if recipe.startswith(f"{name}-"))
+    named = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))["model_name"]
+    name = named.rpartition("/")[2].lower().removeprefix("meta-")
+    sizes = next(sizes for model, sizes in PUBLISHED.items() if f"{name}-".startswith(f"{model}-"))
+    extended = {"vocab_size": 128_256 + 20_992} if name == EXTENDED else {}
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(_LLAMA | sizes))
+    (folder / "config.json").write_text(json.dumps(_LLAMA | sizes | extended))
     save_file({"a tensor": np.zeros(1)}, folder / "model.safetensors")  # a plan reads no weights
     return folder
 
 
 def write_rows(folder: Path, recipe: str) -> Path:
-    """Write a token dataset of a few rows of the length that the recipe's comments tokenize to; chats have labels."""
+    """Write a token dataset of a few rows of the length that the recipe's comments tokenize to; answers have labels."""
     length = int(re.search(r"--max_length (\d+)k", (RECIPES / f"{recipe}.yaml").read_text())[1]) * 1024  # type: ignore[index]
     ids = np.random.default_rng(0).integers(0, 128_000, (256, length), dtype=np.int32)
     columns = {"input_ids": ids, "document_starts": [[0, length // 2]] * len(ids)}
-    if "pretraining" not in recipe:
+    if "chat" in recipe or "lora" in recipe:
         columns["labels"] = np.where(np.arange(length) % 3, ids, -100)
     rows = datasets.Dataset.from_dict(columns)
     datasets.DatasetDict({"train": rows, "validation": rows.select(range(8))}).save_to_disk(folder)
     return folder
+
+
+def tokenize_sources(folder: Path, names: list[str], request: pytest.FixtureRequest) -> list[Path]:
+    """Tokenize a text for each source of a mixture, in rows of 8,192 tokens; a mixture needs manifests."""
+    tokenizer, text = request.getfixturevalue("tiny_model_dir"), request.getfixturevalue("shakespeare_jsonl")
+    for name in names:
+        words = f"--dataset {text} --tokenizer_name {tokenizer} --max_length 8k --validation_split 0.1 --num_proc 1"
+        tokenize_dataset.main([*words.split(), "--output_dir", str(folder / name)])
+    return [folder / name for name in names]
 
 
 def test_each_model_task_and_number_of_gpus_has_one_recipe() -> None:
@@ -82,22 +100,30 @@ def test_each_model_task_and_number_of_gpus_has_one_recipe() -> None:
     served = [
         (model, task, number)
         for recipe, number in CASES
-        for model in PUBLISHED
+        for model in SERVED
         for task in TASKS
         if recipe.startswith(f"{model}-{task}")
     ]
-    assert sorted(served) == sorted(
-        (model, task, number) for model in PUBLISHED for task in TASKS for number in (1, 4, 8)
-    )
+    assert sorted(served) == sorted((model, task, number) for model in SERVED for task in TASKS for number in (1, 4, 8))
 
 
 @pytest.mark.parametrize("recipe, num_devices", PLANNED)
 def test_a_recipe_fits_on_its_gpus(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, num_devices: int
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+    recipe: str,
+    num_devices: int,
 ) -> None:
-    model, rows = write_model(tmp_path / "model", recipe), write_rows(tmp_path / "tokens", recipe)
-    given = f"--model_name {model} --train_data_dir {rows} --output_dir {tmp_path / 'run'} --devices {num_devices}"
-    text = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
+    model, text = write_model(tmp_path / "model", recipe), (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
+    named = yaml.safe_load(text)["train_data_dir"]
+    if isinstance(named, str):
+        rows = [write_rows(tmp_path / "tokens", recipe)]
+    else:
+        rows = tokenize_sources(tmp_path, [name.rpartition("/")[2] for name in named], request)
+    data = " ".join(map(str, rows))
+    given = f"--model_name {model} --train_data_dir {data} --output_dir {tmp_path / 'run'} --devices {num_devices}"
+    given += "" if len(rows) == 1 else " --number_epochs 1000000"  # so that the text is enough for max_step
     memory = re.findall(r"of (\d+) GB", text)[0] + "GB"
     plan = f"--accelerator cuda --plan true --device_memory {memory} --interconnect 450GB/s"
     main(["--config", str(RECIPES / f"{recipe}.yaml"), *given.split(), *plan.split()])
@@ -108,3 +134,15 @@ def test_a_recipe_fits_on_its_gpus(
     assert planned is not None
     assert told is not None
     assert float(told[1]) == pytest.approx(float(planned[1]), rel=0.02)
+
+
+@pytest.mark.parametrize("recipe", OF_TEAMS)
+def test_a_recipe_of_a_team_is_in_order(
+    tmp_path: Path, tiny_tokens_dir: Path, capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    named = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))
+    rows = [shutil.copytree(tiny_tokens_dir, tmp_path / name.rpartition("/")[2]) for name in named["train_data_dir"]]
+    given = f"--model_name {write_model(tmp_path / 'model', recipe)} --train_data_dir {' '.join(map(str, rows))}"
+    given += f" --output_dir {tmp_path / 'run'} --number_epochs 1000000 --devices 8 --accelerator cuda --plan check"
+    main(["--config", str(RECIPES / f"{recipe}.yaml"), *given.split()])
+    assert f"arguments, files and data are in order: {named['max_step']} steps" in capsys.readouterr().out

@@ -71,6 +71,7 @@ STAND_INS = {
     "generate": "--num_tokens 4",
     "evaluate": "--max_length 128",
     "convert_to_hf": "",
+    "fabric_train.merge_models.__main__": "",
     "fabric_train.tokenization.inspect.__main__": "",
     "fabric_train.report.__main__": "",
     "fabric_train.runs": "",
@@ -152,7 +153,7 @@ def stand_ins(
         folder,
         "python tokenize_dataset.py --dataset chats.jsonl --tokenizer_name MODEL --output_dir data/va",
     )
-    for name in ("tokens", "es", "en", "raw", "chats"):
+    for name in ("tokens", "es", "en", "raw", "chats", "ca", "part1", "part2", "part3", "part4"):
         shutil.copytree(folder / "data/va", folder / "data" / name)
     train = "python -m fabric_train --model_name MODEL --train_data_dir data/va --output_dir"
     one_step = [
@@ -184,7 +185,7 @@ def run(runs: ForkedRuns, folder: Path, line: str, *further: str) -> str:
     if "--output_dir" in words:
         written = folder / words[words.index("--output_dir") + 1]
         shutil.rmtree(written, ignore_errors=True)  # a stand-in
-    before = f"{WITHOUT_PICTURES}; {VERIFY_IN_PROCESS if module == 'convert_to_hf' else ''}"
+    before = f"{WITHOUT_PICTURES}; {VERIFY_IN_PROCESS if 'convert' in module or 'merge_models' in module else ''}"
     started = runs.start([*words, *further], 1, cwd=folder, program=module, before=before)
     codes = started.wait()
     assert codes == [0], f"{line}\n{started.report()}"

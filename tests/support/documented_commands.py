@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +69,12 @@ def write_stand_ins(folder: Path, model: Path, plays: list[str]) -> None:
     """
     (folder / "configs").symlink_to(ROOT / "configs")
     names = "meta-llama/Meta-Llama-3-8B meta-llama/Meta-Llama-3-8B-Instruct MODEL MODELO_ANTIGUO NAME TOKENIZER "
-    names += "HuggingFaceTB/SmolLM2-135M "
-    names += "models/llama-3-8b models/smollm2-135m models/smollm2-ca models/salamandra-7b .cache/smollm2-135m"
+    names += "HuggingFaceTB/SmolLM2-135M models/llama-3-8b models/smollm2-135m models/smollm2-ca "
+    names += "models/salamandra-7b models/extended .cache/smollm2-135m"
     for name in names.split():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(model)
+    shutil.copytree(model, folder / "meta-llama/Meta-Llama-3-8B-Instruct")  # merged with what it began with
     verse = "In the beginning was the word, and many more words came after it. "
     texts = [json.dumps({"text": f"{number}. {verse * 9}"}) for number in range(40)]
     turns = [[("user", f"{number} + {number}?"), ("assistant", str(2 * number))] for number in range(40)]

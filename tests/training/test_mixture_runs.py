@@ -325,7 +325,7 @@ def opened(mixing: Mixing) -> TokenMixture:
         ),
         ("- {from: 0.5, shares: [0, 0, 0]}", "phase 1: shares: nothing is left to train on; give a number above 0"),
         ("- {from: 0.5, lrr: 1}", "phase 1: 'lrr': no such value; a phase has from, shares, "),
-        ("- {from: 0.5}", "phase 1: it changes nothing: give shares, token_shares or lr"),
+        ("- {from: 0.5}", "phase 1: it changes nothing: give shares, token_shares, lr or train_only"),
         ("- {from: 3.5, lr: 1}", "phase 1: from: expected a step, or a share of the run below 1; got 3.5"),
         ("- {from: 1.0, lr: 1}", "phase 1: from: 1.0 is a step or a share of the run; write 1 for the first step"),
         ("- {from: 5, lr: 1}\n- {from: 5, lr: 2}", "phase 2 begins at step 5, not after the phase before it"),
