@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     called_as = fabric_command.called_as
     fabric_command.called_as = f"{program_name()} {command}"  # for the help
     try:
-        arguments = parse_arguments(COMMANDS[command], rest)
+        arguments: object = parse_arguments(COMMANDS[command], rest)
     finally:
         fabric_command.called_as = called_as
     if isinstance(arguments, VocabularyReportArguments):
@@ -49,22 +49,22 @@ def main(argv: list[str] | None = None) -> None:
 
 def _report(arguments: VocabularyReportArguments) -> None:
     from fabric_train.pages.charts import DrawError  # slow, like the others
-    from fabric_train.vocabulary import rendering, report
+    from fabric_train.vocabulary import report
     from fabric_train.vocabulary.texts import read_texts
 
     texts = read_texts(arguments.texts, arguments.text_column, arguments.max_bytes, arguments.seed)
     notes = [text.note for text in texts if text.note]
     measured = report.measure(texts, arguments.tokenizer, arguments.seed)
     console = open_console()
-    rendering.print_table(measured, console)
+    report.print_table(measured, console)
     lines = [*(f"note: {note}" for note in notes), "", *report.recommend(measured), f"({report.thresholds()})"]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if arguments.json is not None:
-        rendering.write_json(measured, notes, Path(arguments.json))
+        report.write_json(measured, notes, Path(arguments.json))
     if arguments.picture is not None:
         try:
-            rendering.draw(measured, Path(arguments.picture))
+            report.draw(measured, Path(arguments.picture))
         except DrawError as error:
             raise InputError(str(error)) from None
 

@@ -31,9 +31,9 @@ from fabric_train.preflight.dataset_check import note_on_added_tokens
 from fabric_train.tokenization.tokenizers.text_encoder import open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.vocabulary.__main__ import main
+from fabric_train.vocabulary.extend import verify_tokenizer
 from fabric_train.vocabulary.rows import ExtendedMatrix
 from fabric_train.vocabulary.tokenizer_files import KEPT_TEXTS, ExtendableTokenizer, NewTokens
-from fabric_train.vocabulary.verification import verify_tokenizer
 from sample_data import real_data
 from tests.support.token_datasets import tokenize
 
@@ -268,6 +268,21 @@ def test_a_plan_says_what_the_tokens_save_and_cost_and_writes_nothing(
     assert "rows       2,000 → 2,176 (vocab_size in config.json), padded to a multiple of 64\n" in printed
     assert f"costs      {176 * WIDTH * 2 * 2 / 1e6:.1f} MB more in embedding and head" in printed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_can_be_extended_again(extended: Path, catalan: Path, tmp_path: Path) -> None:
+    words = f"--model {extended} --texts ca={catalan} --num_tokens 40 --output_dir {tmp_path / 'out'} --init normal"
+    main(["extend", *words.split()])
+    added = json.loads((tmp_path / "out" / "vocabulary.json").read_text())
+    assert (added["first_id"], len(added["tokens"]), added["num_rows"]) == (2000, 193, 2240)
+    old, new = open_weights(extended), open_weights(tmp_path / "out")
+    assert all(torch.equal(old.read(name)[:2153], new.read(name)[:2153]) for name in old)
+
+
+def test_a_given_token_is_not_learned_too(tmp_path: Path, chatml_dir: Path) -> None:
+    tokenizer = ExtendableTokenizer(load_tokenizer(str(chatml_dir)), tmp_path, None)
+    assert "zqx" in tokenizer.learn(["zqx\n" * 9], 2).tokens
+    assert "zqx" not in tokenizer.learn(["zqx\n" * 9], 1, ["zqx"]).tokens
 
 
 def digest(folder: Path) -> dict[str, str]:
