@@ -15,7 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -81,11 +81,9 @@ def fabric_train() -> None:
     name = words[0] if words else "--help"
     if name not in PROGRAMS:
         if "_ARGCOMPLETE" in os.environ:
-            import argcomplete
+            from fabric_train.cli.help import complete_choice  # which imports this module
 
-            parser = ArgumentParser(add_help=False)
-            parser.add_argument("program", choices=PROGRAMS)
-            argcomplete.autocomplete(parser)
+            complete_choice("program", PROGRAMS)
         usage = f"fabric-train {'|'.join(PROGRAMS)} [--argument value ...]"
         if name == "--version":
             from fabric_train.cli.help import print_version  # which imports this module

@@ -8,7 +8,7 @@ import itertools
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -64,11 +64,22 @@ def complete_words(arguments: type) -> None:
 
     line = os.environ["COMP_LINE"].split()
     if fabric_command.called_as:
-        os.environ["_ARGCOMPLETE"] = "2"
+        os.environ["_ARGCOMPLETE"] = str(len(fabric_command.called_as.split()))
     elif line[1:2] == ["run"]:  # fabric run ... fabric_train: the arguments of the script begin after its name
         place = next((place for place, word in enumerate(line) if Path(word).name == "fabric_train"), 0)
         os.environ["_ARGCOMPLETE"] = str(place + 1)
     argcomplete.autocomplete(_parser(arguments, _sections(arguments)))
+
+
+def complete_choice(name: str, choices: Iterable[str]) -> None:
+    """Print which of ``choices`` may come next on the line that the shell asks about, and exit."""
+    import argcomplete
+
+    if fabric_command.called_as:
+        os.environ["_ARGCOMPLETE"] = str(len(fabric_command.called_as.split()))
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(name, choices=list(choices))
+    argcomplete.autocomplete(parser)
 
 
 def program_name() -> str:

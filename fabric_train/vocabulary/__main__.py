@@ -7,19 +7,22 @@ from pathlib import Path
 
 from fabric_train.cli import fabric_command
 from fabric_train.cli.errors import InputError, run_program
-from fabric_train.cli.help import print_version, program_name
+from fabric_train.cli.help import complete_choice, print_version, program_name
 from fabric_train.cli.output import open_console
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.vocabulary.arguments import VocabularyExtendArguments, VocabularyReportArguments
 
-COMMANDS = {"report": VocabularyReportArguments, "extend": VocabularyExtendArguments}
+COMMANDS: dict[str, type] = {"report": VocabularyReportArguments, "extend": VocabularyExtendArguments}
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command that the first word names."""
     words = sys.argv[1:] if argv is None else argv
-    if "_ARGCOMPLETE" in os.environ:
-        words = [word for word in os.environ["COMP_LINE"].split() if word in COMMANDS] or ["report"]
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what may follow
+        line = os.environ["COMP_LINE"]
+        words = [word for word in line.split() if word in COMMANDS and f" {word} " in line]
+        if not words:
+            complete_choice("command", COMMANDS)
     command, *rest = words or ["--help"]
     if command == "--version":
         print_version()
@@ -30,39 +33,40 @@ def main(argv: list[str] | None = None) -> None:
         return
     if command not in COMMANDS:
         raise InputError(f"{command}: no such command; write {' or '.join(COMMANDS)} after {program_name()}")
-    fabric_command.called_as = f"{program_name()} {command}"
-    if command == "report":
-        _report(parse_arguments(VocabularyReportArguments, rest))
-    else:
-        _extend(parse_arguments(VocabularyExtendArguments, rest))
+    called_as = fabric_command.called_as
+    fabric_command.called_as = f"{program_name()} {command}"  # for the help
+    try:
+        arguments: object = parse_arguments(COMMANDS[command], rest)
+    finally:
+        fabric_command.called_as = called_as
+    if isinstance(arguments, VocabularyReportArguments):
+        _report(arguments)
+    elif isinstance(arguments, VocabularyExtendArguments):
+        from fabric_train.vocabulary.extend import extend  # slow
+
+        extend(arguments)
 
 
 def _report(arguments: VocabularyReportArguments) -> None:
     from fabric_train.pages.charts import DrawError  # slow, like the others
-    from fabric_train.vocabulary import rendering, report
+    from fabric_train.vocabulary import report
     from fabric_train.vocabulary.texts import read_texts
 
     texts = read_texts(arguments.texts, arguments.text_column, arguments.max_bytes, arguments.seed)
     notes = [text.note for text in texts if text.note]
     measured = report.measure(texts, arguments.tokenizer, arguments.seed)
     console = open_console()
-    rendering.print_table(measured, console)
+    report.print_table(measured, console)
     lines = [*(f"note: {note}" for note in notes), "", *report.recommend(measured), f"({report.thresholds()})"]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if arguments.json is not None:
-        rendering.write_json(measured, notes, Path(arguments.json))
+        report.write_json(measured, notes, Path(arguments.json))
     if arguments.picture is not None:
         try:
-            rendering.draw(measured, Path(arguments.picture))
+            report.draw(measured, Path(arguments.picture))
         except DrawError as error:
             raise InputError(str(error)) from None
-
-
-def _extend(arguments: VocabularyExtendArguments) -> None:
-    from fabric_train.vocabulary.extend import extend  # slow
-
-    extend(arguments)
 
 
 if __name__ == "__main__":

@@ -13,32 +13,38 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from fabric_train.checkpoint import means_checkpoint
 from fabric_train.cli.argument_types import counted, show_size
-from fabric_train.cli.errors import InputError
-from fabric_train.export.hub_format import add_former_names, write_weights
+from fabric_train.cli.errors import InputError, RunError
+from fabric_train.export.hub_format import add_former_names, blocks, write_weights
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
+from fabric_train.files.regular_file import read_json
 from fabric_train.model import hf_model
 from fabric_train.model.load_weights import build_on_meta, find_safetensors
 from fabric_train.model.origin import find_origin
-from fabric_train.model.weight_files import CheckpointTensors
+from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, safetensors_files
+from fabric_train.tokenization.tokenizers.parity_check import HARD_STRINGS
+from fabric_train.tokenization.tokenizers.text_encoder import load_fast, open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.tokenization.tokenizers.tokenizer_model import is_rank_file
 from fabric_train.tokenization.tokenizers.vocabulary import ADDED, AddedVocabulary
 from fabric_train.vocabulary.arguments import VocabularyExtendArguments
+from fabric_train.vocabulary.learn import cut
 from fabric_train.vocabulary.rows import ExtendedMatrix, ExtendedTensors, Norms
 from fabric_train.vocabulary.texts import LanguageTexts, hold_out, read_texts, words_of
 from fabric_train.vocabulary.tokenizer_files import ExtendableTokenizer, NewTokens
-from fabric_train.vocabulary.verification import verify_tokenizer, verify_weights
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PADDED_TO = 64
 """Rows are a multiple of this: matrix products of other sizes are slower, and tensor parallelism needs even parts."""
+
+_MOST_CHARACTERS = 4_000_000
+_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,8 @@ def extend(arguments: VocabularyExtendArguments) -> None:
         parts = [hold_out(text) for text in texts]
         new = NewTokens(extension.first_id, given=given, special=special)
         if arguments.num_tokens is not None:
-            learned = extension.tokenizer.learn([one for kept, _ in parts for one in kept], arguments.num_tokens)
+            kept = [one for part, _ in parts for one in part]
+            learned = extension.tokenizer.learn(kept, arguments.num_tokens, (*given, *special))
             new = NewTokens(extension.first_id, learned, given, special)
         before = extension.tokenizer.fast
         extension.tokenizer.write(new)
@@ -195,7 +202,7 @@ def _read_given(file: str | None, option: str) -> tuple[str, ...]:
     if file is None:
         return ()
     try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = Path(file).expanduser().read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{option} {file}: cannot be read ({error}); give a text file in UTF-8") from None
     tokens = tuple(line for line in lines if line.strip())
@@ -243,7 +250,7 @@ def _write(
         for file in sorted(tokenizer.iterdir()):
             shutil.copyfile(file, folder / file.name)
         add_former_names(folder)
-        added = AddedVocabulary(extension.name, extension.first_id, num_rows, arguments.init, arguments.seed, new.texts)
+        added = _added(extension, new, arguments)
         (folder / ADDED).write_text(json.dumps(vars(added), ensure_ascii=False) + "\n", encoding="utf-8")
         _write_card(extension, new, arguments, norms, folder)
         verify_weights(extension.tensors, tensors, folder)
@@ -251,6 +258,16 @@ def _write(
         print(f"norms      {name}: {norm.old:.3g} of old rows, {norm.new:.3g} of new rows, on average")
     print(f"written    {target}, verified: old rows bit-equal, texts without a new token keep their ids")
     print(f"next       python tokenize_dataset.py --tokenizer_name {target} --dataset … --output_dir …")
+
+
+def _added(extension: Extension, new: NewTokens, arguments: VocabularyExtendArguments) -> AddedVocabulary:
+    """Return the record of the new tokens, and of the tokens before them if the model was extended before."""
+    file, first_id, tokens = Path(arguments.model) / ADDED, extension.first_id, new.texts
+    if file.is_file():
+        before = read_json(file, AddedVocabulary, "remove this file, or extend the model that it names")
+        if before.first_id + len(before.tokens) == first_id:
+            first_id, tokens = before.first_id, [*before.tokens, *tokens]
+    return AddedVocabulary(extension.name, first_id, extension.num_rows(new), arguments.init, arguments.seed, tokens)
 
 
 def _write_card(
@@ -286,3 +303,54 @@ def _write_card(
     )
     text = "\n\n".join(lines).replace("\n\n- ", "\n- ")
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n").save(folder / "README.md")
+
+
+def verify_tokenizer(before: "Tokenizer", folder: Path, new: NewTokens, documents: Sequence[str]) -> "Tokenizer":
+    """Load the tokenizer in ``folder``, and compare it with the old one and with the learned segments.
+
+    Lines of the documents, up to 4 million characters, and texts on which encoders are likely to fail must have their
+    old ids unless they have a new one. RunError if the tokenizer is not as it was made.
+    """
+    after = load_fast(folder / "tokenizer.json", special_text_is_plain=False)
+    ids = after.get_vocab(with_added_tokens=True)
+    for place, token in enumerate(new.texts):
+        if ids.get(token) != new.first_id + place:
+            raise RunError(f"the new token {token!r} has id {ids.get(token)}, not {new.first_id + place}")
+    segments = new.learned.segments
+    if cut(after, segments) != segments:
+        raise RunError("the extended tokenizer cuts words in another way than its tokens were learned")
+    texts = [*HARD_STRINGS, *_lines(documents)]
+    old, found = (tokenizer.encode_batch(texts, add_special_tokens=False) for tokenizer in (before, after))
+    for text, one, other in zip(texts, old, found, strict=True):
+        if one.ids != other.ids and max(other.ids) < new.first_id:
+            raise RunError(f"a text without a new token has other ids than before: {text[:_SHOWN]!r}")
+    encoder, _ = open_encoder(folder / "tokenizer.json", special_text_is_plain=False)
+    with_transformers = PreTrainedTokenizerFast.from_pretrained(folder)(texts, add_special_tokens=False)["input_ids"]
+    for text, one, ours, theirs in zip(texts, found, encoder.encode_batch(texts), with_transformers, strict=True):
+        if not one.ids == ours.tolist() == theirs:
+            raise RunError(f"libraries give different ids to {text[:_SHOWN]!r}")
+    return after
+
+
+def _lines(documents: Sequence[str]) -> list[str]:
+    """Return lines from all documents, of long ones the first, up to a limit of characters for each."""
+    each = _MOST_CHARACTERS // max(1, len(documents)) + 1
+    return [line for document in documents for line in document[:each].splitlines()]
+
+
+def verify_weights(old: StoredTensors, written: ExtendedTensors, folder: Path) -> None:
+    """Read the files in ``folder`` and compare the bits of all old weights; RunError at the first difference."""
+    found = CheckpointTensors(safetensors_files(folder), "write the folder again")
+    names = set(found)
+    for name in written:
+        if name not in names or found.shape(name) != written.shape(name) or found.dtype(name) != old.dtype(name):
+            raise RunError(f"{folder}: {name} is missing, or has another shape or type than it was written with")
+        matrix = written.matrices.get(name)
+        kept = old.shape(name) if matrix is None else torch.Size((matrix.first_id, matrix.width))
+        for wanted, block in zip(blocks(old, name, kept), blocks(found, name, kept), strict=True):
+            if not torch.equal(_bits(wanted), _bits(block)):
+                raise RunError(f"{folder}: {name} differs from the model's")
+
+
+def _bits(block: torch.Tensor) -> torch.Tensor:
+    return block.contiguous().reshape(-1).view(torch.uint8)

@@ -1,22 +1,28 @@
-"""Count the tokens that tokenizers need for the words of languages, and recommend whether to change the tokenizer.
+"""Count the tokens that tokenizers need for the words of languages; recommend to keep or to change the tokenizer.
 
 The intervals are from a bootstrap over documents (``training/bootstrap.py``), with the same draws for all tokenizers of
 a language.
 """
 
+import json
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from fabric_train.cli.errors import InputError
+from fabric_train.files.regular_file import open_to_write
+from fabric_train.pages.charts import COLOURS, TEXT, write_png
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.tokenization.workers import progress_of
-from fabric_train.training.bootstrap import FEWEST_DOCUMENTS, Interval, interval_of, resample
+from fabric_train.training.bootstrap import FEWEST_DOCUMENTS, LEVEL, Interval, interval_of, resample
 from fabric_train.vocabulary.texts import LanguageTexts, words_of
 
 CONTEXT = 8192
@@ -29,6 +35,7 @@ GOOD_UP_TO, BAD_FROM = 1.6, 2.2
 """Tokens a word: up to the first a single tokenizer serves a language well, from the second badly."""
 _TEXTS_AT_ONCE = 256
 _MOSTLY = 0.5
+_BAR_HEIGHT = 14
 
 
 @dataclass(frozen=True)
@@ -216,3 +223,86 @@ def _advice_alone(first: Measured) -> str:
     if value >= BAD_FROM:
         return f"{first.tokenizer} needs {value:.2f} tokens a word, which is many: {measure_it}"
     return f"{first.tokenizer} needs {value:.2f} tokens a word, neither few nor many: {measure_it}"
+
+
+def print_table(measured: Sequence[Measured], console: Console) -> None:
+    """Print a row for each language and tokenizer; ± is half of the interval."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "tokenizer"):
+        table.add_column(name, overflow="fold")
+    many = f"cut in ≥{MANY_PIECES}"
+    for name in ("tokens/word", "bytes/token", many, f"words in {CONTEXT // 1024}k", "saved"):
+        table.add_column(name, justify="right")
+    for place, one in enumerate(measured):
+        table.add_row(
+            one.language if not place or measured[place - 1].language != one.language else "",
+            one.tokenizer,
+            _shown(one.tokens_per_word, ".2f"),
+            _shown(one.bytes_per_token, ".2f"),
+            _shown(one.share_cut_in_many, ".1%"),
+            _shown(one.words_in_context, ",.0f"),
+            "" if one.saving is None else _shown(one.saving, ".1%"),
+        )
+    console.print(table)
+
+
+def _shown(figure: Figure, form: str) -> str:
+    if figure.interval is None:
+        return f"{figure.value:{form}}"
+    half = f"{(figure.interval[1] - figure.interval[0]) / 2:{form}}"
+    return f"{figure.value:{form}} ±{half.removesuffix('%')}"
+
+
+def write_json(measured: Sequence[Measured], notes: Sequence[str], file: Path) -> None:
+    """Write all figures, the thresholds and the recommendation."""
+    content = {
+        "measured": [asdict(one) for one in measured],
+        "interval_percent": LEVEL,
+        "context_tokens": CONTEXT,
+        "thresholds": {
+            "keep_below": KEEP_BELOW,
+            "change_from": CHANGE_FROM,
+            "good_up_to": GOOD_UP_TO,
+            "bad_from": BAD_FROM,
+        },
+        "notes": list(notes),
+        "recommendation": recommend(measured),
+    }
+    with open_to_write(file, "w") as opened:
+        opened.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def draw(measured: Sequence[Measured], picture: Path) -> None:
+    """Draw bars of the tokens per word with their intervals, grouped by language. Raises DrawError."""
+    tokenizers = list(dict.fromkeys(one.tokenizer for one in measured))
+    rows = [
+        {
+            "language": one.language,
+            "tokenizer": one.tokenizer,
+            "value": one.tokens_per_word.value,
+            "low": one.tokens_per_word.interval[0] if one.tokens_per_word.interval else one.tokens_per_word.value,
+            "high": one.tokens_per_word.interval[1] if one.tokens_per_word.interval else one.tokens_per_word.value,
+        }
+        for one in measured
+    ]
+    colour = {
+        "field": "tokenizer",
+        "scale": {"domain": tokenizers, "range": [COLOURS[place % len(COLOURS)] for place in range(len(tokenizers))]},
+        "legend": {"title": None},
+    }
+    order = {"sort": None, "axis": {"labelAngle": 0}}
+    x: dict[str, Any] = {"field": "value", "type": "quantitative", "title": "tokens per word"}
+    y: dict[str, Any] = {"field": "language", "title": None, **order}
+    offset = {"field": "tokenizer", "sort": tokenizers}
+    interval = {"x": {**x, "field": "low"}, "x2": {"field": "high"}, "y": y, "yOffset": offset}
+    line = {"type": "rule", "color": TEXT, "strokeWidth": 2}
+    specified = {
+        "data": {"values": rows},
+        "width": 640,
+        "height": {"step": _BAR_HEIGHT},
+        "layer": [
+            {"mark": "bar", "encoding": {"x": x, "y": y, "yOffset": offset, "color": colour}},
+            {"mark": line, "encoding": interval},
+        ],
+    }
+    write_png(specified, picture, "Tokens per word, fewer are better")

@@ -37,6 +37,7 @@ _SPACE = "▁"
 _WORD = re.compile(f"{_SPACE}+[^{_SPACE}\\s]*|[^{_SPACE}\\s]+")
 _COVERAGE = 5e-5
 """A letter without a piece gets one if it makes up this share of all letters; sentencepiece's own default is 5e-4."""
+_PLAIN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 _ADVICE = "fetch the model again"
 
 
@@ -69,8 +70,11 @@ class ExtendableTokenizer:
         self._is_sentencepiece = is_bpe and bool(self._model.get("byte_fallback"))
         self._is_byte_level = is_bpe and '"ByteLevel"' in json.dumps(self._content.get("pre_tokenizer"))
 
-    def learn(self, documents: Sequence[str], num_tokens: int) -> Learned:
-        """Learn ``num_tokens`` tokens; InputError if the tokenizer is of another kind, or the texts are too short."""
+    def learn(self, documents: Sequence[str], num_tokens: int, given: Sequence[str] = ()) -> Learned:
+        """Learn ``num_tokens`` tokens, none of the ``given`` ones among them.
+
+        InputError if the tokenizer is of another kind, or the texts are too short.
+        """
         if self._is_byte_level:
             return learn_merges(
                 self.fast,
@@ -79,6 +83,7 @@ class ExtendableTokenizer:
                 self.first_id,
                 kept=self._words_in("".join(KEPT_TEXTS)),
                 takes_whole_words=bool(self._model.get("ignore_merges")),
+                fits=lambda token: token not in given,
             )
         if not self._is_sentencepiece:
             raise InputError(
@@ -89,7 +94,12 @@ class ExtendableTokenizer:
         letters = self._missing_letters(words)[:num_tokens]
         with_letters = self._with_letters(letters)
         later = learn_merges(
-            with_letters, words, num_tokens - len(letters), self.first_id + len(letters), fits=_is_of_letters
+            with_letters,
+            words,
+            num_tokens - len(letters),
+            self.first_id + len(letters),
+            # as sentencepiece's trainer makes pieces: of letters only, perhaps after a space
+            fits=lambda token: token.removeprefix(_SPACE).isalpha() and token not in given,
         )
         old = [tuple(token.id for token in self.fast.model.tokenize(letter)) for letter in letters]
         own = {self.first_id + place: ids for place, ids in enumerate(old)}
@@ -110,19 +120,19 @@ class ExtendableTokenizer:
 
     def write(self, new: NewTokens) -> None:
         """Add the tokens to the files in the folder."""
-        vocabulary, added = self._model["vocab"], self._content["added_tokens"]
-        for token in added:  # libraries number tokens that are missing here anew, by the size of the vocabulary
-            vocabulary.setdefault(token["content"], token["id"])
-        vocabulary |= {token: new.first_id + place for place, token in enumerate(new.texts)}
+        vocabulary, added = self._model["vocab"], self._content.setdefault("added_tokens", [])
+        ids = {token: new.first_id + place for place, token in enumerate(new.texts)}
+        if isinstance(vocabulary, dict):  # Unigram's is a list
+            for token in added:  # libraries number tokens that are missing here anew, by the size of the vocabulary
+                vocabulary.setdefault(token["content"], token["id"])
+            vocabulary |= ids
         pairs = self._sentencepiece_merges(new.learned) if self._is_sentencepiece else new.learned.merges
         as_text = bool(self._model.get("merges")) and isinstance(self._model["merges"][0], str)
         if pairs:
             self._model["merges"] += [" ".join(pair) if as_text else list(pair) for pair in pairs]
-        ids = {token: vocabulary[token] for token in (*new.given, *new.special)}
         entries = [
-            {"id": index, "content": token, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}
-            | {"special": token in new.special}
-            for token, index in ids.items()
+            {"id": ids[token], "content": token, **_PLAIN, "special": token in new.special}
+            for token in (*new.given, *new.special)
         ]
         added += entries
         _write_json(self.folder / "tokenizer.json", self._content)
@@ -200,11 +210,6 @@ class ExtendableTokenizer:
                 piece.piece, piece.score, piece.type = f"<unused_{index}>", 0.0, kinds.UNUSED
         model.trainer_spec.vocab_size = len(model.pieces)
         (self.folder / "tokenizer.model").write_bytes(model.SerializeToString())
-
-
-def _is_of_letters(token: str) -> bool:
-    """Whether a piece has letters only, perhaps after a space, as sentencepiece's trainer makes them."""
-    return token.removeprefix(_SPACE).isalpha()
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

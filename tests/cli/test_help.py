@@ -166,6 +166,10 @@ COMPLETIONS = {
     "fabric run --devices 2 fabric_train --log_": {"--log_step_interval", "--log_model"},
     "fabric-train con": {"convert"},
     "fabric-train convert --checkp": {"--checkpoint"},
+    "python -m fabric_train.vocabulary ex": {"extend"},
+    "python -m fabric_train.vocabulary extend --num_": {"--num_tokens"},
+    "fabric-train vocabulary ": {"report", "extend"},
+    "fabric-train vocabulary report --tok": {"--tokenizer"},
 }
 
 

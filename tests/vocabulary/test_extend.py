@@ -4,6 +4,7 @@ where they should, and old weights keep their bits.
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,10 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from fabric_train.cli.errors import InputError
-from fabric_train.data.token_dataset import TokenDataset, open_dataset
+from fabric_train.cli.parser import parse_arguments
+from fabric_train.data.token_dataset import open_dataset
+from fabric_train.evaluation.arguments import EvaluateArguments
+from fabric_train.evaluation.compare_models import compare_models
 from fabric_train.export.hub_format import BLOCK_BYTES
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.weight_files import open_weights
@@ -27,9 +31,9 @@ from fabric_train.preflight.dataset_check import note_on_added_tokens
 from fabric_train.tokenization.tokenizers.text_encoder import open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.vocabulary.__main__ import main
+from fabric_train.vocabulary.extend import verify_tokenizer
 from fabric_train.vocabulary.rows import ExtendedMatrix
 from fabric_train.vocabulary.tokenizer_files import KEPT_TEXTS, ExtendableTokenizer, NewTokens
-from fabric_train.vocabulary.verification import verify_tokenizer
 from sample_data import real_data
 from tests.support.token_datasets import tokenize
 
@@ -266,6 +270,21 @@ def test_a_plan_says_what_the_tokens_save_and_cost_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_can_be_extended_again(extended: Path, catalan: Path, tmp_path: Path) -> None:
+    words = f"--model {extended} --texts ca={catalan} --num_tokens 40 --output_dir {tmp_path / 'out'} --init normal"
+    main(["extend", *words.split()])
+    added = json.loads((tmp_path / "out" / "vocabulary.json").read_text())
+    assert (added["first_id"], len(added["tokens"]), added["num_rows"]) == (2000, 193, 2240)
+    old, new = open_weights(extended), open_weights(tmp_path / "out")
+    assert all(torch.equal(old.read(name)[:2153], new.read(name)[:2153]) for name in old)
+
+
+def test_a_given_token_is_not_learned_too(tmp_path: Path, chatml_dir: Path) -> None:
+    tokenizer = ExtendableTokenizer(load_tokenizer(str(chatml_dir)), tmp_path, None)
+    assert "zqx" in tokenizer.learn(["zqx\n" * 9], 2).tokens
+    assert "zqx" not in tokenizer.learn(["zqx\n" * 9], 1, ["zqx"]).tokens
+
+
 def digest(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
@@ -311,33 +330,45 @@ def test_a_model_that_does_not_fit_its_tokenizer_is_refused(base: Path, catalan:
         main(["extend", *words.replace(str(folder), str(tmp_path / "step-1")).split()])
 
 
-# ----------------------------------------------------------------------------------------------------------- training
+# ---------------------------------------------------------------------------------------------- training and evaluation
 
 
-def missing_in(*datasets: TokenDataset) -> int:
-    """Count the 153 added tokens that no row to train on has."""
-    ids = np.concatenate([ids for one in datasets for ids in one.train.split.with_format("numpy")["input_ids"]])
-    return 153 - len(np.unique(ids[ids >= 2000]))
+def test_bits_per_byte_compare_the_models_before_and_after(extended: Path, base: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "ca.jsonl"
+    texts.write_text("\n".join(json.dumps({"text": page[:400]}) for page in pages("ca", 12)), encoding="utf-8")
+    words = ["--models", str(base), str(extended), "--texts", f"ca={texts}", "--output_dir", str(tmp_path / "out")]
+    compare_models(parse_arguments(EvaluateArguments, words))
+    before, after = (one["ca"] for one in json.loads((tmp_path / "out" / "evaluation.json").read_text()).values())
+    assert before["bytes"] == after["bytes"] == sum(len(page[:400].encode()) for page in pages("ca", 12))
+    assert after["tokens"] < 0.9 * before["tokens"]
+    for found in (before, after):
+        assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / found["bytes"] / math.log(2))
+    # both guess at random among about 2,000 tokens: the loss of a token is the same, and fewer tokens cost fewer bits
+    assert after["loss"] == pytest.approx(before["loss"], rel=0.03)
+    assert after["bits_per_byte"] < 0.95 * before["bits_per_byte"]
+    difference = after["difference"]
+    assert difference["of"] == "bits_per_byte"
+    assert difference["value"] == pytest.approx(after["bits_per_byte"] - before["bits_per_byte"])
 
 
 def test_training_names_added_tokens_that_its_rows_lack(
     extended: Path, base: Path, catalan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = Tokenizer.from_file(str(extended / "tokenizer.json"))
-    every = [tokens.decode([index], skip_special_tokens=False) for index in range(2000, 2153)]
-    further = tmp_path / "further.jsonl"
-    further.write_text("\n".join(json.dumps({"text": one}) for one in every * 2), encoding="utf-8")
-    opened = []
-    for place in (catalan, further):
-        tokenize(tmp_path / place.stem, extended, place, max_length=32, validation_split=0.1)
-        opened.append(open_dataset(str(tmp_path / place.stem)))
-    shape, catalan_alone = read_shape(str(extended)), missing_in(opened[0])
-    assert catalan_alone > missing_in(*opened) == 0
-    note = note_on_added_tokens(shape, opened[:1])
+    tokenize(tmp_path / "tokens", extended, catalan, max_length=32, validation_split=0.1)
+    dataset = open_dataset(str(tmp_path / "tokens"))
+    ids = np.concatenate(dataset.train.split.with_format("numpy")["input_ids"])
+    seen = np.unique(ids[ids >= 2000]) - 2000
+    note = note_on_added_tokens(read_shape(str(extended)), [dataset])
     assert note is not None
-    assert note.startswith(f"{catalan_alone} of 153 tokens that were added to {extended} are not in the ")
-    assert note_on_added_tokens(shape, opened) is None
-    assert note_on_added_tokens(read_shape(str(base)), opened) is None
+    missing = f"{153 - len(seen)} of 153 tokens that were added to {extended} are not in the {len(ids):,} tokens that"
+    assert note.startswith(missing)
+    assert note_on_added_tokens(read_shape(str(base)), [dataset]) is None
+    only = Path(shutil.copytree(extended, tmp_path / "only"))
+    added = json.loads((extended / "vocabulary.json").read_text())
+    first = next(place for place in range(150) if {place, place + 1} <= set(seen.tolist()))
+    two = {**added, "first_id": 2000 + first, "tokens": added["tokens"][first : first + 2]}
+    (only / "vocabulary.json").write_text(json.dumps(two))
+    assert note_on_added_tokens(read_shape(str(only)), [dataset]) is None
     monkeypatch.setattr(dataset_check, "_MOST_TOKENS", 32)
     monkeypatch.setattr(dataset_check, "_ROWS_AT_ONCE", 1)
-    assert "are not in the 32 tokens that were read" in str(note_on_added_tokens(shape, opened))
+    assert "are not in the 32 tokens that were read" in str(note_on_added_tokens(read_shape(str(extended)), [dataset]))
