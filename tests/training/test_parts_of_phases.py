@@ -150,6 +150,17 @@ def test_run_resumes_across_the_border_on_other_ranks(
     assert differing(phased.end(run), phased.end("whole")) == []
 
 
+def test_branch_may_train_other_parts(phased: Phased, whole: ForkedRun) -> None:
+    """Weights that the trunk has not trained start with states of zero, the embedding goes on with its own."""
+    given = {"phases": None, "branch": f"{phased.folder / 'whole'}@3", "max_step": 4, "freeze": "layers.0"}
+    branch = phased.start("branch", 1, **given)
+    branch.finish()
+    states = phased.tensors("branch", 4)
+    assert not any(".layers.0." in name for name in states)
+    assert {int(states[f"{name}.step"]) for name in (EMBEDDING, NORM)} == {1, 4}
+    assert "the optimizer starts from zero for " in branch.stdout()
+
+
 def test_parts_of_a_begun_phase_may_not_change(phased: Phased, whole: ForkedRun) -> None:
     (phased.folder / "other.yaml").write_text(PHASES.replace("embed_tokens", "layers.0"))
     checkpoint = phased.folder / "whole" / "checkpoints" / "step-00000003"
