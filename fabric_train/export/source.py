@@ -201,7 +201,7 @@ class CombinedTensors:
 
 def weighted_mean(blocks: Iterable[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Return the mean of blocks in fp32, summed in fp64; only one of them is in memory beside the sum."""
-    terms = (block.double() * weight for block, weight in zip(blocks, weights, strict=True))
+    terms = (block.to(torch.float64, copy=True).mul_(weight) for block, weight in zip(blocks, weights, strict=True))
     return functools.reduce(torch.Tensor.add_, terms).div_(sum(weights)).float()
 
 

@@ -105,17 +105,19 @@ def largest(difference: torch.Tensor, density: float) -> torch.Tensor:
 
     Of equal values at the border the first ones count, so that the number is exact.
     """
-    sizes, number = difference.abs().flatten(), difference.numel()
+    shape, number = difference.shape, difference.numel()
     count = max(1, int(density * number))
     if count >= number:
-        return torch.ones_like(difference, dtype=torch.bool)
+        return torch.ones(shape, dtype=torch.bool)
+    sizes = difference.abs().flatten()
+    del difference  # its memory is free now, if the caller has not kept it
     in_order = sizes.numpy().copy()
     in_order.partition(number - count)
     border = float(in_order[number - count])
     kept = sizes > border
     if border > 0:  # a difference of 0 changes nothing
         kept[(sizes == border).nonzero().flatten()[: count - int(kept.sum())]] = True
-    return kept.view(difference.shape)
+    return kept.view(shape)
 
 
 def drawn(shape: Sequence[int], density: float, seed: int, name: str, model: int) -> torch.Tensor:
