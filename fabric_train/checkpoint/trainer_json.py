@@ -222,8 +222,9 @@ class Description:
     names the sources of a mixture as ``--shares`` does, in the order of their rows; ``mixture_tokens`` are the tokens
     of each by the source of documents. ``sessions`` are those from the first step to the present one, also of the run
     that a branch comes from. ``stages`` are the runs before this one, in their order: each began with the weights of
-    the one before. ``adapter_base`` is None if all weights train, ``reference`` if the objective needs no reference
-    model.
+    the one before. ``trained_modules`` names the modules that the step trained, with their numbers of parameters; None
+    if nothing was frozen, or beside an adapter. ``adapter_base`` is None without an adapter, ``reference`` if the
+    objective needs no reference model.
     """
 
     state_dict_type: str
@@ -237,6 +238,7 @@ class Description:
     lineage: tuple[BranchPoint, ...] = ()
     phase_schedules: tuple[PhaseSchedule, ...] = ()
     phase_parts: tuple[PhaseParts, ...] = ()
+    trained_modules: str | None = None
     device: str | None = None
     mixture_sources: tuple[str, ...] = ()
     mixture_tokens: tuple[dict[str, NonNegativeInt], ...] = ()
@@ -272,6 +274,7 @@ class TrainerJson:
     lineage: tuple[BranchPoint, ...]
     phase_schedules: tuple[PhaseSchedule, ...]
     phase_parts: tuple[PhaseParts, ...]
+    trained_modules: str | None
     sessions: tuple[TrainingSession, ...]
     stages: tuple[TrainingStage, ...]
     adapter_base: AdapterBase | None
@@ -327,8 +330,8 @@ class _SavedArguments(BaseModel):
 
 _ADDED_LATER = {
     *("base_model", "rows_of_sources", "evaluation", "first_evaluation", "progress", "schedule_steps", "lineage"),
-    *("phase_schedules", "phase_parts", "device", "mixture_sources", "mixture_tokens", "sessions", "stages"),
-    *("adapter_base", "reference"),
+    *("phase_schedules", "phase_parts", "trained_modules", "device", "mixture_sources", "mixture_tokens", "sessions"),
+    *("stages", "adapter_base", "reference"),
 }
 """Fields that checkpoints of earlier versions lack: then they have the default of their class, or are None."""
 _FIELDS: dict[str, Any] = {

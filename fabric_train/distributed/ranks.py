@@ -164,6 +164,17 @@ def flat_shards(module: nn.Module) -> dict[int, FlatShard]:
     return shards
 
 
+def release_parameters(model: nn.Module) -> None:
+    """Break the cycles of FSDP1 that garbage collection does not see; call it before the last reference goes.
+
+    A flat vector holds its views in Python, and each view holds the vector in C++.
+    """
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        handle: Any = unit._handle
+        if handle is not None and handle.flat_param._tensors is not None:
+            handle.flat_param._tensors.clear()
+
+
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the sharded parameters of a set-up model, which are the optimizer's.
 

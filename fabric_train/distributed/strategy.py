@@ -52,7 +52,6 @@ class FSDP1Strategy(FSDPStrategy):
         else:
             mesh = init_device_mesh(device, (self.world_size,), mesh_dim_names=("shard",))
         self._fsdp_kwargs["device_mesh"] = mesh
-        self._fsdp_kwargs["param_init_fn"] = ParameterMaterializer(self.root_device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Wrap the module in FSDP; here on CPU, by the base class on CUDA.
@@ -60,7 +59,8 @@ class FSDP1Strategy(FSDPStrategy):
         FSDP divides whole gradients by one factor before it sums them over the ranks, and shards by another one after
         it, because a sum in fp16 may overflow. Gradients are reduced in fp32 here, so only shards are divided.
         """
-        given_before = dict(self._fsdp_kwargs)  # a run may set up a second model
+        given_before = dict(self._fsdp_kwargs)  # a run may set up a second model; then nothing here holds the first
+        self._fsdp_kwargs["param_init_fn"] = ParameterMaterializer(self.root_device)
         if self.replicated:
             self._fsdp_kwargs["ignored_states"] = list(self.replicated)
         if self.units:
@@ -71,7 +71,7 @@ class FSDP1Strategy(FSDPStrategy):
             module = FullyShardedDataParallel(module, **given, **self._fsdp_kwargs)
             self._fsdp_kwargs.pop("auto_wrap_policy")  # else the base class warns that it does not apply it again
         wrapped = super().setup_module(module)
-        self._fsdp_kwargs = given_before
+        self._fsdp_kwargs, self.replicated, self.units = given_before, (), ()
         for unit in FullyShardedDataParallel.fsdp_modules(wrapped):
             unit._gradient_postdivide_factor *= unit._gradient_predivide_factor
             unit._gradient_predivide_factor = 1

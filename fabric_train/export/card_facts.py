@@ -285,6 +285,7 @@ def phase_rows(record: ModelRecord) -> list[Row]:
     if not phases:
         return []
     schedules = {one["first_step"]: one["arguments"] for one in content["phase_schedules"]}
+    parts = {one.first_step: one.train_only for one in record.saved.phase_parts}
     stretches = [{"first_step": 1, "rows_per_epoch": content["data"]["rows_per_epoch"]}, *phases]
     rows = []
     for one in stretches[phases[0]["first_step"] == 1 :]:
@@ -294,6 +295,8 @@ def phase_rows(record: ModelRecord) -> list[Row]:
         rate = "as in the run"
         if own is not None:
             rate = Markdown(f"{escaped(own['lr_schedule'])}, `lr` {own['lr']:g}, `min_lr` {own['min_lr']:g}")
+        if own_parts := parts.get(one["first_step"]):
+            rate = Markdown(f"{rate}; trains {', '.join(map(code, own_parts))}")
         rows.append((one["first_step"], Markdown(", ".join(shares)), rate))
     return rows
 

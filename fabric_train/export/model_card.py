@@ -42,6 +42,7 @@ _OF_ADAPTERS = (
     *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "lora_targets", "train_also"),
     "base_weights",
 )
+_PARTS = ("train_only", "freeze")
 _DATA = ("train_data_dir", "streaming_dataset", "phases")
 _MARK = re.compile(r"\n<!-- written by Fabric Train; SHA-256 of the text above: ([0-9a-f]{64}) -->\n\Z")
 
@@ -206,7 +207,7 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
             for one in stage.sources
         ],
         picture=PICTURE if (folder / PICTURE).is_file() else None,
-        hyperparameters=(*(_OF_ADAPTERS if saved.adapter_base else ()), *_HYPERPARAMETERS),
+        hyperparameters=(*(_OF_ADAPTERS if saved.adapter_base else _PARTS), *_HYPERPARAMETERS),
         is_adapter=is_adapter(folder),
         in_4_bits=saved.adapter_base is not None and saved.arguments.get("base_weights") is not None,
         difference=_difference_from_training(folder),

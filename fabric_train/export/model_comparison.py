@@ -302,10 +302,11 @@ def _compare_configurations(sides: _Sides) -> list[str]:
 
 def _compare_tokenizers(folder: Path, source: ExportSource) -> list[str] | None:
     """Return what differs between two tokenizers, as transformers reads them and in bytes; None without an original."""
-    if not source.tokenizer.is_dir():
+    files = source.tokenizer_files()
+    if not files:
         return None
     differences = _different(_traits(source.tokenizer), _traits(folder))
-    for name, file in source.tokenizer_files().items():
+    for name, file in files.items():
         if name == "tokenizer_config.json":  # has names for transformers 4
             continue
         if not (folder / name).is_file() or not filecmp.cmp(file, folder / name, shallow=False):

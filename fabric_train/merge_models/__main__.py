@@ -44,7 +44,7 @@ class MergeModelsArguments:
     density: PositiveShare | None = None
     """With ties and dare: share of the differences that are kept; default: 0.5."""
     seed: NonNegativeInt64 = 0
-    """With dare: seed of what is dropped."""
+    """With dare: seed of the random choice."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of the written weights; they are computed in float32."""
     max_shard_size: str = "5GB"
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def print_summary(merged: "MergedModels", report: "VerificationReport", target: Path) -> None:
-    """Print the models with their differences, what the vocabularies have in common, and what was verified."""
+    """Print the models with their differences, the tokens that they have in common, and the verification."""
     from rich.table import Table
 
     from fabric_train.cli.output import open_console

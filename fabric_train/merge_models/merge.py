@@ -81,7 +81,7 @@ def merge(source: ModelMerge, target: Path, dtype: torch.dtype, max_shard_size: 
 
     Raises:
         InputError: the models do not fit together, or ``target`` is taken or in a model's folder.
-        VerificationError: what was written is not what the fresh process computes.
+        VerificationError: the fresh process computes something else than was written.
     """
     for folder in source.recipe.folders():
         check_not_inside(target, folder)
@@ -100,7 +100,9 @@ def main() -> None:
     if len(sys.argv) != 4:
         raise InputError(f"usage: python -m {__spec__.name} FOLDER float32|bfloat16|float16 RECIPE")
     folder, dtype, recipe = sys.argv[1:]
-    write_report(Path(folder), ModelMerge.of(parse_json(recipe, MergeRecipe)), dtype)
+    source = ModelMerge.of(parse_json(recipe, MergeRecipe))
+    source.merged.watches = False
+    write_report(Path(folder), source, dtype)
 
 
 if __name__ == "__main__":

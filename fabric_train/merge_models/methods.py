@@ -46,7 +46,7 @@ METHODS: dict[Method, MethodFacts] = {
     "dare": MethodFacts(
         "DARE",
         "arXiv:2311.03099",
-        "the base and the weighted sum of differences, of which random ones are dropped and the others scaled up",
+        "the base and the weighted sum of the differences from it; random ones are dropped, the others scaled up",
         from_base=True,
         drops=True,
     ),

@@ -1,4 +1,4 @@
-"""The tensors of a merge: each is computed from those of the models, in fp32 and a block of rows at a time."""
+"""The tensors of a merge: each is computed from the models' tensors, in fp32 and a block of rows at a time."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from fabric_train.model.weight_files import StoredTensors
 
 @dataclass(frozen=True)
 class MergeRecipe:
-    """What is merged and how: folders of models, one weight for each, and a base for methods that need one."""
+    """A method and its arguments: folders of models, one weight for each, and a base for methods that need one."""
 
     method: methods.Method
     models: list[str]
@@ -45,8 +45,10 @@ class TensorChanges:
 class MergedModels(CombinedTensors):
     """The tensors of a merge; each is computed on request, in the same way in every process.
 
-    ``changes`` has what was found out about each tensor while it was read.
+    While tensors are read, ``changes`` gets an entry for each; if ``watches`` is false, without lengths.
     """
+
+    watches = True
 
     def __init__(self, recipe: MergeRecipe) -> None:
         self.recipe = recipe
@@ -59,14 +61,8 @@ class MergedModels(CombinedTensors):
     def _combine(self, name: str, offsets: Sequence[int], blocks: Iterable[torch.Tensor]) -> torch.Tensor:
         recipe, (*models, last) = self.recipe, blocks
         base, models = (last, models) if recipe.base else (models[0], [*models, last])
-        if not any(offsets):  # the first block; a tensor may be read several times
-            self.changes[name] = TensorChanges(of_models=[0.0] * len(models), kept=[0] * len(models))
-        changes = self.changes[name]
         differences = [model - base for model in models]
-        changes.values += base.numel()
-        changes.of_base += _square(base)
-        for number, difference in enumerate(differences):
-            changes.of_models[number] += _square(difference)
+        changes = self._watch(name, offsets, base, differences)
         if recipe.method == "linear":
             return weighted_mean(models, recipe.weights)
         if recipe.method == "slerp":
@@ -85,6 +81,20 @@ class MergedModels(CombinedTensors):
         changes.shared += shared
         changes.in_conflict += in_conflict
         return merged
+
+    def _watch(
+        self, name: str, offsets: Sequence[int], base: torch.Tensor, differences: Sequence[torch.Tensor]
+    ) -> TensorChanges:
+        """Add a block to the changes of its tensor; return them."""
+        if not any(offsets):  # the first block; a tensor may be read several times
+            self.changes[name] = TensorChanges(of_models=[0.0] * len(differences), kept=[0] * len(differences))
+        changes = self.changes[name]
+        if self.watches:
+            changes.values += base.numel()
+            changes.of_base += _square(base)
+            for number, difference in enumerate(differences):
+                changes.of_models[number] += _square(difference)
+        return changes
 
     def _find_factors(self, name: str) -> tuple[float, float]:
         """Return the factors of the two models' tensors for an interpolation on the sphere."""
@@ -116,4 +126,4 @@ class MergedModels(CombinedTensors):
 
 
 def _square(block: torch.Tensor) -> float:
-    return float(block.double().square().sum())
+    return float(torch.linalg.vector_norm(block)) ** 2

@@ -148,6 +148,12 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(original_name(name), parameter) for name, parameter in named_parameters(model) if parameter.requires_grad]
 
 
+def splits_layers(trained: Iterable[str], frozen: Iterable[str]) -> bool:
+    """Whether only some parameters of a layer train."""
+    numbers = ({inside[2] for inside in map(IN_LAYER.fullmatch, names) if inside} for names in (trained, frozen))
+    return not set.isdisjoint(*numbers)
+
+
 def describe_parts(chosen: Sizes, others: Sizes) -> str:
     """Return the modules of the ``chosen`` parameters of a model in words, with their numbers of parameters.
 

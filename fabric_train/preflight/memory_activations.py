@@ -328,8 +328,7 @@ def _drop_gradients(model: Any, layers: list[nn.Module], live: _LiveBytes, by_un
     def end_of_layer(index: int, parameters: list[nn.Parameter]) -> None:
         if index == len(layers) - 1:
             peaks.update({"at_last": live.most, "after_last": live.now})
-        if index == 0:
-            peaks.update({"at_end": live.most, "after_end": live.now})
+        peaks.update({"at_end": live.most, "after_end": live.now})  # it stays of the last layer in the pass
         for parameter in parameters:
             parameter.grad = None
         live.restart()

@@ -38,7 +38,7 @@ class Units:
     trained_layer: int  # the most that train in a layer
     trained_rest: int  # outside of the layers
     trained_embedding: int
-    touched: int  # those that train, and all others of a layer of which something trains
+    touched: int  # those that train, and the others of a layer in which something trains
     touched_layer: int
     states: int  # bytes of the optimizer's states
     saved_states: int  # bytes of those in a checkpoint

@@ -31,15 +31,22 @@ from fabric_train.files.atomic_folder import check_no_dead_link, check_not_insid
 from fabric_train.files.regular_file import check_regular_or_absent
 from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts, read_prompts
 from fabric_train.model.attention import check_attention, choose_attention
-from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape, with_parts
+from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.nf4 import check_installed
 from fabric_train.model.parallelize import check_tensor_parallel
-from fabric_train.model.trained_parts import Parts, rates_by_name
+from fabric_train.model.trained_parts import rates_by_name, splits_layers
 from fabric_train.preflight.dataset_check import check_deciding_sources, faults_of_objective, note_on_added_tokens
 from fabric_train.preflight.memory_plan import resolve_automatic
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
-from fabric_train.preflight.step_plan import GivenPhase, plan_phases, plan_steps, read_phases, rows_at_once
+from fabric_train.preflight.step_plan import (
+    GivenPhase,
+    choose_parts,
+    plan_phases,
+    plan_steps,
+    read_phases,
+    rows_at_once,
+)
 from fabric_train.training.evaluation import SamplePrompts
 from fabric_train.training.metrics import are_columns, find_lost_rows
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
@@ -82,7 +89,7 @@ def prepare(
     model = _read_model(arguments, checkpoint, data)
     masks_because = choose_attention(model, arguments) if device_plan.accelerator == "cuda" else None
     phases = plan_phases(phases_given, arguments.training, data, tuple(arguments.model.freeze or ()))
-    model, models = _choose_parts(arguments, model, phases)
+    model, models = choose_parts(arguments, model, phases)
     window = math.prod(rows_at_once(arguments, device_plan.world_size))  # it may have no rows before it is checked
     order = _data_order(data, window, arguments.data, phases)
     start = _starting_point(None if only_reads else checkpoint, order, start_from)
@@ -132,6 +139,10 @@ def _warnings(run: PreparedRun, masks_because: str | None) -> Iterator[str | Non
     """Yield what the user should know of the run's speed and arguments, before it starts."""
     if run.devices.parallelism == "xla":
         yield xla.NOTE
+    if run.devices.parallelism == "fsdp" and any(
+        splits_layers(model.trained, model.frozen) for model in (run.model, *run.models.values())
+    ):
+        yield "only some parts of a layer train: fsdp reduces gradients of whole layers, and fsdp2 theirs alone"
     yield run.arguments.logging.note
     if not isinstance(run.data, Stream) and not global_rank():
         yield note_on_added_tokens(run.model, run.data.parts)
@@ -344,39 +355,17 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
     return shape
 
 
-def _choose_parts(
-    arguments: "TrainArguments", model: ModelShape, phases: Sequence[RunPhase]
-) -> tuple[ModelShape, dict[int, ModelShape]]:
-    """Return the model with the parts of ``--train_only`` and ``--freeze``, and see ``PreparedRun.models``."""
-    given = arguments.model
-    option = next((phase.parts.option for phase in phases if phase.parts), None)
-    option = "--train_only" if given.train_only else "--freeze" if given.freeze else option
-    if option and model.adapter:
-        raise InputError(
-            f"{option}: beside an adapter all weights are frozen; --train_also names parts that train whole"
-        )
-    parts = Parts(tuple(given.train_only or ()), tuple(given.freeze or ()))
-    if parts and not arguments.evaluation.eval_only:
-        model = with_parts(model, parts)
-    if not any(phase.parts for phase in phases):
-        return model, {}
-    models = {1: model}
-    for phase in phases:
-        present = with_parts(model, phase.parts) if phase.parts else model
-        if phase.first_step == 1 or present.trained.keys() != models[max(models)].trained.keys():
-            models[phase.first_step] = present
-    return model, models
-
-
 def _check_frozen_ties(run: PreparedRun) -> None:
     """Refuse what loses the tie of a frozen weight in torch's FSDP1."""
     tied = [first for first, of_one in run.model.names.items() if len(of_one) > 1]
     is_frozen = any(name not in model.trained for model in (run.model, *run.models.values()) for name in tied)
-    if run.arguments.fsdp.sharding_strategy == "NO_SHARD" and (is_frozen or (tied and run.model.adapter)):
-        cause = "an adapter" if run.model.adapter else "frozen parts"
+    is_whole = run.arguments.fsdp.sharding_strategy == "NO_SHARD" or run.devices.world_size == 1
+    if is_whole and (is_frozen or (tied and run.model.adapter)):
+        alone, cause = run.devices.world_size == 1, "an adapter" if run.model.adapter else "frozen parts"
+        given = "--parallelism fsdp on one device" if alone else "--sharding_strategy NO_SHARD"
         raise InputError(
-            f"--sharding_strategy NO_SHARD does not work with {cause} of a model whose head is its embedding; "
-            "use --parallelism ddp"
+            f"{given} does not work with {cause} of a model whose head is its embedding; "
+            f"use --parallelism {'single' if alone else 'ddp'}"
         )
 
 

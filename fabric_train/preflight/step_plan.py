@@ -12,7 +12,7 @@ from fabric_train.data import PhaseRows
 from fabric_train.data.mixture import Mixture, MixtureOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
-from fabric_train.model.hf_model import ModelShape
+from fabric_train.model.hf_model import ModelShape, with_parts
 from fabric_train.model.trained_parts import Parts
 from fabric_train.optim.lr_schedule import ARGUMENTS, Schedule, num_decay_steps
 from fabric_train.preflight.dataset_check import check_dataset, resize_advice
@@ -208,6 +208,30 @@ def plan_phases(
             parts = Parts(phase.train_only, freeze, f"{phase.where}: train_only")
         phases.append(RunPhase(phase.first_step, last_step, rows, schedule, parts))
     return tuple(phases)
+
+
+def choose_parts(
+    arguments: "TrainArguments", model: ModelShape, phases: Sequence[RunPhase]
+) -> tuple[ModelShape, dict[int, ModelShape]]:
+    """Return the model with the parts of ``--train_only`` and ``--freeze``, and see ``PreparedRun.models``."""
+    given = arguments.model
+    option = next((phase.parts.option for phase in phases if phase.parts), None)
+    option = "--train_only" if given.train_only else "--freeze" if given.freeze else option
+    if option and model.adapter:
+        raise InputError(
+            f"{option}: beside an adapter all weights are frozen; --train_also names parts that train whole"
+        )
+    parts = Parts(tuple(given.train_only or ()), tuple(given.freeze or ()))
+    if parts and not arguments.evaluation.eval_only:
+        model = with_parts(model, parts)
+    if not any(phase.parts for phase in phases):
+        return model, {}
+    models = {1: model}
+    for phase in phases:
+        present = with_parts(model, phase.parts) if phase.parts else model
+        if phase.first_step == 1 or present.trained.keys() != models[max(models)].trained.keys():
+            models[phase.first_step] = present
+    return model, models
 
 
 def _read(path: str, training: "TrainingArguments", num_steps: int) -> list[GivenPhase]:

@@ -101,10 +101,12 @@ def _trained(run: RunFiles, price_per_hour: float | None) -> list[tuple[str, Any
         begun += f" at {origin.revision[:SHOWN_DIGITS]}"
     if saved.adapter_base is not None:
         begun += f", with an adapter on {saved.adapter_base.place}"
+    trained_parts = [("trained parts", saved.trained_modules)] if saved.trained_modules else []
     planned = "" if math.isinf(saved.num_steps) else f" of {saved.num_steps:,.0f}"
     hours = sum(one.device_hours for one in saved.sessions)
     rows: list[tuple[str, Any]] = [
         ("model", begun),
+        *trained_parts,
         ("trained on", ", ".join(f"{one.name} ({one.share:.1%})" for one in sources[:12])),
         ("objective", saved.arguments.get("objective", "sft")),
         ("steps", f"{saved.state.step:,}{planned} in the newest checkpoint"),

@@ -258,6 +258,7 @@ def _description(
         lineage=start.lineage,
         phase_schedules=run.phase_schedules,
         phase_parts=run.phase_parts,
+        trained_modules=run.model.describe_trained() if run.model.frozen else None,
         device=session.device,
         mixture_sources=tuple(source.name for source in mixture.sources) if mixture else (),
         mixture_tokens=tuple(map(mixture.tokens_of, mixture.sources)) if mixture else (),

@@ -20,6 +20,7 @@ from fabric_train.cli.parser import to_yaml
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture, unpredicted_tokens
 from fabric_train.distributed.memory import reuse_freed_memory
+from fabric_train.distributed.ranks import release_parameters
 from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
 from fabric_train.model.attention import check_isolation
@@ -112,6 +113,7 @@ def _train(run: PreparedRun, build: Callable[..., Loop], write_report: ReportWri
         while _goes_on(loop, end):
             assert end.checkpoint is not None
             loop.stepper.heartbeat.enter(StepPhase.LOADING, step=end.state.step + 1)
+            release_parameters(loop.stepper.model)
             del loop
             gc.collect()  # the model and the optimizer, before others are made
             following = run.continued_from(end.checkpoint, end.state)

@@ -55,6 +55,8 @@ def describe_start(run: PreparedRun) -> Group:
     per_epoch = f"; {plan.windows_per_epoch:,} an epoch" if plan.windows_per_epoch and not plan.phases else ""
     table.add_row("steps", f"{plan.num_steps:,}{per_epoch}")
     table.add_row("learning rate", _learning_rate(run))
+    if rates := arguments.training.rates_of_parts:
+        table.add_row("rates of parts", ", ".join(f"{pattern} {rate:g}" for pattern, rate in rates.items()))
     table.add_row("output", arguments.save.output_dir)
     if not arguments.evaluation.only_reads:
         table.add_row("metrics", _metrics(run))

@@ -134,7 +134,7 @@ def test_dare_with_the_same_draws_gives_the_weights_of_mergekit(
         masks = {one: methods.drawn(tensors[one].shape, density, 0, one, number) for one in tensors}
         only = {one: torch.where(masks[one], tensors[one], base[one]) for one in tensors}
         save_file(only, folder / "model.safetensors", metadata={"format": "pt"})
-    # mergekit's own scale is by the norm of what is left; here it is the paper's, in the weights
+    # mergekit scales by the norm of the kept values; here the paper's scale is in the weights
     recipe = {
         "merge_method": "task_arithmetic",
         "base_model": str(models / "base"),

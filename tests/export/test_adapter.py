@@ -23,9 +23,10 @@ from fabric_train.evaluation.models import find_model
 from fabric_train.export.convert import convert, plan_average, plan_targets
 from fabric_train.export.model_card import CardFacts
 from fabric_train.export.model_comparison import compare
-from fabric_train.export.source import ExportSource, MergeInto, open_unmerged
+from fabric_train.export.source import ExportSource, MergeInto, open_unmerged, open_whole
 from fabric_train.inference import load_model
 from fabric_train.inference.load_model import load_for_inference, load_onto_devices
+from fabric_train.merge_models.__main__ import main as merge_models
 from fabric_train.model.load_weights import layered_forward
 from fabric_train.model.nf4 import NF4Linear
 from tests.support.checkpoint_examples import trained_weights, write_full
@@ -135,6 +136,17 @@ def test_an_adapter_is_exported_as_a_folder_of_peft(tmp_path: Path, tiny_model_d
     damaged = compare(tmp_path / "export", ExportSource(checkpoint), torch.float32)
     assert damaged.tensors.different == [name.removeprefix("base_model.model.")]
     assert len(damaged.faults) == 2  # and the logits
+
+
+def test_models_are_merged_with_an_adapter_that_is_in_its_base(
+    tmp_path: Path, tiny_model_dir: Path, checkpoint: Path
+) -> None:
+    words = ["--method", "linear", "--models", str(checkpoint), str(tiny_model_dir), "--dtype", "float32"]
+    with verify_in_this_process():
+        merge_models([*words, "--output_dir", str(tmp_path / "merged")])
+    adapted, base = open_whole(checkpoint), load_file(tiny_model_dir / "model.safetensors")
+    for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, (adapted.read(name) + base[name]) / 2, rtol=0, atol=1e-6)
 
 
 def test_a_merged_model_is_base_and_adapter(tmp_path: Path, tiny_model_dir: Path, checkpoint: Path) -> None:

@@ -4,23 +4,26 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from huggingface_hub import metadata_load
+from huggingface_hub import constants, metadata_load
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from fabric_train.cli.errors import InputError
-from fabric_train.export import hub_format
+from fabric_train.export import hub_format, verification
 from fabric_train.export.verification import VerificationError
 from fabric_train.merge_models import merge as merging
 from fabric_train.merge_models.__main__ import main
 from fabric_train.merge_models.methods import drawn
 from tests.support.checkpoint_examples import CHAT_TEMPLATE, trained_weights, write_full
 from tests.support.exports import verify_in_this_process
+from tests.support.forked_commands import run_in_fork
+from tests.support.forked_runs import ForkedRuns
 
 Tensors = dict[str, torch.Tensor]
 EMBEDDING = "model.embed_tokens.weight"
@@ -119,7 +122,7 @@ def test_a_merge_is_a_whole_folder_with_a_card(
     assert model.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(target).chat_template == CHAT_TEMPLATE  # of the first model
     assert (target / "LICENSE").read_text() == "the text of a licence"
-    metadata = metadata_load(target / "README.md")
+    metadata = metadata_load(target / "README.md") or {}
     assert metadata["base_model"] == ["someone/other"]
     assert metadata["base_model_relation"] == "merge"
     assert "license" not in metadata  # the run's base has none that is known
@@ -130,6 +133,15 @@ def test_a_merge_is_a_whole_folder_with_a_card(
     assert str(tmp_path) not in card
     printed = capsys.readouterr().out
     assert "verified by a fresh process: 20 tensors are equal, bit for bit" in printed
+
+
+def test_a_process_of_its_own_verifies(
+    tmp_path: Path, run: Path, other: Path, monkeypatch: pytest.MonkeyPatch, forked_runs: ForkedRuns
+) -> None:
+    monkeypatch.setattr(verification, "subprocess", SimpleNamespace(run=run_in_fork(forked_runs)))
+    merge(tmp_path / "merged", "--method", "slerp", "--models", run, other, "--weights", 0.7, 0.3)
+    report = json.loads((tmp_path / "merged" / "verification.json").read_text())
+    assert (report["faults"], report["tensors"]["different"], report["tokenizer"]) == ([], [], "equal")
 
 
 def test_what_the_fresh_process_does_not_find_again_never_gets_its_name(
@@ -295,3 +307,32 @@ def test_a_model_that_cannot_be_read_in_parts_is_merged_too(tmp_path: Path, othe
     found = merge(tmp_path / "merged", "--method", "linear", "--models", other, pickled)
     both = (load_file(other / "model.safetensors")[EMBEDDING], tensors[EMBEDDING])
     assert torch.equal(found[EMBEDDING], ((both[0].double() + both[1].double()) / 2).float())
+
+
+def test_models_without_a_tokenizer_are_merged_if_they_have_the_same_number_of_rows(
+    tmp_path: Path, other: Path, tiny_model_dir: Path
+) -> None:
+    bare = [shutil.copytree(folder, tmp_path / folder.name) for folder in (other, tiny_model_dir)]
+    for file in (file for folder in bare for file in folder.glob("tokenizer*")):
+        file.unlink()
+    found = merge(tmp_path / "merged", "--method", "linear", "--models", *bare)
+    assert len(found) == 20
+    assert json.loads((tmp_path / "merged" / "verification.json").read_text())["tokenizer"] == "absent"
+    assert "has no tokenizer to find the same tokens by" in refusal(
+        tmp_path / "out", "--method", "linear", "--models", other, bare[0]
+    )
+
+
+def test_a_model_in_the_cache_of_the_hub_is_merged_by_its_name(
+    tmp_path: Path, other: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository, commit = tmp_path / "models--some--model", "0123456789" * 4
+    shutil.copytree(tiny_model_dir, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    found = merge(tmp_path / "merged", "--method", "linear", "--models", "some/model", other)
+    halves = [load_file(folder / "model.safetensors")[EMBEDDING] / 2 for folder in (tiny_model_dir, other)]
+    torch.testing.assert_close(found[EMBEDDING], halves[0] + halves[1], rtol=0, atol=1e-7)
+    assert (metadata_load(tmp_path / "merged" / "README.md") or {})["base_model"] == ["some/model", "someone/other"]
+    assert f"| `some/model` | `{commit[:12]}` | 1 | 0 |" in (tmp_path / "merged" / "README.md").read_text()

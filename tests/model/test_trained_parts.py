@@ -16,6 +16,7 @@ from fabric_train.model.trained_parts import Parts, rates_by_name
 from fabric_train.optim.lr_schedule import set_learning_rate
 from fabric_train.optim.optimizer import build_optimizer
 from fabric_train.preflight.memory_layout import bytes_of_states, read_units
+from fabric_train.preflight.prepare import prepare
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
@@ -192,6 +193,100 @@ def test_embedding_or_head_trains_alone(
     start = load_file(folder / model / "model.safetensors")
     weights = load_file(tmp_path / "run" / "checkpoints" / "step-00000001" / "model.safetensors")
     assert [name for name in weights if not torch.equal(weights[name], start[name])] == [f"{trained}.weight"]
+
+
+_COUNTS = """
+import json
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from fabric_train.training.step import Stepper
+
+class Counted(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._opname in ("_reduce_scatter_base_", "allreduce_"):
+            sizes = [leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            reduced.append(max(sizes))
+        return func(*args, **(kwargs or {}))
+
+def take_step(self, window, original=Stepper.take_step):
+    with Counted():
+        taken = original(self, window)
+    print("reduced", sorted(size for size in reduced if size > 20))  # others are counts and losses
+    return taken
+
+reduced = []
+Stepper.take_step = take_step
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallelism", "part", "reduced"),
+    [
+        ("ddp", "q_proj", [2 * 1024]),
+        ("fsdp2", "q_proj", [1024, 1024]),
+        ("fsdp2", "embed_tokens", [9600]),
+        ("fsdp", "embed_tokens", [9600]),
+        ("fsdp", "layers.1", [LAYER]),
+    ],
+)
+def test_ranks_reduce_gradients_of_what_trains_alone(
+    forked_runs: ForkedRuns, folder: Path, tmp_path: Path, parallelism: str, part: str, reduced: list[int]
+) -> None:
+    given = {"parallelism": parallelism, "devices": 2, "max_step": 1, "train_only": part}
+    run = forked_runs.start(argv(folder / "model", folder / "tokens", tmp_path / "run", **given), 2, before=_COUNTS)
+    run.finish()
+    assert f"reduced {reduced}" in run.lines()
+
+
+@pytest.mark.slow
+def test_parts_of_an_adapter_take_rates_of_their_own(forked_runs: ForkedRuns, folder: Path, tmp_path: Path) -> None:
+    """The first step of AdamW changes lora_B, which is zero, by its rate: LoRA+ (arXiv:2402.12354)."""
+    given = {"adapter": "lora", "lora_rank": 2, "max_step": 1, "weight_decay": 0, "lr_schedule": "constant"}
+    line = argv(folder / "model", folder / "tokens", tmp_path / "run", **given)
+    run = forked_runs.start([*line, "--lr_of", "lora_B=5e-3", "layers.1.*lora_B=7e-3"], 1)
+    run.finish()
+    assert "rates of parts  lora_B 0.005, layers.1.*lora_B 0.007" in run.lines()
+    weights = load_file(tmp_path / "run" / "checkpoints" / "step-00000001" / "adapter_model.safetensors")
+    for name, weight in weights.items():
+        if "lora_B" in name:
+            rate = torch.tensor(7e-3 if ".layers.1." in name else 5e-3)
+            torch.testing.assert_close(weight.abs().max(), rate, rtol=1e-3, atol=0)
+
+
+def test_note_says_that_fsdp_reduces_whole_layers(folder: Path, tmp_path: Path) -> None:
+    def notes(part: str, parallelism: str) -> str:
+        given = {"plan": "check", "devices": 2, "train_only": part, "parallelism": parallelism}
+        line = argv(folder / "tied", folder / "tokens", tmp_path / "run", **given)
+        return "\n".join(prepare(parse(TrainArguments, line)).notes)
+
+    assert "only some parts of a layer train: fsdp reduces gradients of whole layers" in notes("q_proj", "fsdp")
+    assert "of whole layers" not in notes("q_proj", "fsdp2") + notes("layers.1", "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (
+            "--freeze norm --adapter lora",
+            "--freeze: beside an adapter all weights are frozen; --train_also",
+        ),
+        ("--freeze norm --lr_of norm=1e-3", "--lr_of norm=0.001: all that it names is frozen; leave it out"),
+        (
+            "--freeze embed_tokens --parallelism fsdp",
+            "--parallelism fsdp on one device does not work with frozen",
+        ),
+        ("--train_only []", "--train_only names nothing: give parts, or leave it out"),
+        ("--lr_of norm=0 lm_head=1e-3", "--lr_of: expected PATTERN=RATE, rates above 0; got "),
+        ("--lr_of norm", "--lr_of: expected PATTERN=RATE, rates above 0; got "),
+    ],
+)
+def test_contradictions_are_refused_before_the_start(folder: Path, tmp_path: Path, options: str, fault: str) -> None:
+    line = argv(folder / "tied", folder / "tokens", tmp_path / "run", plan="check", devices=1)
+    with pytest.raises(InputError) as refused:
+        prepare(parse(TrainArguments, [*line, *options.split()]))
+    assert str(refused.value).startswith(fault)
 
 
 def test_plan_and_flops_count_what_trains(folder: Path, shape: ModelShape) -> None:

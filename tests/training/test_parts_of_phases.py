@@ -9,13 +9,34 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from arguments import TrainArguments, parse
+from fabric_train.export.convert import convert
+from fabric_train.export.model_card import CardFacts
+from fabric_train.export.source import ExportSource
+from fabric_train.preflight.memory_plan import make_request
+from fabric_train.preflight.prepare import prepare
 from tests.support.checkpoint_examples import write_checksums
+from tests.support.exports import verify_in_this_process
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.short_runs import argv, at_point, checkpoints, metrics
 from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
 
 pytestmark = pytest.mark.slow
 PHASES = "[{from: 1, train_only: embed_tokens}, {from: 4, train_only: all, lr: 5e-4}, {from: 6, train_only: norm}]"
+LEFT = """
+import weakref
+from fabric_train.training import run as program
+
+def set_up(fabric, run, original=program._set_up_model):
+    print("left", sum(parameter() is not None for parameter in earlier))
+    model, decayed = original(fabric, run)
+    earlier.extend(map(weakref.ref, model.parameters()))
+    return model, decayed
+
+earlier = []
+program._set_up_model = set_up
+"""
+"""Code for a rank: before it sets up a model, print how many parameters of earlier ones are in memory."""
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
@@ -27,7 +48,7 @@ class Phased:
         tokenize(folder / "tokens", model, write_jsonl(folder / "texts.jsonl", TEXTS * 2), validation_split=0.1)
         (folder / "phases.yaml").write_text(PHASES)
 
-    def start(self, run: str, num_ranks: int, before: str = "", **options: Any) -> ForkedRun:
+    def line(self, run: str, num_ranks: int, **options: Any) -> list[str]:
         given: dict[str, Any] = {
             "max_step": 6,
             "save_step_interval": 10,
@@ -36,8 +57,10 @@ class Phased:
             "micro_batch_size": 1,
         }
         given |= {"phases": self.folder / "phases.yaml", "devices": num_ranks, **options}
-        line = argv(self.model, self.folder / "tokens", self.folder / run, **given)
-        return self._runs.start(line, num_ranks, before=before)
+        return argv(self.model, self.folder / "tokens", self.folder / run, **given)
+
+    def start(self, run: str, num_ranks: int, before: str = "", **options: Any) -> ForkedRun:
+        return self._runs.start(self.line(run, num_ranks, **options), num_ranks, before=before)
 
     def tensors(self, run: str, step: int, part: str = "optimizer") -> dict[str, torch.Tensor]:
         place = self.folder / run / "checkpoints" / f"step-{step:08d}"
@@ -89,11 +112,13 @@ def test_states_are_of_what_trains_and_count_its_own_steps(phased: Phased, whole
 
 
 @pytest.mark.parametrize(("parallelism", "num_ranks"), [("fsdp", 2), ("ddp", 2)])
-def test_every_parallelism_ends_with_the_same_bits(
+def test_every_parallelism_ends_with_the_same_bits_and_frees_each_model(
     phased: Phased, whole: ForkedRun, parallelism: str, num_ranks: int
 ) -> None:
-    phased.start(parallelism, num_ranks, parallelism=parallelism).finish()
+    run = phased.start(parallelism, num_ranks, LEFT, parallelism=parallelism)
+    run.finish()
     assert differing(phased.end(parallelism), phased.end("whole")) == []
+    assert [line for line in run.lines() if line.startswith("left")] == 3 * ["left 0"]
 
 
 def test_run_that_ends_at_the_border_and_resumes_is_the_same(phased: Phased, whole: ForkedRun) -> None:
@@ -112,7 +137,7 @@ def test_run_that_ends_at_the_border_and_resumes_is_the_same(phased: Phased, who
     assert metrics(phased.folder / "killed") == metrics(phased.folder / "whole")
 
 
-@pytest.mark.parametrize(("parallelism", "num_ranks"), [("fsdp", 1), ("ddp", 2)])
+@pytest.mark.parametrize(("parallelism", "num_ranks"), [("fsdp2", 1), ("ddp", 2)])
 def test_run_resumes_across_the_border_on_other_ranks(
     phased: Phased, whole: ForkedRun, parallelism: str, num_ranks: int
 ) -> None:
@@ -136,6 +161,30 @@ def test_parts_of_a_begun_phase_may_not_change(phased: Phased, whole: ForkedRun)
     later = phased.start("later", 1, **line)
     later.finish()
     assert "train_only layers.0" in later.stdout()
+
+
+def test_plan_is_of_the_phase_that_needs_most(phased: Phased) -> None:
+    run = prepare(parse(TrainArguments, phased.line("planned", 1)))
+    planned = [phased.line("planned", 1, phases=None, train_only=one) for one in ("embed_tokens", "all", "norm")]
+    alone = [make_request(prepare(parse(TrainArguments, line))).forecast() for line in planned]
+    assert list(run.models) == [1, 4, 6]
+    assert [model.num_trained for model in run.models.values()] == [each.units.trained for each in alone]
+    forecast = make_request(run).forecast()
+    assert forecast.units.trained == run.model.num_parameters
+    assert forecast.budget.most.total == max(each.budget.most.total for each in alone)
+
+
+def test_export_has_the_frozen_weights_of_the_base(phased: Phased, whole: ForkedRun, tmp_path: Path) -> None:
+    """It is verified like any other; the base is the one that the run began with."""
+    checkpoint = phased.folder / "whole" / "checkpoints" / "step-00000003"
+    with verify_in_this_process():
+        convert(ExportSource(checkpoint), tmp_path / "export", torch.float32, "5GB", CardFacts("owner/name"))
+    exported, base = (load_file(folder / "model.safetensors") for folder in (tmp_path / "export", phased.model))
+    assert differing(exported, base) == [EMBEDDING]
+    card = (tmp_path / "export" / "README.md").read_text()
+    trained = f"model.embed_tokens {base[EMBEDDING].numel():,}"
+    assert f"- **Trained parts** of the last phase, with their numbers of parameters: {trained}." in card
+    assert "trains `embed_tokens` |" in card
 
 
 def test_missing_state_of_what_trained_is_no_zero(phased: Phased, whole: ForkedRun) -> None:
