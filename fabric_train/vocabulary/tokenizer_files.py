@@ -137,8 +137,9 @@ class ExtendableTokenizer:
         added += entries
         _write_json(self.folder / "tokenizer.json", self._content)
         config = read_json(self.folder / CONFIG, dict, _ADVICE)
-        if entries and "added_tokens_decoder" in config:
-            config["added_tokens_decoder"] |= {str(entry.pop("id")): entry for entry in map(dict, entries)}
+        # llama.cpp's converter takes the kinds of tokens beside tokenizer.model from there
+        if entries and (self._sentencepiece is not None or "added_tokens_decoder" in config):
+            config["added_tokens_decoder"] = {str(entry.pop("id")): entry for entry in map(dict, added)}
             _write_json(self.folder / CONFIG, config)
         if self._sentencepiece is not None:
             self._write_sentencepiece(new)
@@ -204,7 +205,7 @@ class ExtendableTokenizer:
                 lowest -= max(1.0, abs(lowest) * 2**-22)  # scores are fp32
                 piece.score = lowest
             elif index in by_id:
-                piece.piece, piece.score = by_id[index]["content"], 0.0
+                piece.piece, piece.score = by_id[index]["content"].replace(" ", _SPACE), 0.0
                 piece.type = kinds.CONTROL if by_id[index]["special"] else kinds.USER_DEFINED
             else:
                 piece.piece, piece.score, piece.type = f"<unused_{index}>", 0.0, kinds.UNUSED

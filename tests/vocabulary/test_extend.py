@@ -130,13 +130,22 @@ def test_texts_of_eleven_languages_keep_their_ids_unless_they_have_a_new_token(
 
 def test_new_letters_become_pieces_of_a_sentencepiece_model(tmp_path: Path, small_spm_dir: Path) -> None:
     tokenizer = ExtendableTokenizer(load_tokenizer(str(small_spm_dir)), tmp_path, small_spm_dir / "tokenizer.model")
-    new = NewTokens(tokenizer.first_id, tokenizer.learn(pages("ru"), 120))
+    new = NewTokens(tokenizer.first_id, tokenizer.learn(pages("ru"), 120), ("Costa Brava",), ("<|turn|>",))
     assert {"и", "▁и"} <= set(new.texts)
     assert new.learned.pieces[new.texts.index("и")] == tokenizer.pieces_of("и")[1:]  # its bytes, after the space
     tokenizer.write(new)
     after = verify_tokenizer(tokenizer.fast, tmp_path, new, pages("ru"))
     library = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     assert library.encode(pages("ru")) == ids_of(after, pages("ru"))
+    given = tokenizer.first_id + 120
+    assert [library.id_to_piece(given), library.is_control(given)] == ["Costa▁Brava", False]
+    assert [library.id_to_piece(given + 1), library.is_control(given + 1)] == ["<|turn|>", True]
+    listed = json.loads((tmp_path / "tokenizer_config.json").read_text())["added_tokens_decoder"]
+    assert [(listed[str(given + place)]["content"], listed[str(given + place)]["special"]) for place in (0, 1)] == [
+        ("Costa Brava", False),
+        ("<|turn|>", True),
+    ]
+    assert load_tokenizer(str(tmp_path)).source == tmp_path  # read without transformers, so its files agree
 
 
 def test_a_learned_token_is_the_pair_that_comes_most(tmp_path: Path, chatml_dir: Path) -> None:
