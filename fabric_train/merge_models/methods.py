@@ -116,7 +116,7 @@ def largest(difference: torch.Tensor, density: float) -> torch.Tensor:
     border = float(in_order[number - count])
     kept = sizes > border
     if border > 0:  # a difference of 0 changes nothing
-        kept[(sizes == border).nonzero().flatten()[: count - int(kept.sum())]] = True
+        kept[(sizes == border).nonzero().flatten()[: count - int(kept.count_nonzero())]] = True
     return kept.view(shape)
 
 

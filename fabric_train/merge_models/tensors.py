@@ -72,7 +72,7 @@ class MergedModels(CombinedTensors):
             return methods.add_differences(base, differences, recipe.weights)
         block = tuple(slice(begin, begin + size) for begin, size in zip(offsets, base.shape, strict=True))
         for number, kept in enumerate(self._kept(name)):
-            changes.kept[number] += int(kept[block].sum())
+            changes.kept[number] += int(kept[block].count_nonzero())
             differences[number] *= kept[block]
         if recipe.method == "dare":
             weights = [weight / recipe.density for weight in recipe.weights]

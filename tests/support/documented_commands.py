@@ -68,7 +68,7 @@ def write_stand_ins(folder: Path, model: Path, plays: list[str]) -> None:
     Shakespeare of the demo.
     """
     (folder / "configs").symlink_to(ROOT / "configs")
-    names = "meta-llama/Meta-Llama-3-8B meta-llama/Meta-Llama-3-8B-Instruct MODEL MODELO_ANTIGUO NAME TOKENIZER "
+    names = "meta-llama/Meta-Llama-3-8B MODEL MODELO_ANTIGUO NAME TOKENIZER "
     names += "HuggingFaceTB/SmolLM2-135M models/llama-3-8b models/smollm2-135m models/smollm2-ca "
     names += "models/salamandra-7b models/extended .cache/smollm2-135m"
     for name in names.split():
