@@ -152,7 +152,12 @@ def test_run_resumes_across_the_border_on_other_ranks(
 
 def test_branch_may_train_other_parts(phased: Phased, whole: ForkedRun) -> None:
     """Weights that the trunk has not trained start with states of zero, the embedding goes on with its own."""
-    given = {"phases": None, "branch": f"{phased.folder / 'whole'}@3", "max_step": 4, "freeze": "layers.0"}
+    given: dict[str, Any] = {
+        "phases": None,
+        "branch": f"{phased.folder / 'whole'}@3",
+        "max_step": 4,
+        "freeze": "layers.0",
+    }
     branch = phased.start("branch", 1, **given)
     branch.finish()
     states = phased.tensors("branch", 4)
