@@ -199,7 +199,9 @@ def test_stochastic_rounding_follows_the_seed_of_the_run() -> None:
     def trained(seed: int) -> torch.Tensor:
         words = ["--train_data_dir", "tokens", "--output_dir", "run", "--seed", str(seed), "--precision", "bf16-true"]
         start = SimpleNamespace(checkpoint=None, resumes=False)
-        run: Any = SimpleNamespace(arguments=parse(TrainArguments, words), start=start)
+        shape = SimpleNamespace(names={"weight": ("weight",)}, source="a model")
+        given = {"arguments": parse(TrainArguments, words), "start": start, "model": shape, "ever_trained": {"weight"}}
+        run: Any = SimpleNamespace(**given)
         fabric = Fabric(accelerator="cpu", devices=1)
         model: Any = fabric.setup_module(nn.Embedding.from_pretrained(torch.ones(64, 64, dtype=BF16), freeze=False))
         optimizer = set_up_optimizer(fabric, model, {"weight"}, run)
