@@ -110,12 +110,14 @@ def print_summary(merged: "MergedModels", report: "VerificationReport", target: 
 
     from fabric_train.cli.output import open_console
     from fabric_train.merge_models import summary
+    from fabric_train.merge_models.methods import METHODS
 
-    table = Table("model", "weight", "difference", "kept", title=f"{target}: {merged.recipe.method}")
+    columns = ["model", "weight", "difference", *["kept"] * METHODS[merged.recipe.method].drops]
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for part in summary.parts_of(merged):
         kept = "" if part.kept is None else f"{part.kept:.1%}"
         weight = "base" if part.weight is None else f"{part.weight:g}"
-        table.add_row(part.label, weight, f"{part.difference:.3g}", kept)
+        table.add_row(*(part.label, weight, f"{part.difference:.3g}", kept)[: len(columns)])
     open_console().print(table)
     of = "base" if merged.recipe.base else "first model"
     print(f"difference: length of the difference from the {of}, by the length of the {of}")
@@ -124,6 +126,7 @@ def print_summary(merged: "MergedModels", report: "VerificationReport", target: 
             print(line)
     logits = f"; largest difference of a logit: {report.logits.max_difference:g}" if report.logits else ""
     print(f"verified by a fresh process: {report.tensors.compared} tensors are equal, bit for bit{logits}")
+    print(f"written to {target}")
 
 
 if __name__ == "__main__":
