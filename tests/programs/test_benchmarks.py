@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 import shlex
 import struct
@@ -30,6 +31,7 @@ from benchmarks import (
     precision,
     preference,
     report,
+    vocabulary,
 )
 from benchmarks.corpora import DOCUMENT_CHARACTERS, Corpus, cut_documents, write_corpus
 from benchmarks.measure import ROOT, Command, Spread, interleave
@@ -143,6 +145,22 @@ def test_commands_of_precisions_differ_only_in_the_precision() -> None:
     precisions = [(each.model.precision, each.training.stochastic_rounding) for each in given]
     assert precisions == [("32-true", True), ("bf16-mixed", True), ("bf16-true", False), ("bf16-true", True)]
     assert {(each.training.lr, each.training.max_step) for each in given} == {(2e-5, precision.STEPS)}
+
+
+def test_variants_of_a_vocabulary_train_alike_and_losses_are_read_by_model(tmp_path: Path) -> None:
+    work, model, tokens, run = map(Path, ("work", "model", "tokens", "run"))
+    given = [
+        parse(TrainArguments, list(vocabulary.training_command(variant, work, model, tokens, run).words[3:]))
+        for variant in vocabulary.VARIANTS
+    ]
+    assert [each.data.phases for each in given] == [None, None, "work/phases.yaml"]
+    assert len({(each.training, each.save) for each in given}) == 1
+    file = tmp_path / "documents.jsonl"
+    losses = [("a", "ca", 2.0, 4), ("a", "ca", 4.0, 8), ("a", "ca-guide", 1.0, 1), ("a", "en-guide", 1.0, 2)]
+    keys = ("model", "source", "nats", "bytes")
+    file.write_text("".join(json.dumps(dict(zip(keys, one, strict=True), tokens=3)) + "\n" for one in losses))
+    (read,) = vocabulary.read_losses(file).values()
+    assert read["ca"] == vocabulary.SourceLoss(pytest.approx(0.5 / math.log(2)), 6, 12)
 
 
 @pytest.mark.parametrize("loss", preference.LOSSES)
