@@ -2,7 +2,7 @@
 
 import json
 import math
-import shutil
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from benchmarks.report import Report
 from sample_data import real_data
 
 NUM_TOKENS = 2000  # that are added
-STEPS, LR, MAX_LENGTH, BATCH = 120, 5e-4, 128, 4
+STEPS, LR, MAX_LENGTH, BATCH = 60, 5e-4, 128, 4
 OWN, EXTENDED, ROWS_FIRST = "own vocabulary", "extended", "extended, rows first"
 PHASES = "[{from: 1, train_only: embed_tokens}, {from: 0.25, train_only: all}]\n"
 VARIANTS = {OWN: "", EXTENDED: "", ROWS_FIRST: "--phases {work}/phases.yaml"}
@@ -31,6 +31,13 @@ class SourceLoss:
     bits_per_byte: float
     tokens: int
     bytes: float
+
+
+@dataclass(frozen=True)
+class ModelLosses:
+    """The losses of a model by source."""
+
+    sources: dict[str, SourceLoss]
 
 
 @dataclass(frozen=True)
@@ -67,8 +74,11 @@ def measure(work: Path) -> Report:
         list(pool.map(_run, (commands[variant] for variant in VARIANTS)))
     _run(commands["evaluate"])
     found = read_losses(ROOT / work / "evaluation" / "documents.jsonl")
-    for number in range(len(VARIANTS)):
-        shutil.rmtree(ROOT / work / f"run-{number}")  # 1.6 GB each
+    return report_of({name: found[str(model)] for name, model in models.items()}, commands)
+
+
+def report_of(losses: Mapping[str, ModelLosses], commands: Mapping[str, Command]) -> Report:
+    """Return the report on the losses of the models before training and of the variants after it."""
     settings = {
         "model": "SmolLM2-135M",
         "text": "LilyPond's manuals in Catalan",
@@ -79,10 +89,9 @@ def measure(work: Path) -> Report:
         "phases of the last variant": PHASES.strip(),
         "threads of a run": 1,
     }
-    losses = {name: [found[str(model)]] for name, model in models.items()}
-    catalan = {name: losses[name][0]["ca"].bits_per_byte for name in VARIANTS}
+    catalan = {name: losses[name].sources["ca"].bits_per_byte for name in VARIANTS}
     summary = VocabularySummary(catalan, {name: value - catalan[OWN] for name, value in catalan.items()})
-    return Report("vocabulary", settings, commands, losses, summary)
+    return Report("vocabulary", settings, commands, {name: [one] for name, one in losses.items()}, summary)
 
 
 def table(report: Report) -> Table:
@@ -90,8 +99,8 @@ def table(report: Report) -> Table:
     title = f"Bits per byte (tokens) on held-out pages, {STEPS} steps of {MAX_LENGTH * BATCH} tokens"
     shown = Table("model", *SOURCES, title=title, title_justify="left", box=box.SIMPLE)
     for name, (losses,) in report.runs.items():
-        cells = (f"{losses[source].bits_per_byte:.4f} ({losses[source].tokens:,})" for source in SOURCES)
-        shown.add_row(name, *cells)
+        found = (losses.sources[source] for source in SOURCES)
+        shown.add_row(name, *(f"{one.bits_per_byte:.4f} ({one.tokens:,})" for one in found))
     return shown
 
 
@@ -122,17 +131,19 @@ def training_command(variant: str, work: Path, model: Path, tokens: Path, target
     return Command(tuple(words.format(work=work).split()), {"OMP_NUM_THREADS": "1"})
 
 
-def read_losses(file: Path) -> dict[str, dict[str, SourceLoss]]:
+def read_losses(file: Path) -> dict[str, ModelLosses]:
     """Return the loss of each model on each source from ``documents.jsonl`` of ``evaluate.py``."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    found: dict[str, dict[str, SourceLoss]] = {}
+    found = {}
     for model in dict.fromkeys(line["model"] for line in lines):
+        sources = {}
         for source in SOURCES:
             own = [line for line in lines if (line["model"], line["source"]) == (model, source)]
             num_bytes = sum(line["bytes"] for line in own)
             bits = sum(line["nats"] for line in own) / math.log(2) / num_bytes
             tokens = sum(line["tokens"] for line in own)
-            found.setdefault(model, {})[source] = SourceLoss(bits, tokens, num_bytes)
+            sources[source] = SourceLoss(bits, tokens, num_bytes)
+        found[model] = ModelLosses(sources)
     return found
 
 
