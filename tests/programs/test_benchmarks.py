@@ -161,7 +161,8 @@ def test_variants_of_a_vocabulary_train_alike_and_losses_are_read_by_model(tmp_p
     file.write_text("".join(json.dumps(dict(zip(keys, one, strict=True), tokens=3)) + "\n" for one in losses))
     (read,) = vocabulary.read_losses(file).values()
     catalan = read.sources["ca"]
-    assert (catalan.bits_per_byte, catalan.tokens, catalan.bytes) == (pytest.approx(0.5 / math.log(2)), 6, 12)
+    assert catalan.bits_per_byte == pytest.approx(0.5 / math.log(2))
+    assert (catalan.tokens, catalan.bytes) == (6, 12)
     made = vocabulary.report_of(dict.fromkeys(["before", *vocabulary.VARIANTS], read), {})
     written = json.loads(report.write_report(made, report.this_machine(), None, tmp_path).read_text())
     assert written["runs"]["before"] == [{"sources": {name: vars(one) for name, one in read.sources.items()}}]
