@@ -73,7 +73,7 @@ def test_killed_run_resumes_bit_for_bit_on_other_ranks(forked_runs: ForkedRuns, 
 
     forked_runs.start(line("whole", "fsdp", 2), 2, before=PLUG_IN).finish()
     killed = forked_runs.start(line("killed", "fsdp", 2), 2, before=KILLED)
-    assert killed.wait() == [-9, -9]
+    assert -9 in killed.wait()  # the other rank may see that before it is killed itself
     whole = saved(tmp_path / "whole", 6)
     for parallelism, num_ranks in (("fsdp", 1), ("fsdp2", 2)):
         run = f"resumed by {parallelism}"
