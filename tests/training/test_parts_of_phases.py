@@ -131,7 +131,7 @@ def test_run_that_ends_at_the_border_and_resumes_is_the_same(phased: Phased, who
             parallelism="fsdp2",
             resume="true",
         )
-        assert killed.wait() == [-9, -9]
+        assert -9 in killed.wait()
     phased.start("killed", 2, parallelism="fsdp2", resume="true").finish()
     assert differing(phased.end("killed"), phased.end("whole")) == []
     assert metrics(phased.folder / "killed") == metrics(phased.folder / "whole")
