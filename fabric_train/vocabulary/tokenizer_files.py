@@ -123,7 +123,7 @@ class ExtendableTokenizer:
         vocabulary, added = self._model["vocab"], self._content.setdefault("added_tokens", [])
         ids = {token: new.first_id + place for place, token in enumerate(new.texts)}
         if isinstance(vocabulary, dict):  # Unigram's is a list
-            for token in added:  # libraries number tokens that are missing here anew, by the size of the vocabulary
+            for token in added:  # libraries give tokens that are missing here other ids, by the vocabulary size
                 vocabulary.setdefault(token["content"], token["id"])
             vocabulary |= ids
         pairs = self._sentencepiece_merges(new.learned) if self._is_sentencepiece else new.learned.merges
