@@ -60,6 +60,7 @@ def convert(
     """
     checkpoint = source.checkpoint
     if source.is_adapter:
+        _check_positions(checkpoint)
         dtype = torch.float32  # an adapter's type
     for complete in (checkpoint, *(part.checkpoint for part in source.parts)):
         check_not_inside(target, complete)
@@ -137,6 +138,17 @@ def write_model(source: ExportSource, folder: Path, dtype: torch.dtype, max_shar
     add_former_names(folder)
     for file in legal_files(checkpoint):
         shutil.copyfile(file, folder / file.name)
+
+
+def _check_positions(checkpoint: Path) -> None:
+    """Raise an InputError for an adapter whose run extended the positions, which its base's folder does not say."""
+    arguments = read_trainer_json(checkpoint).arguments
+    given = [f"--{name} {arguments[name]}" for name in ("rope_scaling", "rope_theta") if arguments.get(name)]
+    if given:
+        raise InputError(
+            f"{checkpoint}: its run had {' '.join(given)}, which the config.json of its base does not have, so peft "
+            "would compute another model; export the whole model with --merge true"
+        )
 
 
 def write_adapter(source: ExportSource, folder: Path, facts: CardFacts) -> None:

@@ -35,8 +35,14 @@ from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_toke
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.nf4 import check_installed
 from fabric_train.model.parallelize import check_tensor_parallel
+from fabric_train.model.rope import RopeChange, note_on_rope
 from fabric_train.model.trained_parts import rates_by_name, splits_layers
-from fabric_train.preflight.dataset_check import check_deciding_sources, faults_of_objective, note_on_added_tokens
+from fabric_train.preflight.dataset_check import (
+    check_deciding_sources,
+    faults_of_objective,
+    longest_row,
+    note_on_added_tokens,
+)
 from fabric_train.preflight.memory_plan import resolve_automatic
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
 from fabric_train.preflight.step_plan import (
@@ -86,7 +92,9 @@ def prepare(
     data = _open_data(arguments, folder, checkpoint, phases_given)
     if faults := faults_of_objective(arguments, data, device_plan.accelerator):
         raise InputError(*faults)
-    model = _read_model(arguments, checkpoint, data)
+    stored = _read_model(arguments, checkpoint, data)
+    rope = RopeChange(arguments.model.scaling, arguments.model.rope_theta, forces=arguments.checkpoint.allow_changes)
+    model = rope.apply(stored, longest_row(data))
     masks_because = choose_attention(model, arguments) if device_plan.accelerator == "cuda" else None
     phases = plan_phases(phases_given, arguments.training, data, tuple(arguments.model.freeze or ()))
     model, models = choose_parts(arguments, model, phases)
@@ -117,7 +125,7 @@ def prepare(
     if device_plan.parallelism == "fsdp":
         _check_frozen_ties(run)
     check_reference(run)
-    run = _with_notes(run, *_warnings(run, masks_because))
+    run = _with_notes(run, note_on_rope(stored, model), *_warnings(run, masks_because))
     if not arguments.planning.checks:
         run = resolve_automatic(run)
     if not only_reads:

@@ -13,6 +13,7 @@ from fabric_train.data.mixture import Mixture, MixtureOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape, with_parts
+from fabric_train.model.rope import how_to_extend
 from fabric_train.model.trained_parts import Parts
 from fabric_train.optim.lr_schedule import ARGUMENTS, Schedule, num_decay_steps
 from fabric_train.preflight.dataset_check import check_dataset, resize_advice
@@ -110,7 +111,8 @@ def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -
     if max_step is None:
         faults.append("--streaming_dataset has no known length: give --max_step")
     if model.max_positions is not None and stream.max_length > model.max_positions:
-        faults.append(f"--max_length {stream.max_length}: {model.source} takes {model.max_positions}; give no more")
+        advice = f"give no more{how_to_extend(model, stream.max_length)}"
+        faults.append(f"--max_length {stream.max_length}: {model.source} takes {model.max_positions}; {advice}")
     if stream.tokenizer.vocab_size > model.vocab_size:
         faults.append(
             f"{stream.tokenizer.name}: its tokenizer has ids up to {stream.tokenizer.vocab_size - 1}, {model.source} "
