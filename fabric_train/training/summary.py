@@ -71,6 +71,14 @@ def describe_parts(run: PreparedRun) -> list[tuple[str, str]]:
     return [(f"trained{later}", run.model.describe_trained()), ("frozen", run.model.describe_frozen())]
 
 
+def describe_border(run: PreparedRun) -> str:
+    """Return what a run reads or trains from its next step on, after a border."""
+    step, plan = run.start.state.step, run.plan
+    if step == plan.data_starts_after:
+        return f"from step {step + 1} on {_data(run)}; {plan.rows_per_window} in a step"
+    return f"from step {step + 1} on {run.model.describe_trained()} train"
+
+
 def describe_mfu(flops: ModelFlops, peak_flops: float | None) -> str:
     """Return how mfu is computed, or why it is not."""
     if peak_flops is None:
@@ -174,7 +182,7 @@ def describe_mixture(run: PreparedRun, seen: list[int] | None = None) -> list[Ta
     plan = run.plan
     if plan.mixture is None or not isinstance(run.data, TokenMixture):
         return []
-    planned = plan.mixture.rows_until(plan.num_steps - plan.data_starts_after)
+    planned = plan.mixture.rows_until(plan.last_step - plan.data_starts_after)
     columns = ["tokens", "share", "epochs", "tokens of the run", *(["tokens seen"] if seen else [])]
     table = _source_table("Mixture", columns)
     totals = [planned, *([seen] if seen else [])]
@@ -196,7 +204,7 @@ def describe_phases(run: PreparedRun) -> list[Table]:
     trains = ["train"] if run.models else []
     table = _source_table("Phases", ["share", "tokens"], ["steps", "learning rate", *trains, "source"])
     begun = [plan.data_starts_after + start for start in plan.mixture.starts_after]
-    for start, end in zip(begun, [*begun[1:], plan.num_steps], strict=True):
+    for start, end in zip(begun, [*begun[1:], plan.last_step], strict=True):
         until = (plan.mixture.rows_until(step - plan.data_starts_after) for step in (start, end))
         rows = [after - before for before, after in zip(*until, strict=True)]
         read = [(source.name, count) for source, count in zip(run.data.sources, rows, strict=True) if count]

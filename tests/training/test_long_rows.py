@@ -66,7 +66,8 @@ def test_plain_transformers_computes_the_runs_loss_of_its_export(
     rope = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 256}
     assert long_rows.config("yarn")["rope_parameters"] == rope
     assert long_rows.config("yarn")["max_position_embeddings"] == 1024
-    export = convert_run(forked_runs, tmp_path / "export", "--checkpoint", long_rows.folder / "yarn", "--dtype", "float32")
+    run, export = long_rows.folder / "yarn", tmp_path / "export"
+    convert_run(forked_runs, export, "--checkpoint", run, "--dtype", "float32")
     config = json.loads((export / "config.json").read_text())
     assert (config["rope_parameters"], config["max_position_embeddings"]) == (rope, 1024)
     assert (config["rope_theta"], config["rope_scaling"]["rope_type"]) == (5e5, "yarn")  # for transformers 4
