@@ -102,6 +102,11 @@ def _phases(text: str, path: str, places: Mapping[str, str]) -> str:
     except yaml_core.YamlFault as fault:
         raise InputError(f"--phases {path}: {fault}") from fault
     for number, phase in enumerate(content if isinstance(content, list) else (), 1):
+        if isinstance(phase, dict) and "train_data_dir" in phase:
+            raise InputError(
+                f"--phases {path}: phase {number} has a train_data_dir of its own, which is not in a bundle; leave the "
+                "phase out, and go on with --branch and the token dataset's own folder there"
+            )
         for name in _OF_SHARES:
             if isinstance(phase, dict) and isinstance(phase.get(name), list):
                 phase[name] = _with_places(Shares(f"{path}: phase {number}: {name}", phase[name]), places)

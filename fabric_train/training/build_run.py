@@ -143,7 +143,7 @@ def build_outputs(
         columns=further_columns(
             objective.metric_names, list(METRICS), run.sources_ever_logged, counts_pieces(objective)
         ),
-        branched_after=[branch.step for branch in run.start.lineage],
+        branched_after=[branch.step for branch in run.start.lineage if not branch.is_border_of(run.folder)],
     )
     loggers, num_steps = open_loggers(given.opened_loggers, logged), run.plan.num_steps
     shown = GuardedLogger("progress", lambda: open_progress(run.folder.name, state.step, num_steps, console, heartbeat))

@@ -148,6 +148,13 @@ class PreparedRun:
         return (self, *(self.following.stretches if self.following else ()))
 
     @property
+    def steps_in_words(self) -> str:
+        """The steps of this run's data, such as ``, steps 1 to 900``; empty if a phase with other data is not there."""
+        if self.following is None and self.arguments.data.data_dirs == self.given.data.data_dirs:
+            return ""
+        return f", steps {self.plan.data_starts_after + 1:,} to {self.plan.last_step:,}"
+
+    @property
     def ends_early(self) -> bool:
         """Whether early stopping has ended the run where it would start."""
         return self.early_stopping is not None and self.early_stopping.ends(self.start.state)
