@@ -3,9 +3,8 @@
 RoPE turns each pair of a head's dimensions by position × frequency. A model has only learnt the angles up to its number
 of positions. ``linear`` divides all frequencies by the factor (arXiv:2306.15595), ``yarn`` only the low ones, and it
 scales the attention too (arXiv:2309.00071), ``llama3`` does so between two borders without the latter
-(arXiv:2407.21783); a higher base ``rope_theta`` lowers the frequencies the more the lower they are. transformers
-computes them in fp32 from ``rope_parameters`` of config.json, so what is written there is what trains and what an
-export computes.
+(arXiv:2407.21783). A higher base, ``rope_theta``, lowers all frequencies but the first, the low ones most.
+transformers computes them in fp32 from ``rope_parameters`` in config.json, for the run and for its export.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Find out where a run begins: from which checkpoint, as a branch of which run, or from the start."""
+"""Find out where a run begins: at step 1, at a checkpoint, or as a branch of another run."""
 
 import os
 from dataclasses import replace

@@ -32,7 +32,7 @@ _OF_DATA = ("train_data_dir", "max_length", "rope_scaling", "rope_theta", "micro
 class GivenPhase:
     """A phase as the file has it: ``where`` names it in messages, ``schedule`` has its learning-rate arguments.
 
-    ``data`` has its token datasets, their ``max_length``, and what is changed with them; empty if they stay.
+    ``data`` has its token datasets, and the values of ``_OF_DATA`` that come with them; empty if the datasets stay.
     """
 
     where: str
@@ -47,8 +47,8 @@ class GivenPhase:
 class Stretch:
     """Steps of a run that read the same token datasets: their arguments, and the phases that begin in them.
 
-    ``last_step`` is None if the run ends with it. ``opening`` is the phase with these token datasets; None for those of
-    the command line.
+    ``last_step`` is None if the run ends with it. ``opening`` is the phase that names these token datasets; None if the
+    command line does.
     """
 
     first_step: int
@@ -63,7 +63,7 @@ class Stretch:
         return f"{self.opening.where}: " if self.opening else "--"
 
     def check_length(self, rows: set[int]) -> None:
-        """Raise an InputError if the phase says another ``max_length`` than that of its rows."""
+        """Raise an InputError if the phase's ``max_length`` is not the length of its rows, one of ``rows``."""
         stated = self.opening.data.get("max_length") if self.opening else None
         if stated is not None and rows != {stated}:
             folders, there = ", ".join(self.arguments.data.data_dirs), ", ".join(f"{one:,}" for one in sorted(rows))

@@ -1,4 +1,4 @@
-"""Extended positions: what is computed is what transformers computes from config.json, in fp32 also far out."""
+"""Extended positions have the frequencies that transformers computes from config.json, in fp32 also far out."""
 
 import math
 from pathlib import Path
@@ -51,7 +51,7 @@ def tiny(tiny_model_dir: Path) -> ModelShape:
 
 @pytest.mark.parametrize("scaling", ["llama3:8", "yarn:8", "linear:8"])
 def test_a_bf16_model_has_transformers_frequencies_in_fp32(tiny: ModelShape, scaling: str) -> None:
-    """They are those of the function for this kind, and cos and sin those of fp32 angles at the last of 128k."""
+    """transformers has a function for each kind. cos and sin belong to fp32 angles at the last of 128k positions."""
     extended = change(scaling, 5e5).apply(tiny, 2048)
     assert extended.max_positions == extended.config.max_position_embeddings == 2048
     model: Any = open_pretrained(extended, torch.bfloat16).model
