@@ -197,6 +197,7 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
         steps=f"{state.step:,} optimizer step{'s' * (state.step != 1)}",
         model_type=config.model_type,
         trained_on=_trained_on(record),
+        data_begins=checkpoints.data_starts_after(saved.lineage) + 1,
         legal_files=Markdown(", ".join(link(file.name, file.name) for file in legal_files(folder) if record.origin)),
         context_length=lengths,
         compute=card_facts.device_hours(sessions) if sessions else None,

@@ -71,6 +71,7 @@ def test_plain_transformers_computes_the_runs_loss_of_its_export(
     config = json.loads((export / "config.json").read_text())
     assert (config["rope_parameters"], config["max_position_embeddings"]) == (rope, 1024)
     assert (config["rope_theta"], config["rope_scaling"]["rope_type"]) == (5e5, "yarn")  # for transformers 4
+    assert json.loads((export / "tokenizer_config.json").read_text())["model_max_length"] == 1024
     model: Any = AutoModelForCausalLM.from_pretrained(export)
     trained = float(metrics(long_rows.folder / "yarn")[-1][3])
     assert validation_loss(model, long_rows.folder / "long") == pytest.approx(trained, abs=1e-5)
