@@ -112,6 +112,19 @@ def test_longer_rows_are_refused_in_one_line_that_says_how(long_rows: LongRows) 
     assert (config["max_position_embeddings"], config["rope_parameters"]["rope_type"]) == (LENGTH, "default")
 
 
+def test_an_adapter_of_extended_positions_is_exported_merged(
+    long_rows: LongRows, forked_runs: ForkedRuns, tmp_path: Path
+) -> None:
+    """peft would open it beside a base whose config.json has other positions."""
+    long_rows.start("adapter", rope_scaling="llama3:2", adapter="lora", max_step=1).finish()
+    words: list[Any] = ["--checkpoint", long_rows.folder / "adapter", "--output_dir", tmp_path / "export"]
+    refused = forked_runs.start(words, 1, program="convert_to_hf")
+    assert refused.wait() == [2]
+    assert "its run had --rope_scaling llama3:2, which the config.json of its base does not have" in refused.stderr()
+    convert_run(forked_runs, tmp_path / "export", *words[:2], "--merge", "true")
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["max_position_embeddings"] == 512
+
+
 def test_a_branch_may_extend_the_positions(long_rows: LongRows, yarn: ForkedRun) -> None:
     trunk = f"{long_rows.folder / 'yarn'}@1"
     branch = long_rows.start("branch", branch=trunk, rope_scaling="llama3:8", max_step=2)
