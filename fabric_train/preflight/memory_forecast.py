@@ -59,7 +59,7 @@ def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
     ]
     if units.adapter:
         result = [each for each in result if each.sent]  # a frozen base has no gradients
-        ranks, sent = layout.num_data_ranks, 2 * _ring(units.adapter_bytes, layout.num_data_ranks)
+        ranks, sent = layout.num_gradients, 2 * _ring(units.adapter_bytes, layout.num_gradients)
         result.append(Collective("all-reduce of the adapter's gradients", ranks, sent, _leaving(sent, layout)))
     if copies > 1 and units.trained:
         sent = reductions * 2 * _ring(REDUCED_BYTES * units.trained // shards, copies)
@@ -103,7 +103,7 @@ def make_budget(units: Units, layout: Layout, activations: Activations, saves_in
     # a checkpoint of an adapter has no copy of its base
     saved = layout.held * (units.trained if units.adapter else units.total) + units.saved_states
     saved += units.adapter_bytes + units.saved_adapter_states
-    units = units.reduced_by(layout.name).part(layout.world_size // layout.num_data_ranks)
+    units = units.reduced_by(layout.name).part(layout.world_size // layout.num_gradients)
     whole, trained, states = (
         0 if layout.offloads else number // layout.num_shards for number in (units.total, units.trained, units.states)
     )
@@ -269,7 +269,7 @@ class RunRequest:
             layout=layout,
             activations=activations,
             budget=make_budget(units, layout, activations, saves_in_background),
-            collectives=tuple(collectives_of_step(units.part(plan.world_size // plan.num_data_ranks), layout)),
+            collectives=tuple(collectives_of_step(units.part(plan.world_size // layout.num_gradients), layout)),
             flops_of_step=shape.flops.of([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size,
             offloaded=offloaded_bytes(shape, layout, units.states),
             process=CUDA_ALLOWANCE if self.on_gpu else process_memory() + LATER_BYTES,

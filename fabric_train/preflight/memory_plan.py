@@ -114,7 +114,7 @@ def check_memory(run: PreparedRun) -> None:
     """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk."""
     request = make_request(run)
     layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
-    num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
+    num_parts = layout.num_shards * layout.world_size // layout.num_gradients
     states, _ = bytes_of_states(request.largest, request.arguments)
     if request.largest.adapter:  # each rank has all of it, in fp32
         base = read_units(request.largest, request.arguments).total
