@@ -102,7 +102,9 @@ class _Exchange:
     def __init__(self, own: torch.Tensor, row_slice: RowSlice) -> None:
         """Begin to send ``own``, [S, 2, K, D]."""
         self._group, self._chunks = row_slice.group.group, row_slice.chunks
-        self._dtype, self._gradient, self._summed = own.dtype, None, None
+        self._dtype = own.dtype
+        self._gradient: torch.Tensor | None = None
+        self._summed: torch.Tensor | None = None
         self._gathered = own.new_empty(len(own) * row_slice.group.size, *own.shape[1:])
         self._work: Any = dist.all_gather_into_tensor(self._gathered, own.detach().contiguous(), self._group, True)
 
@@ -132,8 +134,9 @@ class _Exchange:
     def summed(self) -> torch.Tensor:
         """Return the gradient of this rank's keys and values, [S, 2, K, D]."""
         self._work.wait()
-        summed, self._summed = self._summed, None
-        return summed.to(self._dtype)
+        assert self._summed is not None
+        summed, self._summed = self._summed.to(self._dtype), None
+        return summed
 
 
 class _Received(torch.autograd.Function):

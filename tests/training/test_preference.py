@@ -218,6 +218,7 @@ def test_the_first_loss_is_ln_2_and_the_reward_0(straight: Path) -> None:
     [
         ("packed", 3, "fsdp", 1, {}),
         ("packed", 2, "fsdp2", 2, {"tensor_parallel_size": 2}),
+        ("packed", 2, "fsdp2", 2, {"context_parallel_size": 2}),
         ("one_a_row", 2, "fsdp2", 2, {}),
         ("one_a_row", 2, "ddp", 3, {}),
         ("one_a_row", 1, "single", 1, {}),
@@ -236,7 +237,7 @@ def test_losses_do_not_depend_on_packing_ranks_or_micro_batches(
     options: dict[str, int],
 ) -> None:
     tokens = without_reference(request.getfixturevalue(layout), tmp_path / "tokens")
-    data_ranks = ranks // options.get("tensor_parallel_size", 1)
+    data_ranks = ranks // math.prod(options.values())
     given = {"parallelism": parallelism, "devices": ranks, **options, **whole_windows(tokens, data_ranks, rows)}
     forked_runs.start(argv(model_dir, tokens, tmp_path / "run", **given), ranks).finish()
     for row, other in zip(table(straight), table(tmp_path / "run"), strict=True):

@@ -1,0 +1,66 @@
+"""Rows computed by several ranks: slices of them, their balance, and losses and gradients as of one rank."""
+
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from fabric_train.data.batch import Batch
+from fabric_train.data.row_slices import cut_rows, deal_chunks
+from fabric_train.distributed.ranks import ContextGroup
+from tests.support import context_slices
+from tests.support.context_slices import batches
+from tests.support.forked_runs import ForkedRuns
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_losses_and_gradients_are_those_of_one_rank(forked_runs: ForkedRuns, num_ranks: int) -> None:
+    forked_runs.start([], num_ranks, program=context_slices.__name__).finish()
+
+
+@given(batches(), st.integers(1, 5))
+def test_every_token_is_in_one_slice_and_sees_its_document(batch: Batch, num_ranks: int) -> None:
+    slices = [cut_rows(batch, ContextGroup(None, rank, num_ranks)) for rank in range(num_ranks)]
+    assert len({part.input_ids.shape for part in slices}) == 1
+    num_rows, length = batch.input_ids.shape
+    borders = np.arange(num_rows + 1) * length
+    if batch.documents is not None:
+        borders = batch.documents.borders.numpy()
+    size = slices[0].input_ids.shape[1] * num_ranks // len(slices[0].chunks)
+    place = torch.arange(len(slices[0].chunks) * size).view(-1, size)[slices[0].chunks].flatten().tolist()
+    gathered = torch.cat([part.input_ids[0] for part in slices])[place]
+    assert gathered[: num_rows * length].tolist() == batch.input_ids.flatten().tolist()
+    own_place = 0
+    for part in slices:
+        for stretch in part.stretches:
+            documents = zip(stretch.lengths, stretch.key_lengths, strict=True)
+            last_key = stretch.first_key
+            for num_tokens, num_keys in documents:
+                begin, last_key = last_key, last_key + num_keys
+                own = [place.index(own_place + number) for number in range(num_tokens)]
+                own_place += num_tokens
+                assert own == [*range(last_key - num_tokens, last_key)]  # the last keys are of the tokens themselves
+                inside = [border for border in borders if border < last_key]
+                assert begin == (inside[-1] if last_key <= num_rows * length else num_rows * length)
+            assert last_key == stretch.last_key
+    numbers = torch.cat([part.numbers for part in slices])
+    assert sorted(numbers.tolist()) == [*range(len(numbers))]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_a_long_document_is_dealt_so_that_all_ranks_have_the_same_work(num_ranks: int) -> None:
+    ranks, _ = deal_chunks(np.array([0, 131072]), num_ranks)
+    assert ranks.tolist() == [*reversed(range(num_ranks)), *range(num_ranks)] or len(ranks) == 2 * num_ranks
+    for borders in ([0, 100_000, 131072], [0, 3, 90_000, 90_500, 131072]):
+        ranks, size = deal_chunks(np.array(borders), num_ranks)
+        tokens = np.concatenate([np.arange(end - begin) + 1 for begin, end in pairwise(borders)])
+        work = np.bincount(ranks, [part.sum() for part in tokens.reshape(-1, size)])
+        assert work.max() < 1.02 * work.mean()
+
+
+def test_short_documents_are_not_cut_more_than_the_balance_needs() -> None:
+    ranks, size = deal_chunks(np.arange(0, 4096 + 1, 64), 4)
+    assert (ranks.tolist(), size) == ([0, 1, 2, 3], 1024)
