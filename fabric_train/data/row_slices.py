@@ -65,9 +65,16 @@ class RowSlice:
 
     def to(self, device: torch.device) -> "RowSlice":
         """Return the slice on a device; the host does not wait."""
-        names = ("input_ids", "position_ids", "positions", "target_ids", "numbers", "chunks")
-        moved = {name: to_device_async(getattr(self, name), device) for name in names}
-        return replace(self, **moved, stretches=tuple(stretch.to(device) for stretch in self.stretches))
+        return replace(
+            self,
+            input_ids=to_device_async(self.input_ids, device),
+            position_ids=to_device_async(self.position_ids, device),
+            positions=to_device_async(self.positions, device),
+            target_ids=to_device_async(self.target_ids, device),
+            numbers=to_device_async(self.numbers, device),
+            chunks=to_device_async(self.chunks, device),
+            stretches=tuple(stretch.to(device) for stretch in self.stretches),
+        )
 
 
 def place_batch(fabric: "Fabric", batch: Batch) -> Batch:
@@ -94,10 +101,18 @@ def cut_rows(batch: Batch, group: ContextGroup) -> RowSlice:
     targets = batch.targets or find_targets(batch.labels)
     numbers = np.flatnonzero(ranks[targets.positions.numpy() // size] == group.rank)
     positions = np.searchsorted(tokens, targets.positions.numpy()[numbers])
-    arrays = (input_ids[tokens][None], position_ids[None], positions, targets.ids.numpy()[numbers], numbers)
     chunks = np.empty(len(ranks), dtype=np.int64)
     chunks[np.argsort(ranks, kind="stable")] = np.arange(len(ranks))
-    return RowSlice(group, *map(torch.from_numpy, (*arrays, chunks)), _stretches(own, size, borders))
+    return RowSlice(
+        group,
+        input_ids=torch.from_numpy(input_ids[tokens][None]),
+        position_ids=torch.from_numpy(position_ids[None]),
+        positions=torch.from_numpy(positions),
+        target_ids=targets.ids[torch.from_numpy(numbers)],
+        numbers=torch.from_numpy(numbers),
+        chunks=torch.from_numpy(chunks),
+        stretches=_stretches(own, size, borders),
+    )
 
 
 def deal_chunks(borders: np.ndarray, num_ranks: int) -> tuple[np.ndarray, int]:

@@ -54,20 +54,12 @@ def attend(
     kernel = _attend_by_kernel if module.config._attn_implementation == CONTEXT_VARLEN else _attend_by_document
     outputs = []
     for part, exchange, of_part in zip(sent, exchanges, queries.chunk(num_parts, dim=1), strict=True):
-        gathered = _Gathered.apply(part, exchange)
-        outputs.append(
-            torch.cat(
-                [
-                    kernel(
-                        of_part[stretch.begin : stretch.end],
-                        *_Range.apply(gathered, exchange, stretch.first_key, stretch.last_key).unbind(1),
-                        stretch,
-                        scaling,
-                    )
-                    for stretch in row_slice.stretches
-                ]
-            )
-        )
+        gathered, found = _Gathered.apply(part, exchange), []
+        for stretch in row_slice.stretches:
+            seen: Any = _Range.apply(gathered, exchange, stretch.first_key, stretch.last_key)
+            keys, values = seen.unbind(1)
+            found.append(kernel(of_part[stretch.begin : stretch.end], keys, values, stretch, scaling))
+        outputs.append(torch.cat(found))
     return torch.cat(outputs, dim=1)[None], None
 
 
