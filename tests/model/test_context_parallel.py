@@ -1,6 +1,7 @@
 """Rows computed by several ranks: slices of them, their balance, and losses and gradients as of one rank."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -14,6 +15,7 @@ from fabric_train.distributed.ranks import ContextGroup
 from tests.support import context_slices
 from tests.support.context_slices import batches
 from tests.support.forked_runs import ForkedRuns
+from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -64,3 +66,25 @@ def test_a_long_document_is_dealt_so_that_all_ranks_have_the_same_work(num_ranks
 def test_short_documents_are_not_cut_more_than_the_balance_needs() -> None:
     ranks, size = deal_chunks(np.arange(0, 4096 + 1, 64), 4)
     assert (ranks.tolist(), size) == ([0, 1, 2, 3], 1024)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpointing": "selective"},
+        {"lora_rank": 4, "activation_checkpointing": "full", "precision": "bf16-mixed"},
+    ],
+)
+def test_a_run_has_the_losses_of_one_rank(forked_runs: ForkedRuns, tmp_path: Path, options: dict[str, object]) -> None:
+    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
+    given = {"max_step": 3, "micro_batch_size": 2, **options}
+    ranks = {"parallelism": "fsdp2", "devices": 2, "context_parallel_size": 2}
+    forked_runs.start(argv(model, tokens, tmp_path / "one", **given)).finish()
+    forked_runs.start(argv(model, tokens, tmp_path / "two", **given, **ranks), 2).finish()
+    one, two = (
+        [[float(row[name]) for name in ("train_loss", "grad_norm")] for row in metrics(tmp_path / run)]
+        for run in ("one", "two")
+    )
+    rel = 1e-2 if "precision" in options else 1e-5
+    assert np.array(two) == pytest.approx(np.array(one), rel=rel)
