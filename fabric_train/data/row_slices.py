@@ -85,10 +85,7 @@ def place_batch(fabric: "Fabric", batch: Batch) -> Batch:
 
 def cut_rows(batch: Batch, group: ContextGroup) -> RowSlice:
     """Return this rank's slice of the rows of a batch on the CPU."""
-    num_rows, length = batch.input_ids.shape
-    num_tokens, borders = num_rows * length, np.arange(num_rows + 1) * length
-    if batch.documents is not None:
-        borders = batch.documents.borders.numpy().astype(np.int64)
+    num_tokens, borders = batch.input_ids.numel(), borders_of(batch)
     ranks, size = deal_chunks(borders, group.size)
     padded = len(ranks) * size
     if padded > num_tokens:  # the padding is a document of its own
@@ -115,6 +112,14 @@ def cut_rows(batch: Batch, group: ContextGroup) -> RowSlice:
     )
 
 
+def borders_of(batch: Batch) -> np.ndarray:
+    """Return the borders of the documents in all rows of a batch on the CPU, or of its rows: int64 [documents + 1]."""
+    if batch.documents is not None:
+        return batch.documents.borders.numpy().astype(np.int64)
+    num_rows, length = batch.input_ids.shape
+    return np.arange(num_rows + 1) * length
+
+
 def deal_chunks(borders: np.ndarray, num_ranks: int) -> tuple[np.ndarray, int]:
     """Return the rank of each chunk, int64 [chunks], and the tokens of a chunk.
 
@@ -129,11 +134,9 @@ def deal_chunks(borders: np.ndarray, num_ranks: int) -> tuple[np.ndarray, int]:
 
 def _deal(borders: np.ndarray, num_ranks: int, chunks_of_rank: int) -> tuple[np.ndarray, int, float]:
     """Return what :func:`deal_chunks` does, and the most work of a rank as a multiple of the mean."""
-    num_tokens, num_chunks = int(borders[-1]), num_ranks * chunks_of_rank
-    size = -(-num_tokens // num_chunks)
-    tokens = np.arange(num_chunks * size)
-    work = tokens + 1 - borders[np.searchsorted(borders, tokens, side="right") - 1]
-    of_chunks = work.reshape(num_chunks, size).sum(axis=1)
+    num_chunks = num_ranks * chunks_of_rank
+    of_chunks = count_keys(borders, num_chunks)
+    size = -(-int(borders[-1]) // num_chunks)
     ranks, of_ranks, number = np.empty(num_chunks, dtype=np.int64), [0] * num_ranks, [0] * num_ranks
     for chunk in np.argsort(-of_chunks, kind="stable"):
         rank = min((each for each in range(num_ranks) if number[each] < chunks_of_rank), key=of_ranks.__getitem__)
@@ -141,6 +144,14 @@ def _deal(borders: np.ndarray, num_ranks: int, chunks_of_rank: int) -> tuple[np.
         of_ranks[rank] += int(of_chunks[chunk])
         number[rank] += 1
     return ranks, size, max(of_ranks) * num_ranks / sum(of_ranks)
+
+
+def count_keys(borders: np.ndarray, num_chunks: int) -> np.ndarray:
+    """Return how many keys the tokens of each chunk see together, int64 [chunks]; padding is a document."""
+    size = -(-int(borders[-1]) // num_chunks)
+    tokens = np.arange(num_chunks * size)
+    keys = tokens + 1 - borders[np.searchsorted(borders, tokens, side="right") - 1]
+    return keys.reshape(num_chunks, size).sum(axis=1)
 
 
 def _stretches(own: np.ndarray, size: int, borders: np.ndarray) -> tuple[Stretch, ...]:
