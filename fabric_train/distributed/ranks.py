@@ -35,14 +35,15 @@ def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 @dataclass(frozen=True)
 class DataRanks:
     """There are ``size`` groups of ``group_size`` consecutive ranks that read the same rows; this process is in group
-    ``rank``. Gradients are averaged over ``num_gradients`` different ones: each rank of a context-parallel group has
-    the gradient of its part of the rows.
+    ``rank``. There are ``num_gradients`` different gradients, and this process has number ``gradient`` of them: each
+    rank of a context-parallel group has the gradient of its part of the rows.
     """
 
     size: int
     rank: int
     group_size: int
     num_gradients: int
+    gradient: int
 
 
 def data_ranks(fabric: Fabric) -> DataRanks:
@@ -50,7 +51,8 @@ def data_ranks(fabric: Fabric) -> DataRanks:
     tensor_parallel_size = getattr(fabric.strategy, "tensor_parallel_size", 1)
     group_size = tensor_parallel_size * getattr(fabric.strategy, "context_parallel_size", 1)
     size, rank = fabric.world_size // group_size, fabric.global_rank // group_size
-    return DataRanks(size, rank, group_size, fabric.world_size // tensor_parallel_size)
+    gradients = fabric.world_size // tensor_parallel_size, fabric.global_rank // tensor_parallel_size
+    return DataRanks(size, rank, group_size, *gradients)
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def causal_varlen(
 def choose_attention(shape: "ModelShape", arguments: "TrainArguments", accelerator: str) -> str | None:
     """Replace a model's ``sdpa`` on a GPU by :func:`attend`; return why not, None if it is or need not be.
 
-    For slices of rows it is replaced on all devices; an InputError if the model's attention cannot take them.
+    For slices of rows it is replaced on every device, and an InputError says why a model's attention cannot take them.
     """
     size, given = arguments.fsdp.context_parallel_size, arguments.model.attention
     if size > 1:
@@ -167,7 +167,8 @@ def choose_attention(shape: "ModelShape", arguments: "TrainArguments", accelerat
     has_kernel = reason is None and accelerator == "cuda" and given == "sdpa"
     if size > 1:
         shape.config._attn_implementation = CONTEXT_VARLEN if has_kernel else CONTEXT
-    elif has_kernel:
+        return None
+    if has_kernel:
         shape.config._attn_implementation = VARLEN
     return reason
 

@@ -68,7 +68,7 @@ class Stepper:
             RunStopped: The ranks have agreed to stop before one of the micro-batches.
         """
         fabric, given = self.fabric, self.arguments
-        seed_step(given.data.seed, window.step, data_ranks(fabric).rank, fabric.device)
+        seed_step(given.data.seed, window.step, data_ranks(fabric).gradient, fabric.device)
         rate = self.schedules.rate(window.step)
         set_learning_rate(self.optimizer, rate)
         reduces_each = given.fsdp.gradient_reduction == "micro_batch"

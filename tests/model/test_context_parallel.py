@@ -2,16 +2,24 @@
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from transformers import GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig
 
+from arguments import TrainArguments, parse
+from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch
 from fabric_train.data.row_slices import cut_rows, deal_chunks
 from fabric_train.distributed.ranks import ContextGroup
+from fabric_train.distributed.strategy import resolve_parallelism
+from fabric_train.model.attention import choose_attention
+from fabric_train.model.context_parallel import CONTEXT
 from tests.support import context_slices
 from tests.support.context_slices import batches
 from tests.support.forked_runs import ForkedRuns
@@ -88,3 +96,52 @@ def test_a_run_has_the_losses_of_one_rank(forked_runs: ForkedRuns, tmp_path: Pat
     )
     rel = 1e-2 if "precision" in options else 1e-5
     assert np.array(two) == pytest.approx(np.array(one), rel=rel)
+
+
+def arguments_of(*options: str) -> TrainArguments:
+    given = ["--train_data_dir", "tokens", "--output_dir", "run", "--parallelism", "fsdp2"]
+    return parse(TrainArguments, [*given, "--context_parallel_size", "2", *options])
+
+
+SMALL: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 50, "hidden_size": 64, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "reason"),
+    [
+        (LlamaConfig(**SMALL), [], None),
+        (LlamaConfig(**SMALL, head_dim=20), [], None),  # a size that only the kernel does not take
+        (LlamaConfig(**SMALL), ["--attention", "eager"], "--attention eager does not take a part of a row"),
+        (MistralConfig(**SMALL, num_key_value_heads=4, sliding_window=5), [], "has a sliding window"),
+        (GPT2Config(vocab_size=50, n_embd=64, n_layer=1, n_head=2), [], "has no dropout, and .* has 0.1"),
+    ],
+    ids=["llama", "llama of any size", "eager", "mistral", "gpt2"],
+)
+def test_a_model_whose_attention_takes_no_slices_is_refused(
+    config: PretrainedConfig, options: list[str], reason: str | None
+) -> None:
+    config._attn_implementation = "sdpa"
+    shape: Any = SimpleNamespace(config=config)
+    if reason is None:
+        choose_attention(shape, arguments_of(*options), "cpu")
+        assert config._attn_implementation == CONTEXT
+    else:
+        with pytest.raises(InputError, match=f"--context_parallel_size 2: .*{reason}.*; leave it out"):
+            choose_attention(shape, arguments_of(*options), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "num_devices", "fault"),
+    [
+        ([], 5, "does not divide the 5 devices that share the model; give"),
+        (
+            ["--tensor_parallel_size", "2"],
+            6,
+            "the 6 devices that share the model, 2 of which compute the same tokens; ",
+        ),
+        (["--num_nodes", "2", "--sharding_strategy", "HYBRID_SHARD"], 6, "does not divide the 3 devices that share"),
+    ],
+)
+def test_devices_that_do_not_make_whole_groups_are_refused(options: list[str], num_devices: int, fault: str) -> None:
+    with pytest.raises(InputError, match=fault):
+        resolve_parallelism(arguments_of(*options), num_devices, "cpu")
