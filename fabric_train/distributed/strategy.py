@@ -227,7 +227,7 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
         )
     of_copy = (devices_per_node if fsdp.is_hybrid else num_processes) // fsdp.tensor_parallel_size
     if of_copy % fsdp.context_parallel_size:
-        beside = f", {fsdp.tensor_parallel_size} of which compute the same tokens" * (fsdp.tensor_parallel_size > 1)
+        beside = f" in groups of {fsdp.tensor_parallel_size}" * (fsdp.tensor_parallel_size > 1)
         raise InputError(
             f"--context_parallel_size {fsdp.context_parallel_size} does not divide the "
             f"{of_copy * fsdp.tensor_parallel_size} devices that share the model{beside}; give a size that does"

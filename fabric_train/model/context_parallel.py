@@ -177,7 +177,7 @@ class _Range(torch.autograd.Function):
 
 
 def whole_losses(row_slice: RowSlice, of_slice: torch.Tensor, num_targets: int) -> torch.Tensor:
-    """Return the losses of all targets of a batch, [N, ...], from those of this rank's, in the order of the batch.
+    """Return the losses of all targets of a batch in its order, [N, ...], from the losses of this rank's targets.
 
     All ranks of the group call it together, and get the same. Each goes on with the same function of all losses, so the
     gradient of a rank's own losses is known there.

@@ -137,7 +137,7 @@ def test_a_model_whose_attention_takes_no_slices_is_refused(
         (
             ["--tensor_parallel_size", "2"],
             6,
-            "the 6 devices that share the model, 2 of which compute the same tokens; ",
+            "the 6 devices that share the model in groups of 2; ",
         ),
         (["--num_nodes", "2", "--sharding_strategy", "HYBRID_SHARD"], 6, "does not divide the 3 devices that share"),
     ],

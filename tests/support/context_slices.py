@@ -22,7 +22,7 @@ VOCABULARY, TOLERANCE = 60, 1e-5
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Rows with documents of any length, of which about three quarters of the tokens are supervised."""
+    """Rows with documents of any length; about three quarters of the tokens are supervised."""
     shape = draw(st.integers(1, 3)), draw(st.integers(2, 40))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     ids = random.integers(0, VOCABULARY, shape)
