@@ -87,7 +87,7 @@ def prepare(
     if faults := faults_of_objective(arguments, data, device_plan.accelerator):
         raise InputError(*faults)
     model = _read_model(arguments, checkpoint, data)
-    masks_because = choose_attention(model, arguments) if device_plan.accelerator == "cuda" else None
+    masks_because = choose_attention(model, arguments, device_plan.accelerator)
     phases = plan_phases(phases_given, arguments.training, data, tuple(arguments.model.freeze or ()))
     model, models = choose_parts(arguments, model, phases)
     window = math.prod(rows_at_once(arguments, device_plan.world_size))  # it may have no rows before it is checked
