@@ -419,6 +419,10 @@ class FSDPArguments:
     """
     tensor_parallel_size: PositiveInt = 1
     """Number of devices that each matrix of a decoder layer is split over; needs --parallelism fsdp2."""
+    context_parallel_size: PositiveInt = 1
+    """Number of devices that each compute a part of the same rows, for rows that one has no memory for; needs
+    --parallelism fsdp2.
+    """
     state_dict_type: Literal["full", "sharded"] = "full"
     """Checkpoint files: full is one for weights and one for optimizer states, sharded is one of each per rank."""
     limit_all_gathers: bool = True
@@ -452,6 +456,11 @@ class FSDPArguments:
         return self.sharding_strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
     @property
+    def ranks_of_rows(self) -> int:
+        """The number of ranks that compute the same rows together."""
+        return self.tensor_parallel_size * self.context_parallel_size
+
+    @property
     def keeps_gathered(self) -> bool:
         """Whether gathered weights stay from the forward to the backward pass."""
         return self.sharding_strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
@@ -467,10 +476,9 @@ class FSDPArguments:
             faults.append(f"--gradient_reduction micro_batch needs --parallelism fsdp or fsdp2, not {self.parallelism}")
         if self.parallelism == "fsdp2" and self.sharding_strategy == "NO_SHARD":
             faults.append("--sharding_strategy NO_SHARD needs --parallelism fsdp, not fsdp2")
-        if self.parallelism != "fsdp2" and self.tensor_parallel_size > 1:
-            faults.append(
-                f"--tensor_parallel_size {self.tensor_parallel_size} needs --parallelism fsdp2, not {self.parallelism}"
-            )
+        for name in ("tensor_parallel_size", "context_parallel_size"):
+            if self.parallelism != "fsdp2" and (size := getattr(self, name)) > 1:
+                faults.append(f"--{name} {size} needs --parallelism fsdp2, not {self.parallelism}")
         return faults
 
 

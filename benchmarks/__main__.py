@@ -14,6 +14,7 @@ from benchmarks import (
     chats,
     checkpoint,
     cleaning,
+    context_rows,
     defects,
     export,
     faults,
@@ -76,6 +77,7 @@ BENCHMARKS = {
     "precision": Benchmark(precision.measure, precision.table, only_by_name=True),
     "vocabulary": Benchmark(vocabulary.measure, vocabulary.table, only_by_name=True),
     "long_report": Benchmark(long_report.measure, long_report.table, only_by_name=True),
+    "context_rows": Benchmark(context_rows.measure, context_rows.table),
     "rehearsal": Benchmark(rehearsal.measure, rehearsal.table, only_by_name=True),
     "defects": Benchmark(defects.measure, defects.table, only_by_name=True),
 }

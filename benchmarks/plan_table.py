@@ -75,7 +75,7 @@ def request_of(row: Row) -> RunRequest:
     )
     memory = parse_size(DEVICE_MEMORY)
     assert memory is not None
-    return RunRequest(arguments, (_shape(row.model),), plan, "fsdp", False, True, memory, is_elsewhere=True)
+    return RunRequest(arguments, (read_model(row.model),), plan, "fsdp", False, True, memory, is_elsewhere=True)
 
 
 def cells(row: Row, request: RunRequest, forecast: Forecast) -> list[str]:
@@ -97,7 +97,8 @@ def cells(row: Row, request: RunRequest, forecast: Forecast) -> list[str]:
     ]
 
 
-def _shape(model: str) -> ModelShape:
+def read_model(model: str) -> ModelShape:
+    """Return the shape of a model of ``MODELS``."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**_LLAMA, **MODELS[model]}), encoding="utf-8")
         return read_shape(folder)

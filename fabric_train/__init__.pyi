@@ -126,6 +126,7 @@ def train(
         "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"
     ] = "FULL_SHARD",
     tensor_parallel_size: int = 1,
+    context_parallel_size: int = 1,
     state_dict_type: Literal["full", "sharded"] = "full",
     limit_all_gathers: bool = True,
     cpu_offload: bool = False,

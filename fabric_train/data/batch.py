@@ -15,6 +15,8 @@ import xxhash
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from fabric_train.data.row_slices import RowSlice
+
 IGNORED_LABEL = -100
 SUM_OF_HASHES = 1 << 40  # the sums of 8,192 ranks are exact in fp64
 
@@ -101,7 +103,8 @@ class Batch(TensorRecord):
 
     In rows of preference pairs, documents 2i and 2i + 1 are the chosen and the rejected sequence of pair i, which is
     piece i. ``reference``, fp64 [pairs, 2], are the log-probabilities of both answers under the reference model; None
-    without one.
+    without one. If several ranks compute the rows, ``row_slice`` is this rank's part of them, from ``place_batch`` in
+    ``row_slices.py``.
     """
 
     input_ids: torch.Tensor
@@ -111,6 +114,7 @@ class Batch(TensorRecord):
     lengths: tuple[int, ...] = ()
     pieces: Pieces | None = None
     reference: torch.Tensor | None = None
+    row_slice: "RowSlice | None" = None
 
     @property
     def num_pairs(self) -> int:

@@ -34,17 +34,34 @@ def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DataRanks:
-    """There are ``size`` groups of consecutive ranks that read the same rows; this process is in group ``rank``."""
+    """There are ``size`` groups of ``group_size`` consecutive ranks that read the same rows; this process is in group
+    ``rank``. There are ``num_gradients`` different gradients, and this process has number ``gradient`` of them: each
+    rank of a context-parallel group has the gradient of its part of the rows.
+    """
 
     size: int
     rank: int
-    tensor_parallel_size: int
+    group_size: int
+    num_gradients: int
+    gradient: int
 
 
 def data_ranks(fabric: Fabric) -> DataRanks:
-    """Return the groups of ranks that read different rows: every rank, or every tensor-parallel group."""
-    group_size = getattr(fabric.strategy, "tensor_parallel_size", 1)
-    return DataRanks(fabric.world_size // group_size, fabric.global_rank // group_size, group_size)
+    """Return the groups of ranks that read different rows: every rank, or every tensor- and context-parallel group."""
+    tensor_parallel_size = getattr(fabric.strategy, "tensor_parallel_size", 1)
+    group_size = tensor_parallel_size * getattr(fabric.strategy, "context_parallel_size", 1)
+    size, rank = fabric.world_size // group_size, fabric.global_rank // group_size
+    gradients = fabric.world_size // tensor_parallel_size, fabric.global_rank // tensor_parallel_size
+    return DataRanks(size, rank, group_size, *gradients)
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The ranks that each compute a part of the same rows; this process is number ``rank`` of them."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
 
 
 def gather_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +78,7 @@ def gather_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
 
 def gather_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
     """Return every data rank's tensor, stacked: [data ranks, ...]."""
-    return gather_over_ranks(fabric, tensor)[:: data_ranks(fabric).tensor_parallel_size]
+    return gather_over_ranks(fabric, tensor)[:: data_ranks(fabric).group_size]
 
 
 def sum_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:

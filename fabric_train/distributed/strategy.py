@@ -1,5 +1,6 @@
 """Choose the devices and the parallelism of a run, check them against this machine, and build Fabric with them."""
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import clear_launcher_options, under_fabric_run
 from fabric_train.distributed.cluster_environment import find_cluster_environment, init_process_group
 from fabric_train.distributed.precision import gathered_dtype, precision_plugin
+from fabric_train.distributed.ranks import ContextGroup
 from fabric_train.distributed.watchdog import SLOW_PHASE_FACTOR
 from fabric_train.distributed.xla import OneDeviceXLAStrategy, OneXLADevice, check_xla_arguments, check_xla_device
 
@@ -79,16 +81,22 @@ class FSDP1Strategy(FSDPStrategy):
 
 
 class FSDP2Strategy(ModelParallelStrategy):
-    """Fabric's strategy for FSDP2 and tensor parallelism, over a mesh [replicate, shard, tensor].
+    """Fabric's strategy for FSDP2, tensor and context parallelism, over a mesh [replicate, shard, tensor].
 
     There are ``num_replicas`` copies of the model, each sharded among its own ranks. The ``tensor_parallel_size`` ranks
-    that compute the same rows are consecutive, so they are on the same machine: they communicate the most.
+    that compute the same tokens are consecutive, so they are on the same machine: they communicate the most. Then come
+    the ``context_parallel_size`` ranks, among those that share a copy, that each compute a part of the same rows.
     """
 
-    def __init__(self, num_replicas: int, tensor_parallel_size: int, timeout: timedelta) -> None:
+    context_group: ContextGroup | None = None
+
+    def __init__(
+        self, num_replicas: int, tensor_parallel_size: int, context_parallel_size: int, timeout: timedelta
+    ) -> None:
         # model/parallelize.py shards the model before Fabric gets it
         super().__init__(parallelize_fn=lambda model, _: model, timeout=timeout)
         self._num_replicas, self.tensor_parallel_size = num_replicas, tensor_parallel_size
+        self.context_parallel_size = context_parallel_size
 
     def setup_environment(self) -> None:
         """Create the mesh, without the base class's own: it has two dimensions."""
@@ -100,6 +108,11 @@ class FSDP2Strategy(ModelParallelStrategy):
             (self._num_replicas, num_shards, self.tensor_parallel_size),
             mesh_dim_names=("replicate", "shard", "tensor"),
         )
+        if self.context_parallel_size > 1:
+            sizes = (self.context_parallel_size, self.tensor_parallel_size)
+            shape, names = (self.world_size // math.prod(sizes), *sizes), ("rows", "context", "tensor")
+            mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)["context"]
+            self.context_group = ContextGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
 
 class ParameterMaterializer:
@@ -212,6 +225,13 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
             f"--tensor_parallel_size {fsdp.tensor_parallel_size} does not divide the {devices_per_node} devices of a "
             "machine; give a size that does"
         )
+    of_copy = (devices_per_node if fsdp.is_hybrid else num_processes) // fsdp.tensor_parallel_size
+    if of_copy % fsdp.context_parallel_size:
+        beside = f" in groups of {fsdp.tensor_parallel_size}" * (fsdp.tensor_parallel_size > 1)
+        raise InputError(
+            f"--context_parallel_size {fsdp.context_parallel_size} does not divide the "
+            f"{of_copy * fsdp.tensor_parallel_size} devices that share the model{beside}; give a size that does"
+        )
 
 
 def collective_timeout(arguments: "TrainArguments") -> timedelta:
@@ -238,6 +258,7 @@ def _strategy(parallelism: str, arguments: "TrainArguments", layer_classes: Laye
         return FSDP2Strategy(
             num_replicas=arguments.device.num_nodes if fsdp.is_hybrid else 1,
             tensor_parallel_size=fsdp.tensor_parallel_size,
+            context_parallel_size=fsdp.context_parallel_size,
             timeout=timeout,
         )
     if parallelism == "ddp":

@@ -16,9 +16,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fabric_train.cli.errors import InputError
-from fabric_train.data.batch import Documents, isolate
+from fabric_train.data.batch import Batch, Documents, find_targets, isolate
+from fabric_train.data.row_slices import place_batch
 from fabric_train.distributed.decoder_layers import check_compiler
 from fabric_train.distributed.precision import compute_dtype
+from fabric_train.model.context_parallel import CONTEXT, CONTEXT_VARLEN, whole_losses
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -45,6 +47,7 @@ def forward(model: Any, input_ids: torch.Tensor, documents: Documents | None, **
     global _has_borders
     # with a cache, transformers treats restarting positions as one sequence, and documents see each other
     arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, **more}
+    assert "row_slice" not in more or model.config._attn_implementation in (CONTEXT, CONTEXT_VARLEN)
     if documents is not None:
         arguments["position_ids"] = documents.position_ids
     if _needs_borders(model.config, input_ids, documents):  # documents, or rows, are kept apart by their borders
@@ -60,6 +63,14 @@ def forward(model: Any, input_ids: torch.Tensor, documents: Documents | None, **
         return model(**arguments)
     finally:
         _has_borders = None
+
+
+def forward_batch(model: Any, batch: Batch, **more: Any) -> Any:
+    """Return the model's output for the rows of a batch, or for this rank's slice of them."""
+    part = batch.row_slice
+    if part is None:
+        return forward(model, batch.input_ids, batch.documents, **more)
+    return forward(model, part.input_ids, None, position_ids=part.position_ids, row_slice=part, **more)
 
 
 def _needs_borders(config: Any, input_ids: torch.Tensor, documents: Documents | None) -> bool:
@@ -118,37 +129,72 @@ def attend(
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     queries, keys, values = (heads.transpose(1, 2).flatten(0, 1).to(dtype) for heads in (query, key, value))
-    borders, window = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q), (sliding_window or 0) - 1
-    output: Any = varlen_attn(queries, keys, values, *borders, scale=scaling, window_size=(window, 0), **_GROUPED_HEADS)
+    borders, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
+    output = causal_varlen(queries, keys, values, borders, longest, scaling, sliding_window)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
-def choose_attention(shape: "ModelShape", arguments: "TrainArguments") -> str | None:
-    """Replace a model's ``sdpa`` on a GPU by :func:`attend`; return why not, None if it is or need not be."""
-    if arguments.model.attention != "sdpa":
+def causal_varlen(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    borders: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
+    scaling: float | None,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Return [N, H, D] of torch's kernel; ``borders`` and ``longest`` are of the documents' queries and of their keys.
+
+    The last query of a document sees its last key.
+    """
+    window = (sliding_window or 0) - 1
+    given: dict[str, Any] = {"scale": scaling, "window_size": (window, 0), **_GROUPED_HEADS}
+    output: Any = varlen_attn(queries, keys, values, *borders, *longest, **given)
+    return output
+
+
+def choose_attention(shape: "ModelShape", arguments: "TrainArguments", accelerator: str) -> str | None:
+    """Replace a model's ``sdpa`` on a GPU by :func:`attend`; return why not, None if it is or need not be.
+
+    For slices of rows it is replaced on every device, and an InputError says why a model's attention cannot take them.
+    """
+    size, given = arguments.fsdp.context_parallel_size, arguments.model.attention
+    if size > 1:
+        reason = why_model_cannot(shape) if given == "sdpa" else f"--attention {given} does not take a part of a row"
+        if reason:
+            raise InputError(f"--context_parallel_size {size}: {reason}; leave it out")
+    reason = _why_no_kernel(shape, arguments) if accelerator == "cuda" and given == "sdpa" else None
+    has_kernel = reason is None and accelerator == "cuda" and given == "sdpa"
+    if size > 1:
+        shape.config._attn_implementation = CONTEXT_VARLEN if has_kernel else CONTEXT
         return None
+    if has_kernel:
+        shape.config._attn_implementation = VARLEN
+    return reason
+
+
+def _why_no_kernel(shape: "ModelShape", arguments: "TrainArguments") -> str | None:
+    """Return why torch's kernel for documents cannot be used; None if it can."""
     if not arguments.planning.plans_for_others:
         if not torch.backends.cuda.is_flash_attention_available():
             return "this build of torch has no flash attention"
         if min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))) < _MIN_CAPABILITY:
             return "torch's kernel for documents needs an Ampere GPU or a newer one"
-    reason = why_model_cannot(shape, compute_dtype(arguments.model.precision))
-    if reason is None:
-        shape.config._attn_implementation = VARLEN
-    return reason
+    return why_model_cannot(shape, compute_dtype(arguments.model.precision))
 
 
-def why_model_cannot(shape: "ModelShape", dtype: torch.dtype) -> str | None:
+def why_model_cannot(shape: "ModelShape", dtype: torch.dtype | None = None) -> str | None:
     """Return why the variable-length kernel does not compute a model's attention in ``dtype``; None if it does.
 
-    The model runs on the meta device with two documents in a row, and each call of its attention is checked.
+    Without a ``dtype``, return why the attention does not take slices of rows. The model runs on the meta device with
+    two documents in a row, and each call of its attention is checked.
     """
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in (None, torch.bfloat16, torch.float16):
         return "torch's kernel for documents computes in 16 bits only"
     faults: list[str | None] = []
 
     def probe(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **given: Any) -> Any:
-        faults.append(_fault_of_call(module, query, key, value, given))
+        faults.append(_fault_of_call(module, query, key, value, given, of_slices=dtype is None))
         return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, probe)
@@ -170,16 +216,25 @@ def why_model_cannot(shape: "ModelShape", dtype: torch.dtype) -> str | None:
 
 
 def _fault_of_call(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    given: dict[str, Any],
+    of_slices: bool,
 ) -> str | None:
-    """Return what the kernel does not take in a call of attention with two documents; None if it takes all."""
+    """Return what the kernel, or attention ``of_slices``, does not take in a call with two documents; or None."""
     sizes = {heads.shape[3] for heads in (query, key, value)}
     if given.get("cu_seq_lens_q") is None:
         return "the model does not pass document borders to its attention"
     if given.get("dropout"):
-        return f"torch's kernel for documents has no dropout, and the model's attention has {given['dropout']:g}"
+        what = "attention of a part of a row" if of_slices else "torch's kernel for documents"
+        return f"{what} has no dropout, and the model's attention has {given['dropout']:g}"
     if not getattr(module, "is_causal", True) or any(given.get(name) is not None for name in _OTHER_TERMS):
         return "the model's attention is not plain causal attention"
+    if of_slices:
+        slides = given.get("sliding_window") is not None
+        return "the model's attention has a sliding window, which makes it cheap" if slides else None
     if len(sizes) > 1 or any(size % 8 or size > _LARGEST_HEAD or size in _NOT_ON_ALL_GPUS for size in sizes):
         return f"torch's kernel for documents does not take heads of size {' and '.join(map(str, sorted(sizes)))}"
     return None
@@ -225,11 +280,17 @@ def check_isolation(fabric: Fabric, model: Any, source: str) -> None:
 
 def _second_document_changes(fabric: Fabric, model: Any) -> bool:
     input_ids = np.array([[1, 2, 3, 4], [5, 6, 3, 4]])
-    batch = isolate(input_ids, input_ids.copy(), [np.array([0, 2])] * 2).to(fabric.device)
+    batch = place_batch(fabric, isolate(input_ids, input_ids.copy(), [np.array([0, 2])] * 2))
     model.eval()
     # flex attention is not compiled for these four tokens, and warns about it
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        first, second = forward(model, batch.input_ids, batch.documents).logits[:, 2:].float()
+        logits = forward_batch(model, batch).logits.flatten(0, 1).float()
+    part, targets = batch.row_slice, find_targets(batch.labels)
+    if part is None:
+        of_targets = logits[targets.positions]
+    else:
+        of_targets = whole_losses(part, logits[part.positions], len(targets.positions))
+    first, second = of_targets[1::2]  # at the first token of each second document
     model.train()
     return bool((first - second).abs().max() > 0.01 * first.abs().max())

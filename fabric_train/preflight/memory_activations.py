@@ -73,6 +73,19 @@ def attention_on_gpu(
     return found[0]
 
 
+def attention_of_slices(attention: Callable[..., torch.Tensor], num_ranks: int) -> Callable[..., torch.Tensor]:
+    """Let an attention take the keys and values of several ranks, whose gradients are added in fp32.
+
+    Here each rank repeats its own, which takes as much memory; see ``model.context_parallel``.
+    """
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **given: Any) -> torch.Tensor:
+        key, value = (each.float().repeat(1, 1, num_ranks, 1).to(each.dtype) for each in (key, value))
+        return attention(query, key, value, *more, **given)
+
+    return attend
+
+
 class _LiveBytes(TorchDispatchMode):
     """The bytes of live storages that operations have made, without the ``model``'s, now and at the peak."""
 
@@ -103,7 +116,7 @@ class _LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one forward pass on one device."""
+    """The rows of one forward pass on one device, or its part of them, whose keys ``context_size`` ranks share."""
 
     num_rows: int
     length: int
@@ -112,6 +125,7 @@ class MicroBatch:
     has_borders: bool  # several documents share a row and are isolated
     on_gpu: bool  # with a GPU's kernels
     by_unit: bool  # the strategy reduces the gradients of a layer together, when all are computed
+    context_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -243,6 +257,9 @@ def _trace_once(given: _Traced) -> Activations:
         if batch.on_gpu:
             kernels.enter_context(traced_as("cuda"))
             kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention_on_gpu))
+        if batch.context_size > 1:
+            attention = attention_of_slices(F.scaled_dot_product_attention, batch.context_size)
+            kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention))
         config = copy.deepcopy(given.config)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=given.attention)
         if given.adapter:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fabric_train.distributed.memory import process_memory
 from fabric_train.distributed.precision import compute_dtype, gathered_dtype, weights_dtype
@@ -59,12 +59,34 @@ def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
     ]
     if units.adapter:
         result = [each for each in result if each.sent]  # a frozen base has no gradients
-        ranks, sent = layout.num_data_ranks, 2 * _ring(units.adapter_bytes, layout.num_data_ranks)
+        ranks, sent = layout.num_gradients, 2 * _ring(units.adapter_bytes, layout.num_gradients)
         result.append(Collective("all-reduce of the adapter's gradients", ranks, sent, _leaving(sent, layout)))
     if copies > 1 and units.trained:
         sent = reductions * 2 * _ring(REDUCED_BYTES * units.trained // shards, copies)
         result.append(Collective("all-reduce of gradients between machines", copies, sent, shards * sent))
     return result
+
+
+def _collectives_of_slices(
+    shape: ModelShape, arguments: "TrainArguments", layout: Layout, batch: MicroBatch
+) -> list[Collective]:
+    """Return the exchange of keys and values, and of their gradients in fp32, in a step.
+
+    Layers that are recomputed gather them again. Tensor parallelism divides the heads among the ranks.
+    """
+    config: Any = shape.config.get_text_config()
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    of_layer = 2 * num_heads // arguments.fsdp.tensor_parallel_size * head_size * batch.length
+    numel = of_layer * config.num_hidden_layers * layout.accumulation * (batch.context_size - 1)
+    passes = 1 if arguments.fsdp.activation_checkpointing == "none" else 2
+    itemsize = (batch.autocast or batch.dtype).itemsize
+    is_inside = layout.world_size // layout.num_nodes % arguments.fsdp.ranks_of_rows == 0
+    found = (("all-gather of keys and values", passes * itemsize), ("reduce-scatter of their gradients", REDUCED_BYTES))
+    return [
+        Collective(what, batch.context_size, num_bytes * numel, 0 if is_inside else _leaving(num_bytes * numel, layout))
+        for what, num_bytes in found
+    ]
 
 
 def _leaving(sent: int, layout: Layout) -> int:
@@ -103,7 +125,7 @@ def make_budget(units: Units, layout: Layout, activations: Activations, saves_in
     # a checkpoint of an adapter has no copy of its base
     saved = layout.held * (units.trained if units.adapter else units.total) + units.saved_states
     saved += units.adapter_bytes + units.saved_adapter_states
-    units = units.reduced_by(layout.name).part(layout.world_size // layout.num_data_ranks)
+    units = units.reduced_by(layout.name).part(layout.world_size // layout.num_gradients)
     whole, trained, states = (
         0 if layout.offloads else number // layout.num_shards for number in (units.total, units.trained, units.states)
     )
@@ -262,14 +284,17 @@ class RunRequest:
 
     def _forecast(self, shape: ModelShape) -> Forecast:
         units, layout, plan = read_units(shape, self.arguments), self.layout(), self.plan
-        activations = trace_activations(shape, self.arguments, self._micro_batch())
+        activations = trace_activations(shape, self.arguments, batch := self._micro_batch())
+        sent = (*collectives_of_step(units.part(plan.world_size // layout.num_gradients), layout),)
+        if batch.context_size > 1:
+            sent = (*sent, *_collectives_of_slices(shape, self.arguments, layout, batch))
         saves_in_background = self.arguments.save.async_save and min(set.union(*self._saved_steps())) < plan.num_steps
         return Forecast(
             units=units,
             layout=layout,
             activations=activations,
             budget=make_budget(units, layout, activations, saves_in_background),
-            collectives=tuple(collectives_of_step(units.part(plan.world_size // plan.num_data_ranks), layout)),
+            collectives=sent,
             flops_of_step=shape.flops.of([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size,
             offloaded=offloaded_bytes(shape, layout, units.states),
             process=CUDA_ALLOWANCE if self.on_gpu else process_memory() + LATER_BYTES,
@@ -296,9 +321,14 @@ class RunRequest:
         precision = self.arguments.model.precision
         held, computed = weights_dtype(precision), compute_dtype(precision)
         gathered = gathered_dtype(self.arguments, self.parallelism)
+        num_rows, context_size = self.arguments.training.micro_batch_size, self.arguments.fsdp.context_parallel_size
+        length = self.plan.tokens_per_row
+        if context_size > 1:  # a slice of all rows together
+            num_rows, length = 1, math.ceil(num_rows * length / context_size)
         return MicroBatch(
-            num_rows=self.arguments.training.micro_batch_size,
-            length=self.plan.tokens_per_row,
+            num_rows=num_rows,
+            length=length,
+            context_size=context_size,
             dtype=gathered or held,
             autocast=computed if computed != held and gathered is None else None,
             has_borders=self.isolates,

@@ -73,12 +73,12 @@ class Units:
 class Layout:
     """How ranks share a model.
 
-    It is split among ``world_size // num_data_ranks`` ranks, then sharded among ``num_shards``, ``num_copies`` times.
+    It is split among ``world_size // num_gradients`` ranks, then sharded among ``num_shards``, ``num_copies`` times.
     """
 
     name: str  # the parallelism
     world_size: int
-    num_data_ranks: int
+    num_gradients: int  # ranks with different gradients
     num_nodes: int
     num_shards: int
     gathers_at_once: bool  # all weights stay gathered from the forward to the backward pass
@@ -91,7 +91,7 @@ class Layout:
     @property
     def num_copies(self) -> int:
         """Groups of ranks that each hold the whole model."""
-        return self.num_data_ranks // self.num_shards
+        return self.num_gradients // self.num_shards
 
     @property
     def is_sharded(self) -> bool:
@@ -181,7 +181,7 @@ def offloaded_bytes(shape: ModelShape, layout: Layout, states: int) -> int:
     else:
         numels = [_numel(layer) for layer in layers]
         numels.append(_numel(model) - sum(numels))
-    num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
+    num_parts = layout.num_shards * layout.world_size // layout.num_gradients
     shards = [-(-numel // num_parts) for numel in numels]
     return sum(2 << (layout.held * numel - 1).bit_length() for numel in shards) + states // num_parts
 
@@ -189,7 +189,8 @@ def offloaded_bytes(shape: ModelShape, layout: Layout, states: int) -> int:
 def make_layout(arguments: "TrainArguments", plan: StepPlan, parallelism: str) -> Layout:
     """Return the layout that the arguments of a run ask for."""
     precision, fsdp = arguments.model.precision, arguments.fsdp
-    num_shards = plan.num_data_ranks if parallelism in ("fsdp", "fsdp2") else 1
+    num_gradients = plan.num_data_ranks * fsdp.context_parallel_size
+    num_shards = num_gradients if parallelism in ("fsdp", "fsdp2") else 1
     if parallelism == "fsdp" and fsdp.sharding_strategy == "NO_SHARD":
         num_shards = 1
     elif fsdp.is_hybrid:
@@ -198,7 +199,7 @@ def make_layout(arguments: "TrainArguments", plan: StepPlan, parallelism: str) -
     return Layout(
         name=parallelism,
         world_size=plan.world_size,
-        num_data_ranks=plan.num_data_ranks,
+        num_gradients=num_gradients,
         num_nodes=arguments.device.num_nodes,
         num_shards=num_shards,
         gathers_at_once=fsdp.keeps_gathered,

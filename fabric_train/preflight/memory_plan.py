@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Group
 from rich.table import Table
@@ -16,12 +17,14 @@ from rich.text import Text
 from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.cli.errors import InputError, first_line
+from fabric_train.data.row_slices import borders_of, count_keys, deal_chunks
+from fabric_train.data.streaming import Stream
 from fabric_train.distributed.decoder_layers import missing_compiler
 from fabric_train.distributed.memory import device_memory, machine_memory
 from fabric_train.distributed.precision import compute_dtype
 from fabric_train.distributed.strategy import why_not_compiled
 from fabric_train.files.atomic_folder import nearest_existing
-from fabric_train.model.flops import peak_flops
+from fabric_train.model.flops import ModelFlops, peak_flops
 from fabric_train.preflight.memory_forecast import Forecast, RunRequest
 from fabric_train.preflight.memory_layout import bytes_of_states, read_units
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
@@ -46,6 +49,7 @@ _CHOICES: list[dict[str, Any]] = [
 _SECONDS_TO_COMPILE = 30.0
 _SHARE_SAVED = 0.15
 _UTILIZATION = 0.45
+_BALANCED = 64  # micro-batches in which the work of ranks that share rows is compared
 _PEAK_OF_A100 = 312e12  # FLOP/s, taken for a GPU whose peak is not known
 
 
@@ -79,6 +83,33 @@ def _plan_part(run: PreparedRun) -> list[str]:
     for table in (*describe_mixture(run), *describe_phases(run)):
         show(table)
     return faults_of(request, forecast)
+
+
+def busiest_rank(flops: ModelFlops, borders: np.ndarray, num_ranks: int) -> float:
+    """Return the FLOPs of the rank with the most, as a multiple of the mean, for rows that several ranks compute.
+
+    ``borders``, int64 [documents + 1], are of the documents in all rows. Parameters take FLOPs by the tokens of a rank,
+    attention by the keys that each of them sees.
+    """
+    ranks, size = deal_chunks(borders, num_ranks)
+    keys = np.bincount(ranks, count_keys(borders, len(ranks)), num_ranks)
+    of_key = sum(12.0 * one.num_layers * one.width for one in flops.attention)
+    work = replace(flops, attention=()).of([len(ranks) * size // num_ranks]) + of_key * keys
+    return float(work.max() / work.mean())
+
+
+def _show_balance(run: PreparedRun) -> str:
+    """Say how evenly the ranks that compute the same rows share the work, in some micro-batches of the run."""
+    size, number = run.arguments.fsdp.context_parallel_size, run.arguments.training.micro_batch_size
+    assert not isinstance(run.data, Stream)
+    starts = range(0, len(run.data.train), max(number, len(run.data.train) // _BALANCED))
+    worst = 1.0
+    for start in starts:
+        batch = run.data.train.__getitems__([*range(start, min(start + number, len(run.data.train)))])
+        worst = max(worst, busiest_rank(run.model.flops, borders_of(batch), size))
+    return (
+        f"{size} devices each; the busiest has {worst:.3f} × the mean FLOPs in the worst of {len(starts)} micro-batches"
+    )
 
 
 def make_request(run: PreparedRun) -> RunRequest:
@@ -120,7 +151,7 @@ def check_memory(run: PreparedRun) -> None:
     """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk."""
     request = make_request(run)
     layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
-    num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
+    num_parts = layout.num_shards * layout.world_size // layout.num_gradients
     states, _ = bytes_of_states(request.largest, request.arguments)
     if request.largest.adapter:  # each rank has all of it, in fp32
         base = read_units(request.largest, request.arguments).total
@@ -181,6 +212,11 @@ def _apply(request: RunRequest, changes: Iterable[Mapping[str, Any]]) -> RunRequ
         elif name == "micro_batch_size":
             arguments = replace(arguments, training=replace(arguments.training, micro_batch_size=value))
             plan = _split_again(plan, value, plan.world_size)
+        elif name == "context_parallel_size":
+            ranks = plan.num_data_ranks * arguments.fsdp.context_parallel_size // value
+            accumulation = max(1, plan.rows_per_window // (plan.micro_batch_size * ranks))
+            plan = replace(plan, num_data_ranks=ranks, accumulation=accumulation)
+            arguments = replace(arguments, fsdp=replace(arguments.fsdp, context_parallel_size=value))
         elif name == "precision":
             arguments = replace(arguments, model=replace(arguments.model, precision=value))
         else:
@@ -206,6 +242,11 @@ def _changes(request: RunRequest) -> Iterator[dict[str, Any]]:
     while size > 1:
         size //= 2
         yield {"micro_batch_size": size}
+    of_copy = world_size // (arguments.device.num_nodes if arguments.fsdp.is_hybrid else 1)
+    of_copy //= arguments.fsdp.tensor_parallel_size
+    for size in range(2 * arguments.fsdp.context_parallel_size, of_copy + 1):
+        if of_copy % size == 0 and arguments.model.attention == "sdpa":
+            yield {**({} if is_fsdp2 else {"parallelism": "fsdp2"}), "context_parallel_size": size}
     if arguments.model.precision != "bf16-true":
         yield {"precision": "bf16-true"}
     devices = world_size // arguments.device.num_nodes
@@ -235,6 +276,8 @@ def _counts(forecast: Forecast, run: PreparedRun) -> Table:
     table.add_row("parameters", f"{units.parameters:,}: {each}")
     for name, text in describe_parts(run):
         table.add_row(name, text)
+    if run.arguments.fsdp.context_parallel_size > 1 and not isinstance(run.data, Stream):
+        table.add_row("rows", _show_balance(run))
     cut = f"weights cut in {layout.num_shards}" if layout.is_sharded else "nothing cut"
     table.add_row("devices", f"{layout.world_size} × {layout.name} on {layout.num_nodes} machines, {cut}")
     tokens = plan.rows_per_window * plan.tokens_per_row

@@ -137,7 +137,7 @@ def _prepare_stretch(
         arguments.model.scaling, arguments.model.rope_theta, stretch.option, arguments.checkpoint.allow_changes
     )
     extended = model = rope.apply(stored, longest_row(data))
-    masks_because = choose_attention(model, arguments) if devices.accelerator == "cuda" else None
+    masks_because = choose_attention(model, arguments, devices.accelerator)
     phases = plan_phases(stretch, data)
     model, models = choose_parts(stretch, model, phases)
     window = math.prod(rows_at_once(arguments, devices.world_size))  # it may have no rows before it is checked

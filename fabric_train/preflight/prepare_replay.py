@@ -132,7 +132,7 @@ def _arguments(
     """Return the run's arguments on these devices: with the same windows, and without outputs of its own."""
     num_devices = count_devices(device.devices, resolve_accelerator(device.accelerator)) * device.num_nodes
     fsdp = given.fsdp if num_devices == there.num_devices else _on_other_devices(given.fsdp, num_devices)
-    num_ranks, rows = num_devices // fsdp.tensor_parallel_size, saved.data.rows_per_window
+    num_ranks, rows = num_devices // fsdp.ranks_of_rows, saved.data.rows_per_window
     if rows % num_ranks:
         raise InputError(f"--devices: {num_ranks} devices cannot share the {rows} rows of a step equally; give another")
     sizes = range(1, given.training.micro_batch_size + 1)
@@ -162,10 +162,12 @@ def _arguments(
 def _on_other_devices(fsdp: "FSDPArguments", num_devices: int) -> "FSDPArguments":
     """Return arguments of parallelism that work on another number of devices, as near to the run's as can be."""
     if num_devices == 1:
-        return replace(fsdp, parallelism="auto", tensor_parallel_size=1, cpu_offload=False, gradient_reduction="step")
+        alone = replace(fsdp, parallelism="auto", cpu_offload=False, gradient_reduction="step")
+        return replace(alone, tensor_parallel_size=1, context_parallel_size=1)
     size = fsdp.tensor_parallel_size if num_devices % fsdp.tensor_parallel_size == 0 else 1
+    of_rows = fsdp.context_parallel_size if num_devices // size % fsdp.context_parallel_size == 0 else 1
     parallelism = "auto" if fsdp.parallelism == "single" else fsdp.parallelism
-    return replace(fsdp, parallelism=parallelism, tensor_parallel_size=size)
+    return replace(fsdp, parallelism=parallelism, tensor_parallel_size=size, context_parallel_size=of_rows)
 
 
 def _layouts_there(newest: TrainerJson, saved: TrainerJson, first: int, last: int) -> list[RunLayout]:
@@ -190,7 +192,8 @@ def _layout_of_checkpoint(saved: TrainerJson) -> RunLayout:
     """Return how the last steps before a checkpoint were split, from the arguments in its trainer.json."""
     arguments = saved.arguments
     of_rank = arguments["micro_batch_size"] * arguments["gradient_accumulation_steps"]
-    num_devices = saved.data.rows_per_window // of_rank * arguments.get("tensor_parallel_size", 1)
+    of_rows = arguments.get("tensor_parallel_size", 1) * arguments.get("context_parallel_size", 1)
+    num_devices = saved.data.rows_per_window // of_rank * of_rows
     split = {name: arguments.get(name) for name in SPLIT_ARGUMENTS}
     if split["parallelism"] == "auto":
         split["parallelism"] = "fsdp" if num_devices > 1 else "single"

@@ -15,6 +15,7 @@ from fabric_train.data import DataOrder
 from fabric_train.data.step_sampler import VALIDATION_VERSION
 from fabric_train.data.streaming import Stream
 from fabric_train.model.attention import VARLEN
+from fabric_train.model.context_parallel import CONTEXT_VARLEN
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.optim import lr_schedule
 from fabric_train.optim.lr_schedule import SCHEDULES_VERSION, Schedule
@@ -50,7 +51,8 @@ def own_versions(model: ModelShape, data: TrainingData) -> dict[str, str]:
 
     ``sdpa`` with the borders of documents is version 2 of attention; for a single source, see ``VALIDATION_VERSION``.
     """
-    versions = OWN_VERSIONS | ({_ATTENTION: "2"} if model.config._attn_implementation == VARLEN else {})
+    by_borders = model.config._attn_implementation in (VARLEN, CONTEXT_VARLEN)
+    versions = OWN_VERSIONS | ({_ATTENTION: "2"} if by_borders else {})
     has_several = data.validation is not None and len(data.validation.source_names) > 1
     return versions | ({} if has_several else {_VALIDATION: "2"})
 

@@ -40,7 +40,7 @@ def plan_steps(
         faults.append(
             f"--eval_only true: {data.name} has no validation split; tokenize with --validation_split above 0"
         )
-    num_data_ranks = world_size // arguments.fsdp.tensor_parallel_size
+    num_data_ranks = world_size // arguments.fsdp.ranks_of_rows
     together, accumulation = rows_at_once(arguments, world_size)
     if (total := training.total_batch_size) is not None and total % together:
         nearest = " or ".join(map(str, sorted({together * max(accumulation, 1), together * (accumulation + 1)})))
@@ -96,7 +96,7 @@ def order_of_mixture(
 def rows_at_once(arguments: "TrainArguments", world_size: int) -> tuple[int, int]:
     """Return the rows of one micro-batch over all ranks, and the number of micro-batches on a rank in a step."""
     training = arguments.training
-    together = training.micro_batch_size * (world_size // arguments.fsdp.tensor_parallel_size)
+    together = training.micro_batch_size * (world_size // arguments.fsdp.ranks_of_rows)
     if training.total_batch_size is None:
         return together, training.gradient_accumulation_steps
     return together, training.total_batch_size // together

@@ -26,9 +26,14 @@ class _Arguments(BaseModel):
     micro_batch_size: PositiveInt
     gradient_accumulation_steps: PositiveInt
     tensor_parallel_size: PositiveInt = 1
+    context_parallel_size: PositiveInt = 1
     train_data_dir: str | list[str] | None = None
     weights_only: bool = False
     checkpoint: str | None = None
+
+    @property
+    def ranks_of_rows(self) -> int:
+        return self.tensor_parallel_size * self.context_parallel_size
 
 
 class _Saved(BaseModel):
@@ -135,7 +140,7 @@ class RunHistory:
         if session is None or not session.arguments:
             return _ranks(checkpoint, _token_order(checkpoint)), checkpoint
         given = _Arguments.model_validate(session.arguments)
-        group_size = given.tensor_parallel_size
+        group_size = given.ranks_of_rows
         return Ranks(session.num_devices // group_size, group_size, given.micro_batch_size), self.checkpoint
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 - a program has one history
@@ -203,7 +208,7 @@ def _ranks(checkpoint: Path, order: DataOrder) -> Ranks:
     """Count the ranks from the rows of a window, which all of them read together."""
     given = _read_saved(checkpoint).arguments
     of_one = given.micro_batch_size * given.gradient_accumulation_steps
-    return Ranks(max(1, order.rows_per_window // of_one), given.tensor_parallel_size, given.micro_batch_size)
+    return Ranks(max(1, order.rows_per_window // of_one), given.ranks_of_rows, given.micro_batch_size)
 
 
 def _open(checkpoint: Path, order: DataOrder, data_dirs: Sequence[str] | None) -> TokenDataset | TokenMixture:

@@ -17,6 +17,7 @@ from lightning import Fabric
 
 from fabric_train.checkpoint import Evaluation, LossProgress, TokenLoss, TrainerState
 from fabric_train.data.batch import SUM_OF_HASHES, Batch, hash_supervised
+from fabric_train.data.row_slices import place_batch
 from fabric_train.distributed.ranks import StepSync, gather_over_ranks, sum_over_data_ranks, sync_step
 from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.distributed.xla import run_pending
@@ -97,7 +98,9 @@ class _Sums:
     Of a source there are the sums of ``METRICS``, or of the objective's metrics if that sums over pieces.
     """
 
-    def __init__(self, objective: Objective, num_sources: int, device: torch.device) -> None:
+    def __init__(self, fabric: Fabric, objective: Objective, num_sources: int) -> None:
+        self._fabric, device = fabric, fabric.device
+
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
@@ -112,7 +115,7 @@ class _Sums:
 
     def add(self, model: Any, batch: Batch) -> None:
         self._hashed += hash_supervised(batch.input_ids, batch.labels)
-        there = batch.to(self._device)
+        there = place_batch(self._fabric, batch)
         loss = self._objective.loss(model, there)
         self._totals[0] += loss.total
         self._totals[1] += self._objective.count(there)
@@ -192,7 +195,7 @@ def evaluate(
     ``interrupted`` gets the index of each batch before it, and returns the same on all ranks.
     """
     model.eval()
-    sums = _Sums(objective or CrossEntropy(), len(source_names), fabric.device)
+    sums = _Sums(fabric, objective or CrossEntropy(), len(source_names))
     for index, batch in enumerate(batches):
         if interrupted(index):
             model.train()

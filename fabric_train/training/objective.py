@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from fabric_train.data.batch import Batch, count_supervised, find_targets
+from fabric_train.data.batch import Batch, Targets, count_supervised, find_targets
 from fabric_train.distributed.ranks import to_device_async
-from fabric_train.model.attention import forward
+from fabric_train.model.attention import forward_batch
+from fabric_train.model.context_parallel import whole_losses
 from fabric_train.model.lm_head_loss import has_loss_in_head
 
 if TYPE_CHECKING:
@@ -88,13 +89,34 @@ class CrossEntropy:
         ``model.parallelize.setup_model`` replaces the head of a Llama, so the model returns the loss itself, and no
         logits exist (``model.lm_head_loss``). A model whose head cannot be replaced returns logits [B, T, V].
         """
-        targets = batch.targets or find_targets(batch.labels)
-        if has_loss_in_head(model):
-            given = {"positions": targets.positions, "targets": targets.ids, "scale": scale}
-            return BatchLoss(*forward(model, batch.input_ids, batch.documents, **given))
-        logits = forward(model, batch.input_ids, batch.documents).logits.flatten(0, 1)
-        losses = F.cross_entropy(logits.index_select(0, targets.positions).float(), targets.ids, reduction="none")
-        return BatchLoss(losses.sum(dtype=torch.float64), losses.detach())
+        total, losses = losses_at_targets(model, batch, scale)
+        return BatchLoss(total, losses.detach())
+
+
+def losses_at_targets(
+    model: Any, batch: Batch, scale: torch.Tensor | None = None, by_token: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cross entropy of the targets of a batch, its sum, fp64 [], and each one's, fp32 [N].
+
+    The sum can be differentiated, and the others too with ``by_token``. For ``scale`` see :meth:`Objective.loss`. If
+    the batch has a slice of the rows, this rank computes the targets in it, and gets the others from its group.
+    """
+    targets, part = batch.targets or find_targets(batch.labels), batch.row_slice
+    own = targets if part is None else Targets(part.positions, part.target_ids)
+    if has_loss_in_head(model):
+        given = {"by_token": True} if by_token else {"scale": scale}
+        found = forward_batch(model, batch, positions=own.positions, targets=own.ids, **given)
+        total, losses = (None, found) if by_token else found
+    else:
+        logits = forward_batch(model, batch).logits.flatten(0, 1)
+        losses = F.cross_entropy(logits.index_select(0, own.positions).float(), own.ids, reduction="none")
+        total = None
+    of_all = losses if part is None else whole_losses(part, losses, len(targets.ids))
+    if total is None:
+        return of_all.sum(dtype=torch.float64), of_all
+    if part is not None:  # the gradient is of this rank's sum, and the value of all
+        total = total + (of_all.sum(dtype=torch.float64) - total).detach()
+    return total, of_all
 
 
 MakeObjective = Callable[["TrainArguments"], Objective]

@@ -13,9 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fabric_train.data.batch import Batch, find_targets
-from fabric_train.model.attention import forward
-from fabric_train.model.lm_head_loss import has_loss_in_head
-from fabric_train.training.objective import BatchLoss, sum_segments
+from fabric_train.training.objective import BatchLoss, losses_at_targets, sum_segments
 
 if TYPE_CHECKING:
     from arguments import PreferenceArguments
@@ -175,16 +173,11 @@ def answers_of(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
     The first column is of the chosen answers. Only the former can be differentiated; without pairs it is [0, 2].
     """
-    targets = batch.targets or find_targets(batch.labels)
-    if has_loss_in_head(model):
-        given = {"positions": targets.positions, "targets": targets.ids, "by_token": True}
-        losses = forward(model, batch.input_ids, batch.documents, **given)
-    else:
-        logits = forward(model, batch.input_ids, batch.documents).logits.flatten(0, 1)
-        losses = F.cross_entropy(logits.index_select(0, targets.positions).float(), targets.ids, reduction="none")
+    losses = losses_at_targets(model, batch, by_token=True)[1]
     if batch.documents is None:
         return -losses.double().expand(2, -1).T, losses.new_zeros(0, 2)
     # a target belongs to the sequence that its own token is in, which is one after the position that predicts it
+    targets = batch.targets or find_targets(batch.labels)
     ends = torch.searchsorted(targets.positions + 1, batch.documents.borders.long())
     lengths = ends.diff()
     return -sum_segments(losses.double(), lengths).view(-1, 2), lengths.double().view(-1, 2)

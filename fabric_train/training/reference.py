@@ -33,6 +33,7 @@ from fabric_train.checkpoint.adapter_folder import (
     trained_adapter,
 )
 from fabric_train.cli.errors import InputError
+from fabric_train.data.row_slices import place_batch
 from fabric_train.data.step_sampler import positions, validation_batches
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import Rows, TokenDataset
@@ -204,7 +205,9 @@ def _shape(run: PreparedRun, place: str) -> ModelShape:
     assert not isinstance(run.data, Stream)
     tokenizer = run.data.manifest and run.data.manifest.tokenizer
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id) if tokenizer else ()
-    return new_shape(given.model, given.fsdp.auto_wrap_policy, *ends)
+    shape = new_shape(given.model, given.fsdp.auto_wrap_policy, *ends)
+    shape.config._attn_implementation = attention
+    return shape
 
 
 def _fingerprint(fabric: Fabric, run: PreparedRun, place: str) -> str:
@@ -342,13 +345,13 @@ def _of_split(fabric: Fabric, model: Any, run: PreparedRun, name: str, rows: Row
     for number, batch in enumerate(batches):
         heartbeat.enter(StepPhase.VALIDATION, number)
         progress.info("reference log-probabilities of %s, batch %d of %d", name, number + 1, len(batches))
-        of_answers, _ = answers_of(model, batch.to(device))
+        of_answers, _ = answers_of(model, place_batch(fabric, batch))
         place = positions(number, size, ranks.size, ranks.rank)
         own = np.arange(place.start, min(place.stop, len(rows)))
         if len(own):
             values[torch.from_numpy(rows.index.pieces(own).documents).to(device)] = of_answers
     if fabric.world_size > 1:
-        if fabric.global_rank % ranks.tensor_parallel_size:
+        if fabric.global_rank % ranks.group_size:
             values.zero_()  # the first rank of the group has the same
         dist.all_reduce(values)
     return values.cpu().numpy()

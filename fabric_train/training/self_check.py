@@ -15,6 +15,7 @@ from lightning import Fabric
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
+from fabric_train.data.row_slices import place_batch
 from fabric_train.data.step_sampler import Window, positions
 from fabric_train.data.token_dataset import IndexedRows
 from fabric_train.distributed.ranks import clip_grad_norm, data_ranks, gather_over_ranks, local_part, original_name
@@ -182,7 +183,7 @@ def _with_reference(fabric: Fabric, model: Any, rows: list[_Row]) -> list[_Row]:
     found = []
     for row in rows:
         batch = pad_rows([row.input_ids], [row.labels], [row.starts])
-        found.append(replace(row, reference=answers_of(model, batch.to(fabric.device))[0].cpu().numpy()))
+        found.append(replace(row, reference=answers_of(model, place_batch(fabric, batch))[0].cpu().numpy()))
     return found
 
 

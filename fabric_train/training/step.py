@@ -18,6 +18,7 @@ import torch
 from lightning import Fabric
 
 from fabric_train.checkpoint.manager import CheckpointManager
+from fabric_train.data.row_slices import place_batch
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed import ranks
 from fabric_train.distributed.ranks import StepSync, clip_grad_norm, data_ranks, gather_over_data_ranks
@@ -67,7 +68,7 @@ class Stepper:
             RunStopped: The ranks have agreed to stop before one of the micro-batches.
         """
         fabric, given = self.fabric, self.arguments
-        seed_step(given.data.seed, window.step, data_ranks(fabric).rank, fabric.device)
+        seed_step(given.data.seed, window.step, data_ranks(fabric).gradient, fabric.device)
         rate = self.schedules.rate(window.step)
         set_learning_rate(self.optimizer, rate)
         reduces_each = given.fsdp.gradient_reduction == "micro_batch"
@@ -181,7 +182,7 @@ def backpropagate(
     counts = gather_over_data_ranks(fabric, own_counts)
     if own_time:
         own_time.mark()
-    scale = data_ranks(fabric).size / counts.sum().clamp(min=1).double()
+    scale = data_ranks(fabric).num_gradients / counts.sum().clamp(min=1).double()
     losses, of_batches, last = [], [], len(window.batches) - 1
     metrics = torch.zeros(len(objective.metric_names), dtype=torch.float64, device=fabric.device)
     for index, batch in enumerate(window.batches):
@@ -190,7 +191,7 @@ def backpropagate(
             heartbeat.stop_border.enter(window.step, index)
         # every backward pass is inside the context: FSDP2's leaves synchronization off for those after it
         with fabric.no_backward_sync(model, enabled=index < last and not reduces_each):
-            loss = objective.loss(model, batch.to(fabric.device), scale)
+            loss = objective.loss(model, place_batch(fabric, batch), scale)
             if own_time and index == (0 if reduces_each else last):
                 own_time.mark()
             fabric.backward(loss.total * scale)
@@ -267,7 +268,7 @@ def exchange_step(
     numbers = torch.cat(parts).cpu()  # the only place in a step where the host waits for the device
     gathered, counts, norm, of_pieces = numbers.split([part.numel() for part in parts])
     gathered = gathered.view(by_rank.shape)
-    of_data_ranks = gathered[:: data_ranks(fabric).tensor_parallel_size, : sum(sizes)].split(sizes, dim=1)
+    of_data_ranks = gathered[:: data_ranks(fabric).group_size, : sum(sizes)].split(sizes, dim=1)
     summed, (nats, metrics, further, tokens, work) = of_data_ranks[0], (part.sum(dim=0) for part in of_data_ranks[1:])
     all_tokens, all_flops = work.tolist()
     *of_sync, own_times = gathered[:, sum(sizes) :].T

@@ -678,6 +678,7 @@ def test_only_the_training_program_reads_the_launchers_variables(monkeypatch: py
             "--sharding_strategy NO_SHARD needs --parallelism fsdp, not fsdp2",
         ),
         ("--tensor_parallel_size 2", "--tensor_parallel_size 2 needs --parallelism fsdp2, not auto"),
+        ("--context_parallel_size 2", "--context_parallel_size 2 needs --parallelism fsdp2, not auto"),
         (
             "--weights_only true",
             "--weights_only true needs --checkpoint: the checkpoint whose weights to start from",

@@ -26,12 +26,14 @@ def test_kernel_for_documents_is_taken_where_torch_has_it(tmp_path: Path) -> Non
     model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens", packed_every=1)
     options = {"accelerator": "cuda", "devices": 2, "parallelism": "fsdp2", "max_step": 2, "micro_batch_size": 2}
     losses = {}
-    for name, before in (("mask", ""), ("borders", WITH_KERNEL)):
-        words = argv(model, tokens, tmp_path / name, **options, precision="bf16-mixed")
+    for name, before in (("mask", ""), ("borders", WITH_KERNEL), ("slices", WITH_KERNEL)):
+        given = options | ({"context_parallel_size": 2} if name == "slices" else {})
+        words = argv(model, tokens, tmp_path / name, **given, precision="bf16-mixed")
         run = run_pretended(["fabric_train", *words], before=before)
         assert run.returncode == 0, run.stderr
         assert (SLOW in run.stdout) == (name == "mask")
         assert "--activation_checkpointing auto: none, which needs 2.0 GB of " in run.stdout
         losses[name] = [float(row["train_loss"]) for row in metrics(tmp_path / name)]
     assert losses["borders"] == pytest.approx(losses["mask"], rel=1e-4)
+    assert losses["slices"] == pytest.approx(losses["mask"], rel=1e-4)
     assert losses["borders"] != losses["mask"]  # another kernel rounds in another way

@@ -220,8 +220,9 @@ def train_ranks(compiled: CompiledRuns, training: Training, run: Path) -> None:
         {"parallelism": "fsdp"},
         {"parallelism": "fsdp2", "state_dict_type": "sharded"},
         {"parallelism": "fsdp2", "tensor_parallel_size": 2},
+        {"parallelism": "fsdp2", "context_parallel_size": 2},
     ],
-    ids=["fsdp", "fsdp2", "tensor parallel"],
+    ids=["fsdp", "fsdp2", "tensor parallel", "context parallel"],
 )
 def test_compiled_ranks_equal_plain_pytorch(compiled: CompiledRuns, tmp_path: Path, options: dict[str, object]) -> None:
     train_ranks(compiled, compiled.training(2, **options), tmp_path / "run")

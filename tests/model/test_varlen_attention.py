@@ -192,7 +192,7 @@ def test_gpu_that_has_the_kernel_uses_it_unless_told_otherwise(
     arguments = parse(TrainArguments, ["--train_data_dir", "tokens", "--output_dir", "run", *options])
     config = LlamaConfig(**LLAMA)
     config._attn_implementation = "sdpa"
-    assert choose_attention(SimpleNamespace(config=config), arguments) == reason  # type: ignore[arg-type]
+    assert choose_attention(SimpleNamespace(config=config), arguments, "cuda") == reason  # type: ignore[arg-type]
     assert config._attn_implementation == chosen
 
 

@@ -6,18 +6,20 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import parse_size
 from fabric_train.cli.errors import InputError
+from fabric_train.model.flops import Attention, ModelFlops
 from fabric_train.model.hf_model import ModelShape, read_shape, with_parts
 from fabric_train.model.trained_parts import Parts
 from fabric_train.preflight.memory_activations import MicroBatch, _kinds, _trace, trace_activations
 from fabric_train.preflight.memory_forecast import RunRequest, collectives_of_step
 from fabric_train.preflight.memory_layout import Layout, Units, offloaded_bytes
-from fabric_train.preflight.memory_plan import faults_of
+from fabric_train.preflight.memory_plan import busiest_rank, faults_of
 from fabric_train.training.prepared_run import StepPlan
 from tests.support import plan_accuracy
 from tests.support.forked_runs import ForkedRuns
@@ -49,12 +51,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
     return read_shape(str(folder), attention="sdpa")
 
 
-def wanted(shape: ModelShape, world_size: int, gigabytes: float, *options: str, rows: int = 8) -> RunRequest:
+def wanted(
+    shape: ModelShape, world_size: int, gigabytes: float, *options: str, rows: int = 8, length: int = 4096
+) -> RunRequest:
     words = ["--train_data_dir", "tokens", "--output_dir", "run", *options]
     arguments = parse(TrainArguments, words)
-    together = arguments.training.micro_batch_size * world_size
+    num_data_ranks = world_size // arguments.fsdp.ranks_of_rows
     size = arguments.training.micro_batch_size
-    plan = StepPlan(None, world_size, world_size, size, max(1, rows // together), rows, None, 10, 4096)
+    accumulation = max(1, rows // (size * num_data_ranks))
+    plan = StepPlan(None, world_size, num_data_ranks, size, accumulation, rows, None, 10, length)
     memory = round(gigabytes * 1e9)
     return RunRequest(arguments, (shape,), plan, arguments.fsdp.parallelism, False, True, memory, is_elsewhere=True)
 
@@ -160,6 +165,26 @@ def test_run_that_does_not_fit_is_refused_with_a_change_that_fits(llama: ModelSh
     assert forecast.device_bytes / 1e9 == pytest.approx(float(options[2]), abs=0.1)
 
 
+def test_ranks_that_share_rows_are_offered_for_long_ones(llama: ModelShape) -> None:
+    tried = wanted(llama, 8, 40, "--parallelism", "fsdp2", "--activation_checkpointing", "full", length=131_072)
+    alone = tried.forecast()
+    (fault,) = faults_of(replace(tried, device_memory=alone.device_bytes * 3 // 4), alone)
+    assert "; with --context_parallel_size 2 it would need " in fault
+    given = ("--parallelism", "fsdp2", "--activation_checkpointing", "full", "--context_parallel_size", "4")
+    shared = wanted(llama, 8, 40, *given, rows=2, length=131_072)
+    forecast = shared.forecast()
+    *_, gathered, reduced = forecast.collectives
+    keys = 16 * 2 * 8 * 64 * 32_768 * 3  # 16 layers, keys and values of 8 heads of 64, sent to three ranks
+    assert (gathered.sent, reduced.sent) == (2 * 2 * keys, 4 * keys)  # in 16 bits, again for the backward pass; in fp32
+    assert forecast.activations.kept < alone.activations.kept / 3  # a fourth, and the chunk of logits
+
+
+def test_the_work_of_ranks_that_share_rows_is_compared() -> None:
+    flops = ModelFlops(num_used=100, attention=(Attention(num_layers=1, width=8, window=None),))
+    assert busiest_rank(flops, np.array([0, 64, 128]), 2) == 1  # a document each
+    assert 1 < busiest_rank(flops, np.array([0, 1, 64]), 2) < 1.02
+
+
 def test_run_that_fits_passes_and_one_that_never_fits_is_named(llama: ModelShape) -> None:
     fits = wanted(llama, 4, 80, "--parallelism", "fsdp2")
     assert faults_of(fits, fits.forecast()) == []
@@ -262,6 +287,18 @@ def test_a_plan_writes_nothing_and_needs_no_device(tmp_path: Path, capsys: pytes
     assert not (tmp_path / "run").exists()
 
 
+def test_a_plan_says_how_evenly_the_rows_are_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fabric_train.__main__ import main
+
+    words = argv(write_model(tmp_path / "model"), write_rows(tmp_path / "tokens"), tmp_path / "run", max_step=5)
+    main([*words, *["--plan", "true", "--devices", "4", "--parallelism", "fsdp2", "--context_parallel_size", "2"]])
+    shown = re.search(
+        r"2 devices each; the busiest has (1\.\d+) × the mean FLOPs .* of 51 micro-b", capsys.readouterr().out
+    )
+    assert shown
+    assert 1 <= float(shown[1]) < 1.05
+
+
 def test_a_plan_that_does_not_fit_ends_as_wrong_input(tmp_path: Path) -> None:
     from fabric_train.__main__ import main
 
@@ -292,6 +329,7 @@ MEASURED_MORE = [
     Case("ddp", 2, ("--adapter", "dora")),
     Case("fsdp", 2, ("--lora_rank", "16")),
     Case("fsdp2", 2, ("--lora_rank", "16")),
+    Case("fsdp2", 2, ("--context_parallel_size", "2")),
 ]
 
 

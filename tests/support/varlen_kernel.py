@@ -6,7 +6,7 @@ torch's own: ``varlen_attn``, its checks, its autograd formula and its registrat
 Shapes: N tokens of all sequences, H heads of queries, K of keys and values, D head size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ def _weights(query: torch.Tensor, key: torch.Tensor, scale: float, window: int) 
     """Return what each query of a sequence gives each key, [H, queries, keys]; ``window`` earlier tokens, -1: all."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+    seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(scores.shape[2] - scores.shape[1])
     return scores.masked_fill(~(seen if window < 0 else seen.triu(-window)), float("-inf")).float().softmax(-1)
 
 
@@ -44,9 +44,10 @@ def _forward(
     **_: Any,
 ) -> tuple[torch.Tensor, ...]:
     assert borders.dtype == borders_of_keys.dtype == torch.int32
-    assert torch.equal(borders, borders_of_keys)
-    assert longest == longest_of_keys == int(borders.diff().max())
-    assert (int(borders[0]), int(borders[-1])) == (0, len(query))
+    assert (longest, longest_of_keys) == (int(borders.diff().max()), int(borders_of_keys.diff().max()))
+    assert (borders_of_keys.diff() >= borders.diff()).all()
+    assert (int(borders[0]), int(borders[-1]), int(borders_of_keys[-1])) == (0, len(query), len(key))
+    assert window_size_left < 0 or torch.equal(borders, borders_of_keys)
     assert query.dtype == key.dtype == value.dtype
     assert window_size_right == 0
     assert is_causal == (window_size_left < 0)
@@ -60,7 +61,8 @@ def _forward(
 
     log_sums = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
     empty = torch.empty(0, dtype=torch.uint64)
-    return torch.cat(_of_each(attend, borders, query, key, value)), log_sums, empty, empty, query.new_empty(0)
+    lengths = borders.diff(), borders_of_keys.diff(), borders_of_keys.diff()
+    return torch.cat(_of_each(attend, lengths, query, key, value)), log_sums, empty, empty, query.new_empty(0)
 
 
 def _backward(
@@ -71,6 +73,7 @@ def _backward(
     out: torch.Tensor,
     log_sums: torch.Tensor,
     borders: torch.Tensor,
+    borders_of_keys: torch.Tensor,
     *_: Any,
     scale: float | None = None,
     window_size_left: int = -1,
@@ -89,14 +92,15 @@ def _backward(
         of_value = torch.einsum("hqk,qhd->khd", weights, grad).unflatten(1, (-1, group)).sum(2)
         return of_query, of_key, of_value
 
-    each = _of_each(gradients, borders, grad, query, key, value)
+    of_queries, of_keys = borders.diff(), borders_of_keys.diff()
+    each = _of_each(gradients, (of_queries, of_queries, of_keys, of_keys), grad, query, key, value)
     return tuple(torch.cat(parts) for parts in zip(*each, strict=True))
 
 
-def _of_each(function: Callable[..., Any], borders: torch.Tensor, *tensors: torch.Tensor) -> list[Any]:
-    """Return the function's results for each sequence of tensors [N, ...]."""
-    lengths = borders.diff().tolist()
-    return [function(*parts) for parts in zip(*(tensor.split(lengths) for tensor in tensors), strict=True)]
+def _of_each(function: Callable[..., Any], lengths: Sequence[torch.Tensor], *tensors: torch.Tensor) -> list[Any]:
+    """Return the function's results for each sequence of tensors [N, ...]; each tensor has ``lengths`` of its own."""
+    split = (tensor.split(each.tolist()) for tensor, each in zip(tensors, lengths, strict=True))
+    return [function(*parts) for parts in zip(*split, strict=True)]
 
 
 @contextmanager

@@ -34,16 +34,19 @@ class Split:
     sharding: str = "FULL_SHARD"
     tensor_parallel_size: int = 1
     gradient_reduction: str = "step"
+    context_parallel_size: int = 1
 
     def __str__(self) -> str:
         text = f"{self.parallelism}-{self.num_ranks}x{self.micro_batch_size}x{self.accumulation}"
         text += "-each" * (self.gradient_reduction == "micro_batch")
         text += {"FULL_SHARD": "", "HYBRID_SHARD": "-hybrid"}.get(self.sharding, "-hybrid zero2")
-        return text + f"-tensor{self.tensor_parallel_size}" * (self.tensor_parallel_size > 1)
+        text += f"-tensor{self.tensor_parallel_size}" * (self.tensor_parallel_size > 1)
+        return text + f"-context{self.context_parallel_size}" * (self.context_parallel_size > 1)
 
     @property
     def rows(self) -> int:
-        return self.num_ranks // self.tensor_parallel_size * self.micro_batch_size * self.accumulation
+        ranks_of_rows = self.tensor_parallel_size * self.context_parallel_size
+        return self.num_ranks // ranks_of_rows * self.micro_batch_size * self.accumulation
 
     @property
     def steps(self) -> int:
@@ -68,6 +71,11 @@ SPLITS = [
     Split("fsdp", 4, 1, 2, num_nodes=2, sharding="_HYBRID_SHARD_ZERO2"),
     Split("fsdp2", 4, 1, 2, num_nodes=2, sharding="HYBRID_SHARD"),
     Split("fsdp2", 4, 2, 2, tensor_parallel_size=2),
+    Split("fsdp2", 2, 1, 8, context_parallel_size=2),
+    Split("fsdp2", 3, 2, 4, context_parallel_size=3),
+    Split("fsdp2", 4, 2, 2, context_parallel_size=2),
+    Split("fsdp2", 4, 8, 1, context_parallel_size=2, tensor_parallel_size=2),
+    Split("fsdp2", 4, 4, 1, num_nodes=2, sharding="HYBRID_SHARD", context_parallel_size=2),
 ]
 
 
@@ -90,6 +98,7 @@ def test_every_split_of_a_window_equals_plain_pytorch(
         "gradient_reduction": split.gradient_reduction,
         "sharding_strategy": split.sharding,
         "tensor_parallel_size": split.tensor_parallel_size,
+        "context_parallel_size": split.context_parallel_size,
         "devices": split.num_ranks // split.num_nodes,
         "num_nodes": split.num_nodes,
         "micro_batch_size": split.micro_batch_size,

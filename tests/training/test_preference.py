@@ -221,6 +221,7 @@ def test_the_first_loss_is_ln_2_and_the_reward_0(straight: Path) -> None:
         ("one_a_row", 2, "fsdp2", 2, {}),
         ("one_a_row", 2, "ddp", 3, {}),
         ("one_a_row", 1, "single", 1, {}),
+        ("packed", 2, "fsdp2", 2, {"context_parallel_size": 2}),
     ],
 )
 def test_losses_do_not_depend_on_packing_ranks_or_micro_batches(
@@ -236,11 +237,13 @@ def test_losses_do_not_depend_on_packing_ranks_or_micro_batches(
     options: dict[str, int],
 ) -> None:
     tokens = without_reference(request.getfixturevalue(layout), tmp_path / "tokens")
-    data_ranks = ranks // options.get("tensor_parallel_size", 1)
+    data_ranks = ranks // math.prod(options.values())
     given = {"parallelism": parallelism, "devices": ranks, **options, **whole_windows(tokens, data_ranks, rows)}
     forked_runs.start(argv(model_dir, tokens, tmp_path / "run", **given), ranks).finish()
     for row, other in zip(table(straight), table(tmp_path / "run"), strict=True):
         columns = [name for name in row if name in FIGURES or name.startswith(("train_loss/", "val_"))]
+        if "context_parallel_size" in options:  # other cuts round otherwise, so rewards near 0 are no ties any more
+            columns = [name for name in columns if "ties" not in name and "accuracy" not in name]
         found, expected = ([float(one[name] or "nan") for name in columns] for one in (other, row))
         assert found == pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True), dict(zip(columns, found, strict=True))
     dataset, stored = open_dataset(str(tokens)), stored_values(tokens)

@@ -148,9 +148,10 @@ def test_every_moment_is_tried() -> None:
     assert {moment for _, _, moments, _ in KILLS for moment in moments} == {*MOMENTS, IN_A_SAVE, AT_RANDOM}
 
 
-def test_run_killed_with_split_matrices_resumes_bit_for_bit(killing: Killing) -> None:
-    options = {"parallelism": "fsdp2", "tensor_parallel_size": 2, "max_step": 3, "save_step_interval": 1}
-    killing("tensor", ["forward pass"], 2, options)
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "context_parallel_size"])
+def test_run_killed_with_split_rows_or_matrices_resumes_bit_for_bit(killing: Killing, split: str) -> None:
+    options: Options = {"parallelism": "fsdp2", split: 2, "max_step": 3, "save_step_interval": 1}
+    killing(split, ["forward pass"], 2, options)
 
 
 STOP_IN_A_VALIDATION = """
@@ -426,12 +427,13 @@ def test_a_stable_phase_is_prolonged_before_its_decay(resumed: Resumed) -> None:
         (4, {"parallelism": "fsdp2", "tensor_parallel_size": 2}),
         (1, ONE_RANK),
         (2, {"parallelism": "ddp", "micro_batch_size": 4, "state_dict_type": "sharded"}),
+        (4, {"parallelism": "fsdp2", "context_parallel_size": 2}),
     ],
 )
 def test_full_checkpoint_resumes_on_other_ranks_with_the_same_rows(
     resumed: Resumed, num_ranks: int, options: Options
 ) -> None:
-    name = f"other-{num_ranks}-{options.get('tensor_parallel_size', 1)}"
+    name = f"other-{num_ranks}-{options.get('tensor_parallel_size', 1)}-{options.get('context_parallel_size', 1)}"
     run = resumed.killing.folder
     checkpoint = resumed.run / "checkpoints" / "step-00000004"
     resumed(name, num_ranks, {**options, "checkpoint": checkpoint}).finish()

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +57,7 @@ def test_the_check_holds_with_a_new_adapter_whose_first_matrices_get_no_gradient
         ("ddp", 2, "32-true", 1e-5),
         ("fsdp", 2, "bf16-mixed", 2**-8),
         ("ddp", 2, "bf16-true", 2**-7),
+        ("fsdp2 context", 2, "32-true", 1e-5),
     ],
 )
 def test_the_check_holds_and_reports_its_figures(
@@ -68,7 +70,10 @@ def test_the_check_holds_and_reports_its_figures(
     precision: str,
     tolerance: float,
 ) -> None:
-    options = {"parallelism": parallelism, "devices": num_ranks, "precision": precision, "self_check": "true"}
+    options: dict[str, Any] = {"devices": num_ranks, "precision": precision, "self_check": "true"}
+    options["parallelism"] = parallelism
+    if parallelism == "fsdp2 context":
+        options |= {"parallelism": "fsdp2", "context_parallel_size": num_ranks}
     run = forked_runs.start(argv(model, tokens, tmp_path / "run", **options), num_ranks)
     run.finish()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["self_check.json"]
@@ -77,7 +82,8 @@ def test_the_check_holds_and_reports_its_figures(
     named = [figure["cut"] for figure in check["figures"]]
     assert named[:4] == cuts
     assert named[4].endswith("documents alone")
-    assert (len(check["rows"]), check["tolerance"], check["faults"]) == (4 * num_ranks, tolerance, [])
+    num_rows = 4 * num_ranks // int(options.get("context_parallel_size", 1))
+    assert (len(check["rows"]), check["tolerance"], check["faults"]) == (num_rows, tolerance, [])
     losses = [figure["loss"] for figure in check["figures"]]
     assert losses == pytest.approx([losses[0]] * 5, rel=tolerance)
     said = " ".join(run.stdout().split())

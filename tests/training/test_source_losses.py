@@ -230,12 +230,16 @@ def runs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), [(1, 8), (2, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "micro_batch_size", "options"),
+    [(1, 8, {}), (2, 1, {}), (2, 2, {"parallelism": "fsdp2", "devices": 2, "context_parallel_size": 2})],
+)
 def test_sources_add_up_to_the_whole_in_every_cut(
-    runs: Runs, folders: list[str], num_ranks: int, micro_batch_size: int
+    runs: Runs, folders: list[str], num_ranks: int, micro_batch_size: int, options: dict[str, Any]
 ) -> None:
     name = f"cut-{num_ranks}-{micro_batch_size}"
-    runs.start(name, num_ranks, micro_batch_size=micro_batch_size, eval_batch_size=micro_batch_size).finish()
+    given = {"micro_batch_size": micro_batch_size, "eval_batch_size": micro_batch_size, **options}
+    runs.start(name, num_ranks, **given).finish()
     found, same = runs.evaluation(name), runs.evaluation("whole")
     assert math.fsum(one.nats for one in found.sources.values()) == pytest.approx(found.whole.nats, rel=1e-12)
     assert sum(one.num_tokens for one in found.sources.values()) == found.whole.num_tokens

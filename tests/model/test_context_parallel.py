@@ -1,0 +1,147 @@
+"""Rows computed by several ranks: slices of them, their balance, and losses and gradients as of one rank."""
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from transformers import GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig
+
+from arguments import TrainArguments, parse
+from fabric_train.cli.errors import InputError
+from fabric_train.data.batch import Batch
+from fabric_train.data.row_slices import cut_rows, deal_chunks
+from fabric_train.distributed.ranks import ContextGroup
+from fabric_train.distributed.strategy import resolve_parallelism
+from fabric_train.model.attention import choose_attention
+from fabric_train.model.context_parallel import CONTEXT
+from tests.support import context_slices
+from tests.support.context_slices import batches
+from tests.support.forked_runs import ForkedRuns
+from tests.support.unequal_rows import argv, metrics, write_model, write_rows
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_losses_and_gradients_are_those_of_one_rank(forked_runs: ForkedRuns, num_ranks: int) -> None:
+    forked_runs.start([], num_ranks, program=context_slices.__name__).finish()
+
+
+@given(batches(), st.integers(1, 5))
+def test_every_token_is_in_one_slice_and_sees_its_document(batch: Batch, num_ranks: int) -> None:
+    slices = [cut_rows(batch, ContextGroup(None, rank, num_ranks)) for rank in range(num_ranks)]
+    assert len({part.input_ids.shape for part in slices}) == 1
+    num_rows, length = batch.input_ids.shape
+    borders = np.arange(num_rows + 1) * length
+    if batch.documents is not None:
+        borders = batch.documents.borders.numpy()
+    size = slices[0].input_ids.shape[1] * num_ranks // len(slices[0].chunks)
+    place = torch.arange(len(slices[0].chunks) * size).view(-1, size)[slices[0].chunks].flatten().tolist()
+    gathered = torch.cat([part.input_ids[0] for part in slices])[place]
+    assert gathered[: num_rows * length].tolist() == batch.input_ids.flatten().tolist()
+    own_place = 0
+    for part in slices:
+        for stretch in part.stretches:
+            documents = zip(stretch.lengths, stretch.key_lengths, strict=True)
+            last_key = stretch.first_key
+            for num_tokens, num_keys in documents:
+                begin, last_key = last_key, last_key + num_keys
+                own = [place.index(own_place + number) for number in range(num_tokens)]
+                own_place += num_tokens
+                assert own == [*range(last_key - num_tokens, last_key)]  # the last keys are of the tokens themselves
+                inside = [border for border in borders if border < last_key]
+                assert begin == (inside[-1] if last_key <= num_rows * length else num_rows * length)
+            assert last_key == stretch.last_key
+    numbers = torch.cat([part.numbers for part in slices])
+    assert sorted(numbers.tolist()) == [*range(len(numbers))]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_a_long_document_is_dealt_so_that_all_ranks_have_the_same_work(num_ranks: int) -> None:
+    ranks, _ = deal_chunks(np.array([0, 131072]), num_ranks)
+    assert ranks.tolist() == [*reversed(range(num_ranks)), *range(num_ranks)] or len(ranks) == 2 * num_ranks
+    for borders in ([0, 100_000, 131072], [0, 3, 90_000, 90_500, 131072]):
+        ranks, size = deal_chunks(np.array(borders), num_ranks)
+        tokens = np.concatenate([np.arange(end - begin) + 1 for begin, end in pairwise(borders)])
+        work = np.bincount(ranks, [part.sum() for part in tokens.reshape(-1, size)])
+        assert work.max() < 1.02 * work.mean()
+
+
+def test_short_documents_are_not_cut_more_than_the_balance_needs() -> None:
+    ranks, size = deal_chunks(np.arange(0, 4096 + 1, 64), 4)
+    assert (ranks.tolist(), size) == ([0, 1, 2, 3], 1024)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpointing": "selective"},
+        {"lora_rank": 4, "activation_checkpointing": "full", "precision": "bf16-mixed"},
+    ],
+)
+def test_a_run_has_the_losses_of_one_rank(forked_runs: ForkedRuns, tmp_path: Path, options: dict[str, object]) -> None:
+    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
+    given = {"max_step": 3, "micro_batch_size": 2, **options}
+    ranks = {"parallelism": "fsdp2", "devices": 2, "context_parallel_size": 2}
+    forked_runs.start(argv(model, tokens, tmp_path / "one", **given)).finish()
+    forked_runs.start(argv(model, tokens, tmp_path / "two", **given, **ranks), 2).finish()
+    one, two = (
+        [[float(row[name]) for name in ("train_loss", "grad_norm")] for row in metrics(tmp_path / run)]
+        for run in ("one", "two")
+    )
+    rel = 1e-2 if "precision" in options else 1e-5
+    assert np.array(two) == pytest.approx(np.array(one), rel=rel)
+
+
+def arguments_of(*options: str) -> TrainArguments:
+    given = ["--train_data_dir", "tokens", "--output_dir", "run", "--parallelism", "fsdp2"]
+    return parse(TrainArguments, [*given, "--context_parallel_size", "2", *options])
+
+
+SMALL: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 50, "hidden_size": 64, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "reason"),
+    [
+        (LlamaConfig(**SMALL), [], None),
+        (LlamaConfig(**SMALL, head_dim=20), [], None),  # a size that only the kernel does not take
+        (LlamaConfig(**SMALL), ["--attention", "eager"], "--attention eager does not take a part of a row"),
+        (MistralConfig(**SMALL, num_key_value_heads=4, sliding_window=5), [], "has a sliding window"),
+        (GPT2Config(vocab_size=50, n_embd=64, n_layer=1, n_head=2), [], "has no dropout, and .* has 0.1"),
+    ],
+    ids=["llama", "llama of any size", "eager", "mistral", "gpt2"],
+)
+def test_a_model_whose_attention_takes_no_slices_is_refused(
+    config: PretrainedConfig, options: list[str], reason: str | None
+) -> None:
+    config._attn_implementation = "sdpa"
+    shape: Any = SimpleNamespace(config=config)
+    if reason is None:
+        choose_attention(shape, arguments_of(*options), "cpu")
+        assert config._attn_implementation == CONTEXT
+    else:
+        with pytest.raises(InputError, match=f"--context_parallel_size 2: .*{reason}.*; leave it out"):
+            choose_attention(shape, arguments_of(*options), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "num_devices", "fault"),
+    [
+        ([], 5, "does not divide the 5 devices that share the model; give"),
+        (
+            ["--tensor_parallel_size", "2"],
+            6,
+            "the 6 devices that share the model in groups of 2; ",
+        ),
+        (["--num_nodes", "2", "--sharding_strategy", "HYBRID_SHARD"], 6, "does not divide the 3 devices that share"),
+    ],
+)
+def test_devices_that_do_not_make_whole_groups_are_refused(options: list[str], num_devices: int, fault: str) -> None:
+    with pytest.raises(InputError, match=fault):
+        resolve_parallelism(arguments_of(*options), num_devices, "cpu")
