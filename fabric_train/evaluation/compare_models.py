@@ -37,9 +37,10 @@ from fabric_train.inference.load_model import ModelsInTurn
 
 
 def compare_models(arguments: EvaluateArguments, *, prints: bool = True) -> None:
-    """Evaluate ``--models`` on ``--texts``, ``--pairs`` or ``--needle``, write or extend ``--output_dir``, and print a table.
+    """Evaluate ``--models`` on ``--texts`` or ``--pairs``, or by ``--needle``; write the results, and print a table.
 
-    An InputError comes before anything is written, a RunError if a model's loss is not finite.
+    A folder with an evaluation is extended. An InputError comes before anything is written, a RunError if a model's
+    loss is not finite.
     """
     assert arguments.models is not None  # EvaluateArguments.faults
     assert arguments.output_dir is not None

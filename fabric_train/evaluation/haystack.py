@@ -27,92 +27,44 @@ _CODES = {"en": "en", "es": "es", "ca": "ca", "va": "ca"}
 
 @dataclass(frozen=True)
 class Language:
-    """How a fact is written: ``question`` begins it, and a number and a full stop end it."""
+    """How a fact is written: ``question`` about one of the ``towns`` begins it, a number and a full stop end it."""
 
     question: str
-    places: tuple[str, ...]
+    towns: str
 
 
 LANGUAGES = {
     "en": Language(
         "The secret number of {} is",
-        tuple(
-            [
-                "Valencia",
-                "Madrid",
-                "London",
-                "Paris",
-                "Rome",
-                "Berlin",
-                "Vienna",
-                "Lisbon",
-                "Dublin",
-                "Prague",
-                "Oslo",
-                "Cairo",
-                "Boston",
-                "Tokyo",
-            ]
-        ),
+        "Valencia Madrid London Paris Rome Berlin Vienna Lisbon Dublin Prague Oslo Cairo Boston Tokyo",
     ),
     "es": Language(
         "El número secreto de {} es",
-        tuple(
-            [
-                "Valencia",
-                "Madrid",
-                "Londres",
-                "París",
-                "Roma",
-                "Berlín",
-                "Viena",
-                "Lisboa",
-                "Dublín",
-                "Praga",
-                "Oslo",
-                "Toledo",
-                "Sevilla",
-                "Burgos",
-            ]
-        ),
+        "Valencia Madrid Londres París Roma Berlín Viena Lisboa Dublín Praga Oslo Toledo Sevilla Burgos",
     ),
     "ca": Language(
         "El número secret de {} és",
-        tuple(
-            [
-                "València",
-                "Madrid",
-                "Londres",
-                "París",
-                "Roma",
-                "Berlín",
-                "Viena",
-                "Lisboa",
-                "Gandia",
-                "Sagunt",
-                "Xàtiva",
-                "Morella",
-                "Dénia",
-                "Sueca",
-            ]
-        ),
+        "València Madrid Londres París Roma Berlín Viena Lisboa Gandia Sagunt Xàtiva Morella Dénia Sueca",
     ),
 }
 _PARTS = (
     "The baker|The captain|The doctor|The farmer|The gardener|The judge|The painter|The pilot|The poet|The teacher",
     "from the old mill|from the harbour|with the grey coat|of the north bank|from the next village|of the long street",
     "repaired|sold|described|found|carried|forgot|admired|borrowed|measured|painted",
-    "a wooden cart|the green door|a small boat|the first map|an iron lamp|the broken clock|a heavy basket|the tall fence",
+    "a wooden cart|the green door|a small boat|the first map|an iron lamp|the broken clock|the tall fence",
     "before the rain|after the market|in early spring|without a word|for the third time|on the way home|at noon",
 )
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A number of a place, hidden after ``depth`` percent of a text; ``place`` is the token at which it begins."""
+    """A number of a town, hidden after ``depth`` percent of a text; ``place`` is the token at which it begins.
+
+    ``answer_tokens`` are to be generated after the question: those of the number, and the spare ones.
+    """
 
     depth: int
-    name: str
+    town: str
     number: str
     place: int
     question_ids: list[int]
@@ -163,37 +115,33 @@ class Haystack:
     def hide(self, length: int, trial: int, seed: int) -> HiddenFacts:
         """Return a text with a fact at each of ``DEPTHS``.
 
-        Place names, numbers and the part of the text are random, the same for all tokenizers, texts and models.
+        Towns, numbers and the part of the text are random, and the same for all models; so are numbers for all texts.
 
         Raises:
             InputError: ``length`` has no room for the facts, or for at least as much text.
         """
         random = np.random.default_rng([seed, length, trial])
-        names = random.permutation(len(self._language.places))[: len(DEPTHS)]
-        numbers = [str(number) for number in random.integers(_LOWEST, _HIGHEST, len(DEPTHS))]
-        questions = [self._language.question.format(self._language.places[index]) for index in names]
-        written = [
-            self._encode(f"\n{question} {number}.\n") for question, number in zip(questions, numbers, strict=True)
-        ]
+        towns = random.permutation(self._language.towns.split())[: len(DEPTHS)].tolist()
+        numbers = random.integers(_LOWEST, _HIGHEST, len(DEPTHS)).tolist()
+        questions = [self._language.question.format(town) for town in towns]
+        written = [self._encode(f"\n{one} {number}.\n") for one, number in zip(questions, numbers, strict=True)]
         asked = [self._encode(f"\n{question}") for question in questions]
-        answers = [len(self._encode(f" {number}")) for number in numbers]
-        after = max(len(ids) + answer for ids, answer in zip(asked, answers, strict=True)) + SPARE_TOKENS
+        answer_tokens = [len(self._encode(f" {number}")) + SPARE_TOKENS for number in numbers]
+        after = max(len(ids) + answer for ids, answer in zip(asked, answer_tokens, strict=True))
         of_facts = sum(map(len, written))
         room = length - len(self._prefix) - of_facts - after
         if room < of_facts:
-            needed = len(self._prefix) + 2 * of_facts + after
+            needed = length + of_facts - room
             raise InputError(f"--needle {length}: too short for {len(DEPTHS)} facts in a text; give {needed} or more")
-        begin = self._nearest_end(int(random.random() * (len(self._ids) - room)), 0, len(self._ids) - room, room)
+        last = len(self._ids) - room
+        begin = self._nearest_end(int(random.random() * last), 0, last, room)
         places = [self._nearest_end(begin + room * depth // 100, begin, begin + room, room) for depth in DEPTHS]
         input_ids, facts, done = list(self._prefix), list[Fact](), begin
-        for depth, index, number, place, fact_ids, question_ids, answer in zip(
-            DEPTHS, names, numbers, places, written, asked, answers, strict=True
-        ):
+        for number, place in enumerate(places):
             input_ids += self._ids[done:place].tolist()
-            facts.append(
-                Fact(depth, self._language.places[index], number, len(input_ids), question_ids, answer + SPARE_TOKENS)
-            )
-            input_ids += fact_ids
+            own = (towns[number], str(numbers[number]), len(input_ids), asked[number], answer_tokens[number])
+            facts.append(Fact(DEPTHS[number], *own))
+            input_ids += written[number]
             done = place
         digest = hashlib.sha256(repr((input_ids, asked, device_kind())).encode()).hexdigest()[:NUM_DIGITS]
         return HiddenFacts(length, trial, input_ids, tuple(facts), digest)
@@ -206,10 +154,8 @@ class Haystack:
         """Return the nearest place at which a sentence has ended, from ``first`` to ``last``; else the place itself."""
         if place in (first, last):
             return place
-        begin, end = (
-            max(first + 1, place - room // _SEARCHED_SHARE),
-            min(last - 1, place + room // _SEARCHED_SHARE),
-        )
+        near = room // _SEARCHED_SHARE
+        begin, end = max(first + 1, place - near), min(last - 1, place + near)
         ends = begin + np.flatnonzero(self._is_end[begin - 1 : end])
         return int(ends[np.abs(ends - place).argmin()]) if len(ends) else place
 

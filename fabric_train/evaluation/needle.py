@@ -35,7 +35,7 @@ from fabric_train.training.bootstrap import LEVEL
 
 ANSWERS, FIGURES, PICTURE = "needle.jsonl", "needle.json", "needle.png"
 _PANELS_IN_A_ROW = 3
-_LIGHT, _DARK = "#f3d9b8", "#1f5f99"  # of no fact and of all facts
+_LIGHT, _DARK = "#dbe6f1", "#1f5f99"  # of no fact and of all facts
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Answer:
     trial: int
     prompt: str  # tells the text with its facts and the kind of device from others
     place: int
-    name: str
+    town: str
     number: str
     answer: str
     right: bool
@@ -166,7 +166,7 @@ def _ask(
     for fact, new_ids in zip(text.facts, answers, strict=True):
         answer = continuation(model.tokenizer, [*text.input_ids[-1:], *fact.question_ids], new_ids)
         place = (model.name, model.weights, source, text.length, fact.depth, text.trial, text.digest, fact.place)
-        yield Answer(*place, fact.name, fact.number, answer, is_right(answer, fact))
+        yield Answer(*place, fact.town, fact.number, answer, is_right(answer, fact))
 
 
 @torch.inference_mode()
