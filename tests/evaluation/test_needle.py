@@ -40,7 +40,7 @@ def spm_dir(tmp_path_factory: pytest.TempPathFactory, spm_tokenizer: Any) -> Pat
 def test_facts_stand_at_their_depths_in_a_text_of_exact_length(
     folder: str, bible_es_jsonl: Path, request: pytest.FixtureRequest
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(request.getfixturevalue(folder))
+    tokenizer: Any = AutoTokenizer.from_pretrained(request.getfixturevalue(folder))
     with bible_es_jsonl.open(encoding="utf-8") as lines:
         texts = [json.loads(next(lines))["text"] for _ in range(12)]
     haystack = Haystack("es", texts, "es", tokenizer, 4096)

@@ -57,6 +57,7 @@ NOT_RUN = {
     "python -m fabric_train.vocabulary": "of real tokenizers and models; tests/vocabulary/",
     "python -m fabric_train.doctor": "looks at the machine; tests/programs/test_doctor.py",
     "python evaluate.py --watch": "needs lm_eval, which is not installed; tests/evaluation/",
+    "python evaluate.py --needle": "of texts longer than the stand-in's positions; tests/evaluation/test_needle.py",
     "CUDA_VISIBLE_DEVICES=7": "needs lm_eval, which is not installed; tests/evaluation/",
     "python -m fabric_train.tokenization.merge": "of slices that xargs makes; tests/tokenization/test_slices.py",
 }
