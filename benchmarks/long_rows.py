@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import resource
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,14 +12,14 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.corpora import to_line, whole_documents
-from benchmarks.measure import ROOT, Command, Measurement, run
+from benchmarks.measure import ROOT, Command, run
 from benchmarks.report import Report
 from fabric_train.data.token_dataset import open_dataset
 from sample_data import real_data
 
 LENGTHS = (131_072, 2_048)
 PACKINGS = ("concat", "best_fit")
-CHARACTERS = 240_000_000
+CHARACTERS = 200_000_000
 SHORTEST, LONGEST = 700_000, 10_000_000  # characters of a book: about 0.2 to 3 million tokens
 _NUM_PROC = 2
 _READ_TOKENS = 8 * 1024**2
@@ -134,28 +133,20 @@ def inspect_command(folder: Path) -> Command:
 
 def _measure_one(tokenize: Command, inspect: Command, folder: Path) -> tuple[LongRowsRun, int]:
     """Return the figures of a token dataset, and the tokens of its documents."""
-    made, cpu_seconds = _run(tokenize)
-    seen, inspect_cpu_seconds = _run(inspect)
+    made, seen = run(tokenize), run(inspect)
     ledger = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["ledger"]
-    splits = ledger["splits"].values()
+    splits = [ledger[name] for name in ("train", "validation")]
     rows, padding, in_rows = (
         sum(split[key] for split in splits) for key in ("rows", "tokens_padding", "tokens_in_rows")
     )
     found = LongRowsRun(
-        *(cpu_seconds, made.peak_rss_bytes, made.peak_pss_bytes),
+        *(made.cpu_seconds, made.peak_rss_bytes, made.peak_pss_bytes),
         *(rows, padding / (padding + in_rows)),
-        *(inspect_cpu_seconds, seen.peak_rss_bytes),
+        *(seen.cpu_seconds, seen.peak_rss_bytes),
         folder.with_name(f"{folder.name}.html").stat().st_size,
         _read(folder),
     )
     return found, sum(split["tokens_in"] for split in splits)
-
-
-def _run(command: Command) -> tuple[Measurement, float]:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    measured = run(command)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return measured, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def _read(folder: Path) -> float:

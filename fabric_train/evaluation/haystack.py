@@ -60,7 +60,7 @@ _PARTS = (
 class Fact:
     """A number of a town, hidden after ``depth`` percent of a text; ``place`` is the token at which it begins.
 
-    ``answer_tokens`` are to be generated after the question: those of the number, and the spare ones.
+    ``answer_tokens``, the number's and the spare ones, are to be generated after the question.
     """
 
     depth: int
@@ -107,7 +107,7 @@ class Haystack:
             if len(ids) >= 2 * longest:
                 break
         self.num_tokens = len(ids)
-        """Tokens that are there, at most about twice those of the longest prompt."""
+        """Tokens that are there, at most about twice as many as in the longest prompt."""
         self._ids = np.resize(np.array(ids, dtype=np.int64), max(2 * longest, len(ids)))
         ends = [id_ for id_ in set(ids) if re.search(r"[.!?\n] *$", tokenizer.decode([id_]))]
         self._is_end = np.isin(self._ids, ends)

@@ -43,7 +43,7 @@ class Expectation:
 class Token:
     """A token, or several that share a character. ``position`` is where the first one is in the row.
 
-    One with the role "gap" stands for the middle of a long row; its text says what is left out.
+    One with the role "gap" stands for the middle of a long row; its text says how many tokens are missing.
     """
 
     position: int
