@@ -92,9 +92,9 @@ def table(report: Report) -> Table:
     summary: LongRowsSummary = report.summary
     title = f"{summary.books} books, {summary.bytes / 1e6:.0f} MB, {summary.tokens / 1e6:.1f} million tokens"
     shown = Table(title=title, box=box.SIMPLE)
-    for column in ("packing, row", "CPU s", "RSS, GB", "PSS, GB", "rows", "padding", "inspect, CPU s", "page, MB"):
-        shown.add_column(column, justify="left" if column.startswith("packing") else "right")
-    shown.add_column("reading, tokens per CPU s", justify="right")
+    shown.add_column("packing, row")
+    for column in ("CPU s", "RSS, GB", "PSS, GB", "rows", "padding", "inspect, s", "page, MB", "read, tok/s"):
+        shown.add_column(column, justify="right", no_wrap=True)
     for name, (one,) in report.runs.items():
         pss = "" if one.peak_pss_bytes is None else f"{one.peak_pss_bytes / 1e9:.1f}"
         memory = [f"{one.peak_rss_bytes / 1e9:.1f}", pss]
