@@ -160,10 +160,10 @@ class Haystack:
         return int(ends[np.abs(ends - place).argmin()]) if len(ends) else place
 
 
-def is_right(text: str, fact: Fact) -> bool:
-    """Return whether generated text begins with the fact's number, and no further digit."""
-    found = re.match(r"\s*(\d+)", text)
-    return found is not None and found[1] == fact.number
+def number_in(answer: str) -> str:
+    """Return the number, with all its digits, that an answer begins with; "" if it begins with something else."""
+    found = re.match(r"\s*(\d+)", answer)
+    return found[1] if found else ""
 
 
 def find_language(documents: DocumentTexts) -> str:

@@ -23,7 +23,7 @@ from fabric_train.evaluation.haystack import (
     HiddenFacts,
     find_language,
     invented_text,
-    is_right,
+    number_in,
 )
 from fabric_train.evaluation.models import ComparedModel, scoring_progress
 from fabric_train.evaluation.texts import DocumentTexts, open_texts
@@ -166,7 +166,7 @@ def _ask(
     for fact, new_ids in zip(text.facts, answers, strict=True):
         answer = continuation(model.tokenizer, [*text.input_ids[-1:], *fact.question_ids], new_ids)
         place = (model.name, model.weights, source, text.length, fact.depth, text.trial, text.digest, fact.place)
-        yield Answer(*place, fact.town, fact.number, answer, is_right(answer, fact))
+        yield Answer(*place, fact.town, fact.number, answer, number_in(answer) == fact.number)
 
 
 @torch.inference_mode()
@@ -201,8 +201,14 @@ def generate_answers(model: Any, text: HiddenFacts, chunk: int, advance: Callabl
 
 
 def figures_of(answers: Sequence[Answer]) -> dict[str, dict[str, Any]]:
-    """Return by length how many answers are right, their share, its interval, and the same numbers by depth."""
+    """Return by length how many answers are right, their share and its interval, and the same numbers by depth.
+
+    ``other_fact`` are wrong answers with the number of another fact in the same text.
+    """
     figures: dict[str, dict[str, Any]] = {}
+    numbers: dict[str, set[str]] = {}  # by text
+    for one in answers:
+        numbers.setdefault(one.prompt, set()).add(one.number)
     for length in dict.fromkeys(one.length for one in answers):
         own = [one for one in answers if one.length == length]
         right = sum(one.right for one in own)
@@ -216,7 +222,8 @@ def figures_of(answers: Sequence[Answer]) -> dict[str, dict[str, Any]]:
             "share": right / len(own),
             "ci": share_interval(right, len(own)),
         }
-        figures[str(length)] = {**found, "depths": by_depth}
+        mixed_up = sum(not one.right and number_in(one.answer) in numbers[one.prompt] for one in own)
+        figures[str(length)] = {**found, "other_fact": mixed_up, "depths": by_depth}
     return figures
 
 
@@ -269,7 +276,7 @@ def _print_table(figures: Mapping[str, Mapping[str, Mapping[str, Any]]], trials:
     table = Table(box=None, pad_edge=False)
     for column in ("source", "model"):
         table.add_column(column)
-    for column in ("tokens", *(f"{depth} %" for depth in DEPTHS), "right", f"{LEVEL} % interval"):
+    for column in ("tokens", *(f"{depth} %" for depth in DEPTHS), "right", f"{LEVEL} % interval", "other fact"):
         table.add_column(column, justify="right", no_wrap=True)
     for source in dict.fromkeys(source for of_model in figures.values() for source in of_model):
         for model, of_model in figures.items():
@@ -277,12 +284,13 @@ def _print_table(figures: Mapping[str, Mapping[str, Mapping[str, Any]]], trials:
                 cells = (f"{cell['right']}/{cell['questions']}" for cell in found["depths"].values())
                 interval = "{:.0%} to {:.0%}".format(*found["ci"])
                 words = (visible(source), visible(model), f"{int(length):,}")
-                table.add_row(*words, *cells, f"{found['share']:.0%}", interval)
+                table.add_row(*words, *cells, f"{found['share']:.0%}", interval, str(found["other_fact"]))
     console = open_console(width=None if open_console().is_terminal else 200)
     console.print(table)
     for line in (
         f"right answers by depth of the fact: percent of the text before it; {trials} texts of each length",
-        f"{LEVEL} % interval of the share of all depths (Wilson)",
+        f"right: share of all depths, with its {LEVEL} % interval (Wilson)",
+        "other fact: wrong answers with the number of another town in the same text",
     ):
         console.print(line, style="dim")
 

@@ -12,11 +12,9 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.compare_models import compare_models
-from fabric_train.evaluation.haystack import DEPTHS, Fact, Haystack, find_language, invented_text, is_right
-from fabric_train.evaluation.needle import generate_answers, share_interval
+from fabric_train.evaluation.haystack import DEPTHS, Haystack, find_language, invented_text, number_in
+from fabric_train.evaluation.needle import Answer, figures_of, generate_answers, share_interval
 from fabric_train.evaluation.texts import DocumentTexts
-
-FACT = Fact(50, "Valencia", "1234567", 0, [], 9)
 
 
 def evaluated(output: Path, *words: object) -> dict[str, dict[str, dict[str, Any]]]:
@@ -77,7 +75,24 @@ def test_facts_stand_at_their_depths_in_a_text_of_exact_length(
     ],
 )
 def test_an_answer_is_right_if_it_begins_with_the_whole_number(text: str, right: bool) -> None:
-    assert is_right(text, FACT) is right
+    assert (number_in(text) == "1234567") is right
+
+
+def test_figures_count_answers_with_the_number_of_another_fact() -> None:
+    def answer(depth: int, trial: int, number: str, text: str) -> Answer:
+        own = ("model", "weights", "en", 4096, depth, trial, f"prompt {trial}", 1, "Rome")
+        return Answer(*own, number, text, number_in(text) == number)
+
+    answers = [
+        answer(0, 0, "1111111", " 1111111."),
+        answer(25, 0, "2222222", " 1111111."),
+        answer(50, 0, "3333333", "?"),
+    ]
+    answers += [answer(0, 1, "4444444", " 1111111."), answer(25, 1, "5555555", " 5555555.")]
+    found = figures_of(answers)["4096"]
+    assert (found["right"], found["questions"], found["share"], found["other_fact"]) == (2, 5, 0.4, 1)
+    assert found["depths"]["25"] == {"right": 1, "questions": 2}
+    assert found["depths"]["100"] == {"right": 0, "questions": 0}
 
 
 def test_the_interval_of_a_share_is_wilsons() -> None:
