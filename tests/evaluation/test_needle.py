@@ -56,11 +56,12 @@ def test_facts_stand_at_their_depths_in_a_text_of_exact_length(
             assert rest[begin : begin + len(written)] == written
             del rest[begin : begin + len(written)]
             assert tokenizer.decode(fact.question_ids).strip() == f"El número secreto de {fact.town} es"
-            assert begin in (0, len(rest)) or tokenizer.decode(rest[begin - 1]).rstrip(" ")[-1:] in (*".!?", "\n")
+            if begin not in (0, len(rest)) and length > 4000:  # a sentence ends within 5 % of a long text
+                assert tokenizer.decode(rest[begin - 1]).rstrip(" ")[-1:] in (*".!?", "\n")
             shares.append(begin)
         assert [100 * begin / len(rest) for begin in shares] == pytest.approx(DEPTHS, abs=5)
         assert (shares[0], shares[-1]) == (0, len(rest))
-        assert tokenizer.decode(rest[1:-1]) in tokenizer.decode(tokenizer.encode("\n\n".join(texts)))
+        assert " ".join(tokenizer.decode(rest[1:-1]).split()) in " ".join(" ".join(texts).split())
 
 
 @pytest.mark.parametrize(
