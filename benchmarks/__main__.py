@@ -25,6 +25,7 @@ from benchmarks import (
     identity,
     invariance,
     long_report,
+    long_rows,
     loss,
     order,
     overhead,
@@ -78,6 +79,7 @@ BENCHMARKS = {
     "vocabulary": Benchmark(vocabulary.measure, vocabulary.table, only_by_name=True),
     "long_report": Benchmark(long_report.measure, long_report.table, only_by_name=True),
     "context_rows": Benchmark(context_rows.measure, context_rows.table),
+    "long_rows": Benchmark(long_rows.measure, long_rows.table, only_by_name=True),
     "rehearsal": Benchmark(rehearsal.measure, rehearsal.table, only_by_name=True),
     "defects": Benchmark(defects.measure, defects.table, only_by_name=True),
 }

@@ -56,6 +56,7 @@ SYSTEMS: dict[str, dict[str, object]] = {
     "ddp_full": {"parallelism": "ddp", "num_workers": 1},
     "fsdp_sharded": {"parallelism": "fsdp", "state_dict_type": "sharded"},
     "fsdp2_tensor_parallel": {"parallelism": "fsdp2", "tensor_parallel_size": 2},
+    "fsdp2_context_parallel": {"parallelism": "fsdp2", "context_parallel_size": 2},
     "fsdp_stream": {"parallelism": "fsdp", "max_length": MAX_LENGTH},
     "single": {"parallelism": "single"},
 }

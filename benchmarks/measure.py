@@ -49,6 +49,7 @@ class Measurement:
         peak_anonymous_bytes: the peak of the resident memory without pages of files and shared memory, summed over its
             process tree; None where the system does not report it (only Linux does).
         child_peak_rss_bytes: the peaks of its direct children, the largest first.
+        cpu_seconds: user and system time of its process tree, as last seen of each process.
         output: its standard output.
     """
 
@@ -57,6 +58,7 @@ class Measurement:
     peak_pss_bytes: int | None
     peak_anonymous_bytes: int | None
     child_peak_rss_bytes: tuple[int, ...]
+    cpu_seconds: float
     output: str
 
 
@@ -132,6 +134,7 @@ def run(command: Command, seconds: float | None = None) -> Measurement:
             peak_pss_bytes=sampler.pss or None,
             peak_anonymous_bytes=sampler.anonymous or None,
             child_peak_rss_bytes=sampler.child_peaks(),
+            cpu_seconds=sampler.cpu_seconds(),
             output=_read(output),
         )
 
@@ -190,6 +193,7 @@ class _MemorySampler(threading.Thread):
         self.rss = self.pss = self.anonymous = 0
         self._pid = pid
         self._peaks: dict[int, int] = {}
+        self._cpu_seconds: dict[int, float] = {}
         self._stopped = threading.Event()
 
     def run(self) -> None:
@@ -213,14 +217,19 @@ class _MemorySampler(threading.Thread):
         """Return the peaks of the direct children in bytes, the largest first."""
         return tuple(sorted(self._peaks.values(), reverse=True))
 
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of all processes."""
+        return sum(self._cpu_seconds.values())
+
     def _sample_rss(self, tree: list[psutil.Process]) -> None:
         total = anonymous = 0
         for process in tree:
             try:
-                memory, parent = process.memory_info(), process.ppid()
+                memory, parent, times = process.memory_info(), process.ppid(), process.cpu_times()
             except psutil.Error:  # the process has just ended
                 continue
             total += memory.rss
+            self._cpu_seconds[process.pid] = times.user + times.system
             anonymous += memory.rss - getattr(memory, "shared", memory.rss)
             if parent == self._pid:
                 self._peaks[process.pid] = max(memory.rss, self._peaks.get(process.pid, 0))

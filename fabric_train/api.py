@@ -338,8 +338,8 @@ def convert(**given: Any) -> ConvertResult:
 def evaluate(**given: Any) -> dict[str, Any]:
     """Compare models by their loss on texts, or evaluate each checkpoint of a run, as ``evaluate.py`` does.
 
-    Return what ``OUTPUT_DIR/evaluation.json`` has: figures by model and source; with ``pairs``, what ``pairs.json``
-    has. With ``watch`` and ``tasks``, the rows of ``scores.csv`` are under "scores".
+    Return what ``OUTPUT_DIR/evaluation.json`` has: figures by model and source; with ``pairs`` or ``needle``, what
+    ``pairs.json`` or ``needle.json`` has. With ``watch`` and ``tasks``, the rows of ``scores.csv`` are under "scores".
 
     Raises:
         InputError: the arguments, the models and the texts do not fit together; nothing is written.
@@ -358,8 +358,8 @@ def evaluate(**given: Any) -> dict[str, Any]:
 
             watch_run(arguments, prints=False)
     if arguments.watch is None or arguments.texts is not None:
-        name = "evaluation.json" if arguments.pairs is None else "pairs.json"
-        found |= json.loads((folder / name).read_text(encoding="utf-8"))
+        kind = next((name for name in ("pairs", "needle") if getattr(arguments, name) is not None), "evaluation")
+        found |= json.loads((folder / f"{kind}.json").read_text(encoding="utf-8"))
     if arguments.tasks is not None:
         with (folder / "scores.csv").open(encoding="utf-8", newline="") as rows:
             found["scores"] = list(csv.DictReader(rows))

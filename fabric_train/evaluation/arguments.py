@@ -24,6 +24,7 @@ from fabric_train.cli.errors import InputError
 _SETTINGS: dict[str, Any] = {"num_fewshot": NonNegativeInt, "limit": PositiveInt}
 _OF_TASK = {"task": str, **_SETTINGS, "metric": str}
 _LONGEST_NAME = 1000
+_LISTS = ("models", "texts", "pairs", "needle")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class EvaluateArguments:
 
     PROGRAM --models models/llama-3-8b runs/1/best runs/1 --texts es=es.jsonl ca=ca/ --output_dir eval/1
     PROGRAM --models meta-llama/Meta-Llama-3-8B runs/1/all --max_length 4k --overlap 1k --output_dir eval/2
+    PROGRAM --models models/llama-3-8b runs/1/best --needle 4k 32k 128k --texts es=books.jsonl --output_dir eval/3
     PROGRAM --watch runs/1 --tasks tasks.yaml --texts es=es.jsonl --models models/llama-3-8b
     """
 
@@ -52,6 +54,12 @@ class EvaluateArguments:
     """Preference pairs, by name: ultra=PLACE, a token dataset of pairs (its validation split, or all if it has none) or
     rows that tokenize_dataset.py reads as pairs. How often each model prefers the chosen answer comes into pairs.json.
     """
+    needle: list[RowLength] | None = None
+    """Lengths of texts in tokens, such as 4k 32k 128k. Instead of the loss, test how many facts each model finds that
+    are hidden in texts of these lengths, at five depths: of --texts, or of invented English sentences.
+    """
+    needle_trials: PositiveInt = 3
+    """With --needle: texts of each length, with other facts."""
     text_column: str = "text"
     """Column with the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts, such as
     'moves: ' with a space.
@@ -63,7 +71,7 @@ class EvaluateArguments:
     batch_tokens: RowLength = 8192
     """Tokens in one forward pass, padding included; fewer take less memory."""
     seed: NonNegativeInt64 = 0
-    """Seed of the bootstrap."""
+    """Seed of the bootstrap, and of the facts of --needle."""
     watch: str | None = None
     """Evaluate each checkpoint of this run on --texts, on --tasks with lm_eval, or on both."""
     tasks: str | None = None
@@ -75,11 +83,12 @@ class EvaluateArguments:
 
     def faults(self) -> list[str]:
         """Return missing names, models given twice, windows that overlap wholly, and arguments of the other mode."""
-        faults = [
-            f"--{name} names nothing: give one" for name in ("models", "texts", "pairs") if getattr(self, name) == []
-        ]
+        faults = [f"--{name} names nothing: give one" for name in _LISTS if getattr(self, name) == []]
         if self.pairs is not None and self.texts is not None:
             faults.append("--pairs and --texts: evaluate one after the other, which may have the same --output_dir")
+        if self.needle is not None:
+            others = [f"--{name}" for name in ("pairs", "watch") if getattr(self, name) is not None]
+            faults += [f"--needle and {other}: give one after the other" for other in others]
         if self.watch is None:
             faults += [f"--{name} is required" for name in ("models", "output_dir") if getattr(self, name) is None]
             faults += ["--tasks needs --watch: give the run"] if self.tasks is not None else []

@@ -21,6 +21,7 @@ from fabric_train.evaluation.models import (
     score_texts,
     scoring_progress,
 )
+from fabric_train.evaluation.needle import ANSWERS, compare_needles
 from fabric_train.evaluation.pairs import compare_pairs
 from fabric_train.evaluation.texts import (
     EncodedText,
@@ -36,9 +37,10 @@ from fabric_train.inference.load_model import ModelsInTurn
 
 
 def compare_models(arguments: EvaluateArguments, *, prints: bool = True) -> None:
-    """Evaluate ``--models`` on ``--texts`` or ``--pairs``, write or extend ``--output_dir``, and print a table.
+    """Evaluate ``--models`` on ``--texts`` or ``--pairs``, or by ``--needle``; write the results, and print a table.
 
-    An InputError comes before anything is written, a RunError if a model's loss is not finite.
+    A folder with an evaluation is extended. An InputError comes before anything is written, a RunError if a model's
+    loss is not finite.
     """
     assert arguments.models is not None  # EvaluateArguments.faults
     assert arguments.output_dir is not None
@@ -48,6 +50,10 @@ def compare_models(arguments: EvaluateArguments, *, prints: bool = True) -> None
     models, damaged = find_models(arguments.models)
     if arguments.pairs is not None:
         compare_pairs(arguments, models, LossCache(folder / FOLDER), prints=prints)
+        check_all_evaluated(damaged)
+        return
+    if arguments.needle is not None:
+        compare_needles(arguments, models, folder / FOLDER / "downloads", prints=prints)
         check_all_evaluated(damaged)
         return
     if arguments.texts is not None:
@@ -104,7 +110,7 @@ def check_output(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output_dir {folder} is a file; choose another name for the folder")
     is_evaluation = (folder / FOLDER).is_dir() or any(
-        (folder / name).is_file() for name in ("scores.csv", "pairs.json")
+        (folder / name).is_file() for name in ("scores.csv", "pairs.json", ANSWERS)
     )
     if folder.is_dir() and any(folder.iterdir()) and not is_evaluation:
         raise InputError(f"--output_dir {folder} has other files, and no evaluation; choose another folder")

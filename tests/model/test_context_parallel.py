@@ -15,11 +15,11 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig, PretrainedConfi
 from arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch
-from fabric_train.data.row_slices import cut_rows, deal_chunks
+from fabric_train.data.row_slices import Stretch, cut_rows, deal_chunks
 from fabric_train.distributed.ranks import ContextGroup
 from fabric_train.distributed.strategy import resolve_parallelism
 from fabric_train.model.attention import choose_attention
-from fabric_train.model.context_parallel import CONTEXT
+from fabric_train.model.context_parallel import CONTEXT, _attend_by_document, _attend_by_kernel
 from tests.support import context_slices
 from tests.support.context_slices import batches
 from tests.support.forked_runs import ForkedRuns
@@ -145,3 +145,27 @@ def test_a_model_whose_attention_takes_no_slices_is_refused(
 def test_devices_that_do_not_make_whole_groups_are_refused(options: list[str], num_devices: int, fault: str) -> None:
     with pytest.raises(InputError, match=fault):
         resolve_parallelism(arguments_of(*options), num_devices, "cpu")
+
+
+@pytest.mark.cuda
+def test_on_cuda_the_kernel_sees_the_keys_before_a_stretch() -> None:
+    """The stretch has the end of a document of 300 tokens, one of 64, and the beginning of one of 100."""
+    lengths, key_lengths = (100, 64, 36), (300, 64, 36)
+    borders, key_borders = (
+        torch.tensor([0, *np.cumsum(each)], dtype=torch.int32, device="cuda") for each in (lengths, key_lengths)
+    )
+    stretch = Stretch(0, 200, 0, 400, lengths, key_lengths, borders, key_borders)
+    generator = torch.Generator("cuda").manual_seed(0)
+    given = [
+        torch.randn(tokens, heads, 64, dtype=torch.bfloat16, device="cuda", generator=generator)
+        for tokens, heads in ((200, 8), (400, 2), (400, 2))
+    ]
+    found = []
+    for attend, dtype in ((_attend_by_kernel, torch.bfloat16), (_attend_by_document, torch.float32)):
+        inputs = [each.detach().to(dtype).requires_grad_() for each in given]
+        query, key, value = inputs
+        output = attend(query, key, value, stretch, None)
+        (output.float() * torch.linspace(-1, 1, 200, device="cuda")[:, None, None]).sum().backward()
+        found.append([output, *(each.grad for each in inputs)])
+    for of_kernel, expected in zip(*found, strict=True):
+        torch.testing.assert_close(of_kernel.float(), expected, rtol=2e-2, atol=2e-2)

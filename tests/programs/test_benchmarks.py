@@ -24,6 +24,7 @@ from benchmarks import (
     export,
     gpu,
     large_checkpoint,
+    long_rows,
     mutants,
     nearest_tests,
     packages,
@@ -44,6 +45,7 @@ from fabric_train.export.model_comparison import compare
 from fabric_train.export.source import ExportSource
 from fabric_train.model.weight_files import open_weights
 from fabric_train.tokenization.arguments import TokenizeArguments
+from fabric_train.tokenization.inspect.__main__ import InspectArguments
 from sample_data import real_data
 
 
@@ -52,6 +54,24 @@ def test_our_tokenization_command_is_valid() -> None:
     assert words[:2] == ("python", "tokenize_dataset.py")
     arguments = parse_arguments(TokenizeArguments, list(words[2:]))
     assert (arguments.max_length, arguments.num_proc, arguments.validation_split) == (2048, 2, 0)
+
+
+def test_books_are_consecutive_text_of_the_given_lengths() -> None:
+    text = "".join(map(str, range(100_000)))
+    books = list(long_rows.cut_books(text, 20_000_000))
+    assert 20_000_000 <= sum(map(len, books)) < 30_000_000
+    assert all(long_rows.SHORTEST <= len(book) <= long_rows.LONGEST for book in books)
+    assert all(book[-1000:] in text + text for book in books)
+    assert len(set(books)) == len(books)
+
+
+@pytest.mark.usefixtures("llama3_tokenizer_model")
+def test_commands_of_long_rows_are_valid() -> None:
+    words = long_rows.tokenize_command(Path("books.jsonl"), "best_fit", 131_072, Path("tokens")).words
+    arguments = parse_arguments(TokenizeArguments, list(words[2:]))
+    assert (arguments.packing, arguments.max_length) == ("best_fit", 131_072)
+    inspected = parse_arguments(InspectArguments, list(long_rows.inspect_command(Path("tokens")).words[3:]))
+    assert (inspected.dataset_dir, inspected.html) == ("tokens", "tokens.html")
 
 
 @pytest.mark.usefixtures("llama3_tokenizer_model")

@@ -57,6 +57,7 @@ NOT_RUN = {
     "python -m fabric_train.vocabulary": "of real tokenizers and models; tests/vocabulary/",
     "python -m fabric_train.doctor": "looks at the machine; tests/programs/test_doctor.py",
     "python evaluate.py --watch": "needs lm_eval, which is not installed; tests/evaluation/",
+    "python evaluate.py --needle": "of texts longer than the stand-in's positions; tests/evaluation/test_needle.py",
     "CUDA_VISIBLE_DEVICES=7": "needs lm_eval, which is not installed; tests/evaluation/",
     "python -m fabric_train.tokenization.merge": "of slices that xargs makes; tests/tokenization/test_slices.py",
 }
@@ -66,7 +67,7 @@ IN_A_SHELL = ("mkdir ", "head ", "cat > ", "python - <<", "python hold_out.py")
 STAND_INS = {
     "fabric_train.__main__": "--devices 1 --accelerator cpu --precision 32-true --max_step 2 --micro_batch_size 1 "
     "--total_batch_size 2 --warmup_steps 0 --eval_iters 1 --eval_step_interval 2 --save_step_interval 2 --loggers csv "
-    "--report false --compile false --num_workers 0 --max_length 128",
+    "--report false --compile false --num_workers 0 --context_parallel_size 1 --max_length 128",
     "tokenize_dataset": "--num_proc 1 --max_length 128 --validation_split 0.2",
     "generate": "--num_tokens 4",
     "evaluate": "--max_length 128",

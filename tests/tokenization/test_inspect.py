@@ -20,7 +20,7 @@ from fabric_train.cli.parser import parse_arguments
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.inspect.__main__ import InspectArguments
 from fabric_train.tokenization.inspect.report import make_report
-from fabric_train.tokenization.inspect.row_view import Expectation
+from fabric_train.tokenization.inspect.row_view import SHOWN_BEGIN, SHOWN_END, Expectation
 from fabric_train.tokenization.inspect.split_check import SplitCheck
 from fabric_train.tokenization.packing.token_folder import RowBatch, open_splits
 from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
@@ -440,3 +440,28 @@ def test_wrong_command_line_is_reported(line: str, fault: str) -> None:
         parse_arguments(InspectArguments, line.split())
     assert len(error.value.faults) == 1
     assert fault in error.value.faults[0]
+
+
+def test_the_middle_of_a_long_row_is_left_out(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    a, b, c = (tokenizer.encode(text, add_special_tokens=False)[0] for text in "abc")
+    ids = [BOS] + [a] * 9_000 + [EOS, BOS] + [b] * 9_000 + [EOS, BOS] + [c] * 99 + [EOS]
+    starts = [0, 9_002, 18_004]
+    folder = save(tmp_path / "long", tiny_model_dir, train={"input_ids": [ids], "document_starts": [starts]})
+    code, output, _ = inspected(folder, capsys, "--html", tmp_path / "page.html")
+    assert code == 0
+    assert re.search(rf"supervised +{len(ids):,}", output)
+    left_out = len(ids) - SHOWN_BEGIN - SHOWN_END
+    gap = f"⋯ {left_out:,} tokens left out here; documents that begin in them: 1 ⋯"
+    assert gap in " ".join(output.split())
+    page = _Page()
+    page.feed((tmp_path / "page.html").read_text(encoding="utf-8"))
+    shown = [title for title in page.titles if title.startswith("position")]
+    assert len(shown) == SHOWN_BEGIN + SHOWN_END
+    assert shown[-1].startswith(f"position {len(ids) - 1:,}, id {EOS}, EOS")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert gap in text
+    assert re.findall(r"document border at position ([\d,]+)", text) == ["0", "18,004"]
+    assert "continued from another row" not in text

@@ -1,6 +1,6 @@
 """Show a row as the model sees it: pieces of documents with their tokens as text; and say what rows should be."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -11,8 +11,10 @@ from fabric_train.tokenization.packing.document_index import DocumentIndex
 from fabric_train.tokenization.packing.token_folder import RowBatch
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary
 
-Role = Literal["text", "bos", "eos", "special"]
+Role = Literal["text", "bos", "eos", "special", "gap"]
 IGNORED_LABEL = -100  # as in fabric_train.data.batch, which imports torch
+SHOWN_BEGIN, SHOWN_END = 8192, 256
+"""Tokens at both ends of a row that are shown. The middle of a longer row is left out, except of preference pairs."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,10 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Token:
-    """A token, or several that share a character. ``position`` is where the first one is in the row."""
+    """A token, or several that share a character. ``position`` is where the first one is in the row.
+
+    One with the role "gap" stands for the middle of a long row; its text says how many tokens are missing.
+    """
 
     position: int
     ids: tuple[int, ...]
@@ -120,7 +125,7 @@ def view_rows(batch: RowBatch, wanted: range, vocabulary: Vocabulary | None, exp
     """Return the rows of the batch whose numbers in the split are ``wanted``, all with ``continues`` False."""
     inside = range(max(wanted.start - batch.first_row, 0), min(wanted.stop - batch.first_row, len(batch.offsets) - 1))
     ends = content_ends(batch, expected) if inside else batch.offsets[1:]
-    views = [_view(batch, row, int(ends[row]), vocabulary) for row in inside]
+    views = [_view(batch, row, int(ends[row]), vocabulary, not expected.has_pairs) for row in inside]
     if not expected.has_pairs:
         return views
     return [replace(view, pairs=tuple(map(_pair, view.pieces[::2], view.pieces[1::2]))) for view in views]
@@ -146,18 +151,22 @@ def with_origins(rows: list[RowView], index: DocumentIndex | None) -> list[RowVi
     return [replace(row, origins=tuple(own)) for row, own in zip(rows, lines, strict=True)]
 
 
-def _view(batch: RowBatch, row: int, end: int, vocabulary: Vocabulary | None) -> RowView:
+def _view(batch: RowBatch, row: int, end: int, vocabulary: Vocabulary | None, is_shortened: bool) -> RowView:
     begin, stop = int(batch.offsets[row]), int(batch.offsets[row + 1])
     ids = batch.input_ids[begin:end].tolist()
     labels = batch.input_ids if batch.labels is None else batch.labels
     supervised = (labels[begin:end] != IGNORED_LABEL).tolist()
     starts = [] if batch.document_starts is None else batch.document_starts[batch.start_rows == row].tolist()
     borders = {start for start in starts if 0 <= start < len(ids)}
+    gap = range(SHOWN_BEGIN, max(SHOWN_BEGIN, len(ids) - SHOWN_END)) if is_shortened else range(0)
     pieces = []
-    for start, until in pairwise([*sorted({0, *borders}), len(ids)]):
-        if until > start:
-            begins = None if batch.document_starts is None else start in borders
-            pieces.append(RowPiece(start, begins, tuple(_tokens(ids, supervised, start, until, vocabulary))))
+    for start, until in pairwise([*sorted({0, *borders, *gap[:1], *([gap.stop] if gap else [])}), len(ids)]):
+        is_known = batch.document_starts is not None and (start not in (gap.start, gap.stop) or start in borders)
+        if start == gap.start and gap:
+            pieces.append(RowPiece(start, None, (_gap(gap, borders),)))
+        elif start not in gap and until > start:
+            tokens = tuple(_tokens(ids, supervised, start, until, vocabulary))
+            pieces.append(RowPiece(start, start in borders if is_known else None, tokens))
     filler = int(batch.input_ids[stop - 1]) if stop > end else None
     return RowView(
         index=batch.first_row + row,
@@ -168,6 +177,12 @@ def _view(batch: RowBatch, row: int, end: int, vocabulary: Vocabulary | None) ->
         padding="" if filler is None else _text_of(filler, vocabulary),
         continues=False,
     )
+
+
+def _gap(left_out: range, borders: Set[int]) -> Token:
+    num_borders = len(borders & set(left_out))
+    text = f" ⋯ {len(left_out):,} tokens left out here; documents that begin in them: {num_borders:,} ⋯ "
+    return Token(left_out.start, (), text, "gap", is_supervised=True)
 
 
 def _pair(chosen: RowPiece, rejected: RowPiece) -> PairView:

@@ -7,7 +7,10 @@ from functools import cache
 from itertools import combinations
 
 FACTORS: dict[str, tuple[str, ...]] = {
-    "strategy": ("fsdp", "fsdp grad_op", "fsdp no_shard", "fsdp hybrid", "fsdp2", "fsdp2 tensor", "ddp", "single"),
+    "strategy": (
+        *("fsdp", "fsdp grad_op", "fsdp no_shard", "fsdp hybrid"),
+        *("fsdp2", "fsdp2 tensor", "fsdp2 context", "ddp", "single"),
+    ),
     "devices": ("2", "3", "1"),
     "precision": ("32-true", "bf16-mixed", "bf16-true", "16-mixed"),
     "offload": ("none", "parameters", "activations"),
@@ -28,9 +31,11 @@ _STRATEGIES: Mapping[str, Mapping[str, object]] = {
     "fsdp hybrid": {"parallelism": "fsdp", "sharding_strategy": "HYBRID_SHARD"},
     "fsdp2": {"parallelism": "fsdp2"},
     "fsdp2 tensor": {"parallelism": "fsdp2", "tensor_parallel_size": 2},
+    "fsdp2 context": {"parallelism": "fsdp2", "context_parallel_size": 2},
     "ddp": {"parallelism": "ddp"},
     "single": {"parallelism": "single"},
 }
+_PAIRS = ("fsdp2 tensor", "fsdp2 context")  # whose devices compute the same rows by twos
 _NUM_TRIES = 40
 
 
@@ -89,7 +94,7 @@ def can_run(given: Mapping[str, str]) -> bool:
     return not (
         (strategy == "single" and devices in ("2", "3"))
         or (strategy not in ("", "single") and devices == "1")
-        or (strategy == "fsdp2 tensor" and devices == "3")
+        or (strategy in _PAIRS and devices == "3")
         or (strategy.startswith("fsdp2") and given.get("precision") == "16-mixed")
         or (given.get("offload") == "parameters" and (not shards or devices == "1"))
         or (given.get("offload") == "parameters" and strategy == "fsdp no_shard")
@@ -110,8 +115,8 @@ def can_run(given: Mapping[str, str]) -> bool:
         or (given.get("trained", "all") != "all" and strategy == "fsdp2 tensor")
         # the tiny model's head is its embedding
         or (given.get("trained", "all") != "all" and strategy == "fsdp no_shard")
-        or (given.get("resumed on") == "one less" and (devices == "1" or strategy in ("single", "fsdp2 tensor")))
-        or (given.get("resumed on") == "one more" and (devices == "3" or strategy in ("single", "fsdp2 tensor")))
+        or (given.get("resumed on") == "one less" and (devices == "1" or strategy in ("single", *_PAIRS)))
+        or (given.get("resumed on") == "one more" and (devices == "3" or strategy in ("single", *_PAIRS)))
         or (given.get("resumed on") == "one less" and devices == "2" and strategy != "")
         or (given.get("resumed on", "the same") != "the same" and given.get("data") == "stream")
     )
