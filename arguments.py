@@ -55,6 +55,7 @@ _OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
 }
 """The arguments that each objective uses."""
 PARTS = ("train_only", "freeze")
+_SCALING = r"(llama3|yarn|linear):([0-9]{1,6}(?:\.[0-9]{1,6})?)"
 _SIZES = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_context_width", "vocab_size")
 _FURTHER_SIZES = ("num_key_value_heads", "architecture")
 
@@ -243,6 +244,14 @@ class ModelArguments:
     architecture: dict[str, Any] | None = None
     """New model: other values of its config.json, such as {tie_word_embeddings: true}; see configs/."""
 
+    rope_scaling: str | None = None
+    """Extend the positions of the model for longer rows: llama3:8, yarn:8 or linear:8 for 8 times as many as it had
+    originally; none removes a scaling. Default: as its config.json says (docs/long_rows.md).
+    """
+    rope_theta: PositiveFloat | None = None
+    """Base of the rotary positions, such as 500000; without --rope_scaling, the model then takes as many positions as
+    the rows have. Default: as its config.json says.
+    """
     train_only: list[str] | None = None
     """Train only these parts and leave the others as they are: names of modules or parameters (embed_tokens lm_head),
     or regular expressions ('layers.(0|1|31)'); all is the whole model.
@@ -251,9 +260,20 @@ class ModelArguments:
     """Leave these parts as they are and train the others, of --train_only if that is given; named as there."""
 
     def faults(self) -> list[str]:
-        """Return lists of parts that are empty, and sizes that are missing or that do not fit together."""
-        empty = [f"--{name} names nothing: give parts, or leave it out" for name in PARTS if getattr(self, name) == []]
-        return empty + self._faults_of_sizes()
+        """Return wrong values, lists of parts that are empty, and sizes that are missing or do not fit together."""
+        faults = [f"--{name} names nothing: give parts, or leave it out" for name in PARTS if getattr(self, name) == []]
+        if self.rope_scaling is not None and self.scaling is None:
+            expected = "llama3:FACTOR, yarn:FACTOR or linear:FACTOR with a factor above 1, or none"
+            faults.append(f"--rope_scaling: expected {expected}; got {self.rope_scaling!r}")
+        return faults + self._faults_of_sizes()
+
+    @property
+    def scaling(self) -> tuple[str, float] | None:
+        """Kind and factor of --rope_scaling, 1 for none; None if it is not given or wrong."""
+        if self.rope_scaling == "none":
+            return "none", 1.0
+        found = re.fullmatch(_SCALING, self.rope_scaling or "")
+        return (found[1], float(found[2])) if found and float(found[2]) > 1 else None
 
     def _faults_of_sizes(self) -> list[str]:
         if self.family is None:

@@ -100,6 +100,8 @@ def train(
     max_context_width: int | str | None = None,
     vocab_size: int | None = None,
     architecture: Mapping[str, Any] | None = None,
+    rope_scaling: StrPath | None = None,
+    rope_theta: float | None = None,
     train_only: StrPath | Sequence[StrPath] | None = None,
     freeze: StrPath | Sequence[StrPath] | None = None,
     adapter: Literal["lora", "dora"] | None = None,

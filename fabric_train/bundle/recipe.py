@@ -48,6 +48,13 @@ class Recipe:
                 f"--recipe {self.path} mixes {len(self.data)} token datasets, and --data gives {len(data)}; give as "
                 "many, in the recipe's order, or leave --data out"
             )
+        if path := self.given.get("phases"):
+            faults += [
+                f"--phases {path}: phase {number} has a train_data_dir of its own, which is not in a bundle; leave the "
+                "phase out, and go on with --branch and the folder of that token dataset there"
+                for number, phase in enumerate(_load_phases(self._read("phases"), path), 1)
+                if "train_data_dir" in phase
+            ]
         if faults:
             raise InputError(*faults)
 
@@ -97,15 +104,23 @@ def read_recipe(path: str | None) -> Recipe:
 
 def _phases(text: str, path: str, places: Mapping[str, str]) -> str:
     """Return a file of phases that names the bundle's token datasets."""
+    content = _load_phases(text, path)
+    for number, phase in enumerate(content, 1):
+        for name in _OF_SHARES:
+            if isinstance(phase.get(name), list):
+                phase[name] = _with_places(Shares(f"{path}: phase {number}: {name}", phase[name]), places)
+    return yaml_core.dump(content)
+
+
+def _load_phases(text: str, path: str) -> Any:
+    """Return a list of phases, each names with values."""
     try:
         content = yaml_core.load(text)
     except yaml_core.YamlFault as fault:
         raise InputError(f"--phases {path}: {fault}") from fault
-    for number, phase in enumerate(content if isinstance(content, list) else (), 1):
-        for name in _OF_SHARES:
-            if isinstance(phase, dict) and isinstance(phase.get(name), list):
-                phase[name] = _with_places(Shares(f"{path}: phase {number}: {name}", phase[name]), places)
-    return yaml_core.dump(content)
+    if not isinstance(content, list) or not all(isinstance(phase, dict) for phase in content):
+        raise InputError(f"--phases {path}: expected a list of phases")
+    return content
 
 
 def _with_places(shares: Shares, places: Mapping[str, str]) -> GivenShares:

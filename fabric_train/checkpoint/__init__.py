@@ -32,25 +32,22 @@ from fabric_train.checkpoint.discovery import (
     means_all,
     means_checkpoint,
     newest_checkpoint,
-    run_of,
     saved_checkpoints,
     split_branch,
     whole_checkpoints,
     wrong_content,
 )
+from fabric_train.checkpoint.losses import Evaluation, LossProgress, TokenLoss, compare_evaluations, perplexity
 from fabric_train.checkpoint.trainer_json import (
+    OWN_RUN,
     BranchPoint,
     Description,
-    Evaluation,
-    LossProgress,
     PhaseParts,
     PhaseSchedule,
-    TokenLoss,
     TrainerJson,
     TrainerState,
-    compare_evaluations,
     data_starts_after,
-    perplexity,
     read_cursors,
     read_trainer_json,
+    run_of,
 )

@@ -78,12 +78,6 @@ def split_branch(given: str) -> tuple[Path, str]:
     return folder, path.name.removeprefix("step-").lstrip("0")
 
 
-def run_of(checkpoint: Path) -> Path:
-    """Return the absolute path of a checkpoint's run folder."""
-    folder = Path(os.path.abspath(checkpoint)).parent
-    return folder.parent if folder.name == "checkpoints" else folder
-
-
 def saved_checkpoints(run: Path) -> dict[int, Path]:
     """Return the checkpoints of a run by step, the oldest first; damaged ones too."""
     return {_step(checkpoint): checkpoint for checkpoint in _in(run)}

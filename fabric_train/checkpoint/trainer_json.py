@@ -1,14 +1,15 @@
 """The state and the description of a run, which trainer.json holds, and how it and stream.json are read."""
 
-import math
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, create_model
 
-from fabric_train.cli.argument_types import HIGHER_IS_BETTER, planned_steps
+from fabric_train.checkpoint.losses import Evaluation, LossProgress
+from fabric_train.cli.argument_types import planned_steps
 from fabric_train.cli.errors import InputError
 from fabric_train.data import DataOrder, PhaseRows, StreamOrder, describe_changes
 from fabric_train.files.regular_file import read_json
@@ -18,105 +19,10 @@ if TYPE_CHECKING:
     from fabric_train.data.stream_batches import LaneCursor
 
 FORMAT = 2
+OWN_RUN = "."
 PROGRAM = "fabric-train"
 """The name in ``versions`` of the code that trained, with its commit; earlier versions did not record it."""
 _ADVICE = "use another checkpoint"
-
-
-@dataclass(frozen=True)
-class TokenLoss:
-    """The loss of ``num_tokens`` supervised tokens: ``nats`` is its sum. ``of_pairs``: it is of so many pairs instead.
-
-    ``num_bytes`` are the UTF-8 bytes of text that the tokens stand for (``token_dataset.place_pieces``); None without a
-    document index. ``further`` are other figures by name, of ``training.evaluation.METRICS`` and of the objective.
-    """
-
-    nats: float
-    num_tokens: NonNegativeInt
-    num_bytes: float | None = None
-    further: dict[str, float | None] = field(default_factory=dict)
-    of_pairs: bool = False
-
-    @property
-    def unit(self) -> str:
-        """What the loss is a mean of."""
-        return "pair" if self.of_pairs else "token"
-
-    @property
-    def loss(self) -> float:
-        """Nats per token; NaN without tokens."""
-        return self.nats / self.num_tokens if self.num_tokens else math.nan
-
-    @property
-    def perplexity(self) -> float:
-        return perplexity(self.loss)
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """Bits per byte of text, which can be compared between tokenizers; None if the bytes are not known."""
-        return self.nats / (math.log(2) * self.num_bytes) if self.num_bytes else None
-
-    def figures(self) -> dict[str, float | None]:
-        """Return loss, perplexity, bits_per_byte and the further figures by name; of pairs, only loss and these."""
-        if self.of_pairs:
-            return {"loss": self.loss, **self.further}
-        return {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte} | self.further
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The losses of a validation after ``step``: of all tokens, and of each source that has some.
-
-    ``rows`` is ``batch.hash_supervised`` of the rows; None if an earlier version evaluated them.
-    ``follows_other_rows``: the run evaluated other rows before, whose losses cannot be compared with these.
-    """
-
-    whole: TokenLoss
-    sources: dict[str, TokenLoss] = field(default_factory=dict)
-    step: NonNegativeInt = 0
-    rows: str | None = None
-    follows_other_rows: bool = False
-
-    @property
-    def parts(self) -> dict[str, TokenLoss]:
-        """The loss of each source by its name, if there are several, and of the whole as ``all``."""
-        return {**(self.sources if len(self.sources) > 1 else {}), "all": self.whole}
-
-    def is_comparable(self, other: "Evaluation") -> bool:
-        """Whether another evaluation is of the same rows, as far as that is known."""
-        return self.rows is None or other.rows is None or self.rows == other.rows
-
-    def loss_of(self, source: str) -> float | None:
-        """Return the loss of a source or "all", or the figure FIGURE or FIGURE/SOURCE; None if there is none."""
-        losses = {**self.sources, "all": self.whole}
-        if source in losses:
-            return losses[source].loss
-        figure, _, of_source = source.partition("/")
-        found = losses.get(of_source or "all")
-        return found.further.get(figure) if found else None
-
-    def sign_of(self, source: str) -> int:
-        """Return -1 if a higher value of what ``loss_of`` returns is the better one, else 1."""
-        is_figure = source not in self.sources and self.whole.of_pairs
-        return -1 if is_figure and source.partition("/")[0] in HIGHER_IS_BETTER else 1
-
-
-@dataclass(frozen=True)
-class LossProgress:
-    """The validation loss of a source, or "all", or a figure: ``best`` after ``best_step``, ``num_since`` evaluations
-    ago.
-    """
-
-    source: str
-    best: float | None = None
-    best_step: NonNegativeInt = 0
-    num_since: NonNegativeInt = 0
-
-    def after(self, evaluation: Evaluation) -> "LossProgress":
-        loss, sign = evaluation.loss_of(self.source), evaluation.sign_of(self.source)
-        if loss is not None and math.isfinite(loss) and (self.best is None or sign * loss < sign * self.best):
-            return LossProgress(self.source, loss, evaluation.step)
-        return replace(self, num_since=self.num_since + 1)
 
 
 def to_content(record: Any) -> dict[str, Any]:
@@ -125,17 +31,6 @@ def to_content(record: Any) -> dict[str, Any]:
     return asdict(
         record, dict_factory=lambda pairs: {name: value for name, value in pairs if value or name not in left_out}
     )
-
-
-def perplexity(loss: float) -> float:
-    """Return exp of a loss in nats per token; infinite if that does not fit into a float."""
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-def compare_evaluations(first: Evaluation, now: Evaluation) -> Iterator[tuple[str, TokenLoss | None, TokenLoss]]:
-    """Yield the name of each source, or "all", and its loss in both evaluations; None if the first had none."""
-    for name, loss in now.parts.items():
-        yield name, first.whole if name == "all" else first.sources.get(name), loss
 
 
 @dataclass(frozen=True)
@@ -180,13 +75,18 @@ class TrainerState:
 class BranchPoint:
     """Where a run branched off the one in ``run``; ``changed`` has the old and the new value of each argument.
 
-    ``continues_data``: the rows after ``step`` are the next ones of the same data order, else the first of another.
+    ``continues_data``: the rows after ``step`` are the next ones of the same data order, else the first of another. A
+    run that goes on with other data in its own folder has ``OWN_RUN`` there in trainer.json, so that it can be moved.
     """
 
     run: str
     step: PositiveInt
     continues_data: bool
     changed: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
+
+    def is_border_of(self, run: Path) -> bool:
+        """Whether the run in a folder went on with other data itself."""
+        return self.run == os.path.abspath(run)
 
 
 @dataclass(frozen=True)
@@ -349,6 +249,12 @@ class _StreamJson:
     cursors: list[Annotated[list[int], Field(min_length=8)]]
 
 
+def run_of(checkpoint: Path) -> Path:
+    """Return the absolute path of a checkpoint's run folder."""
+    folder = Path(os.path.abspath(checkpoint)).parent
+    return folder.parent if folder.name == "checkpoints" else folder
+
+
 def read_trainer_json(checkpoint: Path) -> TrainerJson:
     """Read a checkpoint's trainer.json; an InputError if it is damaged or has another format."""
     file = checkpoint / "trainer.json"
@@ -356,12 +262,13 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
     if (found := content.get("format")) != FORMAT:
         raise InputError(f"{checkpoint}: format {found!r} is not format {FORMAT}, which this version reads; {_ADVICE}")
     parsed = read_json(file, _Parsed, _ADVICE)
-    num_steps = _num_steps(parsed)
+    num_steps, own = _num_steps(parsed), str(run_of(checkpoint))
     if parsed.step > num_steps:
         raise InputError(f"{file}: damaged (step {parsed.step}, but its run had {num_steps} steps); {_ADVICE}")
     derived = {
         "content": content,
         "state": TrainerState(**{field.name: getattr(parsed, field.name) for field in fields(TrainerState)}),
+        "lineage": tuple(replace(one, run=own) if one.run == OWN_RUN else one for one in parsed.lineage),
         "best_by": parsed.arguments.best_by,
         "num_steps": num_steps,
         "schedule_steps": parsed.schedule_steps or num_steps,

@@ -286,9 +286,10 @@ def phase_rows(record: ModelRecord) -> list[Row]:
         return []
     schedules = {one["first_step"]: one["arguments"] for one in content["phase_schedules"]}
     parts = {one.first_step: one.train_only for one in record.saved.phase_parts}
-    stretches = [{"first_step": 1, "rows_per_epoch": content["data"]["rows_per_epoch"]}, *phases]
+    first = checkpoints.data_starts_after(record.saved.lineage) + 1
+    stretches = [{"first_step": first, "rows_per_epoch": content["data"]["rows_per_epoch"]}, *phases]
     rows = []
-    for one in stretches[phases[0]["first_step"] == 1 :]:
+    for one in stretches[phases[0]["first_step"] <= first :]:
         total = sum(one["rows_per_epoch"])
         shares = [f"{name} {rows / total:.2%}" for name, rows in zip(names, one["rows_per_epoch"], strict=True) if rows]
         own = schedules.get(one["first_step"])

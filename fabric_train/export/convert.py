@@ -30,7 +30,7 @@ from fabric_train.checkpoint.adapter_folder import CONFIG, PREFIX, TIED, WEIGHTS
 from fabric_train.cli.errors import InputError, describe_os_error
 from fabric_train.cli.output import redact
 from fabric_train.export.card_facts import EXPORTS, ExportRecord
-from fabric_train.export.hub_format import add_former_names, published, write_weights
+from fabric_train.export.hub_format import add_former_names, published, raise_tokenizer_limit, write_weights
 from fabric_train.export.model_card import CardFacts, write_card
 from fabric_train.export.source import AveragePart, ExportSource, MergeInto, check_one_model, is_in_4_bits
 from fabric_train.export.verification import (
@@ -60,6 +60,7 @@ def convert(
     """
     checkpoint = source.checkpoint
     if source.is_adapter:
+        _check_positions(checkpoint)
         dtype = torch.float32  # an adapter's type
     for complete in (checkpoint, *(part.checkpoint for part in source.parts)):
         check_not_inside(target, complete)
@@ -135,8 +136,22 @@ def write_model(source: ExportSource, folder: Path, dtype: torch.dtype, max_shar
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, folder / name)
     add_former_names(folder)
+    if shape.max_positions and (manifest := read_manifest(checkpoint)):
+        settings = [part.settings for part in manifest.parts] or [manifest.settings]
+        raise_tokenizer_limit(folder, max(one.max_length for one in settings), shape.max_positions)
     for file in legal_files(checkpoint):
         shutil.copyfile(file, folder / file.name)
+
+
+def _check_positions(checkpoint: Path) -> None:
+    """Raise an InputError for an adapter whose run extended the positions, which its base's folder does not say."""
+    arguments = read_trainer_json(checkpoint).arguments
+    given = [f"--{name} {arguments[name]}" for name in ("rope_scaling", "rope_theta") if arguments.get(name)]
+    if given:
+        raise InputError(
+            f"{checkpoint}: its run had {' '.join(given)}, which the config.json of its base does not have, so peft "
+            "would compute another model; export the whole model with --merge true"
+        )
 
 
 def write_adapter(source: ExportSource, folder: Path, facts: CardFacts) -> None:

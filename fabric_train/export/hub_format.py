@@ -96,6 +96,14 @@ def add_former_names(folder: Path) -> None:
         _write_json(file, config)
 
 
+def raise_tokenizer_limit(folder: Path, longest_row: int, positions: int) -> None:
+    """Let an export's tokenizer take as many tokens as the model, if it was trained on longer rows than that takes."""
+    file = folder / "tokenizer_config.json"
+    config = read_json(file, dict, _ADVICE) if file.is_file() else {}
+    if isinstance(limit := config.get("model_max_length"), int) and limit < longest_row:
+        _write_json(file, config | {"model_max_length": positions})
+
+
 def former_names(config: dict[str, Any]) -> dict[str, Any]:
     """Return the former names of the dtype and of rotary positions in config.json, with their values."""
     former = {"torch_dtype": config["dtype"]}

@@ -37,7 +37,10 @@ from fabric_train.training.curves import PICTURE, draw_loss_curves, read_lineage
 _HASHES = "training_data.sha256"
 _CARD = Path(__file__).with_name("templates") / "model_card.md.j2"
 _METRICS = {"loss": "Loss (nats per token)", "perplexity": "Perplexity", "bits_per_byte": "Bits per byte"}
-_HYPERPARAMETERS = ("precision", "parallelism", "seed", *(field.name for field in fields(TrainingArguments)))
+_HYPERPARAMETERS = (
+    *("precision", "parallelism", "seed", "rope_scaling", "rope_theta"),
+    *(field.name for field in fields(TrainingArguments)),
+)
 _OF_ADAPTERS = (
     *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "lora_targets", "train_also"),
     "base_weights",
@@ -194,6 +197,7 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
         steps=f"{state.step:,} optimizer step{'s' * (state.step != 1)}",
         model_type=config.model_type,
         trained_on=_trained_on(record),
+        data_begins=checkpoints.data_starts_after(saved.lineage) + 1,
         legal_files=Markdown(", ".join(link(file.name, file.name) for file in legal_files(folder) if record.origin)),
         context_length=lengths,
         compute=card_facts.device_hours(sessions) if sessions else None,
@@ -267,5 +271,6 @@ def draw_card_picture(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
     for column, values in table.columns.items():
         figure, slash, name = column.partition("/")
         columns[f"{figure}/{record.names[name]}" if slash else column] = values
-    branched_after = [branch.step for branch in record.saved.lineage]
+    run = checkpoints.run_of(checkpoint)
+    branched_after = [branch.step for branch in record.saved.lineage if not branch.is_border_of(run)]
     draw_loss_curves(replace(table, columns=columns), folder / PICTURE, Path(facts.name).name, branched_after)

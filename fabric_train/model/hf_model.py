@@ -143,6 +143,8 @@ def shape_from_config(
 
 def with_parts(shape: ModelShape, parts: Parts) -> ModelShape:
     """Return the shape of a model that trains only some parts; for an InputError see ``Parts.choose``."""
+    if shape.parts == parts:
+        return shape
     chosen = parts.choose(shape.names, shape.source)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape.config)

@@ -123,6 +123,7 @@ def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             shape.source,
+            config=copy.deepcopy(shape.config),
             dtype=dtype,
             attn_implementation=shape.config._attn_implementation,
             trust_remote_code=False,

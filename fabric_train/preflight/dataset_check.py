@@ -18,6 +18,7 @@ from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import ModelShape
+from fabric_train.model.rope import how_to_extend
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer
 from fabric_train.tokenization.tokenizers.text_encoder import load_fast
 from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
@@ -112,6 +113,8 @@ def note_on_added_tokens(shape: ModelShape, parts: Sequence[TokenDataset]) -> st
 def faults_of_objective(given: "TrainArguments", data: "TrainingData", accelerator: str) -> list[str]:
     """Return what forbids the objective with the data and the devices of a run."""
     option = f"--objective {given.preference.objective}"
+    if given.preference.needs_reference and (given.model.scaling or given.model.rope_theta):
+        return [f"{option} compares with a model of the same positions: give --rope_scaling in a run before"]
     if not given.preference.needs_pairs:
         if isinstance(data, Stream) or not data.has_pairs:
             return []
@@ -168,6 +171,12 @@ def _validated_sources(data: "TrainingData") -> list[str]:
     return list(names)
 
 
+def longest_row(data: "TrainingData") -> int:
+    """Return the tokens of the longest row that a run trains on or evaluates."""
+    held_out = [data.validation.longest()] if data.validation else []
+    return max([data.max_length if isinstance(data, Stream) else data.train.longest(), *held_out])
+
+
 def _beyond_the_positions(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape) -> list[str]:
     if rows.longest() < 2:
         return [f"{dataset.folder}: rows of {name} have {rows.longest()} tokens, none to predict; tokenize again"]
@@ -175,7 +184,7 @@ def _beyond_the_positions(dataset: TokenDataset, name: str, rows: Rows, shape: M
         return []
     return [
         f"{dataset.folder}: rows of {name} have {rows.longest()} tokens, {shape.source} takes {shape.max_positions}; "
-        f"tokenize with --max_length {shape.max_positions} or less"
+        f"tokenize with --max_length {shape.max_positions} or less{how_to_extend(shape, rows.longest())}"
     ]
 
 

@@ -55,6 +55,16 @@ _PEAK_OF_A100 = 312e12  # FLOP/s, taken for a GPU whose peak is not known
 
 def print_plan(run: PreparedRun) -> None:
     """Print memory, disk and traffic of a run, traced on fake tensors, and its mixture; refuse what does not fit."""
+    faults = [fault for part in run.stretches for fault in _plan_part(part)]
+    for line in run.notes:
+        note(line)
+    if faults:
+        raise InputError(*faults)
+    show(Text("it fits", "bold green"))
+
+
+def _plan_part(run: PreparedRun) -> list[str]:
+    """Print the plan of the steps with the same token datasets, and return why it does not fit."""
     request, given = make_request(run), run.arguments.planning
     try:
         forecast = request.forecast()
@@ -72,11 +82,7 @@ def print_plan(run: PreparedRun) -> None:
     )
     for table in (*describe_mixture(run), *describe_phases(run)):
         show(table)
-    for line in run.notes:
-        note(line)
-    if faults := faults_of(request, forecast):
-        raise InputError(*faults)
-    show(Text("it fits", "bold green"))
+    return faults_of(request, forecast)
 
 
 def busiest_rank(flops: ModelFlops, borders: np.ndarray, num_ranks: int) -> float:
@@ -260,7 +266,7 @@ def _split_again(plan: StepPlan, micro_batch_size: int, world_size: int) -> Step
 
 def _counts(forecast: Forecast, run: PreparedRun) -> Table:
     units, layout, plan = forecast.units, forecast.layout, run.plan
-    table = facts_table("Plan")
+    table = facts_table(f"Plan{run.steps_in_words}")
     trained = "" if units.trained == units.total else f"; {units.trained + units.adapter:,} train"
     if units.adapter:
         trained += f", {units.adapter:,} of them the adapter's"
@@ -275,7 +281,8 @@ def _counts(forecast: Forecast, run: PreparedRun) -> Table:
     cut = f"weights cut in {layout.num_shards}" if layout.is_sharded else "nothing cut"
     table.add_row("devices", f"{layout.world_size} × {layout.name} on {layout.num_nodes} machines, {cut}")
     tokens = plan.rows_per_window * plan.tokens_per_row
-    table.add_row("steps", f"{plan.num_steps:,} of up to {tokens:,} tokens, {plan.num_steps * tokens:,} in all")
+    number = plan.num_steps if not run.steps_in_words else plan.last_step - plan.data_starts_after
+    table.add_row("steps", f"{number:,} of up to {tokens:,} tokens, {number * tokens:,} in all")
     table.add_row("computing", f"{forecast.flops_of_step / 1e12:,.1f} TFLOP a step on each device")
     return table
 

@@ -18,7 +18,7 @@ from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import checked_out_commit
-from fabric_train.cli.launcher import find_other_world, global_rank, num_restarts
+from fabric_train.cli.launcher import find_other_world, global_rank
 from fabric_train.data import DataOrder, PhaseRows, StreamOrder
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.streaming import Stream, open_stream
@@ -31,24 +31,32 @@ from fabric_train.files.atomic_folder import check_no_dead_link, check_not_insid
 from fabric_train.files.regular_file import check_regular_or_absent
 from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts, read_prompts
 from fabric_train.model.attention import check_attention, choose_attention
-from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape
+from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape, with_parts
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.nf4 import check_installed
 from fabric_train.model.parallelize import check_tensor_parallel
-from fabric_train.model.trained_parts import rates_by_name, splits_layers
-from fabric_train.preflight.dataset_check import check_deciding_sources, faults_of_objective, note_on_added_tokens
+from fabric_train.model.rope import RopeChange, note_on_rope
+from fabric_train.model.trained_parts import ALL_PARTS, rates_by_name, splits_layers
+from fabric_train.preflight.beginning import choose_beginning, named_checkpoint, starting_point
+from fabric_train.preflight.dataset_check import (
+    check_deciding_sources,
+    faults_of_objective,
+    longest_row,
+    note_on_added_tokens,
+)
 from fabric_train.preflight.memory_plan import resolve_automatic
-from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
-from fabric_train.preflight.step_plan import (
+from fabric_train.preflight.phases import (
     GivenPhase,
+    Stretch,
     choose_parts,
     plan_phases,
-    plan_steps,
-    read_phases,
-    rows_at_once,
+    read_stretches,
+    stretch_of,
 )
+from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
+from fabric_train.preflight.step_plan import plan_steps, rows_at_once
 from fabric_train.training.evaluation import SamplePrompts
-from fabric_train.training.metrics import are_columns, find_lost_rows
+from fabric_train.training.metrics import find_lost_rows
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
 from fabric_train.training.reference import check_reference
 from fabric_train.training.trackers import check_trackers
@@ -73,35 +81,81 @@ def package_versions() -> dict[str, str]:
 def prepare(
     arguments: "TrainArguments", damages: checkpoints.Damages | None = None, *, compares: bool = True
 ) -> PreparedRun:
-    """Check a run: output folder → devices → checkpoint → data → model → steps → resume.
+    """Check a run: output folder → devices → checkpoint → data → model → steps → resume → later token datasets.
 
     ``damages`` are the checkpoints that are known to be damaged. Unless it ``compares``, the run need not fit the
     checkpoint that it continues.
     """
     folder, given, only_reads = Path(arguments.save.output_dir), arguments, arguments.evaluation.only_reads
     _check_output_dir(folder, *arguments.data.data_dirs, arguments.checkpoint.checkpoint)
-    device_plan = _plan_devices(arguments)
-    arguments, start_from, checkpoint = _choose_beginning(arguments, folder, damages)
-    phases_given = read_phases(arguments)
-    data = _open_data(arguments, folder, checkpoint, phases_given)
-    if faults := faults_of_objective(arguments, data, device_plan.accelerator):
+    devices = _plan_devices(arguments)
+    arguments, start_from, checkpoint = choose_beginning(arguments, folder, damages)
+    stretches = read_stretches(arguments)
+    step = 0
+    if checkpoint and not (start_from.weights_only or only_reads):  # a branch may go on with other data
+        step = checkpoints.read_trainer_json(checkpoint).state.step + bool(start_from.branch)
+    place = stretch_of(stretches, step)
+    run = _prepare_stretch(stretches[place], given, devices, checkpoint, start_from)
+    if not only_reads:
+        rows = find_lost_rows(folder / "metrics.csv", run.start.state, arguments.logging.log_step_interval)
+        run = _with_notes(run, rows)
+    if checkpoint is not None:
+        changed: list[str] = []
+        if compares and not (start_from.weights_only or only_reads):
+            run, changed = (check_branch if start_from.branch else check_resume)(run, checkpoint)
+            run, lengths = choose_schedule(run, checkpoint)
+            changed += lengths
+        damaged = checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages)
+        named = named_checkpoint(start_from)
+        chosen = checkpoints.describe_choice(Path(named), checkpoint) if named else None
+        run = _with_notes(run, *damaged, chosen, *changed)
+    run = _with_following(run, stretches[place + 1 :])
+    goes_on = run.following is not None and run.start.state.step == run.plan.last_step and not run.ends_early
+    if checkpoint is not None and goes_on and not run.start.state.unlogged:
+        return run.continued_from(checkpoint, run.start.state)
+    return run
+
+
+def _prepare_stretch(
+    stretch: Stretch,
+    given: "TrainArguments",
+    devices: DevicePlan,
+    checkpoint: Path | None,
+    start_from: "CheckpointArguments",
+    before: PreparedRun | None = None,
+) -> PreparedRun:
+    """Prepare the steps with the same token datasets; ``before`` are those with the ones before, in the same run."""
+    arguments, only_reads = stretch.arguments, given.evaluation.only_reads
+    folder = Path(arguments.save.output_dir)
+    data = _open_data(arguments, folder, checkpoint, stretch.phases)
+    if not isinstance(data, Stream):
+        stretch.check_length(data.train.lengths())
+    if faults := faults_of_objective(arguments, data, devices.accelerator):
         raise InputError(*faults)
-    model = _read_model(arguments, checkpoint, data)
-    masks_because = choose_attention(model, arguments, device_plan.accelerator)
-    phases = plan_phases(phases_given, arguments.training, data, tuple(arguments.model.freeze or ()))
-    model, models = choose_parts(arguments, model, phases)
-    window = math.prod(rows_at_once(arguments, device_plan.world_size))  # it may have no rows before it is checked
+    stored = with_parts(before.model, ALL_PARTS) if before else _read_model(arguments, checkpoint, data)
+    rope = RopeChange(
+        arguments.model.scaling, arguments.model.rope_theta, stretch.option, arguments.checkpoint.allow_changes
+    )
+    extended = model = rope.apply(stored, longest_row(data))
+    masks_because = choose_attention(model, arguments, devices.accelerator)
+    phases = plan_phases(stretch, data)
+    model, models = choose_parts(stretch, model, phases)
+    window = math.prod(rows_at_once(arguments, devices.world_size))  # it may have no rows before it is checked
     order = _data_order(data, window, arguments.data, phases)
-    start = _starting_point(None if only_reads else checkpoint, order, start_from)
-    starts_after = checkpoints.data_starts_after(start.lineage)
-    plan = plan_steps(arguments, model, data, device_plan.world_size, starts_after, phases)
+    if before:
+        start = StartingPoint(None, checkpoints.TrainerState(stretch.first_step - 1))
+        starts_after = start.state.step
+    else:
+        start = starting_point(None if only_reads else checkpoint, order, start_from)
+        start, starts_after = replace(start, checkpoint=checkpoint), checkpoints.data_starts_after(start.lineage)
+    plan = plan_steps(arguments, model, data, devices.world_size, starts_after, phases, stretch.last_step)
     reads_base = model.adapter is not None and not arguments.planning.plan  # a plan reads no weights
     run = PreparedRun(
         given=given,
         arguments=arguments,
         folder=folder,
-        devices=device_plan,
-        start=replace(start, checkpoint=checkpoint),
+        devices=devices,
+        start=start,
         data=data,
         model=model,
         plan=plan,
@@ -113,26 +167,37 @@ def prepare(
         adapter_base=find_base(arguments.model.model_name, checkpoint) if reads_base else None,
         models=models,
     ).with_present_parts()
-    rates_by_name(arguments.training.rates_of_parts, model.names, model.source, run.ever_trained)
-    if device_plan.parallelism == "fsdp":
-        _check_frozen_ties(run)
+    _check_parts(run)
     check_reference(run)
-    run = _with_notes(run, *_warnings(run, masks_because))
-    if not arguments.planning.checks:
-        run = resolve_automatic(run)
-    if not only_reads:
-        run = _with_notes(run, find_lost_rows(folder / "metrics.csv", start.state, arguments.logging.log_step_interval))
-    if checkpoint is None:
+    run = _with_notes(run, note_on_rope(stored, extended), *_warnings(run, masks_because))
+    return run if arguments.planning.checks else resolve_automatic(run)
+
+
+def _with_following(run: PreparedRun, later: Sequence[Stretch]) -> PreparedRun:
+    """Return a run with what follows it, prepared in their order; nothing follows a run that only reads."""
+    if not later:
         return run
-    changed: list[str] = []
-    if compares and not (start_from.weights_only or only_reads):
-        run, changed = (check_branch if start.branches else check_resume)(run, checkpoint)
-        run, lengths = choose_schedule(run, checkpoint)
-        changed += lengths
-    damaged = checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages)
-    named = _named_checkpoint(start_from)
-    chosen = checkpoints.describe_choice(Path(named), checkpoint) if named else None
-    return _with_notes(run, *damaged, chosen, *changed)
+    stretch = later[0]
+    if run.arguments.preference.needs_reference:
+        raise InputError(
+            f"{stretch.option}train_data_dir: --objective {run.arguments.preference.objective} compares with a "
+            "reference, which is of the pairs that the run begins with; use --branch for other pairs"
+        )
+    _check_output_dir(run.folder, *stretch.arguments.data.data_dirs)
+    checkpoint = run.start.checkpoint
+    following = _prepare_stretch(stretch, run.given, run.devices, checkpoint, run.given.checkpoint, run)
+    notes = [f"from step {stretch.first_step:,} on: {line}" for line in following.notes if line not in run.notes]
+    following = _with_following(replace(following, notes=()), later[1:])
+    kept = replace(following.start, schedule_steps=run.start.schedule_steps)
+    run = replace(run, following=replace(following, start=kept))
+    return _with_notes(run, *notes, *following.notes)
+
+
+def _check_parts(run: PreparedRun) -> None:
+    """Raise an InputError for rates of parts that do not train, and parts that do not train with FSDP1."""
+    rates_by_name(run.arguments.training.rates_of_parts, run.model.names, run.model.source, run.ever_trained)
+    if run.devices.parallelism == "fsdp":
+        _check_frozen_ties(run)
 
 
 def _warnings(run: PreparedRun, masks_because: str | None) -> Iterator[str | None]:
@@ -212,93 +277,6 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
         if is_compiled:
             check_compiler(f"--{name} true", "leave it out")
     return DevicePlan(accelerator, world_size, parallelism)
-
-
-def _choose_beginning(
-    arguments: "TrainArguments", folder: Path, damages: checkpoints.Damages | None
-) -> tuple["TrainArguments", "CheckpointArguments", Path | None]:
-    """Return the arguments, its part about the start, and the checkpoint: the run's own, a named one, or a branch's.
-
-    A restart by torchrun resumes from the run's newest checkpoint, if there is one. A ``--model_name`` that is a
-    checkpoint or a run gives the weights of a run that neither begins with another checkpoint nor continues.
-    """
-    start_from, model = arguments.checkpoint, arguments.model
-    if num_restarts():
-        start_from = replace(start_from, resume=True)
-        if checkpoints.newest_checkpoint(folder, damages):
-            start_from = replace(start_from, checkpoint=None, branch=None, weights_only=False)
-    start_from = _continue_branch(start_from, folder, damages)
-    is_elsewhere = model.family or start_from.checkpoint or start_from.branch
-    takes_weights = not is_elsewhere and checkpoints.means_checkpoint(Path(model.model_name))
-    if takes_weights and not (start_from.resume and checkpoints.newest_checkpoint(folder, damages)):
-        start_from = replace(start_from, checkpoint=model.model_name, weights_only=True)
-        arguments = replace(arguments, checkpoint=start_from)
-    checkpoint = checkpoints.choose_checkpoint(
-        folder,
-        _named_checkpoint(start_from),
-        resume=start_from.resume,
-        weights_only=start_from.weights_only,
-        read_only=arguments.evaluation.only_reads,
-        damages=damages,
-    )
-    if checkpoint:
-        check_not_inside(folder, checkpoint)
-    return arguments, start_from, checkpoint
-
-
-def _named_checkpoint(start_from: "CheckpointArguments") -> str | None:
-    """Return what the user calls the checkpoint to start from; None for the newest of the run."""
-    return str(checkpoints.branch_point(start_from.branch)) if start_from.branch else start_from.checkpoint
-
-
-def _continue_branch(
-    given: "CheckpointArguments", folder: Path, damages: checkpoints.Damages | None
-) -> "CheckpointArguments":
-    """Return what a run starts from: a branch that has begun continues in its own folder with ``--resume true``."""
-    if given.branch is None:
-        return given
-    trunk, step = checkpoints.split_branch(given.branch)
-    if os.path.realpath(trunk) in (os.path.realpath(folder), os.path.realpath(folder / "checkpoints")):
-        raise InputError(f"--branch {given.branch}: --output_dir {folder} is that run; give another --output_dir")
-    newest = checkpoints.newest_checkpoint(folder, damages) if given.resume else None
-    if newest is None:
-        return given
-    begun = checkpoints.read_trainer_json(newest).lineage[-1:]
-    if not any(one.run == os.path.abspath(trunk) and step in (str(one.step), "latest", "best") for one in begun):
-        origin = f"a branch of {begun[0].run}@{begun[0].step}" if begun else "no branch"
-        raise InputError(
-            f"--branch {given.branch}: the run in --output_dir {folder} is {origin}; leave --branch out to resume it, "
-            "or give another --output_dir"
-        )
-    return replace(given, branch=None)
-
-
-def _starting_point(
-    checkpoint: Path | None, order: DataOrder | StreamOrder, given: "CheckpointArguments"
-) -> StartingPoint:
-    """Return the state and the lineage of a checkpoint, with a new branch point if the run branches off there.
-
-    Without a checkpoint, or if only its weights are taken, the run begins with step 1.
-    """
-    start = StartingPoint(checkpoint, checkpoints.TrainerState())
-    if checkpoint is None:
-        return start
-    if given.weights_only:
-        from fabric_train.export.card_facts import all_stages, read_record  # slow
-
-        return replace(start, stages=all_stages(read_record(checkpoint)))
-    saved = checkpoints.read_trainer_json(checkpoint)
-    state = saved.state
-    if state.unlogged and not are_columns(list(state.unlogged)):
-        raise InputError(f"{checkpoint / 'trainer.json'}: damaged (unlogged: unknown metrics); use another checkpoint")
-    start = replace(start, state=state, lineage=saved.lineage, stages=saved.stages)
-    if given.branch is None:
-        return start
-    same_data = not saved.data_changes(order)
-    branch = checkpoints.BranchPoint(str(checkpoints.run_of(checkpoint)), state.step, same_data, {})
-    # metrics that a signal left unlogged are of the other run's step; of other data, no row was read
-    state = replace(state, unlogged=None, progress=None, rows_of_sources=state.rows_of_sources if same_data else None)
-    return replace(start, state=state, lineage=(*saved.lineage, branch), branches=True)
 
 
 def _open_data(

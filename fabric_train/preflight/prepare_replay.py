@@ -19,6 +19,7 @@ from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.strategy import count_devices, resolve_accelerator
 from fabric_train.model.origin import SPLIT_ARGUMENTS
 from fabric_train.preflight import resume_check
+from fabric_train.preflight.phases import read_stretches, stretch_of
 from fabric_train.preflight.prepare import prepare
 from fabric_train.tokenization.packing.document_index import DocumentIndex, altered_rows, open_index
 from fabric_train.training.metrics import Metrics, read_metrics
@@ -57,10 +58,15 @@ def prepare_replay(
     if last > run.plan.num_steps:
         its = f"{folder / 'config.yaml'} ends at step {run.plan.num_steps} (--max_step, --number_epochs)"
         raise InputError(f"--steps {first}:{last}: {its}; put the file of this run back, or give earlier steps")
-    if last > (border := run.last_step_of_parts):
+    if last > (border := run.border):
         raise InputError(
-            f"--steps {first}:{last}: other parts of the model train after step {border}; give steps up to it, or "
-            "steps after it, if its checkpoint is still there"
+            f"--steps {first}:{last}: other parts of the model train, or other data are read, after step {border}; "
+            "give steps up to it, or steps after it, if its checkpoint is still there"
+        )
+    if checkpoints.data_starts_after(saved.lineage) != run.plan.data_starts_after:
+        raise InputError(
+            f"--steps {first}:{last}: no checkpoint has their token datasets any more, {witness.name} has others; "
+            "give steps after it"
         )
     run = _with_schedules(run, saved_after) if saved_after else resume_check.choose_schedule(run, witness)[0]
     state = replace(run.start.state, unlogged=None)  # nothing of the step before is logged again
@@ -134,8 +140,8 @@ def _arguments(
     origin = replace(given.checkpoint, resume=False)
     if start:
         origin = replace(origin, checkpoint=str(start), branch=None, weights_only=False)
-    elif saved.lineage:
-        last = saved.lineage[-1]
+    elif trunks := [one for one in saved.lineage if not one.is_border_of(Path(given.save.output_dir))]:
+        last = trunks[-1]
         origin = replace(origin, checkpoint=None, branch=f"{last.run}@{last.step}", weights_only=False)
     training = replace(
         given.training, total_batch_size=rows, micro_batch_size=micro_batch_size, on_nonfinite="skip"
@@ -222,13 +228,15 @@ def _faults_of_arguments(
     given: "TrainArguments", saved: TrainerJson, newest: TrainerJson, run: PreparedRun, witness: Path, last: int
 ) -> list[str]:
     """Return a line for each argument of config.yaml, which ``newest`` wrote, that makes other losses."""
+    stretches = read_stretches(given)
+    there = stretches[stretch_of(stretches, last)].arguments
     also = ["total_batch_size"]
     num_devices = {session.num_devices for saved_by in (saved, newest) for session in saved_by.sessions[-1:]}
-    if given.training.total_batch_size is None and len(num_devices) < 2:
+    if there.training.total_batch_size is None and len(num_devices) < 2:
         also += ["micro_batch_size", "gradient_accumulation_steps"]
     if run.start.checkpoint is None:
         also += [field.name for field in fields(given.model)]
-    changes = resume_check.find_changes(saved.arguments, flatten(given), also)
+    changes = resume_check.find_changes(saved.arguments, flatten(there), also)
     changes += resume_check.find_changes_of_begun_phases(run, saved, last)
     in_data = () if isinstance(run.data, Stream) else ("seed",)
     return [

@@ -24,6 +24,7 @@ from fabric_train.training.prepared_run import PreparedRun, StepPlan, TrainingDa
 if TYPE_CHECKING:
     from arguments import TrainArguments
 
+_ROPE = ("rope_scaling", "rope_theta")
 # A change of one of these changes the losses from the next step on. Devices, parallelism and micro-batches only split
 # the same windows in another way. What fixes the data order is compared by content and not by name, see DataOrder.
 _DECIDE_THE_LOSSES = (
@@ -31,12 +32,12 @@ _DECIDE_THE_LOSSES = (
     *("weight_decay", "beta1", "beta2", "grad_clip"),
     *("precision", "float8", "optimizer_states", "stochastic_rounding"),
     *("attention", "isolate_documents", "seed", "eval_iters"),
-    *("train_only", "freeze", "lr_of"),
+    *("train_only", "freeze", "lr_of", *_ROPE),
     *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "base_weights"),
     *("objective", "dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "simpo_gamma", "reference"),
 )
-_WITHOUT_PARTS = dict.fromkeys(("train_only", "freeze", "lr_of"))
-"""Arguments that earlier versions lack, in whose checkpoints all weights trained at one rate."""
+_WITHOUT_PARTS = dict.fromkeys(("train_only", "freeze", "lr_of", *_ROPE))
+"""Arguments that earlier versions lack, in whose checkpoints all weights trained at one rate, with the model's RoPE."""
 _ATTENTION = "fabric_train attention"
 _VALIDATION = "fabric_train validation rows"
 OWN_VERSIONS = {"fabric_train learning rates": SCHEDULES_VERSION, _VALIDATION: VALIDATION_VERSION, _ATTENTION: "1"}
@@ -281,7 +282,12 @@ def _changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Chan
 
 
 def _decides(change: Change, arguments: "TrainArguments") -> bool:
-    """Whether the losses change. The size of validation batches matters only if their number is limited."""
+    """Whether the losses change: without ``--rope_scaling``, a checkpoint's configuration counts, which has it.
+
+    The size of validation batches matters only if their number is limited.
+    """
+    if change.name in _ROPE:
+        return change.here is not None
     if change.name == "eval_batch_size":
         return arguments.evaluation.eval_iters is not None
     return change.name in _DECIDE_THE_LOSSES

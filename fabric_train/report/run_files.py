@@ -121,7 +121,11 @@ class RunFiles:
                 devices = f"{session.num_devices} × {session.device}"
                 yield Mark(session.after_step, "resume", f"after step {session.after_step:,} on {devices}")
         for branch in saved.lineage:
-            yield Mark(branch.step, "branch", f"from {Path(branch.run).name} after step {branch.step:,}")
+            if branch.is_border_of(self.folder):
+                first = branch.step + 1
+                yield Mark(first, "phase", f"a phase with other token datasets begins with step {first:,}")
+            else:
+                yield Mark(branch.step, "branch", f"from {Path(branch.run).name} after step {branch.step:,}")
         for phase in saved.phase_rows:
             yield Mark(phase.first_step, "phase", f"a phase begins with step {phase.first_step:,}")
         if best := best_step(self):

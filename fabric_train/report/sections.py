@@ -239,17 +239,18 @@ def _data(run: RunFiles) -> Iterator[Section]:
 def _lineage(run: RunFiles) -> Iterator[Section]:
     """Show the runs before this one as a tree, with the branches that lie beside it."""
     saved = run.saved
-    names = [Path(branch.run).name for branch in saved.lineage]
+    trunks = [branch for branch in saved.lineage if not branch.is_border_of(run.folder)]
+    names = [Path(branch.run).name for branch in trunks]
     begun = [stage.run for stage in saved.stages]
     origin = saved.base_model.name if saved.base_model else "random weights"
     lines = [f"- {code(name)}" for name in [origin, *begun]]
-    for depth, branch in enumerate(saved.lineage):
+    for depth, branch in enumerate(trunks):
         follows = [*names, run.name][depth + 1]
         if depth == 0:
             lines.append(f"- {code(names[0])}")
         lines.append(f"{'  ' * (depth + 1)}- after step {branch.step:,}: {code(follows)}")
-    lines += [] if saved.lineage else [f"- {code(run.name)}"]
-    indent = "  " * (len(saved.lineage) + 1)
+    lines += [] if trunks else [f"- {code(run.name)}"]
+    indent = "  " * (len(trunks) + 1)
     lines += [f"{indent}- after step {step:,}: {code(name)}" for name, step in _branches_of(run)]
     body = "\n".join(lines)
     if saved.lineage:
@@ -262,7 +263,7 @@ def _branches_of(run: RunFiles) -> Iterator[tuple[str, int]]:
     for folder in beside[:_MOST_RUNS_BESIDE]:
         other = RunFiles(folder)
         try:
-            lineage = other.saved.lineage
+            lineage = [branch for branch in other.saved.lineage if not branch.is_border_of(folder)]
         except (InputError, OSError):  # another run's damage is not this run's
             continue
         if lineage and Path(lineage[-1].run).name == run.name and folder != run.folder.resolve():

@@ -174,9 +174,14 @@ def _stretches(checkpoint: Path) -> list[Stretch]:
         branch, before = lineage[number], lineage[:number]
         readable = _readable(Path(branch.run))
         following = stretches[0].described_by if branch.continues_data else None
-        describes = readable.get(branch.step) or following or next(reversed(readable.values()), None)
-        first = before[-1].step + 1 if before else 1
-        stretches.insert(0, Stretch(Path(branch.run), first, branch.step, data_starts_after(before), describes))
+        first, starts_after = before[-1].step + 1 if before else 1, data_starts_after(before)
+        with_its_data = (
+            path
+            for path in reversed(readable.values())
+            if data_starts_after(read_trainer_json(path).lineage) == starts_after
+        )
+        describes = readable.get(branch.step) or following or next(with_its_data, None)
+        stretches.insert(0, Stretch(Path(branch.run), first, branch.step, starts_after, describes))
     return stretches
 
 

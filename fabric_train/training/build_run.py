@@ -140,8 +140,10 @@ def build_outputs(
         folder=run.folder,
         last_step=state.step - (bool(state.unlogged) or state.step == 0),  # a run that starts at step 0 logs it
         config=flatten(run.arguments),
-        columns=further_columns(objective.metric_names, list(METRICS), run.logged_sources, counts_pieces(objective)),
-        branched_after=[branch.step for branch in run.start.lineage],
+        columns=further_columns(
+            objective.metric_names, list(METRICS), run.sources_ever_logged, counts_pieces(objective)
+        ),
+        branched_after=[branch.step for branch in run.start.lineage if not branch.is_border_of(run.folder)],
     )
     loggers, num_steps = open_loggers(given.opened_loggers, logged), run.plan.num_steps
     shown = GuardedLogger("progress", lambda: open_progress(run.folder.name, state.step, num_steps, console, heartbeat))
@@ -196,7 +198,7 @@ def build_loop(
         run=run,
         stepper=stepper,
         batches=_batches(fabric, run, heartbeat),
-        num_steps=run.last_step_of_parts,
+        num_steps=run.border,
         checkpoints=saves,
         validation=validation,
         outputs=outputs,
@@ -255,7 +257,9 @@ def _description(
         base_model=base_model,
         attachments=(*run.data.attachments, *licence),
         schedule_steps=run.schedule_steps,
-        lineage=start.lineage,
+        lineage=tuple(
+            replace(one, run=checkpoints.OWN_RUN) if one.is_border_of(run.folder) else one for one in start.lineage
+        ),
         phase_schedules=run.phase_schedules,
         phase_parts=run.phase_parts,
         trained_modules=run.model.describe_trained() if run.model.frozen else None,

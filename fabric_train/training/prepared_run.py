@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from fabric_train.checkpoint import BranchPoint, PhaseParts, PhaseSchedule, TrainerState, read_trainer_json
+from fabric_train.checkpoint import BranchPoint, PhaseParts, PhaseSchedule, TrainerState, read_trainer_json, run_of
+from fabric_train.cli.parser import flatten
 from fabric_train.data import DataOrder, StreamOrder
 from fabric_train.data.mixture import MixtureOrder
 from fabric_train.data.step_sampler import WindowOrder
@@ -73,8 +74,9 @@ class StepPlan:
 
     ``num_rows``, of an epoch, and ``windows_per_epoch`` are None for a stream; with ``phases`` they belong to the
     first. ``mixture`` is None for a stream and for one token dataset without shares. The step after
-    ``data_starts_after`` reads the first window of the data; it is 0 except in a branch with other data. ``notes`` are
-    lines that the user should read before the run starts.
+    ``data_starts_after`` reads the first window of the data; it is 0 except in a branch with other data, or after a
+    phase with others. ``data_ends_after`` is the step before a phase with others; None: the last one of the run.
+    ``notes`` are lines that the user should read before the run starts.
     """
 
     num_rows: int | None
@@ -90,10 +92,16 @@ class StepPlan:
     phases: tuple[RunPhase, ...] = ()
     notes: tuple[str, ...] = ()
     data_starts_after: int = 0
+    data_ends_after: int | None = None
+
+    @property
+    def last_step(self) -> int:
+        """The last step that reads these data."""
+        return self.data_ends_after or self.num_steps
 
     def epoch_ends(self) -> set[int]:
         """Return the steps that end an epoch or a phase; empty for a stream."""
-        last = self.num_steps - self.data_starts_after
+        last = self.last_step - self.data_starts_after
         if self.mixture:
             return {self.data_starts_after + step for step in self.mixture.epoch_ends(last)}
         per_epoch = self.windows_per_epoch
@@ -112,7 +120,8 @@ class PreparedRun:
 
     ``adapter_base`` is the frozen model of an adapter; None if all weights train. ``reference`` is found when the run
     begins; None if its objective needs none. If phases train other parts, ``models`` has the model with its parts from
-    each step at which they change, step 1 included, and ``model`` is the one to begin with.
+    each step at which they change, step 1 included, and ``model`` is the one to begin with. If a phase has other token
+    datasets, ``following`` is the run from there on; its start is known when the run comes there.
     """
 
     given: "TrainArguments"
@@ -131,6 +140,19 @@ class PreparedRun:
     adapter_base: AdapterBase | None = None
     reference: ReferenceModel | None = None
     models: Mapping[int, ModelShape] = field(default_factory=dict)
+    following: "PreparedRun | None" = None
+
+    @property
+    def stretches(self) -> tuple["PreparedRun", ...]:
+        """This run up to the end of its data, and the following ones, which have others."""
+        return (self, *(self.following.stretches if self.following else ()))
+
+    @property
+    def steps_in_words(self) -> str:
+        """The steps of this run's data, such as ``, steps 1 to 900``; empty if a phase with other data is not there."""
+        if self.following is None and self.arguments.data.data_dirs == self.given.data.data_dirs:
+            return ""
+        return f", steps {self.plan.data_starts_after + 1:,} to {self.plan.last_step:,}"
 
     @property
     def ends_early(self) -> bool:
@@ -143,10 +165,10 @@ class PreparedRun:
         return self.start.schedule_steps or self.plan.num_steps
 
     @property
-    def last_step_of_parts(self) -> int:
-        """The last step in which the same parts train as at the start of the run."""
+    def border(self) -> int:
+        """The last step before other parts train, or other token datasets are read; else the last step of the run."""
         later = (first - 1 for first in self.models if first > self.start.state.step + 1)
-        return min([self.plan.num_steps, *later])
+        return min([self.plan.last_step, *later])
 
     @property
     def ever_trained(self) -> set[str]:
@@ -154,10 +176,21 @@ class PreparedRun:
         return {name for model in (self.model, *self.models.values()) for name in model.trained}
 
     def continued_from(self, checkpoint: Path, state: TrainerState) -> "PreparedRun":
-        """Return the rest of this run, with the parts that train from there on, as if it was resumed."""
+        """Return the rest of this run after a border, with the parts and the data from there on, as if it was resumed.
+
+        At a phase with other token datasets, it goes on like a branch of itself.
+        """
         saved = read_trainer_json(checkpoint)
         start = replace(self.start, checkpoint=checkpoint, state=state, branches=False, stages=saved.stages)
-        return replace(self, start=start).with_present_parts()
+        following = self.following
+        if following is None or state.step < self.plan.last_step:
+            return replace(self, start=start).with_present_parts()
+        there, here = flatten(self.arguments), flatten(following.arguments)
+        changed = {name: [there[name], here[name]] for name in there if there[name] != here[name]}
+        branch = BranchPoint(str(run_of(checkpoint)), state.step, False, changed)
+        state = replace(state, unlogged=None, progress=None, rows_of_sources=None)
+        start = replace(start, state=state, lineage=(*saved.lineage, branch))
+        return replace(following, start=start).with_present_parts()
 
     def model_at(self, step: int) -> ModelShape:
         """Return the model with the parts that a step trains."""
@@ -207,3 +240,8 @@ class PreparedRun:
         held_out = self.data.validation.source_names if self.data.validation else ()
         names = tuple(dict.fromkeys((*self.data.source_names, *held_out)))
         return names if len(names) > 1 else ()
+
+    @property
+    def sources_ever_logged(self) -> tuple[str, ...]:
+        """The sources with logged losses in any of the stretches."""
+        return tuple(dict.fromkeys(name for run in self.stretches for name in run.logged_sources))

@@ -70,11 +70,11 @@ def _build(
     run: PreparedRun,
     outputs: Outputs | None = None,
 ) -> Loop:
-    """Build the loop of a run; without ``outputs`` it begins in this process, and its folder and loggers too."""
+    """Build the loop of a run; without ``outputs`` it begins in this process, and its loggers too."""
     model, decayed = _set_up_model(fabric, run)
+    if fabric.is_global_zero:
+        _write_run_folder(run)
     if outputs is None:
-        if fabric.is_global_zero:
-            _write_run_folder(run)
         write_log(run.folder / "run.log")  # with the lines so far; input that cannot be used has left no folder
     validation = build_validation(fabric, model, run, objective, heartbeat)
     optimizer = set_up_optimizer(fabric, model, decayed, run)
@@ -116,9 +116,9 @@ def _train(run: PreparedRun, build: Callable[..., Loop], write_report: ReportWri
             release_parameters(loop.stepper.model)
             del loop
             gc.collect()  # the model and the optimizer, before others are made
-            following = run.continued_from(end.checkpoint, end.state)
-            log.info("from step %d on %s train", end.state.step + 1, following.model.describe_trained())
-            loop = build(following, outputs)
+            run = run.continued_from(end.checkpoint, end.state)
+            log.info(summary.describe_border(run))
+            loop = build(run, outputs)
             end = _train_present_parts(loop)
         if end.checkpoint:
             outputs.saved(end.checkpoint, is_last=True)
@@ -143,14 +143,14 @@ def _train(run: PreparedRun, build: Callable[..., Loop], write_report: ReportWri
 
 
 def _goes_on(loop: Loop, end: End) -> bool:
-    """Whether the run goes on with other parts."""
+    """Whether the run goes on with other parts or data."""
     run = loop.run
     is_over = end.stopped_by or (run.early_stopping is not None and run.early_stopping.ends(end.state))
     return not is_over and end.state.step == loop.num_steps < run.plan.num_steps
 
 
 def _train_present_parts(loop: Loop) -> End:
-    """Train to the end of the run, or until other parts of the model train."""
+    """Train to the end of the run, or until other parts of the model train or other data come."""
     log.info(summary.describe_mfu(loop.stepper.flops, loop.peak_flops))
     progress.info("%s%s", loop.stepper.heartbeat, ", compiling" if loop.run.arguments.fsdp.compile is True else "")
     try:

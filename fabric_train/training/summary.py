@@ -45,6 +45,8 @@ def describe_start(run: PreparedRun) -> Group:
         table.add_row(what, text)
     table.add_row("start", _start(run))
     table.add_row("data", _data(run))
+    for later in run.stretches[1:]:
+        table.add_row(f"from step {later.plan.data_starts_after + 1:,}", _reads(later))
     table.add_row("devices", f"{plan.world_size} × {run.devices.parallelism}, {arguments.model.precision}")
     shared_by = "devices" if plan.num_data_ranks == plan.world_size else "groups of devices"
     table.add_row(
@@ -52,7 +54,7 @@ def describe_start(run: PreparedRun) -> Group:
         f"{plan.rows_per_window} rows = {plan.micro_batch_size} × {plan.accumulation} × {plan.num_data_ranks} "
         f"(micro-batch × accumulation × {shared_by}), {plan.rows_per_window * plan.tokens_per_row:,} tokens",
     )
-    per_epoch = f"; {plan.windows_per_epoch:,} an epoch" if plan.windows_per_epoch and not plan.phases else ""
+    per_epoch = f"; {plan.windows_per_epoch:,} an epoch" if plan.windows_per_epoch and not arguments.data.phases else ""
     table.add_row("steps", f"{plan.num_steps:,}{per_epoch}")
     table.add_row("learning rate", _learning_rate(run))
     if rates := arguments.training.rates_of_parts:
@@ -60,7 +62,8 @@ def describe_start(run: PreparedRun) -> Group:
     table.add_row("output", arguments.save.output_dir)
     if not arguments.evaluation.only_reads:
         table.add_row("metrics", _metrics(run))
-    return Group(table, *describe_mixture(run), *describe_phases(run), *describe_stream(run))
+    of_data = [one for part in run.stretches for one in (*describe_mixture(part), *describe_phases(part))]
+    return Group(table, *of_data, *describe_stream(run))
 
 
 def describe_parts(run: PreparedRun) -> list[tuple[str, str]]:
@@ -69,6 +72,14 @@ def describe_parts(run: PreparedRun) -> list[tuple[str, str]]:
         return []
     later = " (at first, see the phases)" if run.models else ""
     return [(f"trained{later}", run.model.describe_trained()), ("frozen", run.model.describe_frozen())]
+
+
+def describe_border(run: PreparedRun) -> str:
+    """Return what a run reads or trains from its next step on, after a border."""
+    step = run.start.state.step
+    if step == run.plan.data_starts_after:
+        return f"from step {step + 1} on {_reads(run)}"
+    return f"from step {step + 1} on {run.model.describe_trained()} train"
 
 
 def describe_mfu(flops: ModelFlops, peak_flops: float | None) -> str:
@@ -174,9 +185,9 @@ def describe_mixture(run: PreparedRun, seen: list[int] | None = None) -> list[Ta
     plan = run.plan
     if plan.mixture is None or not isinstance(run.data, TokenMixture):
         return []
-    planned = plan.mixture.rows_until(plan.num_steps - plan.data_starts_after)
+    planned = plan.mixture.rows_until(plan.last_step - plan.data_starts_after)
     columns = ["tokens", "share", "epochs", "tokens of the run", *(["tokens seen"] if seen else [])]
-    table = _source_table("Mixture", columns)
+    table = _source_table(f"Mixture{run.steps_in_words}", columns)
     totals = [planned, *([seen] if seen else [])]
     rows = zip((source.name for source in run.data.sources), plan.mixture.num_rows, *totals, strict=True)
     for name, num_rows, *counts in rows:
@@ -194,9 +205,10 @@ def describe_phases(run: PreparedRun) -> list[Table]:
     if plan.mixture is None or not isinstance(run.data, TokenMixture) or not plan.phases:
         return []
     trains = ["train"] if run.models else []
-    table = _source_table("Phases", ["share", "tokens"], ["steps", "learning rate", *trains, "source"])
+    texts = ["steps", "learning rate", *trains, "source"]
+    table = _source_table(f"Phases{run.steps_in_words}", ["share", "tokens"], texts)
     begun = [plan.data_starts_after + start for start in plan.mixture.starts_after]
-    for start, end in zip(begun, [*begun[1:], plan.num_steps], strict=True):
+    for start, end in zip(begun, [*begun[1:], plan.last_step], strict=True):
         until = (plan.mixture.rows_until(step - plan.data_starts_after) for step in (start, end))
         rows = [after - before for before, after in zip(*until, strict=True)]
         read = [(source.name, count) for source, count in zip(run.data.sources, rows, strict=True) if count]
@@ -297,9 +309,13 @@ def _data(run: PreparedRun) -> str:
     if given.streaming_dataset:
         shuffled = f", shuffled among {given.shuffle_buffer:,} documents" if given.shuffle_buffer else ""
         return f"stream of {', '.join(given.streaming_dataset)}{shuffled}, {rows}"
-    if run.plan.mixture and run.plan.phases:
+    if run.plan.mixture and given.phases:
         return f"{', '.join(given.data_dirs)}: {sum(run.plan.mixture.num_rows):,} {rows}"
     return f"{', '.join(given.data_dirs)}: {run.plan.num_rows:,} {rows}{' an epoch' if given.mixes else ''}"
+
+
+def _reads(run: PreparedRun) -> str:
+    return f"{_data(run)}; {run.plan.rows_per_window} in a step"
 
 
 def _source_table(title: str, numbers: list[str], texts: Sequence[str] = ("source",)) -> Table:

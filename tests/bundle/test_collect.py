@@ -197,6 +197,7 @@ def test_extras_add_their_requirements() -> None:
     "file, content, fault",
     [
         ("phases.yaml", "- {from: 0.5, shares: [{elsewhere: 1}]}\n", "elsewhere is neither a folder of"),
+        ("phases.yaml", "- {from: 0.5, train_data_dir: long}\n", "phase 1 has a train_data_dir of its own"),
         ("prompts.txt", "once " * 2000, "a run of the bundle would not begin: recipe/sample_prompts.txt"),
     ],
 )

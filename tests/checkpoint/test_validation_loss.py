@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from fabric_train.checkpoint import Evaluation, TokenLoss
-from fabric_train.checkpoint.trainer_json import compare_evaluations, perplexity
+from fabric_train.checkpoint import Evaluation, TokenLoss, compare_evaluations, perplexity
 
 
 def test_bits_per_byte_divide_by_the_bytes_of_the_text() -> None:

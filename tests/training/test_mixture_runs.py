@@ -16,7 +16,7 @@ from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.export.card_facts import all_stages, read_record
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.optim.lr_schedule import learning_rate
-from fabric_train.preflight.step_plan import plan_phases, read_phases
+from fabric_train.preflight.phases import plan_phases, read_stretches
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.kills import differences
 from tests.support.short_runs import argv, at_point, metrics
@@ -325,7 +325,7 @@ def opened(mixing: Mixing) -> TokenMixture:
         ),
         ("- {from: 0.5, shares: [0, 0, 0]}", "phase 1: shares: nothing is left to train on; give a number above 0"),
         ("- {from: 0.5, lrr: 1}", "phase 1: 'lrr': no such value; a phase has from, shares, "),
-        ("- {from: 0.5}", "phase 1: it changes nothing: give shares, token_shares, lr or train_only"),
+        ("- {from: 0.5}", "phase 1: it changes nothing: give shares, token_shares, lr, train_only or"),
         ("- {from: 3.5, lr: 1}", "phase 1: from: expected a step, or a share of the run below 1; got 3.5"),
         ("- {from: 1.0, lr: 1}", "phase 1: from: 1.0 is a step or a share of the run; write 1 for the first step"),
         ("- {from: 5, lr: 1}\n- {from: 5, lr: 2}", "phase 2 begins at step 5, not after the phase before it"),
@@ -344,7 +344,8 @@ def test_phases_that_cannot_be_are_refused_in_one_line(
     arguments = parse_arguments(TrainArguments, [*words, "--phases", str(file)])
 
     def plan() -> None:
-        plan_phases(read_phases(arguments), arguments.training, opened)
+        for stretch in read_stretches(arguments):
+            plan_phases(stretch, opened)
 
     with pytest.raises(InputError) as refused:
         plan()

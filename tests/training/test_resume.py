@@ -291,7 +291,7 @@ def test_every_argument_that_decides_the_losses_is_compared() -> None:
         *("weight_decay", "beta1", "beta2", "grad_clip"),
         *("precision", "float8", "optimizer_states", "stochastic_rounding", "attention"),
         *("seed", "isolate_documents", "eval_iters", "eval_batch_size"),
-        *("train_only", "freeze", "lr_of"),
+        *("train_only", "freeze", "lr_of", "rope_scaling", "rope_theta"),
         *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "base_weights"),
         *("objective", "dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "simpo_gamma", "reference"),
     }

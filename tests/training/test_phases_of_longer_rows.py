@@ -1,0 +1,176 @@
+"""A phase with token datasets of longer rows: its border is exact, and the record of the run stays true."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fabric_train.checkpoint import read_trainer_json
+from fabric_train.cli.errors import InputError
+from fabric_train.trace.documents import list_documents
+from fabric_train.trace.run_history import RunHistory
+from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.short_runs import argv, at_point, checkpoints, metrics
+from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
+
+pytestmark = pytest.mark.slow
+SHORT, LONG, POSITIONS = 16, 320, 256
+PHASES = """
+- {from: 3, train_data_dir: long, max_length: 320, rope_scaling: "llama3:2", rope_theta: 500000, total_batch_size: 2,
+   micro_batch_size: 1}
+- {from: 5, lr: 1e-4}
+"""
+ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+class Growing:
+    """Trains on rows of 16 tokens for two steps, then on rows of 320 for three, beyond the model's 256 positions."""
+
+    def __init__(self, folder: Path, model: Path, runs: ForkedRuns) -> None:
+        self.folder, self.model, self._runs = folder, model, runs
+        tokenize(folder / "short", model, write_jsonl(folder / "short.jsonl"), validation_split=0.1, max_length=SHORT)
+        documents = write_jsonl(folder / "long.jsonl", [f"long {text}" for text in TEXTS * 5])
+        tokenize(folder / "long", model, documents, validation_split=0.2, max_length=LONG)
+        (folder / "phases.yaml").write_text(PHASES)
+
+    def start(self, run: str, num_ranks: int, before: str = "", **options: Any) -> ForkedRun:
+        given: dict[str, Any] = {"phases": "phases.yaml", "max_step": 5, "total_batch_size": 8, "eval_iters": None}
+        given |= {"save_step_interval": 10, "parallelism": "fsdp2" if num_ranks > 1 else "auto", **options}
+        words = argv(self.model, Path("short"), Path(run), **given)
+        return self._runs.start(words, num_ranks, cwd=self.folder, before=before)
+
+    def checkpoint(self, run: str, step: int) -> Path:
+        return self.folder / run / "checkpoints" / f"step-{step:08d}"
+
+    def tensors(self, run: str, step: int = 5) -> dict[str, torch.Tensor]:
+        folder = self.checkpoint(run, step)
+        return load_file(folder / "model.safetensors") | load_file(folder / "optimizer" / "optimizer.safetensors")
+
+
+@pytest.fixture(scope="module")
+def growing(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, forked_runs: ForkedRuns) -> Growing:
+    return Growing(tmp_path_factory.mktemp("growing"), tiny_model_dir, forked_runs)
+
+
+@pytest.fixture(scope="module")
+def whole(growing: Growing) -> ForkedRun:
+    run = growing.start("whole", 2)
+    run.finish()
+    return run
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_rows_and_positions_of_a_phase_are_longer(growing: Growing, whole: ForkedRun) -> None:
+    lines = whole.stdout()
+    assert "256 positions, theta 10,000 -> 512 positions, llama3 factor 2 from 256 positions, theta 500,000" in lines
+    assert "from step 3 on long: " in lines
+    assert checkpoints(growing.folder / "whole") == [2, 4, 5]  # each phase ends with one
+    configs = [json.loads((growing.checkpoint("whole", step) / "config.json").read_text()) for step in (2, 4)]
+    assert [config["max_position_embeddings"] for config in configs] == [256, 512]
+    assert configs[1]["rope_parameters"] == ROPE | {"original_max_position_embeddings": POSITIONS}
+    saved = [read_trainer_json(growing.checkpoint("whole", step)) for step in (2, 5)]
+    num_tokens = [int(row[7]) for row in metrics(growing.folder / "whole")]
+    assert (num_tokens[1], num_tokens[4]) == (2 * 8 * SHORT, 2 * 8 * SHORT + 3 * 2 * LONG)
+    assert [one.state.num_samples for one in saved] == [16, 22]
+    assert saved[0].lineage == ()
+    (border,) = saved[1].lineage
+    assert (border.run, border.step, border.continues_data) == (str(growing.folder / "whole"), 2, False)
+    assert border.changed["train_data_dir"] == ["short", "long"]
+    assert border.changed["total_batch_size"] == [8, 2]
+    assert json.loads((growing.checkpoint("whole", 5) / "trainer.json").read_text())["lineage"][0]["run"] == "."
+    assert saved[1].arguments["train_data_dir"] == "long"
+
+
+@pytest.mark.parametrize("kills", [(3,), (2, 4)])
+def test_a_run_killed_around_the_border_resumes_bit_for_bit(
+    growing: Growing, whole: ForkedRun, kills: tuple[int, ...]
+) -> None:
+    """It is killed in the first step after the border, or in the step before it and the second after it."""
+    name = f"killed at {kills[0]}"
+    for step in kills:
+        action = at_point("os.kill(os.getpid(), signal.SIGKILL)", step, "COMPLETING")
+        assert -9 in growing.start(name, 2, action, resume="true").wait()
+    growing.start(name, 2, resume="true").finish()
+    assert same(growing.tensors(name), growing.tensors("whole"))
+    assert metrics(growing.folder / name) == metrics(growing.folder / "whole")
+    shown = [read_trainer_json(growing.checkpoint(run, 5)).state.rows_hash for run in (name, "whole")]
+    assert shown[0] == shown[1]
+
+
+def test_one_rank_goes_on_from_either_part_in_a_moved_folder(growing: Growing, whole: ForkedRun) -> None:
+    """It ends with the bits of one that was not stopped, and two ranks have the same sums of gradients to rounding."""
+    growing.start("single", 1).finish()
+    for name, removed in (("moved at the border", (4, 5)), ("moved later", (5,))):
+        shutil.copytree(growing.folder / "single", growing.folder / name)
+        for step in removed:
+            shutil.rmtree(growing.checkpoint(name, step))
+        growing.start(name, 1, resume="true").finish()
+        assert same(growing.tensors(name), growing.tensors("single"))
+        assert metrics(growing.folder / name) == metrics(growing.folder / "single")
+        (border,) = read_trainer_json(growing.checkpoint(name, 5)).lineage
+        assert border.run == str(growing.folder / name)
+    there, here = growing.tensors("whole"), growing.tensors("single")
+    assert all(torch.allclose(here[name], there[name], rtol=1e-4, atol=1e-6) for name in there)
+
+
+def test_trace_reads_both_datasets(growing: Growing, whole: ForkedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(growing.folder)
+    history = RunHistory(growing.folder / "whole")
+    found = [list_documents(history, step, None) for step in (2, 3, 5)]
+    assert [one.num_rows for one in found] == [8, 2, 2]
+    assert [{document.dataset for document in one.documents} for one in found] == [{"short"}, {"long"}, {"long"}]
+    shutil.copytree(growing.folder / "whole", growing.folder / "pruned")
+    shutil.rmtree(growing.checkpoint("pruned", 2))
+    with pytest.raises(InputError, match="the run of the steps 1 to 2 has no checkpoint any more"):
+        list_documents(RunHistory(growing.folder / "pruned"), 2, None)
+
+
+def test_replay_repeats_the_steps_of_either_side(growing: Growing, whole: ForkedRun, forked_runs: ForkedRuns) -> None:
+    def replay(steps: str) -> ForkedRun:
+        words = ["whole", "--steps", steps]
+        return forked_runs.start(words, 2, program="fabric_train.replay", cwd=growing.folder)
+
+    for steps in ("2:2", "3:4"):
+        run = replay(steps)
+        run.finish()
+        assert "holds: " in run.stdout()
+    refused = replay("2:3")
+    assert refused.wait() == [2, 2]
+    assert "other data are read, after step 2" in refused.stderr()
+
+
+def test_a_branch_and_a_plan_know_the_phase(growing: Growing, whole: ForkedRun) -> None:
+    branch = growing.start("branch", 1, branch="whole@4", max_step=5)
+    branch.finish()
+    assert [one.step for one in read_trainer_json(growing.checkpoint("branch", 5)).lineage] == [2, 4]
+    plan = growing.start("planned", 1, plan="true")
+    plan.finish()
+    assert "it fits" in plan.stdout()
+    assert "Plan, steps 1 to 2" in plan.stdout()
+    assert "Plan, steps 3 to 5" in plan.stdout()
+
+
+@pytest.mark.parametrize(
+    ("phases", "fault"),
+    [
+        ("- {from: 3, max_length: 320}", "phase 1: max_length is of a phase with token datasets of its own: give "),
+        ("- {from: 1, train_data_dir: long}", "phase 1 begins with the run: give its train_data_dir on the "),
+        ("- {from: 3, train_data_dir: long, max_length: 300}", "phase 1: max_length 300: the rows of long have 320"),
+        ("- {from: 3, train_data_dir: long}", "tokenize with --max_length 256 or less, or extend the positions: "),
+        ("- {from: 3, train_data_dir: long, rope_scaling: ntk}", "phase 1: rope_scaling: expected llama3:FACTOR, "),
+        ("- {from: 3, train_data_dir: nowhere}", "nowhere: "),
+    ],
+)
+def test_what_a_phase_cannot_have_is_one_line_before_the_run(growing: Growing, phases: str, fault: str) -> None:
+    (growing.folder / "wrong.yaml").write_text(phases)
+    run = growing.start("wrong", 1, phases="wrong.yaml")
+    assert run.wait() == [2]
+    assert fault in run.stderr()
+    assert not (growing.folder / "wrong").exists()
