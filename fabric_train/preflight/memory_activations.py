@@ -23,11 +23,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fabric_train.data.batch import Batch, Targets
-from fabric_train.distributed.decoder_layers import checkpoint_layers, kept_share
+from fabric_train.distributed.decoder_layers import checkpoint_layers, shares_kept
 from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.lm_head_loss import compute_loss_in_head, traced_as
 from fabric_train.model.trained_parts import IN_LAYER, freeze_other_parts
+from fabric_train.preflight.memory_compiled import compile_for_trace
 from fabric_train.training.objective import CrossEntropy
 
 if TYPE_CHECKING:
@@ -215,7 +216,8 @@ class _Traced:
     attention: str
     masks: bool
     loss_in_head: bool
-    budget: float
+    kept: float  # see ``decoder_layers.shares_kept``
+    kept_by_compiler: float | None
     batch: MicroBatch
     adapter: Adapter | None
     kinds: tuple[LayerKind, ...]
@@ -233,6 +235,7 @@ def _trace(
     # flash, flex and variable-length attention keep the same tensors as sdpa's fused kernel, without its mask
     attention = "eager" if arguments.model.attention == "eager" else "sdpa"
     config = _cut(shape.config, len(kinds))
+    kept, kept_by_compiler = shares_kept(arguments.fsdp)
     return _trace_once(
         _Traced(
             described=f"{type(config)} {config.to_json_string(use_diff=False)}",
@@ -241,7 +244,8 @@ def _trace(
             attention=attention,
             masks=batch.has_borders and shape.config._attn_implementation == attention,
             loss_in_head=arguments.model.precision != "16-mixed",  # as model.parallelize.setup_model does
-            budget=kept_share(arguments.fsdp),
+            kept=kept,
+            kept_by_compiler=kept_by_compiler,
             batch=batch,
             adapter=shape.adapter,
             kinds=kinds,
@@ -252,7 +256,7 @@ def _trace(
 
 @cache  # a choice of ``auto`` and the plan of it take the same trace, which takes seconds
 def _trace_once(given: _Traced) -> Activations:
-    batch, budget = given.batch, given.budget
+    batch = given.batch
     with ExitStack() as kernels, FakeTensorMode():
         if batch.on_gpu:
             kernels.enter_context(traced_as("cuda"))
@@ -272,8 +276,10 @@ def _trace_once(given: _Traced) -> Activations:
         live = _LiveBytes(model)
         if given.loss_in_head:
             compute_loss_in_head(model)
-        if budget < 1:
-            checkpoint_layers(layers, budget)
+        if given.kept_by_compiler is not None:
+            compile_for_trace(layers, given.kept_by_compiler)
+        if given.kept < 1:
+            checkpoint_layers(layers, given.kept)
         ids = torch.zeros(batch.num_rows, batch.length, dtype=torch.int64)
         positions = torch.arange(batch.num_rows * (batch.length - 1))
         targets = Targets(positions, torch.zeros_like(positions))
@@ -283,7 +289,7 @@ def _trace_once(given: _Traced) -> Activations:
             with torch.autocast("cpu", batch.autocast, enabled=batch.autocast is not None):
                 return CrossEntropy().loss(model, Batch(ids, ids, targets=targets)).total
 
-        if 0 < budget < 1:
+        if 0 < given.kept < 1 or given.kept_by_compiler is not None:
             forward()  # the first pass chooses the tensors to keep
         peaks = _drop_gradients(model, layers, live, batch.by_unit)
         with live:
