@@ -277,7 +277,8 @@ def _trace_once(given: _Traced) -> Activations:
         if given.loss_in_head:
             compute_loss_in_head(model)
         if given.kept_by_compiler is not None:
-            compile_for_trace(layers, given.kept_by_compiler)
+            same = replace(given, described="", kinds=(), trained=frozenset(), kept=1.0)
+            compile_for_trace(layers, given.kept_by_compiler, _shared_by(same))
         if given.kept < 1:
             checkpoint_layers(layers, given.kept)
         ids = torch.zeros(batch.num_rows, batch.length, dtype=torch.int64)
@@ -301,6 +302,12 @@ def _trace_once(given: _Traced) -> Activations:
         end = live.most
         return Activations(kept, max(most, end, peaks.get("most", 0)), 0, 0, 0, end, 0)
     return Activations(kept, most, *(peaks.get(name, 0) for name in _PEAKS))
+
+
+@cache
+def _shared_by(_: _Traced) -> dict[Any, Any]:
+    """Return what traces of models that differ only in their layers' number share; see ``compile_for_trace``."""
+    return {}
 
 
 def _freeze(model: Any, given: _Traced) -> None:

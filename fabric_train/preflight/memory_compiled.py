@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 Compiled = Callable[..., Any]
 
 
-def compile_for_trace(layers: Iterable[nn.Module], budget: float = 1.0) -> None:
+def compile_for_trace(layers: Iterable[nn.Module], budget: float, shared: dict[Any, Compiled]) -> None:
     """Replace each layer's ``forward`` as ``decoder_layers.compile_layers`` does, for fake tensors.
 
     The outputs have shapes and no content. ``budget`` is the share of activations that the compiler keeps. Layers that
-    differ only in their weights and their number share what torch traces.
+    differ only in their weights and their number share what torch has traced. It is kept in ``shared``, also for other
+    models that differ only in the number of layers and in what trains.
     """
-    shared: dict[Any, Compiled] = {}
     for layer in layers:
         layer.forward = _compiled(layer, layer.forward, budget, shared)
 
@@ -59,14 +59,16 @@ def _compiled(layer: nn.Module, forward: Compiled, budget: float, shared: dict[A
 
 
 def _constants(layer: nn.Module) -> tuple[Any, ...]:
-    """Return the numbers and names in a layer's modules that the compiler would take for constants."""
-    kinds = (bool, int, float, str)
-    return tuple(
-        (path, name, value)
-        for path, module in layer.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, kinds) and name != "layer_idx"
-    )
+    """Return the classes of a layer's modules, and the numbers and names in them, which the compiler has in its code."""
+    found: list[Any] = []
+    for path, module in layer.named_modules():
+        found.append((path, type(module)))
+        found += (
+            (name, value)
+            for name, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) and name != "layer_idx"
+        )
+    return tuple(found)
 
 
 def _trace(function: Compiled, num_weights: int) -> Compiled:

@@ -346,10 +346,10 @@ def resolve_automatic(run: PreparedRun) -> PreparedRun:
     """
     fsdp, evaluation = run.arguments.fsdp, run.arguments.evaluation
     is_trivial = run.devices.accelerator != "cuda" or evaluation.eval_only
-    if fsdp.activation_checkpointing == "auto":
-        run = _with(run, activation_checkpointing="none") if is_trivial else _choose_checkpointing(run)
     if fsdp.compile == "auto":
         run = _with(run, compile=False) if is_trivial or evaluation.self_check else _choose_compile(run)
+    if fsdp.activation_checkpointing == "auto":  # compiled layers keep less
+        run = _with(run, activation_checkpointing="none") if is_trivial else _choose_checkpointing(run)
     return run
 
 
