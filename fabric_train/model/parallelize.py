@@ -26,6 +26,7 @@ from fabric_train.distributed.strategy import (
 from fabric_train.model.adapter import AdaptedWeights, materialize, start_magnitudes, without_adapters
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.load_weights import read_weights
+from fabric_train.model.row_tiles import tile_rows
 from fabric_train.model.weight_files import Weights
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ def setup_model(
         parallelize_layers(model, fabric.strategy.device_mesh["tensor"])
     layers = _layers(model, layer_classes)
     kept, kept_by_compiler = shares_kept(arguments.fsdp)
+    if isinstance(arguments.fsdp.mlp_tile_size, int):
+        tile_rows(model, layers, arguments.fsdp.mlp_tile_size)
     if kept_by_compiler is not None:
         compile_layers(layers, any_length, kept_by_compiler)
     if kept < 1:

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fabric_train.data.batch import Batch, Targets
 from fabric_train.distributed.decoder_layers import checkpoint_layers, shares_kept
+from fabric_train.model import row_tiles
 from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.lm_head_loss import compute_loss_in_head, traced_as
@@ -218,6 +219,7 @@ class _Traced:
     loss_in_head: bool
     kept: float  # see ``decoder_layers.shares_kept``
     kept_by_compiler: float | None
+    tile_size: int | None  # see ``row_tiles``
     batch: MicroBatch
     adapter: Adapter | None
     kinds: tuple[LayerKind, ...]
@@ -236,6 +238,7 @@ def _trace(
     attention = "eager" if arguments.model.attention == "eager" else "sdpa"
     config = _cut(shape.config, len(kinds))
     kept, kept_by_compiler = shares_kept(arguments.fsdp)
+    tile_size = arguments.fsdp.mlp_tile_size
     return _trace_once(
         _Traced(
             described=f"{type(config)} {config.to_json_string(use_diff=False)}",
@@ -246,6 +249,7 @@ def _trace(
             loss_in_head=arguments.model.precision != "16-mixed",  # as model.parallelize.setup_model does
             kept=kept,
             kept_by_compiler=kept_by_compiler,
+            tile_size=tile_size if isinstance(tile_size, int) else None,
             batch=batch,
             adapter=shape.adapter,
             kinds=kinds,
@@ -258,6 +262,7 @@ def _trace(
 def _trace_once(given: _Traced) -> Activations:
     batch = given.batch
     with ExitStack() as kernels, FakeTensorMode():
+        kernels.enter_context(patch.object(row_tiles, "tiles_of", row_tiles.two_tiles_of))
         if batch.on_gpu:
             kernels.enter_context(traced_as("cuda"))
             kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention_on_gpu))
@@ -276,9 +281,11 @@ def _trace_once(given: _Traced) -> Activations:
         live = _LiveBytes(model)
         if given.loss_in_head:
             compute_loss_in_head(model)
+        if given.tile_size:
+            row_tiles.tile_rows(model, layers, given.tile_size)
         if given.kept_by_compiler is not None:
             same = replace(given, described="", kinds=(), trained=frozenset(), kept=1.0)
-            compile_for_trace(layers, given.kept_by_compiler, _shared_by(same))
+            compile_for_trace(layers, given.kept_by_compiler, same)
         if given.kept < 1:
             checkpoint_layers(layers, given.kept)
         ids = torch.zeros(batch.num_rows, batch.length, dtype=torch.int64)
@@ -302,12 +309,6 @@ def _trace_once(given: _Traced) -> Activations:
         end = live.most
         return Activations(kept, max(most, end, peaks.get("most", 0)), 0, 0, 0, end, 0)
     return Activations(kept, most, *(peaks.get(name, 0) for name in _PEAKS))
-
-
-@cache
-def _shared_by(_: _Traced) -> dict[Any, Any]:
-    """Return what traces of models that differ only in their layers' number share; see ``compile_for_trace``."""
-    return {}
 
 
 def _freeze(model: Any, given: _Traced) -> None:

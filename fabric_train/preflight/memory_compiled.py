@@ -5,7 +5,7 @@ needs neither a GPU nor a compiler. What inductor makes of the two graphs is app
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -19,18 +19,22 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 Compiled = Callable[..., Any]
 
 
-def compile_for_trace(layers: Iterable[nn.Module], budget: float, shared: dict[Any, Compiled]) -> None:
+_traced: dict[Hashable, Compiled] = {}
+"""What torch has traced, by all that it depends on."""
+
+
+def compile_for_trace(layers: Iterable[nn.Module], budget: float, given: Hashable) -> None:
     """Replace each layer's ``forward`` as ``decoder_layers.compile_layers`` does, for fake tensors.
 
-    The outputs have shapes and no content. ``budget`` is the share of activations that the compiler keeps. Layers that
-    differ only in their weights and their number share what torch has traced. It is kept in ``shared``, also for other
-    models that differ only in the number of layers and in what trains.
+    The outputs have shapes and no content. ``budget`` is the share of activations that the compiler keeps. Layers with
+    modules of the same classes, sizes and constants share what torch has traced, also layers of several models for
+    which ``given`` is the same: it says what else a layer's operations depend on.
     """
     for layer in layers:
-        layer.forward = _compiled(layer, layer.forward, budget, shared)
+        layer.forward = _compiled(layer, layer.forward, budget, given)
 
 
-def _compiled(layer: nn.Module, forward: Compiled, budget: float, shared: dict[Any, Compiled]) -> Compiled:
+def _compiled(layer: nn.Module, forward: Compiled, budget: float, given: Hashable) -> Compiled:
     names, weights = zip(*layer.named_parameters(), strict=True)
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
@@ -46,20 +50,20 @@ def _compiled(layer: nn.Module, forward: Compiled, budget: float, shared: dict[A
             with _reparametrize_module(layer, dict(zip(names, weights, strict=True))):
                 return forward(*args, **kwargs)
 
-        given = [(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in (*weights, *tensors)]
-        key = (*given, structure, torch.is_grad_enabled(), _constants(layer))
-        if key not in shared:
-            shared[key] = _trace(pure, len(weights))
+        inputs = [(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in (*weights, *tensors)]
+        key = (given, budget, *inputs, structure, torch.is_grad_enabled(), _constants(layer))
+        if key not in _traced:
+            _traced[key] = _trace(pure, len(weights))
         with importlib.import_module("torch._functorch.config").patch(
             activation_memory_budget=budget, force_non_lazy_backward_lowering=True
         ):
-            return shared[key](weights, tensors)
+            return _traced[key](weights, tensors)
 
     return compiled
 
 
 def _constants(layer: nn.Module) -> tuple[Any, ...]:
-    """Return the classes of a layer's modules, and the numbers and names in them, which the compiler has in its code."""
+    """Return the classes of a layer's modules, and the numbers and names in them, which compiled code contains."""
     found: list[Any] = []
     for path, module in layer.named_modules():
         found.append((path, type(module)))

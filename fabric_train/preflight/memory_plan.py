@@ -25,8 +25,9 @@ from fabric_train.distributed.precision import compute_dtype
 from fabric_train.distributed.strategy import why_not_compiled
 from fabric_train.files.atomic_folder import nearest_existing
 from fabric_train.model.flops import ModelFlops, peak_flops
+from fabric_train.model.row_tiles import TILE_SIZE
 from fabric_train.preflight.memory_forecast import Forecast, RunRequest
-from fabric_train.preflight.memory_layout import bytes_of_states, read_units
+from fabric_train.preflight.memory_layout import bytes_of_states, read_units, why_no_tiles
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_mixture, describe_parts, describe_phases, facts_table
@@ -238,6 +239,8 @@ def _changes(request: RunRequest) -> Iterator[dict[str, Any]]:
         yield {"gradient_reduction": "micro_batch", **eager}
     if arguments.fsdp.activation_checkpointing != "full":
         yield {"activation_checkpointing": "full"}
+    if tiles := _tiles(request):
+        yield tiles
     size = arguments.training.micro_batch_size
     while size > 1:
         size //= 2
@@ -350,6 +353,10 @@ def resolve_automatic(run: PreparedRun) -> PreparedRun:
         run = _with(run, compile=False) if is_trivial or evaluation.self_check else _choose_compile(run)
     if fsdp.activation_checkpointing == "auto":  # compiled layers keep less
         run = _with(run, activation_checkpointing="none") if is_trivial else _choose_checkpointing(run)
+    if fsdp.mlp_tile_size == "auto":
+        run = _with(run, mlp_tile_size="none") if is_trivial else _choose_tiles(run)
+    elif fsdp.mlp_tile_size != "none" and (obstacle := why_no_tiles(run.model)):
+        run = _with(run, f"--mlp_tile_size {fsdp.mlp_tile_size}: none, since {obstacle}", mlp_tile_size="none")
     return run
 
 
@@ -375,10 +382,41 @@ def _choose_checkpointing(run: PreparedRun) -> PreparedRun:
     return _with(run, f"--activation_checkpointing auto: {chosen}, {reason}{more}", **options)
 
 
+def _choose_tiles(run: PreparedRun) -> PreparedRun:
+    """Take tiles if all layers are recomputed and the run would still not fit."""
+    fsdp, request, whole = run.arguments.fsdp, make_request(run), _with(run, mlp_tile_size="none")
+    usable = round(_USABLE_SHARE * request.device_memory)
+    is_compiled = fsdp.compile is True and run.given.fsdp.compile != "auto"
+    if fsdp.activation_checkpointing != "full" or is_compiled or not (change := _tiles(request)):
+        return whole
+    try:
+        without = request.forecast().device_bytes
+        if without <= usable:
+            return whole
+        needed = make_request(_with(run, **change)).forecast().device_bytes
+    except RuntimeError:
+        return whole
+    text = f"--mlp_tile_size auto: {TILE_SIZE} without compiling, which needs {show_size(needed)} of the "
+    text += f"{show_size(usable)} that a run may take of a device; none would need {show_size(without)}"
+    return _with(run, text, **change)
+
+
+def _tiles(request: RunRequest) -> dict[str, Any]:
+    """Return the change to tiles, empty if these do not work."""
+    fsdp = request.arguments.fsdp
+    is_possible = fsdp.tensor_parallel_size == 1 and not request.arguments.model.float8
+    if isinstance(fsdp.mlp_tile_size, int) or not is_possible or why_no_tiles(request.largest):
+        return {}
+    change = {"activation_checkpointing": "full", "mlp_tile_size": TILE_SIZE}
+    return change | ({"compile": False} if fsdp.compile is True else {})
+
+
 def _choose_compile(run: PreparedRun) -> PreparedRun:
     fsdp = run.arguments.fsdp
     if run.arguments.model.float8:
         return _with(run, "--compile auto: true, since float8 needs it", compile=True)
+    if isinstance(fsdp.mlp_tile_size, int):
+        return _with(run, f"--compile auto: false, since --mlp_tile_size {fsdp.mlp_tile_size} is given", compile=False)
     if obstacle := why_not_compiled(fsdp, run.devices.parallelism):
         return _with(run, f"--compile auto: false, since fsdp cannot with {obstacle}, but fsdp2 can", compile=False)
     missing = missing_compiler() or (None if importlib.util.find_spec("triton") else "package triton")
