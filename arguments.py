@@ -446,8 +446,8 @@ class FSDPArguments:
     activation_offload: bool = False
     """With full: keep the stored inputs in pinned host memory until the backward pass."""
     mlp_tile_size: RowLength | Literal["auto", "none"] = "auto"
-    """Compute each layer's MLP and norms in tiles of so many tokens, again in the backward pass, so that longer rows fit;
-    not with --compile true. auto takes tiles of 4096 on a GPU if the run does not fit with all layers recomputed.
+    """Compute MLP and norms in tiles of so many tokens, and again in the backward pass, so that longer rows fit; not in
+    compiled layers. auto takes tiles of 4096 on a GPU if the run does not fit with all layers recomputed.
     """
     compile: bool | Literal["auto"] = "auto"
     """Compile the decoder layers and a bf16 optimizer step: the first step takes a minute longer, others are faster;

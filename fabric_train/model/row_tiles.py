@@ -34,7 +34,7 @@ def _is_plain(module: nn.Module) -> bool:
     """Return whether this is a linear layer or computes each number alone, without dropout."""
     if isinstance(module, nn.Dropout):
         return module.p == 0
-    return isinstance(module, nn.Linear) or not (list(module.children()) or list(module.parameters()))
+    return isinstance(module, nn.Linear) or not any(True for _ in (*module.children(), *module.parameters()))
 
 
 def tile_rows(model: Any, layers: Sequence[nn.Module], size: int) -> None:
@@ -129,7 +129,7 @@ def tiles_of(num_tokens: int, size: int) -> Iterable[slice]:
 
 def two_tiles_of(num_tokens: int, size: int) -> Iterable[slice]:
     """Return the first two tiles: for a trace of memory, since the others take what these have freed."""
-    return list(tiles_of(num_tokens, size))[:2]
+    return [slice(begin, min(begin + size, num_tokens)) for begin in (0, size) if begin < num_tokens]
 
 
 @contextmanager
@@ -141,8 +141,8 @@ def _replaced(owners: list[tuple[nn.Module, str]], tensors: list[torch.Tensor]) 
     try:
         yield
     finally:
-        for (owner, name), tensor in zip(owners, before, strict=True):
-            if tensor is None:
+        for (owner, name), found in zip(owners, before, strict=True):
+            if found is None:
                 del vars(owner)[name]
             else:
-                vars(owner)[name] = tensor
+                vars(owner)[name] = found

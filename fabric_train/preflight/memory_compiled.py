@@ -90,8 +90,8 @@ def _trace(function: Compiled, num_weights: int) -> Compiled:
     )
 
 
-def _run_buffers(graph: GraphModule, _: Sequence[Any]) -> Compiled:
-    buffers = _Buffers(graph)
+def _run_buffers(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+    buffers = _Buffers(gm)
 
     def run(args: list[Any]) -> list[Any]:
         return buffers.run(args)
