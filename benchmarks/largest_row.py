@@ -1,6 +1,6 @@
-"""Print the longest rows of Llama-3-8B on one GPU by the plan, for docs/long_rows.md: ``python -m benchmarks.largest_row``.
+"""Print the longest rows of Llama-3-8B on one GPU by the plan: ``python -m benchmarks.largest_row``.
 
-Nothing is measured. All layers are recomputed from inputs that are kept in host memory, with and without tiles.
+It is for docs/long_rows.md. Nothing is measured. All layers are recomputed from inputs that are kept in host memory, with and without tiles.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,9 @@ TABLE = (
 
 def main() -> None:
     """Print the table in Markdown."""
-    print("| GPU | trains | whole rows | in tiles | of that: weights, gradients, optimizer | activations | host memory |")
+    print(
+        "| GPU | trains | whole rows | in tiles | of that: weights, gradients, optimizer | activations | host memory |"
+    )
     print("|---|---|---:|---:|---:|---:|---:|")
     for row in TABLE:
         whole, tiled = (longest(row, tiles) for tiles in TILES)
@@ -80,7 +82,9 @@ def forecast(row: Row, length: int, tiles: str) -> Forecast:
     arguments = parse(TrainArguments, words.split())
     plan = StepPlan(None, 1, 1, 1, 1, 1, None, 10, length)
     memory = parse_size(row.memory) or 0
-    return RunRequest(arguments, (_shape(arguments),), plan, "single", False, True, memory, is_elsewhere=True).forecast()
+    return RunRequest(
+        arguments, (_shape(arguments),), plan, "single", False, True, memory, is_elsewhere=True
+    ).forecast()
 
 
 def _shape(arguments: TrainArguments) -> ModelShape:
