@@ -1,4 +1,4 @@
-"""Choose what an ``auto`` stands for: compiled layers, what is recomputed, tiles along the row."""
+"""Choose what an ``auto`` stands for: compiled or not, how much is computed again, tiles along the row or not."""
 
 import importlib.util
 from bisect import bisect_left

@@ -160,7 +160,7 @@ class _Buffers:
         return target(*args, **node.kwargs)
 
     def _plan(self, nodes: list[Node], returned: set[Node]) -> list[_Step]:
-        """Return a step for each buffer, first those of the inputs."""
+        """Return a step for each buffer, the inputs first."""
         steps = [_Step(node) for node in nodes if node in self._stored or node in self._inputs]
         last: dict[Node, _Step] = {}
         for step in steps:

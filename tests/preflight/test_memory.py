@@ -129,7 +129,7 @@ def test_compiled_layers_take_what_an_h200_measured(preset: str, num_rows: int, 
 
 @pytest.mark.parametrize("budget", [1.0, 0.4])
 def test_a_compiled_layer_keeps_on_a_cpu_what_the_plan_counts(budget: float) -> None:
-    """Compile a layer with real tensors, and compare the tensors that autograd keeps with those of the trace."""
+    """Compile a layer with real tensors, and compare the bytes that autograd keeps with the trace."""
     config = LlamaConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=1, num_attention_heads=4)
     config._attn_implementation = "sdpa"
     torch._dynamo.reset()  # else the code that another budget compiled is used
