@@ -1,6 +1,7 @@
 """Print the longest rows of Llama-3-8B on one GPU by the plan: ``python -m benchmarks.largest_row``.
 
-It is for docs/long_rows.md. Nothing is measured. All layers are recomputed from inputs that are kept in host memory, with and without tiles.
+It is for docs/long_rows.md. Nothing is measured. All layers are recomputed, from inputs that are kept in host memory,
+with and without tiles.
 """
 
 from dataclasses import dataclass
