@@ -1,7 +1,7 @@
 """Compute the MLP and the norms of a model in tiles along the row, so that long rows need less memory.
 
-Both work on each token alone. So a tile of tokens is computed at a time, and again in the backward pass. The inner tensors
-of an MLP, each about 3.5 times as large as its input, exist for one tile only. It is the tiled MLP of ALST
+Both work on each token alone. So a tile of tokens is computed at a time, and again in the backward pass. The inner
+tensors of an MLP, each about 3.5 times as large as its input, exist for one tile only. It is the tiled MLP of ALST
 (arXiv:2506.13996). Results are exact; only the sum of a weight's gradient over the tiles has another order.
 """
 
