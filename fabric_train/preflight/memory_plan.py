@@ -215,12 +215,12 @@ def _changes(request: RunRequest) -> Iterator[dict[str, Any]]:
         yield {"gradient_reduction": "micro_batch", **eager}
     if arguments.fsdp.activation_checkpointing != "full":
         yield {"activation_checkpointing": "full"}
-    if tiles := change_to_tiles(request):
-        yield tiles
     size = arguments.training.micro_batch_size
     while size > 1:
         size //= 2
         yield {"micro_batch_size": size}
+    if tiles := change_to_tiles(request):
+        yield tiles
     of_copy = world_size // (arguments.device.num_nodes if arguments.fsdp.is_hybrid else 1)
     of_copy //= arguments.fsdp.tensor_parallel_size
     for size in range(2 * arguments.fsdp.context_parallel_size, of_copy + 1):

@@ -215,12 +215,12 @@ def test_run_that_does_not_fit_is_refused_with_a_change_that_fits(llama: ModelSh
 
 
 def test_ranks_that_share_rows_are_offered_for_long_ones(llama: ModelShape) -> None:
-    tried = wanted(llama, 8, 40, "--parallelism", "fsdp2", "--activation_checkpointing", "full", length=131_072)
+    given = ("--parallelism", "fsdp2", "--activation_checkpointing", "full", "--mlp_tile_size", "4k")
+    tried = wanted(llama, 8, 40, *given, length=131_072)
     alone = tried.forecast()
     (fault,) = faults_of(replace(tried, device_memory=alone.device_bytes * 3 // 4), alone)
     assert "; with --context_parallel_size 2 it would need " in fault
-    given = ("--parallelism", "fsdp2", "--activation_checkpointing", "full", "--context_parallel_size", "4")
-    shared = wanted(llama, 8, 40, *given, rows=2, length=131_072)
+    shared = wanted(llama, 8, 40, *given, "--context_parallel_size", "4", rows=2, length=131_072)
     forecast = shared.forecast()
     *_, gathered, reduced = forecast.collectives
     keys = 16 * 2 * 8 * 64 * 32_768 * 3  # 16 layers, keys and values of 8 heads of 64, sent to three ranks
