@@ -219,7 +219,7 @@ def test_ranks_that_share_rows_are_offered_for_long_ones(llama: ModelShape) -> N
     tried = wanted(llama, 8, 40, *given, length=131_072)
     alone = tried.forecast()
     (fault,) = faults_of(replace(tried, device_memory=alone.device_bytes * 3 // 4), alone)
-    assert "; with --context_parallel_size 2 it would need " in fault
+    assert " --context_parallel_size 2 it would need " in fault
     shared = wanted(llama, 8, 40, *given, "--context_parallel_size", "4", rows=2, length=131_072)
     forecast = shared.forecast()
     *_, gathered, reduced = forecast.collectives
