@@ -445,6 +445,10 @@ class FSDPArguments:
     """
     activation_offload: bool = False
     """With full: keep the stored inputs in pinned host memory until the backward pass."""
+    mlp_tile_size: RowLength | Literal["auto", "none"] = "auto"
+    """Compute MLP and norms in tiles of so many tokens, and again in the backward pass, so that longer rows fit; not in
+    compiled layers. auto takes tiles of 4096 on a GPU if the run does not fit with all layers recomputed.
+    """
     compile: bool | Literal["auto"] = "auto"
     """Compile the decoder layers and a bf16 optimizer step: the first step takes a minute longer, others are faster;
     auto compiles on a GPU if the run takes so long that this pays.
@@ -472,6 +476,7 @@ class FSDPArguments:
             faults.append(f"--cpu_offload true needs --parallelism fsdp or fsdp2, not {self.parallelism}")
         if self.activation_offload and self.activation_checkpointing != "full":
             faults.append("--activation_offload true needs --activation_checkpointing full: it moves what that stores")
+        faults += self._faults_of_tiles()
         if self.gradient_reduction == "micro_batch" and self.parallelism in ("ddp", "single"):
             faults.append(f"--gradient_reduction micro_batch needs --parallelism fsdp or fsdp2, not {self.parallelism}")
         if self.parallelism == "fsdp2" and self.sharding_strategy == "NO_SHARD":
@@ -479,6 +484,19 @@ class FSDPArguments:
         for name in ("tensor_parallel_size", "context_parallel_size"):
             if self.parallelism != "fsdp2" and (size := getattr(self, name)) > 1:
                 faults.append(f"--{name} {size} needs --parallelism fsdp2, not {self.parallelism}")
+        return faults
+
+    def _faults_of_tiles(self) -> list[str]:
+        given = f"--mlp_tile_size {self.mlp_tile_size}"
+        if not isinstance(self.mlp_tile_size, int):
+            return []
+        faults = [f"{given} does not work with --compile true; leave one out"] if self.compile is True else []
+        if self.activation_checkpointing == "selective":
+            faults.append(f"{given} does not work with --activation_checkpointing selective; give full or none")
+        if self.tensor_parallel_size > 1:
+            faults.append(
+                f"{given} does not work with --tensor_parallel_size {self.tensor_parallel_size}; leave one out"
+            )
         return faults
 
 

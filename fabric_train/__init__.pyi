@@ -134,6 +134,7 @@ def train(
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto",
     activation_memory_budget: float = 0.5,
     activation_offload: bool = False,
+    mlp_tile_size: int | str | Literal["auto", "none"] = "auto",
     compile: bool | Literal["auto"] = "auto",
     resume: bool = False,
     checkpoint: StrPath | None = None,

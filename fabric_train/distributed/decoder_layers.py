@@ -40,9 +40,16 @@ _DOCUMENT_BORDERS = r"L\['kwargs'\]\['(cu_seq_lens|max_length)_[qk]'\]"
 """torch's names of the arguments with which transformers passes document borders to a layer; see ``packed_forward``."""
 
 
-def kept_share(fsdp: "FSDPArguments") -> float:
-    """Return the share of a layer's activations that is kept: 1 without checkpointing, 0 for its input only."""
-    return {"full": 0.0, "selective": fsdp.activation_memory_budget}.get(fsdp.activation_checkpointing, 1.0)
+def shares_kept(fsdp: "FSDPArguments") -> tuple[float, float | None]:
+    """Return the shares of a layer's activations that checkpointing and the compiler keep; None: it is not compiled.
+
+    A share is 1 without checkpointing and 0 for the layer's input only. In a compiled layer the compiler itself chooses
+    what selective checkpointing keeps; with full checkpointing the whole compiled layer runs again.
+    """
+    share = {"full": 0.0, "selective": fsdp.activation_memory_budget}.get(fsdp.activation_checkpointing, 1.0)
+    if fsdp.compile is not True:
+        return share, None
+    return (1.0, share) if 0 < share < 1 else (share, 1.0)
 
 
 def checkpoint_layers(layers: Iterable[nn.Module], budget: float = 0.0, offloads: bool = False) -> None:

@@ -50,6 +50,7 @@ def check_xla_arguments(arguments: "TrainArguments", num_processes: int) -> None
         "compile": fsdp.compile is True,
         "cpu_offload": fsdp.cpu_offload,
         "activation_offload": fsdp.activation_offload,
+        "mlp_tile_size": isinstance(fsdp.mlp_tile_size, int),
         "float8": arguments.model.float8,
         "adapter": arguments.adapter.is_given,
         "train_only": bool(arguments.model.train_only),

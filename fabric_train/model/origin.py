@@ -86,7 +86,7 @@ class ReferenceModel:
 SPLIT_ARGUMENTS = (
     *("parallelism", "micro_batch_size", "gradient_accumulation_steps", "sharding_strategy"),
     *("tensor_parallel_size", "context_parallel_size", "cpu_offload", "gradient_reduction", "compile"),
-    "activation_checkpointing",
+    *("activation_checkpointing", "mlp_tile_size"),
 )
 """Arguments that change the order of additions, and so the last digits of the losses."""
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.cluster_environment import set_group_timeouts
-from fabric_train.distributed.decoder_layers import checkpoint_layers, compile_layers, kept_share
+from fabric_train.distributed.decoder_layers import checkpoint_layers, compile_layers, shares_kept
 from fabric_train.distributed.precision import average_in_fp32, check_gpu_has_float8, convert_to_float8, gathered_dtype
 from fabric_train.distributed.strategy import (
     FSDP1Strategy,
@@ -26,6 +26,7 @@ from fabric_train.distributed.strategy import (
 from fabric_train.model.adapter import AdaptedWeights, materialize, start_magnitudes, without_adapters
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.load_weights import read_weights
+from fabric_train.model.row_tiles import tile_rows
 from fabric_train.model.weight_files import Weights
 
 if TYPE_CHECKING:
@@ -86,12 +87,14 @@ def setup_model(
             convert_to_float8(_layers(model, layer_classes))
     if isinstance(fabric.strategy, FSDP2Strategy) and arguments.fsdp.tensor_parallel_size > 1:
         parallelize_layers(model, fabric.strategy.device_mesh["tensor"])
-    layers, budget, compiles = _layers(model, layer_classes), kept_share(arguments.fsdp), arguments.fsdp.compile is True
-    is_selective = 0 < budget < 1  # then the compiler itself chooses what to keep; else the compiled layer runs again
-    if compiles:
-        compile_layers(layers, any_length, budget if is_selective else 1.0)
-    if budget < 1 and not (compiles and is_selective):
-        checkpoint_layers(layers, budget, arguments.fsdp.activation_offload)
+    layers = _layers(model, layer_classes)
+    kept, kept_by_compiler = shares_kept(arguments.fsdp)
+    if isinstance(arguments.fsdp.mlp_tile_size, int):
+        tile_rows(model, layers, arguments.fsdp.mlp_tile_size)
+    if kept_by_compiler is not None:
+        compile_layers(layers, any_length, kept_by_compiler)
+    if kept < 1:
+        checkpoint_layers(layers, kept, arguments.fsdp.activation_offload)
     model.train()
     replicated = materialize(model, fabric.device)
     if weights and not isinstance(fabric.strategy, FSDPStrategy | FSDP2Strategy):

@@ -23,11 +23,14 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fabric_train.data.batch import Batch, Targets
-from fabric_train.distributed.decoder_layers import checkpoint_layers, kept_share
+from fabric_train.distributed.decoder_layers import checkpoint_layers, shares_kept
+from fabric_train.model import row_tiles
 from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.lm_head_loss import compute_loss_in_head, traced_as
 from fabric_train.model.trained_parts import IN_LAYER, freeze_other_parts
+from fabric_train.preflight.memory_attention import attention_of_slices, attention_on_gpu
+from fabric_train.preflight.memory_compiled import compile_for_trace
 from fabric_train.training.objective import CrossEntropy
 
 if TYPE_CHECKING:
@@ -37,53 +40,6 @@ _TRACED_LAYERS = 3
 LayerKind = frozenset[str] | None
 """The parameters that train in a layer, by their names in it; None: all of the model, or an adapter."""
 BELOW: LayerKind = frozenset(["below all that trains"])
-
-
-def attention_on_gpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Do what ``scaled_dot_product_attention`` does on a recent GPU (torch/nn/functional.py, with the same arguments).
-
-    Without a mask and in 16 bits it is the flash kernel, which takes fewer heads of keys and values. Otherwise it is
-    the memory-efficient kernel, which takes a mask as numbers to add.
-    """
-    aten: Any = torch.ops.aten
-    if attn_mask is None and query.dtype != torch.float32:
-        found: tuple[torch.Tensor, ...] = aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )
-        return found[0]
-    if enable_gqa:
-        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
-        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-    found = aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
-    )
-    return found[0]
-
-
-def attention_of_slices(attention: Callable[..., torch.Tensor], num_ranks: int) -> Callable[..., torch.Tensor]:
-    """Let an attention take the keys and values of several ranks, whose gradients are added in fp32.
-
-    Here each rank repeats its own, which takes as much memory; see ``model.context_parallel``.
-    """
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **given: Any) -> torch.Tensor:
-        key, value = (each.float().repeat(1, 1, num_ranks, 1).to(each.dtype) for each in (key, value))
-        return attention(query, key, value, *more, **given)
-
-    return attend
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -215,7 +171,9 @@ class _Traced:
     attention: str
     masks: bool
     loss_in_head: bool
-    budget: float
+    kept: float  # see ``decoder_layers.shares_kept``
+    kept_by_compiler: float | None
+    tile_size: int | None  # see ``row_tiles``
     batch: MicroBatch
     adapter: Adapter | None
     kinds: tuple[LayerKind, ...]
@@ -233,6 +191,8 @@ def _trace(
     # flash, flex and variable-length attention keep the same tensors as sdpa's fused kernel, without its mask
     attention = "eager" if arguments.model.attention == "eager" else "sdpa"
     config = _cut(shape.config, len(kinds))
+    kept, kept_by_compiler = shares_kept(arguments.fsdp)
+    tile_size = arguments.fsdp.mlp_tile_size
     return _trace_once(
         _Traced(
             described=f"{type(config)} {config.to_json_string(use_diff=False)}",
@@ -241,7 +201,9 @@ def _trace(
             attention=attention,
             masks=batch.has_borders and shape.config._attn_implementation == attention,
             loss_in_head=arguments.model.precision != "16-mixed",  # as model.parallelize.setup_model does
-            budget=kept_share(arguments.fsdp),
+            kept=kept,
+            kept_by_compiler=kept_by_compiler,
+            tile_size=tile_size if isinstance(tile_size, int) else None,
             batch=batch,
             adapter=shape.adapter,
             kinds=kinds,
@@ -252,8 +214,9 @@ def _trace(
 
 @cache  # a choice of ``auto`` and the plan of it take the same trace, which takes seconds
 def _trace_once(given: _Traced) -> Activations:
-    batch, budget = given.batch, given.budget
+    batch = given.batch
     with ExitStack() as kernels, FakeTensorMode():
+        kernels.enter_context(patch.object(row_tiles, "tiles_of", row_tiles.two_tiles_of))
         if batch.on_gpu:
             kernels.enter_context(traced_as("cuda"))
             kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention_on_gpu))
@@ -272,8 +235,13 @@ def _trace_once(given: _Traced) -> Activations:
         live = _LiveBytes(model)
         if given.loss_in_head:
             compute_loss_in_head(model)
-        if budget < 1:
-            checkpoint_layers(layers, budget)
+        if given.tile_size:
+            row_tiles.tile_rows(model, layers, given.tile_size)
+        if given.kept_by_compiler is not None:
+            same = replace(given, described="", kinds=(), trained=frozenset(), kept=1.0)
+            compile_for_trace(layers, given.kept_by_compiler, same)
+        if given.kept < 1:
+            checkpoint_layers(layers, given.kept)
         ids = torch.zeros(batch.num_rows, batch.length, dtype=torch.int64)
         positions = torch.arange(batch.num_rows * (batch.length - 1))
         targets = Targets(positions, torch.zeros_like(positions))
@@ -283,7 +251,7 @@ def _trace_once(given: _Traced) -> Activations:
             with torch.autocast("cpu", batch.autocast, enabled=batch.autocast is not None):
                 return CrossEntropy().loss(model, Batch(ids, ids, targets=targets)).total
 
-        if 0 < budget < 1:
+        if 0 < given.kept < 1 or given.kept_by_compiler is not None:
             forward()  # the first pass chooses the tensors to keep
         peaks = _drop_gradients(model, layers, live, batch.by_unit)
         with live:

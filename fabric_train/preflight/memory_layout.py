@@ -11,6 +11,7 @@ from fabric_train.distributed.precision import gathered_dtype, weights_dtype
 from fabric_train.model.adapter import is_of_adapter
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.nf4 import NF4Linear, quantize_layers
+from fabric_train.model.row_tiles import why_not_tiled
 from fabric_train.optim.optimizer import build_optimizer
 from fabric_train.training.prepared_run import StepPlan
 
@@ -219,6 +220,13 @@ def _build_on_meta(shape: ModelShape, itemsize: int) -> tuple[Any, list[nn.Modul
     if shape.adapter and shape.adapter.base_weights:
         quantize_layers(layers, {2: torch.bfloat16, 4: torch.float32}[itemsize], shape.adapter.train_also)
     return model, layers
+
+
+def why_no_tiles(shape: ModelShape) -> str | None:
+    """Return why ``--mlp_tile_size`` does not work with a model, or None."""
+    if shape.adapter and shape.adapter.dropout > 0:
+        return f"--lora_dropout {shape.adapter.dropout} would drop other numbers when a tile is computed again"
+    return why_not_tiled(_build_on_meta(shape, 4)[1])
 
 
 def _numel(module: nn.Module) -> int:

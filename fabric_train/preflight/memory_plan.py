@@ -1,15 +1,11 @@
-"""Whether a run fits: ``--plan`` prints what it takes, ``auto`` chooses what fits, a start checks the obvious."""
+"""Whether a run fits: ``--plan`` prints what it takes and what would fit, a start checks the obvious."""
 
-import importlib.util
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -19,38 +15,19 @@ from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.data.row_slices import borders_of, count_keys, deal_chunks
 from fabric_train.data.streaming import Stream
-from fabric_train.distributed.decoder_layers import missing_compiler
 from fabric_train.distributed.memory import device_memory, machine_memory
-from fabric_train.distributed.precision import compute_dtype
-from fabric_train.distributed.strategy import why_not_compiled
 from fabric_train.files.atomic_folder import nearest_existing
-from fabric_train.model.flops import ModelFlops, peak_flops
+from fabric_train.model.flops import ModelFlops
+from fabric_train.model.row_tiles import TILE_SIZE
 from fabric_train.preflight.memory_forecast import Forecast, RunRequest
-from fabric_train.preflight.memory_layout import bytes_of_states, read_units
+from fabric_train.preflight.memory_layout import bytes_of_states, read_units, why_no_tiles
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_mixture, describe_parts, describe_phases, facts_table
 
 _PAGE = "docs/reference/errors.md#does-not-fit"
-_KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations", "communication")
-
-_USABLE_SHARE = 0.9
-"""Of a device's memory. The rest is for what the plan does not know, such as gaps between the allocator's blocks."""
-_CHOICES: list[dict[str, Any]] = [
-    {"activation_checkpointing": "none"},
-    *({"activation_checkpointing": "selective", "activation_memory_budget": tenths / 10} for tenths in range(9, 0, -1)),
-    {"activation_checkpointing": "full"},
-]
-"""What ``--activation_checkpointing auto`` chooses from; each takes less memory than the one before."""
-
-# On an H200 (docs/performance.md, "Measured on a GPU"), the first compiled step took 7 s more and each later one a
-# fifth less; without compiling, MFU was 46 %. Evaluation and rows of several documents are compiled again, and not
-# every host is that fast.
-_SECONDS_TO_COMPILE = 30.0
-_SHARE_SAVED = 0.15
-_UTILIZATION = 0.45
 _BALANCED = 64  # micro-batches in which the work of ranks that share rows is compared
-_PEAK_OF_A100 = 312e12  # FLOP/s, taken for a GPU whose peak is not known
+_KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations", "communication")
 
 
 def print_plan(run: PreparedRun) -> None:
@@ -242,6 +219,8 @@ def _changes(request: RunRequest) -> Iterator[dict[str, Any]]:
     while size > 1:
         size //= 2
         yield {"micro_batch_size": size}
+    if tiles := change_to_tiles(request):
+        yield tiles
     of_copy = world_size // (arguments.device.num_nodes if arguments.fsdp.is_hybrid else 1)
     of_copy //= arguments.fsdp.tensor_parallel_size
     for size in range(2 * arguments.fsdp.context_parallel_size, of_copy + 1):
@@ -253,6 +232,16 @@ def _changes(request: RunRequest) -> Iterator[dict[str, Any]]:
     for number in (2 * devices, 4 * devices, 8 * devices):
         sharded = {"parallelism": "fsdp"} if request.parallelism == "single" else {}
         yield {**sharded, "devices": number}
+
+
+def change_to_tiles(request: RunRequest) -> dict[str, Any]:
+    """Return the change to tiles, empty if these do not work."""
+    fsdp = request.arguments.fsdp
+    is_possible = fsdp.tensor_parallel_size == 1 and not request.arguments.model.float8
+    if isinstance(fsdp.mlp_tile_size, int) or not is_possible or why_no_tiles(request.largest):
+        return {}
+    change = {"activation_checkpointing": "full", "mlp_tile_size": TILE_SIZE}
+    return change | ({"compile": False} if fsdp.compile is True else {})
 
 
 def _split_again(plan: StepPlan, micro_batch_size: int, world_size: int) -> StepPlan:
@@ -337,72 +326,3 @@ def _numbers(*columns: str) -> Table:
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:,.2f}" if size else ""
-
-
-def resolve_automatic(run: PreparedRun) -> PreparedRun:
-    """Return the run with ``auto`` replaced in its arguments, and a note on each choice.
-
-    Nothing is recomputed or compiled without a GPU, or for evaluation alone, and there is no note.
-    """
-    fsdp, evaluation = run.arguments.fsdp, run.arguments.evaluation
-    is_trivial = run.devices.accelerator != "cuda" or evaluation.eval_only
-    if fsdp.activation_checkpointing == "auto":
-        run = _with(run, activation_checkpointing="none") if is_trivial else _choose_checkpointing(run)
-    if fsdp.compile == "auto":
-        run = _with(run, compile=False) if is_trivial or evaluation.self_check else _choose_compile(run)
-    return run
-
-
-def _choose_checkpointing(run: PreparedRun) -> PreparedRun:
-    """Take the least recomputation with which the plan fits into the memory of a device."""
-    usable = round(_USABLE_SHARE * make_request(run).device_memory)
-
-    @cache
-    def needed(choice: int) -> int:
-        return make_request(_with(run, **_CHOICES[choice])).forecast().device_bytes
-
-    try:
-        choice = 0
-        if needed(0) > usable:  # the last one is taken if nothing fits
-            choice = 1 + bisect_left(range(1, len(_CHOICES) - 1), True, key=lambda each: needed(each) <= usable)
-        reason = f"which needs {show_size(needed(choice))} of the {show_size(usable)} that a run may take of a device"
-        more = f"; none would need {show_size(needed(0))}" if choice else ""
-    except RuntimeError:
-        reason = "the memory of the model's activations cannot be computed"
-        return _with(run, f"--activation_checkpointing auto: none, since {reason}", activation_checkpointing="none")
-    options = _CHOICES[choice]
-    chosen = " --activation_memory_budget ".join(map(str, options.values()))
-    return _with(run, f"--activation_checkpointing auto: {chosen}, {reason}{more}", **options)
-
-
-def _choose_compile(run: PreparedRun) -> PreparedRun:
-    fsdp = run.arguments.fsdp
-    if run.arguments.model.float8:
-        return _with(run, "--compile auto: true, since float8 needs it", compile=True)
-    if obstacle := why_not_compiled(fsdp, run.devices.parallelism):
-        return _with(run, f"--compile auto: false, since fsdp cannot with {obstacle}, but fsdp2 can", compile=False)
-    missing = missing_compiler() or (None if importlib.util.find_spec("triton") else "package triton")
-    if missing and not run.arguments.planning.plans_for_others:
-        return _with(run, f"--compile auto: false, since there is no {missing}", compile=False)
-    seconds = _seconds_of_training(run)
-    pays = _SHARE_SAVED * seconds > _SECONDS_TO_COMPILE
-    reason = f"the run takes about {_show_time(seconds)} and compiling about {_show_time(_SECONDS_TO_COMPILE)}"
-    return _with(run, f"--compile auto: {str(pays).lower()}, since {reason}", compile=pays)
-
-
-def _seconds_of_training(run: PreparedRun) -> float:
-    """Estimate how long the run's steps take without compiling, also those before a resume: nothing changes by it."""
-    plan, precision = run.plan, run.arguments.model.precision
-    name = "" if run.arguments.planning.plans_for_others else torch.cuda.get_device_name()
-    peak = peak_flops(name, compute_dtype(precision)) or _PEAK_OF_A100
-    flops_of_step = run.model.flops.of([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size
-    return plan.num_steps * flops_of_step / (peak * _UTILIZATION)
-
-
-def _show_time(seconds: float) -> str:
-    return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:,.1f} minutes"
-
-
-def _with(run: PreparedRun, note: str | None = None, **options: Any) -> PreparedRun:
-    arguments = replace(run.arguments, fsdp=replace(run.arguments.fsdp, **options))
-    return replace(run, arguments=arguments, notes=(*run.notes, *([note] if note else [])))

@@ -37,6 +37,7 @@ from fabric_train.model.nf4 import check_installed
 from fabric_train.model.parallelize import check_tensor_parallel
 from fabric_train.model.rope import RopeChange, note_on_rope
 from fabric_train.model.trained_parts import ALL_PARTS, rates_by_name, splits_layers
+from fabric_train.preflight.automatic import resolve_automatic
 from fabric_train.preflight.beginning import choose_beginning, named_checkpoint, starting_point
 from fabric_train.preflight.dataset_check import (
     check_deciding_sources,
@@ -44,7 +45,6 @@ from fabric_train.preflight.dataset_check import (
     longest_row,
     note_on_added_tokens,
 )
-from fabric_train.preflight.memory_plan import resolve_automatic
 from fabric_train.preflight.phases import (
     GivenPhase,
     Stretch,

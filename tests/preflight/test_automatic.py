@@ -14,8 +14,9 @@ from arguments import TrainArguments, parse
 from fabric_train.checkpoint import TrainerState
 from fabric_train.cli.errors import InputError
 from fabric_train.model.hf_model import ModelShape, shape_from_config
+from fabric_train.preflight.automatic import resolve_automatic
 from fabric_train.preflight.memory_forecast import RunRequest
-from fabric_train.preflight.memory_plan import make_request, resolve_automatic
+from fabric_train.preflight.memory_plan import make_request
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, StepPlan
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
@@ -83,7 +84,7 @@ def test_least_recomputation_that_fits_is_chosen() -> None:
         resolved = resolve_automatic(on(memory))
         chosen = resolved.arguments.fsdp
         assert chosen.activation_checkpointing == kind
-        (note,) = resolved.notes
+        note = resolved.notes[0]
         assert note.startswith(f"--activation_checkpointing auto: {kind}")
         if kind == "selective":
             budget = chosen.activation_memory_budget
@@ -91,9 +92,31 @@ def test_least_recomputation_that_fits_is_chosen() -> None:
         assert resolved.given.fsdp.activation_checkpointing == "auto"
 
 
+def test_tiles_are_taken_only_if_recomputing_all_layers_is_not_enough() -> None:
+    shape = shape_of(FEW_LAYERS, 1000)
+
+    def resolved(memory: int, *options: str) -> PreparedRun:
+        given = ("--plan", "true", "--device_memory", f"{memory / 0.9 / 1e9 + 1e-9:.9f}GB", *options)
+        return resolve_automatic(prepared(shape, *given, length=LONG))
+
+    full = ("--activation_checkpointing", "full", "--compile", "false")
+    whole = device_bytes(resolved(1, *full, "--mlp_tile_size", "none"))
+    for usable, size in ((whole + 1_000_000, "none"), (whole - 1_000_000, 4096)):
+        run = resolved(usable, *full)
+        assert run.arguments.fsdp.mlp_tile_size == size
+        assert [line.partition(",")[0] for line in run.notes] == (
+            [] if size == "none" else ["--mlp_tile_size auto: 4096 without compiling"]
+        )
+    assert device_bytes(resolved(1, *full)) < whole
+    (note,) = resolved(1, "--activation_checkpointing", "full", "--mlp_tile_size", "8k").notes
+    assert note == "--compile auto: false, since --mlp_tile_size 8192 is given"
+    compiled = resolved(1, "--activation_checkpointing", "full", "--compile", "true")
+    assert compiled.arguments.fsdp.mlp_tile_size == "none"
+
+
 def test_what_is_given_stays_and_a_cpu_does_neither(shape: ModelShape) -> None:
     given = ("--activation_checkpointing", "full", "--compile", "true")
-    run = prepared(shape, *given)
+    run = prepared(shape, *given, "--mlp_tile_size", "none")
     assert resolve_automatic(run) == run
     for options, accelerator in (([], "cpu"), (["--eval_only", "true"], "cuda")):
         resolved = resolve_automatic(prepared(shape, *options, accelerator=accelerator))

@@ -9,14 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import parse_size
 from fabric_train.cli.errors import InputError
+from fabric_train.distributed.decoder_layers import compile_layers
 from fabric_train.model.flops import Attention, ModelFlops
 from fabric_train.model.hf_model import ModelShape, read_shape, with_parts
+from fabric_train.model.init_weights import new_shape
 from fabric_train.model.trained_parts import Parts
 from fabric_train.preflight.memory_activations import MicroBatch, _kinds, _trace, trace_activations
+from fabric_train.preflight.memory_compiled import compile_for_trace
 from fabric_train.preflight.memory_forecast import RunRequest, collectives_of_step
 from fabric_train.preflight.memory_layout import Layout, Units, offloaded_bytes
 from fabric_train.preflight.memory_plan import busiest_rank, faults_of
@@ -109,6 +114,50 @@ def test_a_mask_costs_itself_and_copies_of_the_heads(llama: ModelShape) -> None:
     assert masked.kept - plain.kept == pytest.approx(expected, rel=1e-5)
 
 
+MEASURED_COMPILED = [("llama-3.2-1b", 4, 32_369_103_872), ("llama-3-8b", 1, 86_297_837_568)]
+"""Preset, rows at once and peak bytes on an H200: benchmarks/results/gpu-first-hour-2026-11-22-nvidia-h200.json."""
+
+
+@pytest.mark.parametrize(("preset", "num_rows", "measured"), MEASURED_COMPILED)
+def test_compiled_layers_take_what_an_h200_measured(preset: str, num_rows: int, measured: int) -> None:
+    model = parse(TrainArguments, ["--train_data_dir", "x", "--output_dir", "y", "--config", f"configs/{preset}.yaml"])
+    shape = new_shape(model.model, model.fsdp.auto_wrap_policy)
+    options = ["--parallelism", "single", "--micro_batch_size", str(num_rows), "--compile", "true"]
+    planned = wanted(shape, 1, 141, *options, rows=4 * num_rows).forecast()
+    assert planned.budget.most.total == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.4])
+def test_a_compiled_layer_keeps_on_a_cpu_what_the_plan_counts(budget: float) -> None:
+    """Compile a layer with real tensors, and compare the bytes that autograd keeps with the trace."""
+    config = LlamaConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=1, num_attention_heads=4)
+    config._attn_implementation = "sdpa"
+    torch._dynamo.reset()  # else the code that another budget compiled is used
+    inputs = torch.randn(1, 128, 64, requires_grad=True)
+    positions = torch.ones(1, 128, 16), torch.zeros(1, 128, 16)
+
+    def kept(traced: bool) -> int:
+        layer = LlamaDecoderLayer(config, 0)
+        own = {weight.untyped_storage()._cdata for weight in layer.parameters()}
+        sizes: dict[int, int] = {}
+
+        def record(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                sizes[storage._cdata] = storage.nbytes()
+            return tensor
+
+        if traced:
+            compile_for_trace([layer], budget, "on a CPU")
+        else:
+            compile_layers([layer], False, budget)
+        with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+            layer(inputs, position_embeddings=positions)
+        return sum(sizes.values())
+
+    assert kept(traced=True) == kept(traced=False)
+
+
 # ----------------------------------------------------------------------------------------------------------- traffic
 
 
@@ -166,12 +215,12 @@ def test_run_that_does_not_fit_is_refused_with_a_change_that_fits(llama: ModelSh
 
 
 def test_ranks_that_share_rows_are_offered_for_long_ones(llama: ModelShape) -> None:
-    tried = wanted(llama, 8, 40, "--parallelism", "fsdp2", "--activation_checkpointing", "full", length=131_072)
+    given = ("--parallelism", "fsdp2", "--activation_checkpointing", "full", "--mlp_tile_size", "4k")
+    tried = wanted(llama, 8, 40, *given, length=131_072)
     alone = tried.forecast()
     (fault,) = faults_of(replace(tried, device_memory=alone.device_bytes * 3 // 4), alone)
-    assert "; with --context_parallel_size 2 it would need " in fault
-    given = ("--parallelism", "fsdp2", "--activation_checkpointing", "full", "--context_parallel_size", "4")
-    shared = wanted(llama, 8, 40, *given, rows=2, length=131_072)
+    assert " --context_parallel_size 2 it would need " in fault
+    shared = wanted(llama, 8, 40, *given, "--context_parallel_size", "4", rows=2, length=131_072)
     forecast = shared.forecast()
     *_, gathered, reduced = forecast.collectives
     keys = 16 * 2 * 8 * 64 * 32_768 * 3  # 16 layers, keys and values of 8 heads of 64, sent to three ranks
