@@ -32,8 +32,7 @@ class EvaluateArguments:
     """Compare models by their loss on texts, with confidence intervals; evaluate each checkpoint of a run as it trains
 
     PROGRAM --models models/llama-3-8b runs/1/best runs/1 --texts es=es.jsonl ca=ca/ --output_dir eval/1
-    PROGRAM --models meta-llama/Meta-Llama-3-8B runs/1/all --max_length 4k --overlap 1k --output_dir eval/2
-    PROGRAM --models models/llama-3-8b runs/1/best --needle 4k 32k 128k --texts es=books.jsonl --output_dir eval/3
+    PROGRAM --models models/llama-3-8b runs/1/all --needle 4k 32k 128k --texts es=books.jsonl --output_dir eval/2
     PROGRAM --watch runs/1 --tasks tasks.yaml --texts es=es.jsonl --models models/llama-3-8b
     """
 
