@@ -1,6 +1,6 @@
 """Train Llama shapes on one GPU: speed, model FLOPs utilization (MFU), adapters, pairs, other trainers, large shapes.
 
-All in bf16 on rows of 4,096 tokens.
+All in bf16 on rows of 4,096 tokens, and a few steps on rows of up to 262,144.
 """
 
 import csv
@@ -59,6 +59,8 @@ PROMPT_WORDS, ANSWER_WORDS = 60, 300  # medians of log-normal distributions
 BETA = 0.1
 LAYERS_OF_LARGE = (30, 28, 26, 24, 22, 20)  # each of width 8,192; the first number that trains is the result
 LARGE_OPTIONS = "--parallelism single --activation_checkpointing full --optimizer_states 8bit"
+LONG = {32_768: 3, 131_072: 2, 262_144: 1}  # tokens of a row, and steps; the last step counts
+LONG_OPTIONS = f"{LARGE_OPTIONS} --activation_offload true --mlp_tile_size 4096"
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,13 @@ def measure(work: Path, sizes: str = "") -> Report:
         runs |= interleave(largest, {name: 1}, "gpu", left_out)
         if name in runs:
             break
+    for length, steps in LONG.items():
+        long_rows, name = work / f"rows-{length}", f"{MIDDLE} with rows of {length // 1024}k tokens, single, in tiles"
+        write_rows(ROOT / long_rows, num_rows=steps, length=length)
+        options = f"{LONG_OPTIONS} --max_context_width {length} {sizes}"
+        commands[name] = our_command(MIDDLE, options, long_rows, target, steps=steps)
+        longest: dict[str, Callable[[], GpuRun]] = {name: partial(_run_ours, target, commands[name], enough=0)}
+        runs |= interleave(longest, {name: 1}, "gpu", left_out)
     settings = {
         "precision": "bf16-true",
         "length": LENGTH,
@@ -143,6 +152,7 @@ def measure(work: Path, sizes: str = "") -> Report:
         "steps": STEPS,
         "warm_up_steps": WARM_UP_STEPS,
         "repetitions": REPETITIONS,
+        "steps by tokens of a long row": LONG,
         "medians of the words of pairs": {"prompt": PROMPT_WORDS, "answer": ANSWER_WORDS},
         "pairs of TRL's micro-batch for each row of ours": PAIRS_OF_A_ROW,
     }
@@ -168,12 +178,17 @@ def table(report: Report) -> Table:
     return shown
 
 
-def our_command(preset: str, options: str, rows: Path, target: Path, base: Path | None = None) -> Command:
-    """Return the command that trains a preset with random weights, or the ``base``, into the run folder ``target``."""
+def our_command(
+    preset: str, options: str, rows: Path, target: Path, base: Path | None = None, steps: int | None = None
+) -> Command:
+    """Return the command that trains a preset with random weights, or the ``base``, into the run folder ``target``.
+
+    Given ``steps`` have one micro-batch each.
+    """
     model = f"--model_name {base}" if base else f"--config configs/{preset}.yaml"
     words = f"python -m benchmarks.peers.train_without_saving {model} --train_data_dir {rows}"
-    words += f" --output_dir {target} --accelerator cuda --devices 1 --precision bf16-true --max_step {STEPS}"
-    words += f" --micro_batch_size {ROWS[preset]} --gradient_accumulation_steps {ACCUMULATION}"
+    words += f" --output_dir {target} --accelerator cuda --devices 1 --precision bf16-true --max_step {steps or STEPS}"
+    words += f" --micro_batch_size {ROWS[preset]} --gradient_accumulation_steps {1 if steps else ACCUMULATION}"
     words += f" --lr {LR} --lr_schedule constant --loggers csv {options}"
     return Command(tuple(words.split()))
 
@@ -272,19 +287,19 @@ def _is_peer(name: str) -> bool:
     return name in PEERS or OF_TRL in name
 
 
-def _run_ours(target: Path, command: Command) -> GpuRun:
+def _run_ours(target: Path, command: Command, enough: int | None = None) -> GpuRun:
     shutil.rmtree(ROOT / target, ignore_errors=True)
     run(command)
-    return _with_enough_steps(read_run(target))
+    return _with_enough_steps(read_run(target), enough)
 
 
 def _run_peer(command: Command) -> GpuRun:
     return _with_enough_steps(read_peer(run(command).output))
 
 
-def _with_enough_steps(found: GpuRun) -> GpuRun:
-    """Raise a CommandError if all steps are of the warm-up."""
-    if len(found.tokens_per_second) <= WARM_UP_STEPS:
+def _with_enough_steps(found: GpuRun, enough: int | None = None) -> GpuRun:
+    """Raise a CommandError if there are no more than ``enough`` steps, by default those of the warm-up."""
+    if len(found.tokens_per_second) <= (WARM_UP_STEPS if enough is None else enough):
         raise CommandError(f"it took {len(found.tokens_per_second)} steps, and {WARM_UP_STEPS} of them are not counted")
     return found
 
@@ -319,7 +334,8 @@ def summarize(runs: dict[str, list[GpuRun]], left_out: dict[str, str], gpu: str)
     }
     ways = {}
     for name, of_way in runs.items():
-        speeds = spread([spread(found.tokens_per_second[WARM_UP_STEPS:]).median for found in of_way])
+        counted = (found.tokens_per_second[WARM_UP_STEPS:] or found.tokens_per_second[-1:] for found in of_way)
+        speeds = spread([spread(steps).median for steps in counted])
         factor = mfu_per_speed.get(_trained(name))
         mfu = factor * speeds.median if factor else None
         ways[name] = WaySummary(speeds, mfu, spread([found.peak_bytes for found in of_way]))

@@ -24,6 +24,7 @@ from benchmarks.measure import ROOT
 from sample_data import real_data
 
 gpu.LENGTH, gpu.STEPS, gpu.WARM_UP_STEPS, gpu.REPETITIONS = 256, 3, 1, 1
+gpu.LONG = {512: 2, 1024: 1}
 gpu.PROMPT_WORDS, gpu.ANSWER_WORDS = 4, 12
 gpu.WAYS, gpu.PEERS, gpu.LAYERS_OF_LARGE = {f"{gpu.SMALL}, single": (gpu.SMALL, "--parallelism single")}, {}, ()
 with tempfile.TemporaryDirectory(dir=real_data.CACHE) as folder:
@@ -42,6 +43,7 @@ def test_rows_of_adapters_and_pairs_run_and_what_fails_is_left_out(tmp_path: Pat
     summary = json.loads(finished.stdout.splitlines()[-1])
     quantized = {name for name in gpu.ADAPTED if "QLoRA" in name}  # bitsandbytes has no kernels for such a device
     expected = {f"{gpu.SMALL}, single", *gpu.ADAPTED, *gpu.PAIRED} - quantized
+    expected |= {f"{gpu.MIDDLE} with rows of {length}k tokens, single, in tiles" for length in (0, 1)}
     ours = {name for name in summary["ways"] if gpu.OF_TRL not in name}
     assert ours == expected, summary["left_out"]
     assert quantized <= summary["left_out"].keys()
