@@ -488,7 +488,8 @@ CASES: dict[str, Case] = {
         "train",
         "--train_data_dir datasets/long --total_batch_size 3 --micro_batch_size 2",
         [
-            "datasets/long: rows of train have 300 tokens, model takes 256; tokenize with --max_length 256 or less",
+            "datasets/long: rows of train have 300 tokens, model takes 256; tokenize with --max_length 256 or less, or "
+            "extend the positions: --rope_scaling llama3:2 (docs/long_rows.md)",
             "--total_batch_size 3 is not a multiple of 2, --micro_batch_size 2 on 1 devices; nearest: 2 or 4",
         ],
     ),
