@@ -298,7 +298,7 @@ def _run_peer(command: Command) -> GpuRun:
 
 
 def _with_enough_steps(found: GpuRun, enough: int | None = None) -> GpuRun:
-    """Raise a CommandError if there are no more than ``enough`` steps, by default those of the warm-up."""
+    """Raise a CommandError if there are no more than ``enough`` steps, by default ``WARM_UP_STEPS``."""
     if len(found.tokens_per_second) <= (WARM_UP_STEPS if enough is None else enough):
         raise CommandError(f"it took {len(found.tokens_per_second)} steps, and {WARM_UP_STEPS} of them are not counted")
     return found

@@ -81,6 +81,7 @@ def test_short_documents_are_not_cut_more_than_the_balance_needs() -> None:
     "options",
     [
         {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "full", "mlp_tile_size": 16},
         {"lora_rank": 4, "activation_checkpointing": "full", "precision": "bf16-mixed"},
     ],
 )
