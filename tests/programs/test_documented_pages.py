@@ -78,8 +78,8 @@ STAND_INS = {
     "fabric_train.runs": "",
 }
 """Arguments added to a command of each program, so that it takes a moment: the last value of an argument counts."""
-LEFT_OUT = ("push_to_hub", "license", "decontaminate", "language", "base_weights")
-"""Options that are not run: they need the hub, the files of a task, or packages that are not installed."""
+LEFT_OUT = ("push_to_hub", "license", "decontaminate", "language", "base_weights", "activation_offload")
+"""Options that are not run: they need the hub, the files of a task, packages that are not installed, or a GPU."""
 WITHOUT_PICTURES = "from fabric_train.pages import charts; charts._run = lambda what, text, output: output.touch()"
 """Source that each program executes first: to draw takes more time than all else, and other tests look at pictures."""
 NOT_COMPARED = {
@@ -154,7 +154,7 @@ def stand_ins(
         folder,
         "python tokenize_dataset.py --dataset chats.jsonl --tokenizer_name MODEL --output_dir data/va",
     )
-    for name in ("tokens", "es", "en", "raw", "chats", "ca", "part1", "part2", "part3", "part4"):
+    for name in ("tokens", "es", "en", "raw", "chats", "ca", "books-32k", "part1", "part2", "part3", "part4"):
         shutil.copytree(folder / "data/va", folder / "data" / name)
     train = "python -m fabric_train --model_name MODEL --train_data_dir data/va --output_dir"
     one_step = [
