@@ -127,9 +127,12 @@ def deal_chunks(borders: np.ndarray, num_ranks: int) -> tuple[np.ndarray, int]:
     before it in its document. Each rank gets the same number of chunks: the fewest that balance the work within 2 %, at
     most 8. The chunks with the most work are dealt first, each to the rank that has the least.
     """
-    dealt = [_deal(borders, num_ranks, number) for number in _CHUNKS_OF_RANK]
-    found = min(dealt, key=lambda each: (max(each[2] - 1, _TOLERANCE), len(each[0])))
-    return found[0], found[1]
+    best = _deal(borders, num_ranks, _CHUNKS_OF_RANK[0])
+    for number in _CHUNKS_OF_RANK[1:]:
+        if best[2] <= 1 + _TOLERANCE:
+            break
+        best = min(best, _deal(borders, num_ranks, number), key=lambda dealt: dealt[2])
+    return best[0], best[1]
 
 
 def _deal(borders: np.ndarray, num_ranks: int, chunks_of_rank: int) -> tuple[np.ndarray, int, float]:

@@ -56,12 +56,7 @@ def compare_models(arguments: EvaluateArguments, *, prints: bool = True) -> None
         compare_needles(arguments, models, folder / FOLDER / "downloads", prints=prints)
         check_all_evaluated(damaged)
         return
-    if arguments.texts is not None:
-        texts = open_texts(arguments.texts, arguments.text_column, folder / FOLDER / "downloads")
-    elif run := next((model for model in models if model.checkpoint), None):
-        texts = open_validation_of(Path(run.source))
-    else:
-        raise InputError("--texts is required: no model of --models is a checkpoint, whose validation split could do")
+    texts = _open_texts(arguments, models, folder / FOLDER / "downloads")
     encoded = _encode_for(models, texts, arguments)
     weights = {model.name: model.weights for model in models}
     documents: dict[str, list[str]] = {}
@@ -117,6 +112,15 @@ def check_output(folder: Path) -> None:
     parent = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise InputError(f"--output_dir {folder}: cannot write to {parent}; choose another folder")
+
+
+def _open_texts(arguments: EvaluateArguments, models: Sequence[ComparedModel], downloads: Path) -> list[EvaluatedText]:
+    """Open ``--texts``, or else the validation split of the first model that is a checkpoint."""
+    if arguments.texts is not None:
+        return open_texts(arguments.texts, arguments.text_column, downloads)
+    if run := next((model for model in models if model.checkpoint), None):
+        return open_validation_of(Path(run.source))
+    raise InputError("--texts is required: no model of --models is a checkpoint, whose validation split could do")
 
 
 def _encode_for(

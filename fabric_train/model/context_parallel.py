@@ -113,14 +113,12 @@ class _Exchange:
             self._gradient = gradient.new_zeros(length, *gradient.shape[1:], dtype=torch.float32)
         self._gradient[first:last] += gradient
 
-    def begin_sum(self, length: int, shape: torch.Size) -> None:
+    def begin_sum(self, shape: torch.Size) -> None:
         """Begin to send each rank the gradients of its own keys and values."""
-        total, device = self._gradient, self._chunks.device
-        if total is None:  # nothing here has a gradient, and the others wait for this rank
-            total = torch.zeros(length, *shape[1:], device=device)
-        self._gradient, order = None, torch.argsort(self._chunks)
-        chunks = total.unflatten(0, (len(self._chunks), -1)).index_select(0, order).flatten(0, 1)
-        self._summed = torch.empty(shape, dtype=torch.float32, device=device)
+        assert self._gradient is not None  # of its ranges, whose backward passes come before
+        by_chunk, order = self._gradient.unflatten(0, (len(self._chunks), -1)), torch.argsort(self._chunks)
+        chunks = by_chunk.index_select(0, order).flatten(0, 1)
+        self._gradient, self._summed = None, chunks.new_empty(shape)
         self._work = dist.reduce_scatter_tensor(self._summed, chunks, group=self._group, async_op=True)
 
     def summed(self) -> torch.Tensor:
@@ -152,13 +150,11 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, own: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
         ctx.exchange, ctx.shape = exchange, own.shape
         ctx.set_materialize_grads(False)
-        gathered = exchange.gathered()
-        ctx.length = len(gathered)
-        return gathered
+        return exchange.gathered()
 
     @staticmethod
     def backward(ctx: Any, _: None) -> Any:
-        ctx.exchange.begin_sum(ctx.length, ctx.shape)
+        ctx.exchange.begin_sum(ctx.shape)
         return None, None
 
 
