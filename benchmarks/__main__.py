@@ -114,6 +114,11 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=first_hour.WORK, help="of --first_hour: folder for its files; default: %(default)s"
     )
+    parser.add_argument("--systems", default="", help="of gpu: regular expression, which systems to run; default: all")
+    parser.add_argument(
+        "--repetitions", type=int, default=gpu.REPETITIONS, help="of gpu: runs of each system; default: %(default)s"
+    )
+    parser.add_argument("--kept", type=Path, help="of gpu: file that keeps what ended, for a second start")
     parser.add_argument("--sample", type=int, default=defects.SAMPLE, help="of defects: how many; default: %(default)s")
     parser.add_argument(
         "--survivors", action="store_true", help="of defects: plant only the survivors of the newest result again"
@@ -142,6 +147,9 @@ def main() -> None:
                 work = Path(folder).relative_to(ROOT)
                 if name == "defects":
                     report = defects.measure(work, given.sample, given.survivors)
+                elif name == "gpu":
+                    kept = given.kept and given.kept.absolute()
+                    report = gpu.measure(work, "", given.systems, given.repetitions, kept)
                 else:
                     report = BENCHMARKS[name].measure(work)
             except real_data.FetchError as error:

@@ -7,9 +7,10 @@ import csv
 import json
 import math
 import random
+import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from benchmarks.report import Report
 from fabric_train.cli.errors import InputError
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.token_dataset import open_dataset
+from fabric_train.files.regular_file import write_atomically
 from fabric_train.model.init_weights import new_shape
 from tests.support.plan_accuracy import write_rows
 
@@ -44,6 +46,7 @@ WAYS: dict[str, tuple[str, str]] = {  # preset and options
     for parallelism in ("single", "fsdp", "fsdp2")
     for compiled in (False, True)
 }
+WAYS[f"{MIDDLE}, single, compiled, float8"] = (MIDDLE, "--parallelism single --compile true --float8 true")
 PEERS = {f"{SMALL}, transformers": "", f"{SMALL}, transformers, compiled": "--compile"}  # and options
 ADAPTED = {  # options of ours, and of TRL with peft
     f"{MIDDLE}, LoRA": ("--adapter lora --lora_rank 16", "--lora_rank 16"),
@@ -98,12 +101,45 @@ class GpuSummary:
     left_out: dict[str, str]
 
 
-def measure(work: Path, sizes: str = "") -> Report:
-    """Measure all ways to train.
+class _Kept:
+    """The runs of all systems that a pattern finds; each is written into a file when it ends, and is not run again."""
+
+    def __init__(self, file: Path, pattern: str) -> None:
+        self._file, self._pattern = file, re.compile(pattern)
+        kept = json.loads(file.read_bytes()) if file.exists() else {}
+        self.runs = {name: [GpuRun(**found) for found in of_system] for name, of_system in kept.items()}
+        self.left_out: dict[str, str] = {}
+
+    def wants(self, name: str) -> bool:
+        """Return whether the pattern finds the name of a system."""
+        return bool(self._pattern.search(name))
+
+    def add(self, systems: Mapping[str, Callable[[], GpuRun]], repetitions: int) -> None:
+        """Run the systems that are wanted as often as they have not been run."""
+        left = {name: repetitions - len(self.runs.get(name, [])) for name in systems if self.wants(name)}
+        wanted = {name: partial(self._record, name, systems[name]) for name in left if name not in self.left_out}
+        if wanted:
+            interleave(wanted, left, "gpu", self.left_out)
+
+    def _record(self, name: str, system: Callable[[], GpuRun]) -> GpuRun:
+        found = system()
+        self.runs.setdefault(name, []).append(found)
+        written = {name: [asdict(found) for found in of_system] for name, of_system in self.runs.items()}
+        write_atomically(self._file, json.dumps(written))
+        return found
+
+
+def measure(
+    work: Path, sizes: str = "", pattern: str = "", repetitions: int = REPETITIONS, kept: Path | None = None
+) -> Report:
+    """Measure the ways to train.
 
     Args:
         work: folder for the files, relative to the project's root.
         sizes: options that are added to every preset, for smaller models.
+        pattern: regular expression that a system's name must contain.
+        repetitions: of each system.
+        kept: file with the runs of an earlier call, which are not done again; by default in ``work``.
 
     Raises:
         InputError: there is no GPU.
@@ -122,28 +158,28 @@ def measure(work: Path, sizes: str = "") -> Report:
         name: our_command(preset, f"{options} {sizes}", rows, target) for name, (preset, options) in WAYS.items()
     }
     commands |= {name: peer_command(SMALL, options, rows, config) for name, options in PEERS.items()}
-    left_out: dict[str, str] = {}
-    commands |= _further_commands(work, sizes, left_out)
-    systems: dict[str, Callable[[], GpuRun]] = {
-        name: partial(_run_peer if _is_peer(name) else partial(_run_ours, target), command)
-        for name, command in commands.items()
-        if name not in left_out
-    }
-    runs = interleave(systems, dict.fromkeys(systems, REPETITIONS), "gpu", left_out)
+    done = _Kept(kept or ROOT / work / "runs.json", pattern)
+    commands |= _further_commands(work, sizes, done)
+    done.add(
+        {
+            name: partial(_run_peer if _is_peer(name) else partial(_run_ours, target), command)
+            for name, command in commands.items()
+        },
+        repetitions,
+    )
     for layers in LAYERS_OF_LARGE:
+        if any(name.startswith(LARGE) for name in done.runs):
+            break
         name = f"{LARGE} with {layers} layers, single, 8-bit moments, full checkpointing"
         commands[name] = our_command(LARGE, f"{LARGE_OPTIONS} --num_layers {layers}", rows, target)
-        largest: dict[str, Callable[[], GpuRun]] = {name: partial(_run_ours, target, commands[name])}
-        runs |= interleave(largest, {name: 1}, "gpu", left_out)
-        if name in runs:
-            break
+        done.add({name: partial(_run_ours, target, commands[name])}, 1)
     for length, steps in LONG.items():
         long_rows, name = work / f"rows-{length}", f"{MIDDLE} with rows of {length // 1024}k tokens, single, in tiles"
-        write_rows(ROOT / long_rows, num_rows=steps, length=length)
         options = f"{LONG_OPTIONS} --max_context_width {length} {sizes}"
         commands[name] = our_command(MIDDLE, options, long_rows, target, steps=steps)
-        longest: dict[str, Callable[[], GpuRun]] = {name: partial(_run_ours, target, commands[name], enough=0)}
-        runs |= interleave(longest, {name: 1}, "gpu", left_out)
+        if done.wants(name):
+            write_rows(ROOT / long_rows, num_rows=steps, length=length)
+        done.add({name: partial(_run_ours, target, commands[name], enough=0)}, 1)
     settings = {
         "precision": "bf16-true",
         "length": LENGTH,
@@ -151,18 +187,20 @@ def measure(work: Path, sizes: str = "") -> Report:
         "rows of a micro-batch": ROWS,
         "steps": STEPS,
         "warm_up_steps": WARM_UP_STEPS,
-        "repetitions": REPETITIONS,
+        "repetitions": repetitions,
         "steps by tokens of a long row": LONG,
         "medians of the words of pairs": {"prompt": PROMPT_WORDS, "answer": ANSWER_WORDS},
         "pairs of TRL's micro-batch for each row of ours": PAIRS_OF_A_ROW,
     }
-    return Report("gpu", settings, commands, runs, summarize(runs, left_out, torch.cuda.get_device_name()))
+    commands = {name: command for name, command in commands.items() if name in {**done.runs, **done.left_out}}
+    summary = summarize(done.runs, done.left_out, torch.cuda.get_device_name())
+    return Report("gpu", settings, commands, done.runs, summary)
 
 
 def table(report: Report) -> Table:
     """Return a table of the medians."""
     summary: GpuSummary = report.summary
-    title = f"{summary.gpu}, bf16, rows of {LENGTH} tokens, median of {REPETITIONS} runs"
+    title = f"{summary.gpu}, bf16, rows of {LENGTH} tokens, median of {report.settings['repetitions']} runs"
     if not any(way.mfu for way in summary.ways.values()):
         title += "\nno MFU: the peak of this device is not in fabric_train/model/flops.py"
     shown = Table(
@@ -208,26 +246,29 @@ def _config(preset: str, sizes: str) -> Any:
     return new_shape(given.model, given.fsdp.auto_wrap_policy).config
 
 
-def _further_commands(work: Path, sizes: str, left_out: dict[str, str]) -> dict[str, Command]:
+def _further_commands(work: Path, sizes: str, done: _Kept) -> dict[str, Command]:
     """Write a base of the middle shape, and pairs, and return the commands that train on them, ours and TRL's.
 
-    Systems that lack what they need get a reason in ``left_out``.
+    Systems that lack what they need get a reason in ``done.left_out``. Without a wanted system nothing is written.
     """
     base, pairs, target = work / "base", work / "pairs", work / "run"
+    if not any(done.wants(name) or done.wants(name + OF_PEFT) for name in [*ADAPTED, *PAIRED]):
+        return {}
     write_pairs(ROOT / pairs, ROOT / work / "tokenizer", _pair_lengths(), LENGTH)
     commands = adapter_commands(work / "rows", base, target)
     order = WindowOrder(len(open_dataset(str(ROOT / pairs)).train), 1, 1, world_size=1, rank=0, seed=0).epoch_order(0)
     commands |= pair_commands(pairs, {MIDDLE: base, SMALL: work / "config"}, target, order.tolist(), sizes)
     try:
-        write_checkpoint(ROOT / base, _config(MIDDLE, sizes), ROOT / work / "tokenizer", sharded=False)
-        shutil.copytree(ROOT / work / "tokenizer", ROOT / base, dirs_exist_ok=True)  # where trl looks for one
+        if any(done.wants(name) for name in commands if name.startswith(MIDDLE)):
+            write_checkpoint(ROOT / base, _config(MIDDLE, sizes), ROOT / work / "tokenizer", sharded=False)
+            shutil.copytree(ROOT / work / "tokenizer", ROOT / base, dirs_exist_ok=True)  # where trl looks for one
     except OSError as error:  # such as a full disk
-        left_out |= {name: f"no base: {error}" for name in commands if name.startswith(MIDDLE)}
+        done.left_out |= {name: f"no base: {error}" for name in commands if name.startswith(MIDDLE)}
     environment = {"CUDA_VISIBLE_DEVICES": "0"}  # with several, their Trainer copies the model to all of them
     try:
         environment["PYTHONPATH"] = str(install_packages("trl").relative_to(ROOT))
     except ChildProcessError as error:
-        left_out |= {name: str(error) for name in commands if _is_peer(name)}
+        done.left_out |= {name: str(error) for name in commands if _is_peer(name) and done.wants(name)}
     return {
         name: replace(command, environment=environment) if _is_peer(name) else command
         for name, command in commands.items()

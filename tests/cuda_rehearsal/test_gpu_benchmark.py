@@ -23,12 +23,14 @@ from benchmarks import gpu
 from benchmarks.measure import ROOT
 from sample_data import real_data
 
-gpu.LENGTH, gpu.STEPS, gpu.WARM_UP_STEPS, gpu.REPETITIONS = 256, 3, 1, 1
+gpu.LENGTH, gpu.STEPS, gpu.WARM_UP_STEPS = 256, 3, 1
 gpu.LONG = {512: 2, 1024: 1}
 gpu.PROMPT_WORDS, gpu.ANSWER_WORDS = 4, 12
 gpu.WAYS, gpu.PEERS, gpu.LAYERS_OF_LARGE = {f"{gpu.SMALL}, single": (gpu.SMALL, "--parallelism single")}, {}, ()
 with tempfile.TemporaryDirectory(dir=real_data.CACHE) as folder:
-    report = gpu.measure(Path(folder).relative_to(ROOT), sys.argv[1])
+    kept = Path(folder, "kept.json")
+    gpu.measure(Path(folder, "first").relative_to(ROOT), sys.argv[1], "single$", 1, kept)
+    report = gpu.measure(Path(folder, "second").relative_to(ROOT), sys.argv[1], "", 1, kept)
 print(json.dumps(asdict(report.summary)))
 """
 
