@@ -2,31 +2,34 @@
 
 The first part draws weeks of failures and adds up what they cost: for 10 to 10,000 devices, at the interval of
 ``Costs.best_interval`` and at a quarter, half, twice and four times of it. The second part trains a tiny model on two
-ranks, with failures in seconds instead of hours, and compares the goodput of its report with the same sum.
+ranks, with failures after some dozens of steps, and compares the goodput of its report with the same sum.
 """
 
 import random
+import signal
 import statistics
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.measure import ROOT
 from benchmarks.scale.series import Point, Series
+from fabric_train.cli.errors import STOPPED
 from fabric_train.preflight.save_interval import LLAMA_3_HOURS, Costs
 from fabric_train.training.run_times import RunTimes, read_times
 from tests.support.forked_runs import ForkedRuns
 from tests.support.kills import Training
 from tests.support.plan_accuracy import write_rows
+from tests.support.short_runs import TERMINATE, at_point
 from tests.support.tiny_model import write_tiny_model
 
 DEVICES = (10, 100, 1_000, 10_000)
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 STALL, SAVE, RESTART = 10.0, 60.0, 300.0  # seconds
 WEEK, NUM_WEEKS, SEED = 7 * 24 * 3600.0, 400, 33
-COMPRESSED, BETWEEN_KILLS = 60.0, 6.0  # seconds of a run, and the mean between its kills
-LONGEST_BREAK = 1.0  # seconds between a kill and the next start
+NUM_STEPS, BETWEEN_KILLS = 300, 40  # steps that a run takes, also in vain, and the mean between two kills
+FIRST_STEPS, FIRST_INTERVAL = 60, 10  # of the run that measures what saves and starts cost
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 OPTIONS = {
     "accelerator": "cpu",
     "precision": "32-true",
@@ -118,28 +121,22 @@ def _series(
 
 
 def _killed_runs(folder: Path) -> list[Series]:
-    """Train at the plan's interval and at four times of it, with the same kills; the first run measures the costs."""
+    """Train at the plan's interval and at four times of it, with the same kills; a run before measures the costs."""
     model, tokens = folder / "model", folder / "tokens"
     write_tiny_model(model, ["a few words for a tokenizer of a tiny model"] * 4)
     write_rows(tokens, length=64)
-    random_ = random.Random(SEED)
-    attempts = _draw_attempts(random_)
+    lengths = _draw_lengths(random.Random(SEED))
     runs = ForkedRuns(folder / "output", draws=False)
     try:
-        measured = _train(runs, folder, model, tokens, 20, [Attempt(10.0, 0.0)])
-        costs = _costs_of(measured)
-        assert measured.step is not None
-        best = max(round(costs.best_interval / measured.step), 1)
+        given = {**OPTIONS, "model_name": model, "train_data_dir": tokens}
+        costs, step, _ = _costs_of(_train(runs, folder, given, FIRST_INTERVAL, [FIRST_STEPS]))
+        best = max(round(costs.best_interval / step), 1)
         intervals = (best, 4 * best)
-        found = [_train(runs, folder, model, tokens, steps, attempts) for steps in intervals]
+        found = [_train(runs, folder, given, interval, lengths) for interval in intervals]
     finally:
         runs.close()
-    replayed = [
-        goodput_of(attempts, _costs_of(times), steps * times.step, times.step)
-        for steps, times in zip(intervals, found, strict=True)
-        if times.step is not None
-    ]
-    kills = f"{len(attempts) - 1} kills in {COMPRESSED:g} s, drawn from seed {SEED}"
+    replayed = [_replay(times, interval, lengths) for interval, times in zip(intervals, found, strict=True)]
+    kills = f"{len(lengths) - 1} kills in {sum(lengths)} steps, drawn from seed {SEED}"
     sizes_of = "steps between two saves"
     return [
         _series(
@@ -155,40 +152,48 @@ def _killed_runs(folder: Path) -> list[Series]:
             sizes_of,
             intervals,
             replayed,
-            f"all: the same {kills}, with the means of stall, save, start and step of the run",
+            f"all: the same {kills}, with the run's mean stall, start, step and time between two starts",
             "nothing",
         ),
     ]
 
 
-def _draw_attempts(random_: random.Random) -> list[Attempt]:
-    attempts, left = list[Attempt](), COMPRESSED
-    while left > 0:
-        seconds = min(random_.expovariate(1 / BETWEEN_KILLS), left)
-        left -= seconds
-        attempts.append(Attempt(seconds, random_.uniform(0, LONGEST_BREAK) if left > 0 else 0.0))
-    return attempts
+def _draw_lengths(random_: random.Random) -> list[int]:
+    """Return the number of steps that each attempt completes before its kill; the last one is stopped by a signal."""
+    lengths = list[int]()
+    while (left := NUM_STEPS - sum(lengths)) > 0:
+        lengths.append(min(1 + int(random_.expovariate(1 / BETWEEN_KILLS)), left))
+    return lengths
 
 
-def _train(
-    runs: ForkedRuns, folder: Path, model: Path, tokens: Path, steps: int, attempts: Sequence[Attempt]
-) -> RunTimes:
+def _train(runs: ForkedRuns, folder: Path, given: dict[str, object], interval: int, lengths: Sequence[int]) -> RunTimes:
     """Train on two ranks through some kills; SIGTERM, which saves, ends the last attempt."""
-    run = folder / f"run-{steps}-{len(attempts)}"
-    given = {**OPTIONS, "model_name": model, "train_data_dir": tokens, "save_step_interval": steps}
-    words = Training(given, 2).line(run)
-    for number, attempt in enumerate(attempts, 1):
-        process = runs.start(words, 2)
-        process.wait_until(process.has_ended, attempt.seconds)
-        assert not process.has_ended(), process.report()
-        process.kill(*(() if number < len(attempts) else (15,)))
-        process.wait()
-        time.sleep(attempt.break_seconds)
+    run, saved = folder / f"run-{interval}-{len(lengths)}", 0
+    words = Training({**given, "save_step_interval": interval}, 2).line(run)
+    for number, length in enumerate(lengths, 1):
+        is_last = number == len(lengths)
+        action, ranks = (TERMINATE, (0,)) if is_last else (KILL, (0, 1))
+        process = runs.start(words, 2, before=at_point(action, saved + length + 1, "COMPUTING", ranks=ranks))
+        codes = process.wait()
+        assert set(codes) == {STOPPED if is_last else -signal.SIGKILL}, process.report()
+        saved = (saved + length) // interval * interval
     times = read_times(run)
     assert times is not None
     return times
 
 
-def _costs_of(times: RunTimes) -> Costs:
+def _replay(times: RunTimes, interval: int, lengths: Sequence[int]) -> float:
+    """Return the goodput of attempts of these lengths, in steps, with the mean costs of a run."""
+    costs, step, idle = _costs_of(times)
+    attempts = [
+        Attempt(costs.restart + (length - 0.5) * step + length // interval * costs.stall, idle) for length in lengths
+    ]  # a kill comes in the middle of a step; the first one is part of the start
+    return goodput_of([*attempts[:-1], replace(attempts[-1], break_seconds=0.0)], costs, interval * step, step)
+
+
+def _costs_of(times: RunTimes) -> tuple[Costs, float, float]:
+    """Return the mean costs of a run, its mean step, and the mean time between two starts, in seconds."""
     stall, save, start = map(statistics.fmean, (times.stalls, times.saves, times.starts))
-    return Costs(stall, save, start, BETWEEN_KILLS)
+    assert times.step is not None
+    num_breaks = max(len(times.starts) - 1, 1)
+    return Costs(stall, save, start, BETWEEN_KILLS * times.step), times.step, times.idle / num_breaks

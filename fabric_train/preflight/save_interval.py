@@ -104,7 +104,7 @@ def describe_saves(run: PreparedRun, checkpoint_bytes: int) -> Table:
 def _costs(
     run: PreparedRun, times: RunTimes | None, checkpoint_bytes: int, between_failures: float
 ) -> tuple[Costs, tuple[str, str]]:
-    """Return the costs, as far as possible those of the run in the output folder, and where save and start are from."""
+    """Return the costs, if possible of the run in the output folder, and where save and start are from."""
     machines, is_async = run.arguments.device.num_nodes, run.arguments.save.async_save
     save = checkpoint_bytes / (_WRITTEN * machines)
     stall = min(checkpoint_bytes / (_COPIED * run.plan.world_size), save) if is_async else save

@@ -178,7 +178,7 @@ def _near_uniform(run: RunFiles, table: MetricsTable) -> Iterator[Finding]:
 
 
 def _lost_time(run: RunFiles) -> Iterator[Finding]:
-    """Judge saves and failures; the first start and evaluations are wanted, and what is between two starts is not."""
+    """Judge saves and failures; the first start, evaluations and the time between two starts are not judged."""
     try:
         times = run.times
     except (InputError, OSError):  # a damaged file is a fault of its section

@@ -34,7 +34,7 @@ _PARTS = {
 }
 """What the seconds of a phase are counted as; all other phases are of training."""
 _TRAINED = ("training", "data", "evaluation")
-"""What is done again after a start from an earlier step."""
+"""The parts that a start from an earlier step repeats."""
 
 Event = Literal["start", "step", "save", "saved", "end"]
 
@@ -177,8 +177,9 @@ class RunTimes:
         return statistics.median(self.starts) if self.starts else None
 
     def describe(self) -> str:
-        """Return the goodput, the time, and the shares that are not zero, the largest first."""
-        others = {name: spent for name, spent in self.parts.items() if name != "training" and spent > 0}
+        """Return the goodput, the time, and the shares of at least 0.1 %, the largest first."""
+        least = self.total / 1000
+        others = {name: spent for name, spent in self.parts.items() if name != "training" and spent >= least}
         shares = (f"{name} {spent / self.total:.1%}" for name, spent in sorted(others.items(), key=lambda one: -one[1]))
         starts = f", {len(self.starts)} starts" if len(self.starts) > 1 else ""
         return f"{self.goodput:.1%} of {describe_seconds(self.total)}{starts}; {', '.join(shares)}"

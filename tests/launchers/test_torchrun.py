@@ -155,7 +155,7 @@ def test_a_lost_machine_is_replaced_by_a_spare_one_or_done_without(
     tiny_tokens_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of three launchers for one or two machines, two train; the third takes the place of a lost one, then none is left.
+    """Of three launchers for up to two machines, two train; the third replaces a lost one. After it, the first is left.
 
     The third runs on the second machine too: a launcher stands for a machine.
     """
@@ -176,7 +176,7 @@ def test_a_lost_machine_is_replaced_by_a_spare_one_or_done_without(
         for process in [*lost.ranks(), psutil.Process(lost.process.pid)]:
             process.kill()
         lost.process.wait()
-        first.wait_until(lambda: len(metrics(run)) != num_steps and has_step(run, num_steps + 2)())
+        first.wait_until(has_step(run, num_steps + 5))  # more than were logged when the machine was lost
     assert first.process.wait(200) == 0, first.output()
     assert first.output().count("2 × fsdp") == 2
     assert first.output().count("1 × single") == 1

@@ -2,11 +2,14 @@
 
 import json
 import math
+import random
 import re
+import statistics
 from pathlib import Path
 
 import pytest
 
+from benchmarks.scale.goodput import Attempt, draw_week, goodput_of
 from fabric_train.preflight.save_interval import LLAMA_3_HOURS, Costs
 from tests.preflight.test_memory import write_model, write_rows
 from tests.support.short_runs import argv
@@ -35,6 +38,26 @@ def test_no_interval_is_shorter_than_a_save_in_the_background() -> None:
     assert Costs(stall=100, save=100, restart=1, between_failures=40).best_interval == 40
 
 
+def test_drawn_failures_lose_what_the_formula_says() -> None:
+    costs, random_ = Costs(stall=10, save=60, restart=300, between_failures=3 * 3600), random.Random(7)
+    weeks = [draw_week(random_, costs.between_failures) for _ in range(200)]
+    for factor in (0.25, 1, 4):
+        interval = factor * costs.best_interval
+        drawn = statistics.fmean(goodput_of(week, costs, interval) for week in weeks)
+        assert drawn == pytest.approx(costs.goodput(interval), abs=3e-3)
+
+
+def test_goodput_of_two_attempts_is_the_one_worked_out_by_hand() -> None:
+    """Two of three saves are complete in the first attempt; the second one begins with one step, which is no training.
+
+    First: 20 s until a step is completed, then 9 s of training and 1 s of saving, twice (10 + 1), and 12 s in vain.
+    """
+    costs = Costs(stall=1, save=5, restart=20, between_failures=100)
+    first, second = Attempt(20 + 10 + 11 + 12, 7), Attempt(20 + 10 + 11 + 4, 0)
+    kept = (10 - 1 + 10) + (10 - 1 + 10 + 4)
+    assert goodput_of([first, second], costs, 10, 1) == kept / (53 + 7 + 45)
+
+
 def test_the_known_rate_is_one_interruption_of_llama_3_in_three_hours() -> None:
     assert pytest.approx(3.093, abs=1e-3) == LLAMA_3_HOURS / 16_384
 
@@ -60,6 +83,7 @@ def test_a_plan_takes_what_the_run_has_measured(tmp_path: Path, capsys: pytest.C
     steps = round(costs.best_interval)  # a step took a second
     shown = re.search(r"--save_step_interval (\d+), .*: goodput ([\d.]+)%; a step takes 1 s", printed)
     assert shown
-    assert (int(shown[1]), float(shown[2])) == (steps, pytest.approx(100 * costs.goodput(steps), abs=0.01))
+    assert int(shown[1]) == steps
+    assert float(shown[2]) == pytest.approx(100 * costs.goodput(steps), abs=0.01)
     lost = 48 * (costs.goodput(steps) - costs.goodput(1000))
     assert f"goodput {costs.goodput(1000):.2%}; that costs {lost:,.2f} hours of a device more a day" in printed
