@@ -124,7 +124,7 @@ def _killed_runs(folder: Path) -> list[Series]:
     """Train at the plan's interval and at four times of it, with the same kills; a run before measures the costs."""
     model, tokens = folder / "model", folder / "tokens"
     write_tiny_model(model, ["a few words for a tokenizer of a tiny model"] * 4)
-    write_rows(tokens, length=64)
+    write_rows(tokens, num_rows=8 * NUM_STEPS, length=64)  # one epoch, because its end is saved too
     lengths = _draw_lengths(random.Random(SEED))
     runs = ForkedRuns(folder / "output", draws=False)
     try:
