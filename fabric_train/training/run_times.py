@@ -7,13 +7,15 @@ metrics.csv loses the rows after the checkpoint that a run resumes from. This fi
 to, except that a line of the kind ``step`` is replaced by the line after it. So it has a few lines for each save.
 """
 
+import errno
 import itertools
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -67,6 +69,7 @@ class TimesFile(Logger):
         self._file = open_to_write(path, "r+", newline="")
         text = self._file.read()
         self._end = len(text[: text.rfind("\n") + 1].encode())  # a crash may have cut the last line off
+        self._size = len(text.encode())
         self._write(TimesLine("start", self._epoch + heartbeat.started, after_step, num_devices, {}))
         self._add("step")
 
@@ -93,13 +96,17 @@ class TimesFile(Logger):
         self._write(TimesLine(event, now, step, self._num_devices, spent))
 
     def _write(self, line: TimesLine) -> None:
-        rounded = {name: round(value, 3) for name, value in line.seconds.items()}
-        text = json.dumps({**asdict(line), "time": round(line.time, 3), "seconds": rounded}) + "\n"
-        self._file.seek(self._end)
-        self._file.write(text)
-        self._file.truncate()
+        """Write a line over the last one of the kind ``step``, in one call: a kill leaves one of the two."""
+        spent = {name: round(seconds, 3) for name, seconds in line.seconds.items()}
+        text = json.dumps({**vars(line), "time": round(line.time, 3), "seconds": spent}).encode() + b"\n"
+        end = self._end + len(text)
+        if os.pwrite(self._file.fileno(), text, self._end) < len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if end < self._size:
+            os.ftruncate(self._file.fileno(), end)
+        self._size = end
         if line.event != "step":
-            self._end += len(text)
+            self._end = end
 
 
 def seconds_by_part(seconds: Mapping[StepPhase, float]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """times.jsonl: the parts of a run's time add up, also through kills; steps that are done again are told apart."""
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -124,6 +125,38 @@ def test_only_lines_of_saves_and_starts_stay_and_a_cut_off_line_is_replaced(tmp_
     times.close()
     lines = [(line["event"], line["step"]) for line in map(json.loads, path.read_text().splitlines())]
     assert lines == [("start", 0), ("start", 7), ("save", 9), ("end", 11)]
+
+
+ON_A_FULL_DISK = """
+import resource, signal, sys
+from fabric_train.distributed.signals import Heartbeat
+from fabric_train.training.loggers import GuardedLogger
+from fabric_train.training.metrics import Metrics
+from fabric_train.training.run_log import start_log
+from fabric_train.training.run_times import TimesFile
+from pathlib import Path
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+start_log()
+times = GuardedLogger("times.jsonl", lambda: TimesFile(Path(sys.argv[1]), Heartbeat(), 0, 1))
+for step in range(9):
+    times.log(Metrics(step=step, epoch=0))
+    times.flush()
+times.close()
+raise SystemExit
+"""
+
+
+def test_a_full_disk_costs_one_line_and_leaves_what_can_be_read(tmp_path: Path, forked_runs: ForkedRuns) -> None:
+    run = forked_runs.start([tmp_path / TIMES], 1, before=ON_A_FULL_DISK)
+    run.finish()
+    assert run.stderr() == ""
+    (line,) = run.lines()
+    assert re.fullmatch(r"warning: times\.jsonl: .*; the run goes on without it, and metrics\.csv has every step", line)
+    times = read_times(tmp_path)
+    assert times is not None
+    assert 1 <= len(times.stalls) < 9
 
 
 def test_the_first_step_is_part_of_the_start_and_phases_add_up() -> None:
