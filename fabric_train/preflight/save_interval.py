@@ -57,10 +57,11 @@ class Costs:
         """Return the share of the time that trains steps which count (Daly 2006).
 
         ``interval`` is in seconds of training between two saves. A save in the background keeps the steps that it has
-        until it is complete at risk: that costs as much as a restart that takes longer by this time.
+        until it is complete at risk: that costs as much as a restart that takes longer by this time. If it takes longer
+        than the interval, the next save waits for it.
         """
-        behind = self.restart + self.background
-        exponents = behind / self.between_failures, (interval + self.stall) / self.between_failures
+        behind, cycle = self.restart + self.background, self.stall + max(interval, self.background)
+        exponents = behind / self.between_failures, cycle / self.between_failures
         if sum(exponents) > 500 or not interval:  # next to nothing
             return 0.0
         return interval / (self.between_failures * math.exp(exponents[0]) * math.expm1(exponents[1]))
@@ -115,5 +116,6 @@ def _costs(
         stall, save = times.stall, times.save
         of_save = f"median of {len(times.saves)} in {run.folder}, on {counted(times.num_devices, 'device')}"
     if times and times.start is not None:
-        restart, of_start = times.start, f"median of {counted(len(times.starts), 'start')} in {run.folder}"
+        restart = times.start
+        of_start = f"median of {counted(len(times.starts), 'start')} in {run.folder}, without the wait for machines"
     return Costs(stall, save, restart, between_failures), (of_save, of_start)

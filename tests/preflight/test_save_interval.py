@@ -36,6 +36,8 @@ def test_goodput_is_first_orders_if_failures_are_rare() -> None:
 def test_no_interval_is_shorter_than_a_save_in_the_background() -> None:
     assert Costs(stall=0.001, save=500.001, restart=1, between_failures=3600).best_interval == pytest.approx(500)
     assert Costs(stall=100, save=100, restart=1, between_failures=40).best_interval == 40
+    background = Costs(stall=1, save=101, restart=1, between_failures=3600)
+    assert background.goodput(50) == pytest.approx(background.goodput(100) / 2)  # steps wait half of the time
 
 
 def test_drawn_failures_lose_what_the_formula_says() -> None:
@@ -78,7 +80,7 @@ def test_a_plan_takes_what_the_run_has_measured(tmp_path: Path, capsys: pytest.C
     printed = capsys.readouterr().out
     assert "one in 60 min: 2 devices, each one in 2 h\n" in printed
     assert f"steps wait 4 s, complete after 30 s (median of 1 in {run}, on 2 devices)" in printed
-    assert f"90 s (median of 1 start in {run})" in printed
+    assert f"90 s (median of 1 start in {run}, without the wait for machines)" in printed
     costs = Costs(4, 30, 90, 3600)
     steps = round(costs.best_interval)  # a step took a second
     shown = re.search(r"--save_step_interval (\d+), .*: goodput ([\d.]+)%; a step takes 1 s", printed)
