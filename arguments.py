@@ -788,6 +788,10 @@ class PlanArguments:
     """Bandwidth in one direction between the devices of a machine, to plan for: 450GB/s is NVLink 4."""
     network: str | None = None
     """Bandwidth in one direction from a machine to the others, to plan for: 50GB/s is one port of 400 Gbit/s."""
+    mtbf_hours: PositiveFloat | None = None
+    """Mean hours between two failures of one device, with its part of machine and network; the plan says which interval
+    of saves loses the least. Default: 50,677, the rate of Llama 3's 16,384 GPUs (419 interruptions in 54 days).
+    """
 
     @property
     def plans_for_others(self) -> bool:
@@ -808,6 +812,7 @@ class PlanArguments:
             for name, value in given.items()
             if parse_size(value) is None
         ]
+        given |= {} if self.mtbf_hours is None else {"mtbf_hours": self.mtbf_hours}
         faults += [f"--{name} needs --plan true" for name in given if not self.plan]
         return faults
 

@@ -234,6 +234,13 @@ def _healthy_ranges() -> str:
             "The run has no evaluation",
             "docs/training.md#evaluation",
         ),
+        (
+            "times.jsonl",
+            f"saving, restarting and repeated steps at most {health._MOST_LOST:.0%}, in a run of "
+            f"{health._JUDGED_SECONDS / 60:g} minutes or more",
+            "Saves and failures cost",
+            "docs/reliability.md#goodput",
+        ),
     ]
     lines = (
         (f"`{column}`", usual, f"{sentence} …", f"[{page.removeprefix('docs/')}](../{page.removeprefix('docs/')})")
@@ -242,8 +249,7 @@ def _healthy_ranges() -> str:
     return (
         f"# Healthy ranges\n\n{_WRITTEN.format(source='fabric_train/report/health.py')}"
         f"The report of a run judges these columns of `metrics.csv`, from {health._FEWEST_ROWS} logged steps on, and "
-        "says in a sentence "
-        "which one is unusual.\n\n"
+        "`times.jsonl`. It says in a sentence which one is unusual.\n\n"
         f"{_table(('column', 'usual', 'sentence in the report', 'what to do'), lines)}"
     )
 

@@ -193,6 +193,7 @@ def train(
     device_memory: StrPath | None = None,
     interconnect: StrPath | None = None,
     network: StrPath | None = None,
+    mtbf_hours: float | None = None,
     config: StrPath | None = None,
 ) -> TrainResult:
     """Train a Hugging Face causal language model on a token dataset or texts, as ``fabric run fabric_train`` does.

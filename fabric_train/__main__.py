@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,6 +65,7 @@ def run_training(arguments: TrainArguments, console: "Console") -> int:
         InputError: the arguments, the data and the model do not fit together; nothing is written.
         RunError: the training fails.
     """
+    started = time.monotonic()
     set_memory_advice(
         "use a smaller --micro_batch_size or --max_length, --activation_checkpointing full, or more devices"
     )
@@ -102,11 +104,14 @@ def run_training(arguments: TrainArguments, console: "Console") -> int:
     if not arguments.evaluation.only_reads:
         check_memory(run)
     with hold_lock(*lock) if writes else nullcontext():
-        return _launch(run, console)
+        return _launch(run, console, started)
 
 
-def _launch(run: "PreparedRun", console: "Console") -> int:
-    """Connect the ranks and execute the run on all of them; return the exit code."""
+def _launch(run: "PreparedRun", console: "Console", started: float) -> int:
+    """Connect the ranks and execute the run on all of them; return the exit code.
+
+    ``started`` is the ``time.monotonic()`` at which the program began.
+    """
     from fabric_train.distributed.cluster_environment import destroy_process_group
     from fabric_train.distributed.signals import Heartbeat, StepPhase
     from fabric_train.distributed.strategy import build_fabric
@@ -115,7 +120,8 @@ def _launch(run: "PreparedRun", console: "Console") -> int:
     from fabric_train.training.run import execute
 
     progress.info("connecting the ranks")
-    fabric, heartbeat, device = build_fabric(run.given, run.model.layer_classes), Heartbeat(), run.given.device
+    heartbeat, device = Heartbeat(started), run.given.device
+    fabric = build_fabric(run.given, run.model.layer_classes)
     with watch_ranks(fabric, heartbeat, device.rank_timeout, device.num_nodes):
         progress.info("checking the checkpoint")
         code = execute(fabric, check_content(fabric, run, note), heartbeat, console, write_run_report)

@@ -224,14 +224,19 @@ class Position:
 class Heartbeat:
     """The position of this rank's main thread; the watchdog's thread reads it."""
 
-    def __init__(self) -> None:
+    def __init__(self, started: float | None = None) -> None:
+        """``started`` is the ``time.monotonic()`` at which the program began to load; by default it is now."""
+        self.started = time.monotonic() if started is None else started
         self.position = Position()
         self.min_pass_seconds = 0.0
         """Duration of the fastest forward and backward pass so far; 0 before the first."""
         self.stop_border = StopBorder()
         self.machines: dict[int, str] = {}
         """On rank 0, the name of the machine of each rank."""
-        self._since, self._first_step = time.monotonic(), 0
+        self.last_completed = 0
+        """The last step that this process has completed; 0 before the first."""
+        self._since, self._first_step = self.started, 0
+        self._seconds = dict.fromkeys(StepPhase, 0.0)
 
     def enter(self, phase: StepPhase, index: int = 0, step: int | None = None) -> None:
         """Record that the main thread enters a phase; all ranks record the same positions."""
@@ -239,14 +244,36 @@ class Heartbeat:
         self._first_step = step if phase == StepPhase.LOADING else self._first_step or step
         may_compile = step == self._first_step or (phase in _SLOW_AT_FIRST and index == 0)
         now = time.monotonic()
+        self._seconds[self._counted_phase] += now - self._since
         if self.position.phase == StepPhase.COMPUTING:
             self.min_pass_seconds = min(self.min_pass_seconds or math.inf, now - self._since)
+        if phase == StepPhase.COMPLETING:
+            self.last_completed = step
         is_slow = may_compile or phase in _SLOW_PHASES
         self.position, self._since = Position(step, phase, index, is_slow), now
 
     def take_time(self) -> None:
         """Record that this rank may keep the others waiting for long at its position."""
         self.position = replace(self.position, is_slow=True)
+
+    @property
+    def seconds(self) -> dict[StepPhase, float]:
+        """Seconds of the main thread in each phase since ``started``; their sum is the time since then.
+
+        The first step, which compiles and starts the data workers, counts as loading until it is completed.
+        """
+        phase, now = self._counted_phase, time.monotonic()
+        return {**self._seconds, phase: self._seconds[phase] + now - self._since}
+
+    def count_as(self, phase: StepPhase, seconds: float) -> None:
+        """Count seconds of the present phase as another one's."""
+        self._seconds[self._counted_phase] -= seconds
+        self._seconds[phase] += seconds
+
+    @property
+    def _counted_phase(self) -> StepPhase:
+        is_first = self.position.step == self._first_step and self.position.phase < StepPhase.COMPLETING
+        return StepPhase.LOADING if is_first else StepPhase(self.position.phase)
 
     def __str__(self) -> str:
         return str(self.position)

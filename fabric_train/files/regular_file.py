@@ -43,7 +43,7 @@ def open_regular(path: Path, advice: str) -> BinaryIO:
 
 
 def open_to_write(
-    path: Path, mode: Literal["w", "x", "a", "a+"], newline: str | None = None, errors: str | None = None
+    path: Path, mode: Literal["w", "x", "a", "a+", "r+"], newline: str | None = None, errors: str | None = None
 ) -> TextIO:
     """Open a UTF-8 file for writing as ``open`` does; InputError if it is a link, a pipe, a socket or a folder."""
     check_regular_or_absent(path)

@@ -23,6 +23,8 @@ _NEAR_UNIFORM = 0.97  # of ln V, the loss of a model that guesses
 _LEARNING_STEPS = 100  # after so many, the loss should be lower than that
 _SLOWER = 0.8  # of the speed before
 _FEWEST_ROWS = 20
+_MOST_LOST = 0.05  # of the time between the starts and the ends of a run
+_JUDGED_SECONDS = 600.0  # of such time
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def find_unusual(run: RunFiles) -> list[Finding]:
     """Return the unusual values of a run; a part that cannot be read is not judged."""
     table = run.metrics
     findings = [finding for check in _OF_METRICS for finding in check(table)]
-    return [*findings, *_near_uniform(run, table), *_in_log(run)]
+    return [*findings, *_near_uniform(run, table), *_lost_time(run), *_in_log(run)]
 
 
 def _data_wait(table: MetricsTable) -> Iterator[Finding]:
@@ -172,6 +174,24 @@ def _near_uniform(run: RunFiles, table: MetricsTable) -> Iterator[Finding]:
             f"The training loss is {losses.mean():.2f}; a model that guesses has {of_guessing:.2f}, ln {vocab_size:,}: "
             "look at the tokens with python -m fabric_train.tokenization.inspect, and at --lr.",
             "docs/how-to/loss_nan_or_flat.md",
+        )
+
+
+def _lost_time(run: RunFiles) -> Iterator[Finding]:
+    """Judge saves and failures; the first start, evaluations and the time between two starts are not judged."""
+    try:
+        times = run.times
+    except (InputError, OSError):  # a damaged file is a fault of its section
+        return
+    if times is None or (running := times.total - times.idle) < _JUDGED_SECONDS:
+        return
+    lost = {name: times.parts[name] / running for name in ("saving", "restarting", "repeated steps")}
+    if sum(lost.values()) > _MOST_LOST:
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in lost.items() if share >= 0.001)
+        yield Finding(
+            f"Saves and failures cost {sum(lost.values()):.1%} of the time, more than {_MOST_LOST:.0%}: {shares}. "
+            "--plan true says which --save_step_interval loses the least.",
+            "docs/reliability.md#goodput",
         )
 
 

@@ -18,6 +18,7 @@ from fabric_train.pages.charts import Mark
 from fabric_train.pages.markdown import SHOWN_DIGITS
 from fabric_train.training.curves import MetricsTable, read_lineage
 from fabric_train.training.loggers import Sample, read_samples
+from fabric_train.training.run_times import RunTimes, read_times
 
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d{4}) (.*) rank (\d+): (.*)")
 _STEP = re.compile(r"\bstep[ -]0*(\d+)\b")
@@ -105,6 +106,11 @@ class RunFiles:
     @cached_property
     def samples(self) -> list[Sample]:
         return read_samples(self.folder / "samples.jsonl")
+
+    @cached_property
+    def times(self) -> RunTimes | None:
+        """Where its time went; None if an earlier version trained it."""
+        return read_times(self.folder)
 
     @cached_property
     def marks(self) -> list[Mark]:

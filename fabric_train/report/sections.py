@@ -31,6 +31,7 @@ from fabric_train.pages.page import Section
 from fabric_train.report.health import health_section
 from fabric_train.report.run_files import RunFiles, best_step, content_hash
 from fabric_train.training.curves import metric_charts
+from fabric_train.training.run_times import TIMES, describe_seconds
 
 _SHOWN_SAMPLES = 4  # of each prompt
 _SHOWN_LINES = 200
@@ -46,6 +47,7 @@ def run_sections(run: RunFiles, price_per_hour: float | None = None) -> list[Sec
         ("health", "Health", _health),
         ("curves", "Curves", _curves),
         ("events", "What happened", _events),
+        ("time", "Where the time went", _time),
         ("evaluation", "Evaluation", _evaluation),
         ("scores", "Scores on tasks", _scores),
         ("changes", "Token changes", _changes),
@@ -170,6 +172,27 @@ def _events(run: RunFiles) -> Iterator[Section]:
         body = f"{body}\n\n{shown} of {code('run.log')} about stops and faults:\n\n"
         body += table("time | machine | rank | line", lines)
     yield Section("events", "What happened", body)
+
+
+def _time(run: RunFiles) -> Iterator[Section]:
+    times = run.times
+    if times is None:
+        body = f"Not known: the run has no {code(TIMES)}, which earlier versions did not write."
+        yield Section("time", "Where the time went", body)
+        return
+    rows = [(name, describe_seconds(seconds), f"{seconds / times.total:.1%}") for name, seconds in times.parts.items()]
+    rows.append(("in all", describe_seconds(times.total), ""))
+    facts = [f"Goodput: {times.goodput:.1%} of the time went into steps that count."]
+    if times.stall is not None:
+        facts.append(
+            f"A save held up the steps for {describe_seconds(times.stall)}, the median of {len(times.stalls)}."
+        )
+    if times.save is not None:
+        facts.append(f"It was complete {describe_seconds(times.save)} after it began.")
+    if times.start is not None:
+        first = "from the start of the program to the end of its first step"
+        facts.append(f"A start took {describe_seconds(times.start)} {first}, the median of {len(times.starts)}.")
+    yield Section("time", "Where the time went", f"{table('what | time | share', rows, 2)}\n\n{' '.join(facts)}")
 
 
 def _evaluation(run: RunFiles) -> Iterator[Section]:

@@ -49,6 +49,7 @@ from fabric_train.training.objective import Objective, counts_pieces
 from fabric_train.training.panel import open_progress
 from fabric_train.training.prepared_run import PreparedRun, TrainingData
 from fabric_train.training.run_log import log, note, progress, warn
+from fabric_train.training.run_times import TIMES, TimesFile
 from fabric_train.training.step import OwnTime, StepGuard, Stepper
 
 
@@ -147,7 +148,8 @@ def build_outputs(
     )
     loggers, num_steps = open_loggers(given.opened_loggers, logged), run.plan.num_steps
     shown = GuardedLogger("progress", lambda: open_progress(run.folder.name, state.step, num_steps, console, heartbeat))
-    return Outputs([*loggers, shown], given.log_model)
+    times = GuardedLogger(TIMES, lambda: TimesFile(run.folder / TIMES, heartbeat, state.step, fabric.world_size))
+    return Outputs([*loggers, shown, times], given.log_model)
 
 
 def build_loop(

@@ -120,6 +120,7 @@ def _train(run: PreparedRun, build: Callable[..., Loop], write_report: ReportWri
             log.info(summary.describe_border(run))
             loop = build(run, outputs)
             end = _train_present_parts(loop)
+        loop.stepper.heartbeat.enter(StepPhase.ENDING)
         if end.checkpoint:
             outputs.saved(end.checkpoint, is_last=True)
         seconds = time.monotonic() - started

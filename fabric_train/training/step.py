@@ -83,7 +83,9 @@ class Stepper:
         self.own_time.restart()
         check = self.guard.check(window, report.loss, report.grad_norm, report.of_pieces)
         if check.fault is None:
+            started = time.monotonic()
             self.checkpoints.wait_until_copied()
+            self.heartbeat.count_as(StepPhase.SAVING, time.monotonic() - started)
             self.optimizer.step()
         else:
             self.guard.leave_out()

@@ -13,6 +13,7 @@ from rich.text import Text
 from fabric_train import checkpoint as checkpoints
 from fabric_train.checkpoint import Evaluation, TokenLoss, TrainerState, perplexity
 from fabric_train.cli.argument_types import counted
+from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import command_from_here
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
@@ -22,6 +23,7 @@ from fabric_train.optim.lr_schedule import decay_form, num_decay_steps
 from fabric_train.training.bootstrap import accuracy_interval
 from fabric_train.training.loggers import describe_loggers
 from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.run_times import read_times
 
 if TYPE_CHECKING:
     from fabric_train.training.loop import End
@@ -101,6 +103,8 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
         "tokens",
         f"{state.num_tokens:,}; {num_tokens / seconds:,.0f} a second over {seconds:,.0f} s with evaluation and saves",
     )
+    if times := _times(run):
+        table.add_row("goodput", times)
     if state.skipped_steps:
         table.add_row("left out", f"{counted(state.skipped_steps, 'step')}, whose loss or gradient was not finite")
     if state.train_loss is not None:
@@ -122,6 +126,15 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
     )
     losses = [describe_evaluation(state.evaluation, state.first_evaluation)] if state.evaluation else []
     return Group(table, *losses, *describe_mixture(run, state.rows_of_sources), *describe_stream(run, checkpoint))
+
+
+def _times(run: PreparedRun) -> str | None:
+    """Return where the time of a run went, over all of its starts, or why that is not known; None if not written."""
+    try:
+        times = read_times(run.folder)
+    except InputError as error:
+        return f"not known: {error}"
+    return times.describe() if times else None
 
 
 def describe_evaluation(now: Evaluation, first: Evaluation | None = None) -> Table:

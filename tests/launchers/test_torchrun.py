@@ -147,6 +147,44 @@ def test_a_machine_that_joins_late_takes_part(
     assert losses == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_lost_machine_is_replaced_by_a_spare_one_or_done_without(
+    start: Start,
+    forked_runs: ForkedRuns,
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    tiny_tokens_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of three launchers for up to two machines, two train; the third replaces a lost one. After it, the first is left.
+
+    The third runs on the second machine too: a launcher stands for a machine.
+    """
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    run = tmp_path / "run"
+    options = {**LONG, "max_step": 40, "total_batch_size": 32, "number_epochs": 999, "lr": 1e-5, "resume": "true"}
+    words = ["--max-restarts", "3", "--local-addr"]
+    launched: list[Launched] = []
+    for machine in (0, 1, 1):
+        conf = ",last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3"
+        given = [*c10d(machine, "1:2", conf=conf), *words, ADDRESSES[machine]]
+        launched.append(start(machine, "torchrun", *given, **options))
+    first, *others = launched
+    first.wait_until(has_step(run, 8))
+    for _ in range(2):
+        (lost,) = (each for each in others if each.process.poll() is None and each.ranks())
+        num_steps = len(metrics(run))
+        for process in [*lost.ranks(), psutil.Process(lost.process.pid)]:
+            process.kill()
+        lost.process.wait()
+        first.wait_until(has_step(run, num_steps + 5))  # more than were logged when the machine was lost
+    assert first.process.wait(200) == 0, first.output()
+    assert first.output().count("2 × fsdp") == 2
+    assert first.output().count("1 × single") == 1
+    whole = undisturbed(forked_runs, tmp_path / "one", tiny_model_dir, tiny_tokens_dir, **options)
+    losses, expected = ([float(row[2]) for row in rows] for rows in (metrics(run), whole))
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_one_launcher_saves_on_both_machines(start: Start, tmp_path: Path, number: int) -> None:
     options = {**LONG, "max_step": 5000, "number_epochs": 999}

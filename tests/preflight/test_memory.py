@@ -332,6 +332,8 @@ def test_a_plan_writes_nothing_and_needs_no_device(tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert "32 × fsdp on 4 machines, weights cut in 32" in printed
     assert "reduce-scatter" in printed
+    assert "one in 1,583.7 h: 32 devices, each one in 50,677 h, the rate of Llama 3" in printed
+    assert "copied at 10.0 GB/s a device, written at 1.0 GB/s a machine" in printed
     assert "it fits" in printed
     assert not (tmp_path / "run").exists()
 
@@ -354,8 +356,9 @@ def test_a_plan_that_does_not_fit_ends_as_wrong_input(tmp_path: Path) -> None:
     words = argv(write_model(tmp_path / "model"), write_rows(tmp_path / "tokens"), tmp_path / "run", max_step=5)
     with pytest.raises(InputError, match=r"needs 2\.0 GB on a device, which has 1\.0 GB"):
         main([*words, "--plan", "true", "--device_memory", "1GB", "--devices", "1"])
-    with pytest.raises(InputError, match="--interconnect needs --plan true"):
-        main([*words, "--interconnect", "450GB/s"])
+    for option in (["--interconnect", "450GB/s"], ["--mtbf_hours", "3"]):
+        with pytest.raises(InputError, match=f"{option[0]} needs --plan true"):
+            main([*words, *option])
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,8 @@ from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv
 
 KEYS = (
-    *("summary", "results", "health", "curves", "events", "samples", "data", "lineage", "checkpoints", "repeat"),
-    "configuration",
+    *("summary", "results", "health", "curves", "events", "time", "samples", "data", "lineage", "checkpoints"),
+    *("repeat", "configuration"),
 )
 
 
@@ -107,6 +107,7 @@ def test_no_text_of_the_run_is_markup(reported: ReportedRuns) -> None:
         (lambda run: (run / "run.log").unlink(), {"events"}),
         (lambda run: damage_changes(run), {"changes"}),
         (lambda run: (run / "exports.jsonl").write_text("{}\n"), {"exports"}),
+        (lambda run: (run / "times.jsonl").write_text("{}\n"), {"time"}),
     ],
 )
 def test_a_damaged_file_leaves_its_sections_out_with_a_reason(
@@ -118,6 +119,38 @@ def test_a_damaged_file_leaves_its_sections_out_with_a_reason(
     assert all("\n" not in fault for fault in faults.values())
     main([str(copy)])
     assert "Left out: " in (copy / "report.html").read_text()
+
+
+def test_the_time_of_all_starts_is_divided_and_an_old_run_says_why_not(copy: Path) -> None:
+    body = sections_of(copy)["time"].body
+    shares = [float(share) for share in re.findall(r"\| ([\d.]+)% \|$", body, re.M)]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+    for part in ("training", "evaluation", "saving", "starting", "restarting"):
+        assert float(re.findall(rf"^\| {part} \| .* \| ([\d.]+)% \|$", body, re.M)[0]) > 0, part
+    assert "the median of 2." in body  # starts
+    assert re.search(r"^goodput +[\d.]+% of .* 2 starts; ", (copy / "run.log").read_text(), re.M)
+    (copy / "times.jsonl").unlink()
+    assert "earlier versions" in sections_of(copy)["time"].body
+
+
+def test_saves_and_failures_that_cost_much_are_said(tmp_path: Path) -> None:
+    def write(stall: float, first_step: int) -> list[str]:
+        """Write an hour with a save at step 100 of 200, and a second start from ``first_step``."""
+        run = write_metrics(tmp_path / "run", train_loss=np.ones(9))
+        lines = [("start", 0, 0, 0, 0), ("save", 1000, 100, 990, 0), ("saved", 1000 + stall, 100, 990, stall)]
+        lines += [("step", 1990 + stall, 200, 1980, stall), ("start", 90_000, first_step, 0, 0)]
+        lines.append(("end", 91_600, 200, 1590, 0))
+        text = ""
+        for event, when, step, trained, saved in lines:
+            seconds = {"starting": 10.0, "training": trained, "saving": saved} if event != "start" else {}
+            line = {"event": event, "time": when, "step": step, "num_devices": 1, "seconds": seconds}
+            text += json.dumps(line) + "\n"
+        (run.folder / "times.jsonl").write_text(text)
+        return [finding.text for finding in find_unusual(run) if "Saves and failures" in finding.text]
+
+    assert write(10, 200) == []
+    assert "cost 12.5% of the time, more than 5%: saving 12.2%, restarting 0.2%. --plan" in write(500, 200)[0]
+    assert "repeated steps 27.6%" in write(1, 100)[0]
 
 
 def damage_changes(run: Path) -> None:
