@@ -200,7 +200,8 @@ def test_every_preference_training_command_is_valid(loss: str) -> None:
 def test_every_gpu_training_command_is_valid(name: str) -> None:
     preset, options = gpu.WAYS[name]
     given = parse(TrainArguments, list(gpu.our_command(preset, options, Path("rows"), Path("run")).words[3:]))
-    assert name == f"{preset}, {given.fsdp.parallelism}{', compiled' if given.fsdp.compile is True else ''}"
+    compiled, float8 = ", compiled" * (given.fsdp.compile is True), ", float8" * given.fsdp.float8
+    assert name == f"{preset}, {given.fsdp.parallelism}{compiled}{float8}"
     assert given.model.family == "llama"
 
 
@@ -248,7 +249,7 @@ def test_gpu_without_a_known_peak_has_speeds_and_no_mfu(tmp_path: Path) -> None:
     assert summary.ways[peer_name].mfu is None
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(gpu.table(report.Report("gpu", {}, {}, {}, summary)))
+        console.print(gpu.table(report.Report("gpu", {"repetitions": 1}, {}, {}, summary)))
     assert "no MFU: the peak of this device is not in fabric_train/model/flops.py" in captured.get()
     full, lora = f"{gpu.MIDDLE}, single", next(iter(gpu.ADAPTED))
     measured = {full: gpu.GpuRun([10.0] * 10, [0.4] * 10, 1), lora: gpu.GpuRun([10.0] * 10, [0.3] * 10, 1)}
