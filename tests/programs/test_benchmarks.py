@@ -200,7 +200,7 @@ def test_every_preference_training_command_is_valid(loss: str) -> None:
 def test_every_gpu_training_command_is_valid(name: str) -> None:
     preset, options = gpu.WAYS[name]
     given = parse(TrainArguments, list(gpu.our_command(preset, options, Path("rows"), Path("run")).words[3:]))
-    compiled, float8 = ", compiled" * (given.fsdp.compile is True), ", float8" * given.fsdp.float8
+    compiled, float8 = ", compiled" * (given.fsdp.compile is True), ", float8" * given.model.float8
     assert name == f"{preset}, {given.fsdp.parallelism}{compiled}{float8}"
     assert given.model.family == "llama"
 
