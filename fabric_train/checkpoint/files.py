@@ -279,7 +279,7 @@ def write_part(
 ) -> Path:
     """Write one rank's hashes into an unfinished checkpoint, and return the file.
 
-    ``first_rows``, by the sharded part of the checkpoint, are those of ``tensors.first_rows``.
+    ``first_rows`` are what ``tensors.first_rows`` returns, by the sharded part of the checkpoint.
     """
     path = folder / f"{_PART}{rank:05d}.json"
     path.write_text(json.dumps({"files": files, "first_rows": first_rows or {}}), encoding="utf-8")

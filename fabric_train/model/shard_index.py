@@ -1,8 +1,8 @@
-"""The index of a sharded checkpoint's tensors: which rows are in the file of which rank.
+"""The index of a sharded checkpoint's tensors: it names the file that has each row.
 
-Without it, a rank that continues a run would read the headers of all files: of 512 ranks' files 220 MB for a 70B, of
-which it needs a few. Tensors with the same number of rows are mostly divided alike, so the index has each division once
-and grows by a few kilobytes per hundred ranks. A file without an index is read by its header alone.
+Without it, a rank that continues a run reads the headers of all files. Of a 70B that 512 ranks saved these are 220 MB,
+and the rank needs a few. Tensors with the same number of rows are mostly divided alike, so the index has each division
+once and grows by a few kilobytes per hundred ranks. A folder without an index is read by the headers.
 """
 
 import json

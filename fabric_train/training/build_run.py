@@ -50,8 +50,7 @@ from fabric_train.training.panel import open_progress
 from fabric_train.training.prepared_run import PreparedRun, TrainingData
 from fabric_train.training.run_log import log, note, progress, warn
 from fabric_train.training.run_times import TIMES, TimesFile
-from fabric_train.training.step import OwnTime, Stepper
-from fabric_train.training.step_guard import StepGuard
+from fabric_train.training.step import OwnTime, StepGuard, Stepper
 
 
 def set_up_model(fabric: Fabric, run: PreparedRun, shows_notes: bool = True) -> tuple[Any, set[str]]:
