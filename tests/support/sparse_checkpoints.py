@@ -24,10 +24,10 @@ _NO_HASH = "0" * 32
 Shapes = Mapping[str, torch.Size]
 
 
-def write_parts(folder: Path, shapes: Shapes, num_ranks: int) -> None:
+def write_parts(folder: Path, shapes: Shapes, num_ranks: int, step: int) -> None:
     """Write what the ranks of a save have written when rank 0 begins to complete it."""
     folder.mkdir(parents=True)
-    (folder / "trainer.json").write_text(json.dumps(_trainer(1)))
+    (folder / "trainer.json").write_text(json.dumps(_trainer(step)))
     for rank in range(num_ranks):
         weights = local_rows(shapes, rank, num_ranks)
         hashes, rows = dict[str, list[FilePiece]](), dict[str, list[int]]()
