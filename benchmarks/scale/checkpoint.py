@@ -61,7 +61,10 @@ def _of_size(run: Path, shapes: Shapes, num_ranks: int) -> Iterator[tuple[str, s
     for step in range(1, _KEPT):
         link_checkpoint(temporary, target.with_name(f"step-{step:08d}"), step)
     renamed = _seconds(lambda: replace_checkpoint(temporary, target))
-    pruned = _seconds(lambda: prune(target, _KEPT - 1))
+    whole = set[Path]()
+    first_pruned = _seconds(lambda: prune(target, _KEPT - 1, whole))
+    link_checkpoint(target, target.with_name(f"step-{_KEPT + 1:08d}"), _KEPT + 1)
+    pruned = _seconds(lambda: prune(target.with_name(f"step-{_KEPT + 1:08d}"), _KEPT - 1, whole))
     assert len(saved_checkpoints(run)) == _KEPT - 1
     num_thousands = sum(map(len, of_part.values())) / 1000
     described = [target / CHECKSUMS, *(target / part / SHARD_INDEX for part in of_part)]
@@ -71,8 +74,9 @@ def _of_size(run: Path, shapes: Shapes, num_ranks: int) -> Iterator[tuple[str, s
     yield "metadata for all ranks, per thousand tensors", "MB", 1.0, metadata / 1e6 / num_thousands
     headers = [_header_bytes(file) for file in files if file.suffix == ".safetensors"]
     yield "headers of all files", "MB", None, sum(headers) / 1e6
-    yield "rank 0 alone: complete a checkpoint and remove one of 50", "s", 5.0, joined + renamed + pruned
-    yield "rank 0 alone: lowest loss of 50 at the start", "s", 5.0, _seconds(lambda: lowest_loss(run, "all", _KEPT))
+    yield "rank 0 alone: complete the first checkpoint and remove one of 50", "s", 5.0, joined + renamed + first_pruned
+    yield "rank 0 alone: complete a later checkpoint and remove one of 50", "s", 5.0, joined + renamed + pruned
+    yield "rank 0 alone: lowest loss of 50 at the start", "s", 5.0, _seconds(lambda: lowest_loss(run, "all", _KEPT + 1))
     yield "find the newest complete of 50", "s", None, _seconds(lambda: newest_checkpoint(run))
     yield "check one, without its tensors' content", "s", None, _seconds(lambda: find_damage(target))
     seconds, num_opened, num_bytes = _open_as_one_of_384(target)

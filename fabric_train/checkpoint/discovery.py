@@ -292,17 +292,21 @@ def find_fault(checkpoint: Path, damages: Damages | None = None) -> str | None:
     return f"is damaged: {damage}" if damage else None
 
 
-def prune(newest: Path, keep: int | None) -> None:
+def prune(newest: Path, keep: int | None, whole: set[Path]) -> None:
     """Remove all checkpoints except the ``keep`` newest (None: all) and the one with the lowest validation loss.
 
     ``newest`` was just saved, and stays. Interim checkpoints are not among the ``keep`` newest. Damaged ones are
     neither counted nor removed; checkpoints of later steps are damaged, since a run continues from the newest undamaged
-    one. A check takes long, so only those are checked on which the choice depends.
+    one. A check takes long. So only those are checked on which the choice depends, and kept ones once: ``whole`` are
+    known to be undamaged, and others are added to them.
     """
     saved = _read_all(each for each in _in(newest.parent) if _step(each) <= _step(newest))
     lasting = [each for each in reversed(saved) if not saved[each].interim]
-    whole = (each for each in lasting if each == newest or not find_fault(each))
-    stay = {newest, *(lasting if keep is None else itertools.islice(whole, keep))}
+    whole.add(newest)
+    if keep is not None:
+        lasting = list(itertools.islice((each for each in lasting if each in whole or not find_fault(each)), keep))
+        whole.update(lasting)
+    stay = {newest, *lasting}
     if not (removed := [each for each in saved if each not in stay]):
         return
     best = _first_whole(_sort_by_loss(saved))

@@ -326,10 +326,10 @@ def find_damage(checkpoint: Path) -> str | None:
         files = _read(checkpoint)
         for name, file in files.items():
             path = _path(checkpoint, name)
-            if not path.is_file():
+            if not os.path.isfile(path):  # faster than a method of Path
                 return f"{name} is {'not a file' if path.exists() else 'missing'}"
-            if path.stat().st_size != file.size:
-                return f"{name} has {path.stat().st_size:,} bytes instead of {file.size:,}"
+            if (size := os.path.getsize(path)) != file.size:
+                return f"{name} has {size:,} bytes instead of {file.size:,}"
             faults = () if name.endswith(".safetensors") else (_fault(path, name, piece) for piece in file.pieces)
             if fault := next(filter(None, faults), None):
                 return fault
@@ -399,6 +399,6 @@ def _read(checkpoint: Path) -> dict[str, _ListedFile]:
 
 def _path(checkpoint: Path, name: str) -> Path:
     """Return the path of a file that checksums.json names; a ValueError if it is outside of the checkpoint."""
-    if Path(name).is_absolute() or ".." in Path(name).parts:
+    if os.path.isabs(name) or ".." in name.split(os.sep):
         raise ValueError(f"{CHECKSUMS} names a file outside the checkpoint: {name}")
     return checkpoint / name

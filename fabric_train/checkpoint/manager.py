@@ -80,6 +80,7 @@ class CheckpointManager:
         self._staging = Staging(fabric.device) if asynchronous else None
         self._pending: _PendingSave | None = None
         self._task: BackgroundTask | None = None
+        self._whole = set[Path]()  # kept checkpoints that were checked
         self._best_by, lowest = description.arguments.get("best_by", "all"), math.inf
         if fabric.is_global_zero:
             remove_leftovers(folder)
@@ -237,7 +238,7 @@ class CheckpointManager:
         join_parts(pending.temporary, pending.sharded)
         # an existing checkpoint of this step is damaged, or a signal came before its evaluation was complete
         replace_checkpoint(pending.temporary, pending.target)
-        prune(pending.target, self._keep)
+        prune(pending.target, self._keep, self._whole)
 
     def _texts(self, state: TrainerState, cursors: np.ndarray | Path | None, kind: dict[str, bool]) -> dict[str, str]:
         description = asdict(self._description.after(time.monotonic() - self._started))

@@ -113,8 +113,13 @@ def test_pruning_and_the_lowest_loss_check_only_what_they_choose_from(
     (folder / "step-00000009" / "trainer.json").unlink()  # a damaged one is neither counted nor removed
     assert lowest_loss(tmp_path, "all", 9) == 1 / 8
     assert checked == ["step-00000008"]
-    prune(folder / "step-00000010", None)
+    whole = set[Path]()
+    prune(folder / "step-00000010", None, whole)
     assert checked == ["step-00000008"]
-    prune(folder / "step-00000010", 8)
+    prune(folder / "step-00000010", 8, whole)
     assert sorted(saved_checkpoints(tmp_path)) == [2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert len(checked) == 1 + 7 + 1 + 1  # the kept ones without the newest, the best, the removed one
+    link_checkpoint(checkpoint, folder / "step-00000011", 11)
+    prune(folder / "step-00000011", 8, whole)
+    assert sorted(saved_checkpoints(tmp_path)) == [3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert len(checked) == 10 + 1 + 1
