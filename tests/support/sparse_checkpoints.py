@@ -20,7 +20,7 @@ from fabric_train.model.shard_index import Entry
 
 _PIECE_BYTES = 64 << 20  # as RankWriter hashes them
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_NO_HASH = "0" * 32
+_NO_HASH = "0123456789abcdef" * 2
 Shapes = Mapping[str, torch.Size]
 
 
