@@ -28,7 +28,7 @@ from fabric_train.model.weight_files import CheckpointTensors
 from tests.support.sparse_checkpoints import Shapes, entries, link_checkpoint, write_parts
 
 _SIZES = (32, 128, 512)
-_KEPT = 50
+_NUMBER, _KEPT = 50, 10
 _SIMULATED = (
     "one process plays all ranks one after another; tensors are holes in files and their hashes are made up; 49 of the "
     "50 checkpoints are links to one; the disk is this machine's, not one that all ranks share"
@@ -53,19 +53,22 @@ def measure(work: Path) -> list[Series]:
 
 def _of_size(run: Path, shapes: Shapes, num_ranks: int) -> Iterator[tuple[str, str, float | None, float]]:
     """Yield quantity, unit, limit and value of one number of ranks."""
-    target = run / "checkpoints" / f"step-{_KEPT:08d}"
+    target = run / "checkpoints" / f"step-{_NUMBER:08d}"
     temporary = target.with_name(f".{target.name}.incomplete-benchmark")
     of_part = entries(shapes)
-    write_parts(temporary, shapes, num_ranks, _KEPT)
+    write_parts(temporary, shapes, num_ranks, _NUMBER)
     joined = _seconds(lambda: join_parts(temporary, of_part))
-    for step in range(1, _KEPT):
+    for step in range(_NUMBER - _KEPT, _NUMBER):
         link_checkpoint(temporary, target.with_name(f"step-{step:08d}"), step)
-    renamed = _seconds(lambda: replace_checkpoint(temporary, target))
-    whole = set[Path]()
-    first_pruned = _seconds(lambda: prune(target, _KEPT - 1, whole))
-    link_checkpoint(target, target.with_name(f"step-{_KEPT + 1:08d}"), _KEPT + 1)
-    pruned = _seconds(lambda: prune(target.with_name(f"step-{_KEPT + 1:08d}"), _KEPT - 1, whole))
-    assert len(saved_checkpoints(run)) == _KEPT - 1
+    renamed, whole = _seconds(lambda: replace_checkpoint(temporary, target)), set[Path]()
+    first_pruned = _seconds(lambda: prune(target, _KEPT, whole))
+    later = target.with_name(f"step-{_NUMBER + 1:08d}")
+    link_checkpoint(target, later, _NUMBER + 1)
+    pruned = _seconds(lambda: prune(later, _KEPT, whole))
+    assert len(saved_checkpoints(run)) == _KEPT
+    for step in range(1, _NUMBER - _KEPT + 1):
+        link_checkpoint(target, target.with_name(f"step-{step:08d}"), step)
+    assert len(saved_checkpoints(run)) == _NUMBER
     num_thousands = sum(map(len, of_part.values())) / 1000
     described = [target / CHECKSUMS, *(target / part / SHARD_INDEX for part in of_part)]
     metadata = sum(file.stat().st_size for file in described)
@@ -74,9 +77,15 @@ def _of_size(run: Path, shapes: Shapes, num_ranks: int) -> Iterator[tuple[str, s
     yield "metadata for all ranks, per thousand tensors", "MB", 1.0, metadata / 1e6 / num_thousands
     headers = [_header_bytes(file) for file in files if file.suffix == ".safetensors"]
     yield "headers of all files", "MB", None, sum(headers) / 1e6
-    yield "rank 0 alone: complete the first checkpoint and remove one of 50", "s", 5.0, joined + renamed + first_pruned
-    yield "rank 0 alone: complete a later checkpoint and remove one of 50", "s", 5.0, joined + renamed + pruned
-    yield "rank 0 alone: lowest loss of 50 at the start", "s", 5.0, _seconds(lambda: lowest_loss(run, "all", _KEPT + 1))
+    completed = joined + renamed
+    yield f"rank 0 alone: complete the first checkpoint, remove one of {_KEPT + 1}", "s", 5.0, completed + first_pruned
+    yield f"rank 0 alone: complete a later checkpoint, remove one of {_KEPT + 1}", "s", 5.0, completed + pruned
+    yield (
+        "rank 0 alone: lowest loss of 50 at the start",
+        "s",
+        5.0,
+        _seconds(lambda: lowest_loss(run, "all", _NUMBER + 1)),
+    )
     yield "find the newest complete of 50", "s", None, _seconds(lambda: newest_checkpoint(run))
     yield "check one, without its tensors' content", "s", None, _seconds(lambda: find_damage(target))
     seconds, num_opened, num_bytes = _open_as_one_of_384(target)
