@@ -12,7 +12,7 @@ step-00000500/
   model.safetensors  optimizer/         full: one file each, written by all ranks together
   adapter_model.safetensors             instead of the weights, if an adapter trains: in peft's format, with
   adapter_config.json                   its configuration; trainer.json names the base model
-  model/  optimizer/                    sharded: one safetensors file per rank, with the offsets of its blocks
+  model/  optimizer/                    sharded: one safetensors file per rank, and the index shards.json
 """
 
 # ruff: noqa: F401 - what the other subpackages import from here; the other modules here import models, which is slow

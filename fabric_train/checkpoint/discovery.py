@@ -1,17 +1,19 @@
 """Find the checkpoints of a run, choose the one to start from, and remove old ones."""
 
+import itertools
 import math
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import track
 
-from fabric_train.checkpoint.trainer_json import FORMAT, find_unreadable, read_format, read_trainer_json
+from fabric_train.checkpoint.trainer_json import FORMAT, TrainerJson, find_unreadable, read_format, read_trainer_json
 from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.cli.output import open_console
 from fabric_train.files.atomic_folder import is_temporary, remove, sync_and_rename
@@ -200,7 +202,7 @@ def checkpoint_from(run: Path, step: int) -> Path | None:
 
 def best_checkpoint(run: Path, damages: Damages | None = None) -> Path | None:
     """Return the undamaged checkpoint of a run with the lowest validation loss, or None if none has one."""
-    return _first_whole(_sort_by_loss(each for each in _in(run) if find_unreadable(each) is None), damages)
+    return _first_whole(_sort_by_loss(_read_all(_in(run))), damages)
 
 
 def _first_whole(checkpoints: Iterable[Path], damages: Damages | None = None) -> Path | None:
@@ -209,8 +211,10 @@ def _first_whole(checkpoints: Iterable[Path], damages: Damages | None = None) ->
 
 def lowest_loss(run: Path, source: str, last_step: int) -> float:
     """Return the lowest ``cost_of`` a source, or "all", in undamaged checkpoints up to a step, else infinity."""
-    saved = [other for other in _in(run) if _step(other) <= last_step and not find_fault(other)]
-    return min(_comparable_losses(saved, source).values(), default=math.inf)
+    saved = _read_all(other for other in _in(run) if _step(other) <= last_step)
+    losses = _comparable_losses(saved, source)
+    best = _first_whole(sorted(losses, key=lambda checkpoint: losses[checkpoint]))  # to check all would take long
+    return losses[best] if best else math.inf
 
 
 def describe_damaged(run: Path, used: Path | None, damages: Damages | None = None) -> list[str]:
@@ -244,22 +248,32 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _sort_by_loss(checkpoints: Iterable[Path]) -> list[Path]:
-    """Return readable checkpoints with a finite loss, of the source that the newest one names, the lowest first."""
-    in_order = sorted(checkpoints, key=_step)
-    source = read_trainer_json(in_order[-1]).best_by if in_order else "all"
-    losses = _comparable_losses(in_order, source)
+def _read_all(checkpoints: Iterable[Path]) -> dict[Path, TrainerJson]:
+    """Return the trainer.json of each checkpoint, without those that cannot be read."""
+    read = dict[Path, TrainerJson]()
+    for checkpoint in checkpoints:
+        with suppress(InputError):
+            read[checkpoint] = read_trainer_json(checkpoint)
+    return read
+
+
+def _sort_by_loss(saved: Mapping[Path, TrainerJson]) -> list[Path]:
+    """Return checkpoints with a finite loss, of the source that the newest one names, the lowest first.
+
+    ``saved`` are by step.
+    """
+    source = list(saved.values())[-1].best_by if saved else "all"
+    losses = _comparable_losses(saved, source)
     return sorted(losses, key=lambda checkpoint: losses[checkpoint])
 
 
-def _comparable_losses(checkpoints: Iterable[Path], source: str) -> dict[Path, float]:
+def _comparable_losses(saved: Mapping[Path, TrainerJson], source: str) -> dict[Path, float]:
     """Return the finite ``cost_of`` a source in each, of those evaluated on the rows of the last evaluation."""
-    states = {checkpoint: read_trainer_json(checkpoint).state for checkpoint in sorted(checkpoints, key=_step)}
-    last = next((state.evaluation for state in reversed(states.values()) if state.evaluation), None)
+    evaluations = [one.state.evaluation for one in saved.values() if one.state.evaluation]
     losses = {
-        checkpoint: state.cost_of(source)
-        for checkpoint, state in states.items()
-        if last is None or state.evaluation is None or state.evaluation.is_comparable(last)
+        checkpoint: one.state.cost_of(source)
+        for checkpoint, one in saved.items()
+        if one.state.evaluation is None or one.state.evaluation.is_comparable(evaluations[-1])
     }
     return {checkpoint: loss for checkpoint, loss in losses.items() if loss is not None and math.isfinite(loss)}
 
@@ -278,25 +292,33 @@ def find_fault(checkpoint: Path, damages: Damages | None = None) -> str | None:
     return f"is damaged: {damage}" if damage else None
 
 
-def prune(newest: Path, keep: int | None) -> None:
+def prune(newest: Path, keep: int | None, whole: set[Path]) -> None:
     """Remove all checkpoints except the ``keep`` newest (None: all) and the one with the lowest validation loss.
 
     ``newest`` was just saved, and stays. Interim checkpoints are not among the ``keep`` newest. Damaged ones are
     neither counted nor removed; checkpoints of later steps are damaged, since a run continues from the newest undamaged
-    one.
+    one. A check takes long. So only those are checked on which the choice depends, and kept ones once: ``whole`` are
+    known to be undamaged, and others are added to them.
     """
-    checkpoints = [each for each in _in(newest.parent) if _step(each) <= _step(newest) and not find_fault(each)]
-    lasting = [checkpoint for checkpoint in checkpoints if not read_trainer_json(checkpoint).interim]
-    stay = {newest, *_sort_by_loss(checkpoints)[:1], *(lasting if keep is None else lasting[-keep:])}
-    for checkpoint in checkpoints:
-        if checkpoint not in stay:
+    saved = _read_all(each for each in _in(newest.parent) if _step(each) <= _step(newest))
+    lasting = [each for each in reversed(saved) if not saved[each].interim]
+    whole.add(newest)
+    if keep is not None:
+        lasting = list(itertools.islice((each for each in lasting if each in whole or not find_fault(each)), keep))
+        whole.update(lasting)
+    stay = {newest, *lasting}
+    if not (removed := [each for each in saved if each not in stay]):
+        return
+    best = _first_whole(_sort_by_loss(saved))
+    for checkpoint in removed:
+        if checkpoint != best and not find_fault(checkpoint):
             remove(_set_aside(checkpoint, _REMOVED))
 
 
 def replace_checkpoint(temporary: Path, target: Path) -> None:
     """Rename ``temporary`` to ``target``, and remove the checkpoint of this name; see ``remove_leftovers``."""
     replaced = _set_aside(target, _REPLACED) if os.path.lexists(target) else None
-    sync_and_rename(temporary, target)
+    sync_and_rename(temporary, target, synced=".safetensors")  # each rank has synced its own
     if replaced:
         remove(replaced)
 

@@ -7,7 +7,7 @@ every file. So a truncated file is found at once, and all ranks can check the co
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -20,6 +20,7 @@ import xxhash
 from fabric_train.cli.errors import InputError, raise_reached_limit
 from fabric_train.files.atomic_folder import fsync
 from fabric_train.files.regular_file import read_json
+from fabric_train.model.shard_index import Entry, write_shard_index
 
 CHECKSUMS = "checksums.json"
 _PART = ".checksums-"
@@ -185,10 +186,20 @@ class RankWriter:
     """Writes one rank's part of one checkpoint."""
 
     def __init__(
-        self, folder: Path, rank: int, writes: list[Write], staging: Staging | None, write_texts: Callable[[Path], None]
+        self,
+        folder: Path,
+        rank: int,
+        writes: list[Write],
+        staging: Staging | None,
+        write_texts: Callable[[Path], None],
+        first_rows: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """Prepare to write into ``folder``, the same on all ranks; ``write_texts`` is for rank 0."""
+        """Prepare to write into ``folder``, the same on all ranks; ``write_texts`` is for rank 0.
+
+        For ``first_rows`` see :func:`write_part`.
+        """
         self._folder, self._rank, self._staging, self._write_texts = folder, rank, staging, write_texts
+        self._first_rows = first_rows
         self._writes = sorted(writes, key=lambda write: (write.file, write.offset))
         self._is_abandoned = False
         self._is_copied = threading.Event()
@@ -224,7 +235,7 @@ class RankWriter:
             for path in self._folder.rglob("*"):
                 if path.is_file() and path.suffix != ".safetensors" and not path.name.startswith(_PART):
                     hashes[path.relative_to(self._folder).as_posix()] = hash_file(path)
-        fsync(write_part(self._folder, self._rank, hashes))
+        fsync(write_part(self._folder, self._rank, hashes, self._first_rows))
 
     def _copy(self) -> list[Write]:
         if self._staging is None:
@@ -260,20 +271,44 @@ class RankWriter:
         return hasher.pieces()
 
 
-def write_part(folder: Path, rank: int, files: dict[str, list[FilePiece]]) -> Path:
-    """Write one rank's hashes into an unfinished checkpoint, and return the file."""
+def write_part(
+    folder: Path,
+    rank: int,
+    files: dict[str, list[FilePiece]],
+    first_rows: Mapping[str, Sequence[int]] | None = None,
+) -> Path:
+    """Write one rank's hashes into an unfinished checkpoint, and return the file.
+
+    ``first_rows`` are what ``tensors.first_rows`` returns, by the sharded part of the checkpoint.
+    """
     path = folder / f"{_PART}{rank:05d}.json"
-    path.write_text(json.dumps(files), encoding="utf-8")
+    path.write_text(json.dumps({"files": files, "first_rows": first_rows or {}}), encoding="utf-8")
     return path
 
 
-def join_parts(folder: Path) -> Path:
-    """Join the ranks' hashes into checksums.json; an OSError if a byte was written by no rank, or by two."""
+def join_parts(folder: Path, sharded: Mapping[str, Sequence[Entry]] | None = None) -> Path:
+    """Join the ranks' hashes into checksums.json, and their rows into an index of each sharded part.
+
+    Args:
+        folder: an unfinished checkpoint, in which every rank has called :func:`write_part`.
+        sharded: the tensors of each sharded part.
+
+    Raises:
+        OSError: a byte was written by no rank, or by two.
+    """
     pieces: dict[str, list[FilePiece]] = {}
+    first_rows: dict[str, dict[int, list[int]]] = {}
     parts = sorted(folder.glob(f"{_PART}*.json"))
     for part in parts:
-        for name, of_rank in json.loads(part.read_text(encoding="utf-8")).items():
+        rank, content = int(part.stem.removeprefix(_PART)), json.loads(part.read_text(encoding="utf-8"))
+        for name, of_rank in content["files"].items():
             pieces.setdefault(name, []).extend(FilePiece(*piece) for piece in of_rank)
+        for name, rows in content["first_rows"].items():
+            first_rows.setdefault(name, {})[rank] = rows
+    for name, entries in (sharded or {}).items():
+        if entries:
+            index = write_shard_index(folder / name, entries, first_rows[name])
+            pieces[index.relative_to(folder).as_posix()] = hash_file(index)
     files = {name: _ListedFile((folder / name).stat().st_size, sorted(of)) for name, of in sorted(pieces.items())}
     for name, file in files.items():
         if not file.is_tiled:
@@ -291,10 +326,10 @@ def find_damage(checkpoint: Path) -> str | None:
         files = _read(checkpoint)
         for name, file in files.items():
             path = _path(checkpoint, name)
-            if not path.is_file():
+            if not os.path.isfile(path):  # faster than a method of Path
                 return f"{name} is {'not a file' if path.exists() else 'missing'}"
-            if path.stat().st_size != file.size:
-                return f"{name} has {path.stat().st_size:,} bytes instead of {file.size:,}"
+            if (size := os.path.getsize(path)) != file.size:
+                return f"{name} has {size:,} bytes instead of {file.size:,}"
             faults = () if name.endswith(".safetensors") else (_fault(path, name, piece) for piece in file.pieces)
             if fault := next(filter(None, faults), None):
                 return fault
@@ -364,6 +399,6 @@ def _read(checkpoint: Path) -> dict[str, _ListedFile]:
 
 def _path(checkpoint: Path, name: str) -> Path:
     """Return the path of a file that checksums.json names; a ValueError if it is outside of the checkpoint."""
-    if Path(name).is_absolute() or ".." in Path(name).parts:
+    if os.path.isabs(name) or ".." in name.split(os.sep):
         raise ValueError(f"{CHECKSUMS} names a file outside the checkpoint: {name}")
     return checkpoint / name

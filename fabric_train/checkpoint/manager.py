@@ -22,13 +22,14 @@ from lightning import Fabric
 from fabric_train.checkpoint.adapter_folder import CONFIG as ADAPTER_CONFIG
 from fabric_train.checkpoint.adapter_folder import peft_config
 from fabric_train.checkpoint.discovery import lowest_loss, prune, remove_leftovers, replace_checkpoint
-from fabric_train.checkpoint.files import BackgroundTask, RankWriter, Staging, join_parts
+from fabric_train.checkpoint.files import BackgroundTask, RankWriter, Staging, Write, join_parts
 from fabric_train.checkpoint.tensors import local_optimizer_state, local_weights, rank_writes
 from fabric_train.checkpoint.trainer_json import FORMAT, Description, TrainerState, to_content
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
 from fabric_train.distributed.ranks import first_text, gather_over_data_ranks
 from fabric_train.files.atomic_folder import remove, temporary_for, this_process
 from fabric_train.model.hf_model import write_generation_config
+from fabric_train.model.shard_index import Entry
 
 if TYPE_CHECKING:
     from fabric_train.distributed.ranks import StepSync
@@ -40,12 +41,16 @@ class SaveError(RunError):
 
 @dataclass(frozen=True)
 class _PendingSave:
-    """A save in progress. ``is_written``: all ranks have written their parts, and rank 0 completes the checkpoint."""
+    """A save in progress. ``is_written``: all ranks have written their parts, and rank 0 completes the checkpoint.
+
+    ``sharded`` has the tensors of the sharded parts.
+    """
 
     target: Path
     temporary: Path
     num_bytes: int
     writer: RankWriter
+    sharded: dict[str, list[Entry]]
     is_written: bool = False
 
 
@@ -75,6 +80,7 @@ class CheckpointManager:
         self._staging = Staging(fabric.device) if asynchronous else None
         self._pending: _PendingSave | None = None
         self._task: BackgroundTask | None = None
+        self._whole = set[Path]()  # kept checkpoints that were checked
         self._best_by, lowest = description.arguments.get("best_by", "all"), math.inf
         if fabric.is_global_zero:
             remove_leftovers(folder)
@@ -126,17 +132,21 @@ class CheckpointManager:
         temporary = temporary_for(target, self._process)
         tensors = (local_weights(self._model), local_optimizer_state(self._model, self._optimizer.optimizer))
         model, kind = ("adapter" if self._description.adapter_base else "model"), self._description.state_dict_type
-        parts = zip((model, "optimizer"), tensors, strict=True)
-        writes = [write for part, of_part in parts for write in rank_writes(part, of_part, self._fabric, kind)]
+        writes, first_rows, sharded = list[Write](), dict[str, list[int]](), dict[str, list[Entry]]()
+        for part, of_part in zip((model, "optimizer"), tensors, strict=True):
+            of_rank, rows = rank_writes(part, of_part, self._fabric, kind)
+            writes += of_rank
+            if rows:
+                first_rows[part] = rows
+                sharded[part] = [(tensor.name, tensor.dtype, tensor.shape) for tensor in of_part]
         if self._fabric.device.type == "xla":  # whose tensors only one thread may use
             writes = [replace(write, data=write.data.cpu()) for write in writes]
         texts = self._texts(state, cursors, {"interim": interim, "scheduled": scheduled})
         staging = None if waits else self._staging
-        writer = RankWriter(
-            temporary, self._fabric.global_rank, writes, staging, partial(self._write_texts, texts=texts)
-        )
+        write_texts = partial(self._write_texts, texts=texts)
+        writer = RankWriter(temporary, self._fabric.global_rank, writes, staging, write_texts, first_rows)
         num_bytes = sum(tensor.shape.numel() * tensor.dtype.itemsize for of_part in tensors for tensor in of_part)
-        pending = _PendingSave(target, temporary, num_bytes, writer)
+        pending = _PendingSave(target, temporary, num_bytes, writer, sharded)
         self._make_folder(pending)
         self._pending, self._task = pending, BackgroundTask(writer.run, self._fabric.device)
         if (loss := state.cost_of(self._best_by)) is not None:
@@ -225,10 +235,10 @@ class CheckpointManager:
         self._saved(pending.target)
 
     def _complete(self, pending: _PendingSave) -> None:
-        join_parts(pending.temporary)
+        join_parts(pending.temporary, pending.sharded)
         # an existing checkpoint of this step is damaged, or a signal came before its evaluation was complete
         replace_checkpoint(pending.temporary, pending.target)
-        prune(pending.target, self._keep)
+        prune(pending.target, self._keep, self._whole)
 
     def _texts(self, state: TrainerState, cursors: np.ndarray | Path | None, kind: dict[str, bool]) -> dict[str, str]:
         description = asdict(self._description.after(time.monotonic() - self._started))

@@ -34,12 +34,12 @@ from fabric_train.distributed.ranks import (
 )
 from fabric_train.model.adapter import adapted_layers
 from fabric_train.model.load_weights import read_local_part
+from fabric_train.model.shard_index import DTYPE_NAMES, NO_ROWS, shard_name
 from fabric_train.model.trained_parts import trained_parameters
-from fabric_train.model.weight_files import DTYPES, SHARDING_INFO, CheckpointTensors
+from fabric_train.model.weight_files import SHARDING_INFO, CheckpointTensors
 from fabric_train.optim.states import DeclaredStates, State
 
 _FULL = {"model": "model.safetensors", "adapter": ADAPTER_WEIGHTS, "optimizer": "optimizer/optimizer.safetensors"}
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # of the start of the data, as in the safetensors library
 
 
@@ -227,11 +227,17 @@ def _replicated(name: str, tensor: torch.Tensor) -> LocalTensor:
     return LocalTensor(name, tensor.shape, tensor.dtype, 0, (tensor.flatten(),) if tensor.numel() else (), *ranks)
 
 
-def rank_writes(part: str, tensors: list[LocalTensor], fabric: Fabric, state_dict_type: str) -> list[Write]:
-    """Return this rank's writes of ``part`` (model, adapter, optimizer), "full" or "sharded"; adapters are full."""
+def rank_writes(
+    part: str, tensors: list[LocalTensor], fabric: Fabric, state_dict_type: str
+) -> tuple[list[Write], list[int]]:
+    """Return this rank's writes of ``part`` (model, adapter, optimizer), "full" or "sharded"; adapters are full.
+
+    Sharded ones come with the :func:`first_rows`, the others with none.
+    """
     if state_dict_type == "sharded" and part != "adapter":
-        return sharded_writes(part, align_to_rows(tensors, fabric.device), fabric.global_rank)
-    return full_writes(part, tensors, fabric.global_rank)
+        aligned = align_to_rows(tensors, fabric.device)
+        return sharded_writes(part, aligned, fabric.global_rank), first_rows(aligned)
+    return full_writes(part, tensors, fabric.global_rank), []
 
 
 def full_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Write]:
@@ -250,7 +256,7 @@ def sharded_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Wri
     blocks = {tensor.name: tensor for tensor in select_owned(tensors)}
     if not blocks:
         return []
-    file = f"{part}/shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+    file = shard_name(part, rank)
     begins = {name: {"saved_offsets": _block(tensor)[0]} for name, tensor in blocks.items()}
     entries = [(name, tensor.dtype, _block(tensor)[1]) for name, tensor in blocks.items()]
     metadata = {SHARDING_INFO: json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
@@ -259,6 +265,12 @@ def sharded_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Wri
     for name, tensor in blocks.items():
         writes += _consecutive(file, offsets[name], tensor.parts)
     return writes
+
+
+def first_rows(tensors: list[LocalTensor]) -> list[int]:
+    """Return the first row of what this rank writes of each tensor, for ``shard_index.write_shard_index``."""
+    owned = {tensor.name: next(iter(_block(tensor)[0]), 0) for tensor in select_owned(tensors)}
+    return [owned.get(tensor.name, NO_ROWS) for tensor in tensors]
 
 
 def select_owned(tensors: Iterable[LocalTensor]) -> list[LocalTensor]:
@@ -298,7 +310,7 @@ def safetensors_header(
     begins, begin = {}, 0
     for name, dtype, shape in sorted(entries, key=lambda entry: -entry[1].itemsize):
         end = begin + math.prod(shape) * dtype.itemsize
-        content[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        content[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begins[name], begin = begin, end
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)

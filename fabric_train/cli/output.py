@@ -14,6 +14,7 @@ import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -196,3 +197,12 @@ def open_templates(folder: Path | Sequence[Path], **options: Any) -> "Environmen
 
     options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True, **options}
     return Environment(loader=FileSystemLoader(folder), **options)
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Return numbers with runs of consecutive ones as ranges: 0–3, 7."""
+    texts = []
+    for _, pairs in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in pairs]
+        texts.append(f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}")
+    return ", ".join(texts)

@@ -40,6 +40,7 @@ from fabric_train.cli.launcher import (
     serve_on_loopback,
     watch_children,
 )
+from fabric_train.distributed.rank_connections import allow_connections
 from fabric_train.distributed.signals import describe_stop_outside_training
 
 _SECONDS_TO_ANSWER = 5.0
@@ -254,7 +255,12 @@ def _address_of_slurm_node(name: str) -> str:
 
 
 def init_process_group(fabric: Fabric, accelerator: str, num_processes: int, timeout: timedelta) -> None:
-    """Launch Fabric: start the other ranks if no launcher did, and connect all ``num_processes``."""
+    """Launch Fabric: start the other ranks if no launcher did, and connect all ``num_processes``.
+
+    Raises:
+        InputError: a process may not open as many files as there are connections.
+    """
+    allow_connections(num_processes)
 
     def watch(child_processes: list["subprocess.Popen[Any]"]) -> None:
         watch_children(child_processes, _end_with_child)

@@ -82,18 +82,29 @@ def gather_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor
 
 
 def sum_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the data ranks' tensors, on this rank's device."""
-    return gather_over_data_ranks(fabric, tensor).sum(dim=0)
+    """Return the sum of the data ranks' tensors, on this rank's device; each rank sends only as much as it has."""
+    ranks = data_ranks(fabric)
+    counts = fabric.global_rank % ranks.group_size == 0
+    summed = to_device_async(tensor if counts else torch.zeros_like(tensor), fabric.device).clone()
+    if fabric.world_size > 1:
+        dist.all_reduce(summed)
+    return summed
 
 
 def first_text(fabric: Fabric, text: str | None) -> str | None:
     """Return, on all ranks, the text of the lowest rank that has one, cut to 2000 bytes; None if no rank has one."""
-    encoded = (text or "").encode()[:_MAX_TEXT_BYTES]
+    lowest = torch.tensor(fabric.global_rank if text else fabric.world_size, device=fabric.device)
+    if fabric.world_size > 1:
+        dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    if lowest == fabric.world_size:
+        return None
     line = torch.zeros(_MAX_TEXT_BYTES, dtype=torch.uint8, device=fabric.device)
-    line[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if encoded else 0
-    lines = gather_over_ranks(fabric, line).tolist()
-    texts = (bytes(line).rstrip(b"\0").decode(errors="ignore") for line in lines)
-    return next(filter(None, texts), None)
+    if text and lowest == fabric.global_rank:
+        encoded = text.encode()[:_MAX_TEXT_BYTES]
+        line[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    if fabric.world_size > 1:
+        dist.all_reduce(line)  # sum with the other ranks' zeros
+    return bytes(line.tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
 def exchange_bytes(

@@ -142,10 +142,13 @@ def is_temporary(path: Path) -> bool:
     return path.name.startswith(".") and _MARK in path.name
 
 
-def sync_and_rename(temporary: Path, target: Path) -> None:
-    """Sync a temporary folder to the disk, not what links in it lead to; rename it to ``target``, sync the parent."""
+def sync_and_rename(temporary: Path, target: Path, synced: str | None = None) -> None:
+    """Sync a temporary folder to the disk, not what links in it lead to; rename it to ``target``, sync the parent.
+
+    Files whose names end with ``synced`` are on the disk already.
+    """
     for root, _, names in os.walk(temporary, topdown=False):
-        for file in (Path(root, name) for name in names):
+        for file in (Path(root, name) for name in names if synced is None or not name.endswith(synced)):
             if stat.S_ISREG(file.lstat().st_mode):
                 fsync(file)
         fsync(Path(root))

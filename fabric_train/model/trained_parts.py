@@ -10,15 +10,15 @@ not layer 10, and ``norm`` is not ``input_layernorm``. The pattern ``all`` match
 """
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import torch
 from torch import nn
 
 from fabric_train.cli.argument_types import nearest_name
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.output import number_ranges
 from fabric_train.distributed.ranks import named_parameters, original_name
 from fabric_train.model.adapter import Adapter
 
@@ -174,12 +174,5 @@ def describe_parts(chosen: Sizes, others: Sizes) -> str:
     for modules, numbers in alike.items():
         of = f"{', '.join(modules)} of " if modules else ""
         numel = sum(sum(layers[number].values()) for number in numbers)
-        texts.append(f"{of}layer{'s' * (len(numbers) > 1)} {', '.join(_ranges(map(int, numbers)))} {numel:,}")
+        texts.append(f"{of}layer{'s' * (len(numbers) > 1)} {number_ranges(map(int, numbers))} {numel:,}")
     return "; ".join(texts)
-
-
-def _ranges(numbers: Iterable[int]) -> Iterator[str]:
-    """Yield runs of consecutive numbers, such as 0–3."""
-    for _, pairs in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in pairs]
-        yield f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}"

@@ -1,7 +1,8 @@
 """Read tensors one at a time from safetensors files, also from the shards of a sharded checkpoint.
 
 Sharded files have the format of torch's ``HuggingFaceStorageWriter(save_distributed=True)``: the header has under
-``DCP_SHARDING_INFO`` the offsets of each piece. A 70B model can be exported with one tensor in memory.
+``DCP_SHARDING_INFO`` the offsets of each piece. With an index beside them (``shard_index``), a file's header is read
+when one of its tensors is. A 70B model can be exported with one tensor in memory.
 """
 
 import functools
@@ -10,30 +11,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import add
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_file_name, check_not_pointer, parse_json, read_json
+from fabric_train.model.shard_index import DTYPES, SHARD_INDEX, Piece, ShardedTensor, read_shard_index
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """The key in a header's metadata for the offsets of each piece in the full tensor."""
 _OPEN_FILES = 2
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A block of a tensor in a file, at ``offsets`` in the full tensor and at byte ``position`` in the file."""
-
-    file: Path
-    position: int
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+class _InFile(NamedTuple):
+    piece: Piece
+    position: int  # of its first byte
 
 
 @dataclass(frozen=True)
@@ -78,13 +72,19 @@ class CheckpointTensors(StoredTensors):
     """
 
     def __init__(self, files: list[Path], advice: str = "use another checkpoint") -> None:
-        self._pieces: dict[str, list[_Piece]] = {}
+        self._pieces: dict[str, list[Piece]] = {}  # of files without an index
+        self._sharded: dict[str, ShardedTensor] = {}
         self.metadata: dict[str, str] = {}  # of the files
         self._advice = advice
         self._file = functools.lru_cache(maxsize=_OPEN_FILES)(functools.partial(_open_file, advice=advice))
-        for path in files:
-            self._add_pieces(path)
-        self._shapes: dict[str, torch.Size] = {}
+        self._headers: dict[Path, dict[str, _InFile]] = {}
+        if files and (files[0].parent / SHARD_INDEX).is_file():
+            self._sharded = read_shard_index(files[0].parent, advice)
+        else:
+            for path in files:
+                for name, in_file in self._header(path).items():
+                    self._pieces.setdefault(name, []).append(in_file.piece)
+        self._shapes = {name: tensor.shape for name, tensor in self._sharded.items()}
         for name, pieces in self._pieces.items():
             ends = [map(add, piece.offsets, piece.shape) for piece in pieces]
             self._shapes[name] = torch.Size(map(max, zip(*ends, strict=True)))
@@ -92,21 +92,21 @@ class CheckpointTensors(StoredTensors):
                 raise InputError(f"{files[0].parent}: pieces of {name} are missing, so a file was lost; {advice}")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces)
+        return iter(self._shapes)
 
     def shape(self, name: str) -> torch.Size:
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._pieces[name][0].dtype
+        return self._sharded[name].dtype if name in self._sharded else self._pieces[name][0].dtype
 
     def file_of(self, name: str) -> Path:
         """Return the file that holds the tensor, of a sharded checkpoint the first one."""
-        return self._pieces[name][0].file
+        return self._pieces_at(name, (), ())[0].file
 
     def read(self, name: str) -> torch.Tensor:
         """Return the full tensor on the CPU in its stored dtype, maybe a view of the file, which no write changes."""
-        pieces, shape = self._pieces[name], self.shape(name)
+        pieces, shape = self._pieces.get(name, ()), self.shape(name)
         if len(pieces) == 1 and shape and 0 not in shape:
             return self._file(pieces[0].file).get_slice(name)[:]
         return super().read(name)
@@ -117,7 +117,7 @@ class CheckpointTensors(StoredTensors):
         Whole rows are read into memory of their own, so that no pages of the file stay in this process.
         """
         block = torch.empty(tuple(shape), dtype=self.dtype(name))
-        for piece in self._pieces[name]:
+        for piece in self._pieces_at(name, offsets, shape):
             overlap = [
                 (max(begin, piece_begin), min(begin + size, piece_begin + piece_size))
                 for begin, size, piece_begin, piece_size in zip(offsets, shape, piece.offsets, piece.shape, strict=True)
@@ -129,7 +129,7 @@ class CheckpointTensors(StoredTensors):
             if target.shape[1:] == piece.shape[1:] and target.is_contiguous():
                 first_row = in_piece[0].start if in_piece else 0
                 row = math.prod(piece.shape[1:]) * piece.dtype.itemsize
-                self._read_bytes(piece.file, piece.position + first_row * row, target)
+                self._read_bytes(piece.file, self._position(name, piece) + first_row * row, target)
             else:
                 block[in_block] = self._file(piece.file).get_slice(name)[in_piece]
         return block
@@ -145,7 +145,28 @@ class CheckpointTensors(StoredTensors):
                     raise InputError(f"{path}: the file has become shorter; {self._advice}")
                 missing = missing[count:]
 
-    def _add_pieces(self, path: Path) -> None:
+    def _pieces_at(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> list[Piece]:
+        """Return the pieces of a tensor, of one with an index those that have some row of a block."""
+        if name not in self._sharded:
+            return self._pieces[name]
+        begin = offsets[0] if offsets else 0
+        return self._sharded[name].pieces(begin, begin + (shape[0] if shape else 1))
+
+    def _position(self, name: str, piece: Piece) -> int:
+        """Return the first byte of a piece in its file."""
+        in_file = self._header(piece.file).get(name)
+        if in_file is None or in_file.piece != piece:
+            raise InputError(f"{piece.file}: {name} is not as {SHARD_INDEX} says; {self._advice}")
+        return in_file.position
+
+    def _header(self, path: Path) -> dict[str, _InFile]:
+        """Return the pieces in a file by name; it is read once."""
+        if path not in self._headers:
+            self._headers[path] = self._read_header(path)
+        return self._headers[path]
+
+    def _read_header(self, path: Path) -> dict[str, _InFile]:
+        pieces = dict[str, _InFile]()
         file = self._file(path)
         metadata: dict[str, str] = file.metadata() or {}
         begins = self._offsets(path, metadata.pop(SHARDING_INFO, "{}"))
@@ -160,9 +181,10 @@ class CheckpointTensors(StoredTensors):
                 raise InputError(f"{path}: {name} has the offsets {offsets} in its header; {self._advice}")
             if header.get_dtype() not in DTYPES:
                 raise InputError(f"{path}: {name} has the unsupported type {header.get_dtype()}; {self._advice}")
-            piece = _Piece(path, position, offsets, shape, DTYPES[header.get_dtype()])
-            self._pieces.setdefault(name, []).append(piece)
+            piece = Piece(path, offsets, shape, DTYPES[header.get_dtype()])
+            pieces[name] = _InFile(piece, position)
             position += math.prod(shape) * piece.dtype.itemsize
+        return pieces
 
     def _offsets(self, path: Path, info: str) -> dict[str, tuple[int, ...]]:
         try:

@@ -6,27 +6,35 @@ the first backward pass. So loss and gradient do not depend on how the window is
 
 import itertools
 import math
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning import Fabric
 
 from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.data.row_slices import place_batch
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed import ranks
-from fabric_train.distributed.ranks import StepSync, clip_grad_norm, data_ranks, gather_over_data_ranks
+from fabric_train.distributed.ranks import (
+    StepSync,
+    clip_grad_norm,
+    data_ranks,
+    gather_over_data_ranks,
+    sum_over_data_ranks,
+    to_device_async,
+)
 from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.distributed.xla import seed_xla
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import Schedules, set_learning_rate
 from fabric_train.training.objective import CrossEntropy, Objective, WindowLoss, by_piece, counts_pieces, sum_by_source
+from fabric_train.training.spike_rule import SpikeRule
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -81,7 +89,8 @@ class Stepper:
         work = (sum(lengths), self.flops.of(lengths), self.own_time.seconds)
         report = exchange_step(fabric, loss, grad_norm, *work, own_flags(self.checkpoints))
         self.own_time.restart()
-        check = self.guard.check(window, report.loss, report.grad_norm, report.of_pieces)
+        losses = partial(gather_losses, fabric, loss)
+        check = self.guard.check(window, report.loss, report.grad_norm, report.of_pieces, losses)
         if check.fault is None:
             started = time.monotonic()
             self.checkpoints.wait_until_copied()
@@ -143,7 +152,7 @@ class OwnTime:
 class LocalLoss:
     """The losses of this rank's micro-batches of a window.
 
-    ``summed``, fp64, is [micro-batches]; ``counts``, int64, is [data ranks, micro-batches] and the same on all ranks.
+    ``summed``, fp64, and ``counts``, int64, are [micro-batches]. ``count``, int64 [], is the sum over all ranks.
     ``metrics``, fp64, are sums of the objective's. ``of_pieces``, fp64 [P], are the losses of all pieces, on the CPU
     with XLA. ``of_sources``, fp64 [sources], sums them by source, and ``tokens_of_sources``, fp64 on the CPU, counts
     their supervised tokens, or their pieces if the objective does; both are empty if sources are not told apart.
@@ -152,6 +161,7 @@ class LocalLoss:
 
     summed: torch.Tensor
     counts: torch.Tensor
+    count: torch.Tensor
     metrics: torch.Tensor
     of_pieces: torch.Tensor
     of_sources: torch.Tensor
@@ -181,10 +191,10 @@ def backpropagate(
     own_counts = torch.stack([objective.count(batch) for batch in window.batches])
     if own_time:
         own_time.mark()
-    counts = gather_over_data_ranks(fabric, own_counts)
+    count = sum_over_data_ranks(fabric, own_counts.sum())
     if own_time:
         own_time.mark()
-    scale = data_ranks(fabric).num_gradients / counts.sum().clamp(min=1).double()
+    scale = data_ranks(fabric).num_gradients / count.clamp(min=1).double()
     losses, of_batches, last = [], [], len(window.batches) - 1
     metrics = torch.zeros(len(objective.metric_names), dtype=torch.float64, device=fabric.device)
     for index, batch in enumerate(window.batches):
@@ -213,19 +223,25 @@ def backpropagate(
         of_sources = sum_by_source(of_pieces, sources, num_sources).to(fabric.device)
         counted = torch.stack([part.count_by_source(num_sources, as_wholes) for part in pieces])
         tokens_of_sources = counted[:, 0].sum(dim=0)
-    return LocalLoss(summed, counts, metrics, of_pieces[0], of_sources[0], tokens_of_sources, of_sources[1:])
+    return LocalLoss(summed, own_counts, count, metrics, of_pieces[0], of_sources[0], tokens_of_sources, of_sources[1:])
 
 
 def accumulate(fabric: Fabric, model: Any, window: Window, objective: Objective | None = None) -> WindowLoss:
     """Do as :func:`backpropagate` does, by default for cross entropy, and return the losses of all ranks."""
     loss = backpropagate(fabric, model, window, objective or CrossEntropy())
-    return WindowLoss(gather_over_data_ranks(fabric, loss.summed), loss.counts)
+    return gather_losses(fabric, loss)
+
+
+def gather_losses(fabric: Fabric, loss: LocalLoss) -> WindowLoss:
+    """Return the losses of all micro-batches of all ranks, which grow with them, so a usual step does without."""
+    return WindowLoss(gather_over_data_ranks(fabric, loss.summed), gather_over_data_ranks(fabric, loss.counts))
 
 
 @dataclass(frozen=True)
 class StepReport:
     """What all ranks know of a step before the optimizer takes it. Tensors are on the CPU.
 
+    ``loss``, fp64 [], is the mean over the window, such as nats per supervised token; 0 if nothing is counted.
     ``metrics`` are the means of the objective's metrics over the window, ``of_sources`` the mean losses of the sources,
     None for one without supervised tokens, and ``metrics_of_sources`` their means of an objective of pieces, NaN for
     such a source. ``of_pieces``, fp64 [P], are the losses of the pieces on this rank.
@@ -233,7 +249,7 @@ class StepReport:
     model. ``own_seconds`` are of each rank in the step before, see :class:`OwnTime`.
     """
 
-    loss: WindowLoss
+    loss: torch.Tensor
     metrics: list[float]
     of_pieces: torch.Tensor
     of_sources: list[float | None]
@@ -258,37 +274,42 @@ def exchange_step(
 
     ``grad_norm``, fp64 [] on the device, is the same on all ranks. The other numbers are this rank's.
     """
+    # first what the ranks that read different rows sum up, then flags, and two numbers of each rank
     num_sources, further = len(loss.of_sources), loss.metrics_of_sources
-    sizes = [len(loss.summed), num_sources, len(loss.metrics), further.numel(), num_sources, 2]
-    flags = torch.tensor([num_tokens, flops, *astuple(own), own_seconds], dtype=torch.float64)
-    on_host = ranks.to_device_async(torch.cat([loss.tokens_of_sources, flags]), fabric.device)
-    on_device = [loss.summed, loss.of_sources, loss.metrics, further.flatten()]
-    by_rank = ranks.gather_over_ranks(fabric, torch.cat([*on_device, on_host]))
+    by_rank = torch.zeros(fabric.world_size, 2, dtype=torch.float64)
+    by_rank[fabric.global_rank] = torch.tensor([own_seconds, own.stop_signal], dtype=torch.float64)
+    on_device = torch.cat([loss.summed.sum()[None], loss.of_sources, loss.metrics, further.flatten()])
+    on_host = torch.cat([loss.tokens_of_sources, torch.tensor([num_tokens, flops], dtype=torch.float64)])
+    if fabric.global_rank % data_ranks(fabric).group_size:
+        on_device, on_host = torch.zeros_like(on_device), torch.zeros_like(on_host)
+    flags = torch.tensor([own.is_saving, own.save_failed], dtype=torch.float64)
+    on_host = torch.cat([on_host, flags, by_rank.flatten()])
+    summed = torch.cat([on_device, to_device_async(on_host, fabric.device)])
+    if fabric.world_size > 1:
+        dist.all_reduce(summed)
     is_there = loss.of_pieces.device == grad_norm.device
     of_pieces = loss.of_pieces if is_there else grad_norm.new_zeros(0)
-    parts = [by_rank.flatten(), loss.counts.flatten().double(), grad_norm.reshape(1), of_pieces]
+    parts = [summed, loss.count.double()[None], grad_norm.reshape(1), of_pieces]
     numbers = torch.cat(parts).cpu()  # the only place in a step where the host waits for the device
-    gathered, counts, norm, of_pieces = numbers.split([part.numel() for part in parts])
-    gathered = gathered.view(by_rank.shape)
-    of_data_ranks = gathered[:: data_ranks(fabric).group_size, : sum(sizes)].split(sizes, dim=1)
-    summed, (nats, metrics, further, tokens, work) = of_data_ranks[0], (part.sum(dim=0) for part in of_data_ranks[1:])
+    summed, count, norm, of_pieces = numbers.split([part.numel() for part in parts])
+    sizes = [1, num_sources, len(loss.metrics), further.numel(), num_sources, 2, 2, by_rank.numel()]
+    total, nats, metrics, further, tokens, work, flags, by_rank = summed.split(sizes)
     all_tokens, all_flops = work.tolist()
-    *of_sync, own_times = gathered[:, sum(sizes) :].T
-    stop_signal, is_saving, save_failed = torch.stack(of_sync).amax(dim=1).tolist()
-    window_loss = WindowLoss(summed.contiguous(), counts.long().view(loss.counts.shape))
+    own_times, signals = by_rank.view(-1, 2).T.tolist()
+    is_saving, save_failed = (flags > 0).tolist()
     return StepReport(
-        loss=window_loss,
-        metrics=(metrics / window_loss.counts.sum().clamp(min=1)).tolist(),
+        loss=(total / count.clamp(min=1))[0],
+        metrics=(metrics / count.clamp(min=1)).tolist(),
         of_pieces=of_pieces if is_there else loss.of_pieces,
         of_sources=[
-            total / count if count else None for total, count in zip(nats.tolist(), tokens.tolist(), strict=True)
+            each / number if number else None for each, number in zip(nats.tolist(), tokens.tolist(), strict=True)
         ],
         grad_norm=norm[0],
         num_tokens=int(all_tokens),
         flops=all_flops,
-        sync=StepSync(int(stop_signal), bool(is_saving), bool(save_failed)),
+        sync=StepSync(int(max(signals)), is_saving, save_failed),
         metrics_of_sources=(further.view(loss.metrics_of_sources.shape) / tokens).T.tolist(),
-        own_seconds=own_times.tolist(),
+        own_seconds=own_times,
     )
 
 
@@ -320,26 +341,35 @@ class StepGuard:
         self._scaler = getattr(fabric.strategy.precision, "scaler", None)
         self._spikes = SpikeRule()
 
-    def check(self, window: Window, loss: WindowLoss, grad_norm: torch.Tensor, of_pieces: torch.Tensor) -> StepCheck:
+    def check(
+        self,
+        window: Window,
+        loss: torch.Tensor,
+        grad_norm: torch.Tensor,
+        of_pieces: torch.Tensor,
+        losses: Callable[[], WindowLoss],
+    ) -> StepCheck:
         """Check a step; the tensors are on the CPU, so that the host does not wait for the device.
 
+        ``loss``, fp64 [], is the mean of the window, and ``losses`` gathers its micro-batches' from all ranks.
         An fp16 gradient that overflows while the loss is finite is not a fault: the scaler skips such a step itself.
         """
-        mean, norm = torch.stack([loss.mean, grad_norm.to(loss.mean)]).tolist()
+        mean, norm = torch.stack([loss, grad_norm.to(loss)]).tolist()
         if not math.isfinite(mean):
-            wrong = (~loss.summed.isfinite()).nonzero().tolist()
+            wrong = (~losses().summed.isfinite()).nonzero().tolist()
             fault = f"step {window.step}: the loss is {mean}, from {self._place(window, wrong)}"
             return StepCheck(mean, norm, fault + self._worst(window, of_pieces))
         if not math.isfinite(norm) and self._scaler is None:
             what = f"the gradient norm is {norm} and every loss finite"
-            return StepCheck(mean, norm, f"step {window.step}: {what}; the window is {self._window(window, loss)}")
+            return StepCheck(mean, norm, f"step {window.step}: {what}; the window is {self._window(window)}")
         usual = self._spikes.usual_before_spike(mean)
         if usual is not None:
-            means = loss.summed / loss.counts.clamp(min=1)
+            of_all = losses()
+            means = of_all.summed / of_all.counts.clamp(min=1)
             rank, batch = divmod(int(means.argmax()), means.shape[1])
             self._warn(
                 f"step {window.step}: loss {mean:.4f}, where the last steps' median is {usual:.4f}; highest in "
-                f"{self._place(window, [(rank, batch)])}; the window is {self._window(window, loss)}"
+                f"{self._place(window, [(rank, batch)])}; the window is {self._window(window)}"
                 + self._worst(window, of_pieces)
             )
         return StepCheck(mean, norm, None)
@@ -349,8 +379,9 @@ class StepGuard:
         if self._scaler is not None:
             self._scaler.update(self._scaler.get_scale())
 
-    def _window(self, window: Window, loss: WindowLoss) -> str:
-        return self._place(window, torch.ones_like(loss.counts).nonzero().tolist())
+    def _window(self, window: Window) -> str:
+        ranks = range(data_ranks(self._fabric).size)
+        return self._place(window, itertools.product(ranks, range(len(window.batches))))
 
     def _place(self, window: Window, micro_batches: Iterable[tuple[int, int]]) -> str:
         names = self._names(window)
@@ -373,30 +404,3 @@ class StepGuard:
         own = torch.from_numpy(window.cursors).to(self._fabric.device)
         cursors = gather_over_data_ranks(self._fabric, own).flatten(0, -2).tolist()
         return {lane: f"{lane} up to document {document} of pass {epoch}" for lane, epoch, document, *_ in cursors}
-
-
-class SpikeRule:
-    """A rule for loss spikes.
-
-    A loss is a spike if it is above the median of the recent losses by more than ``CHANGES`` times the median change
-    from one step to the next, and by more than ``LEAST_RISE`` of that median. For losses scattered by sigma around a
-    level, the median change is 0.95 sigma. A few high losses do not hide the next one, and changes stay small while the
-    loss falls. A rise is one spike, however many steps it lasts.
-    """
-
-    RECENT, FEWEST = 64, 20
-    CHANGES, LEAST_RISE = 8.0, 0.1
-
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=self.RECENT)
-        self._is_high = False
-
-    def usual_before_spike(self, loss: float) -> float | None:
-        """Add the next loss; return the median of the recent ones if a spike begins here, else None."""
-        was_high, usual = self._is_high, None
-        if len(self._recent) >= self.FEWEST:
-            usual = statistics.median(self._recent)
-            change = statistics.median(abs(later - earlier) for earlier, later in itertools.pairwise(self._recent))
-            self._is_high = loss - usual > max(self.CHANGES * change, self.LEAST_RISE * usual)
-        self._recent.append(loss)
-        return usual if self._is_high and not was_high else None

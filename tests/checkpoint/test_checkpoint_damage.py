@@ -16,23 +16,23 @@ pytestmark = pytest.mark.slow
 
 
 def cut(checkpoint: Path) -> None:
-    path = next(checkpoint.glob("model/*"))
+    path = next(checkpoint.glob("model/shard-*"))
     path.write_bytes(path.read_bytes()[:-100])
 
 
 def lose_a_shard(checkpoint: Path) -> None:
-    sorted((checkpoint / "optimizer").iterdir())[1].unlink()
+    sorted((checkpoint / "optimizer").glob("shard-*"))[1].unlink()
 
 
 def flip_a_byte(checkpoint: Path) -> None:
-    path = sorted((checkpoint / "optimizer").iterdir())[-1]
+    path = sorted((checkpoint / "optimizer").glob("shard-*"))[-1]
     content = bytearray(path.read_bytes())
     content[-2000] ^= 1
     path.write_bytes(content)
 
 
 def flip_a_weight(checkpoint: Path) -> None:
-    path = next(checkpoint.glob("model/*"))
+    path = next(checkpoint.glob("model/shard-*"))
     content = bytearray(path.read_bytes())
     content[-2000] ^= 1
     path.write_bytes(content)

@@ -41,11 +41,11 @@ step.clip_grad_norm = clip_and_read
 CPU_TENSOR = """
 import torch
 from fabric_train.training import step
-gather = step.gather_over_data_ranks
-def gather_and_more(*arguments):
+sum_over_data_ranks = step.sum_over_data_ranks
+def sum_and_more(*arguments):
     torch.distributed.all_reduce(torch.ones(1))
-    return gather(*arguments)
-step.gather_over_data_ranks = gather_and_more
+    return sum_over_data_ranks(*arguments)
+step.sum_over_data_ranks = sum_and_more
 """
 FIRST_DEVICE = """
 import torch

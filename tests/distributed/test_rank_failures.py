@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from fabric_train.distributed.rank_connections import ConnectedRank, encode
 from fabric_train.distributed.signals import Heartbeat, Position, StepPhase
-from fabric_train.distributed.watchdog import Watchdog, _RankState
+from fabric_train.distributed.watchdog import Watchdog
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.launched import Launched, launcher
 from tests.support.short_runs import argv, at_point, checkpoints, metrics
@@ -23,8 +24,6 @@ pytestmark = pytest.mark.slow
 Arguments = Callable[..., list[str]]
 HOST = socket.gethostname()
 GO_ON = "the other ranks have ended; continue with --resume true (docs/reference/errors.md#lost-rank)"
-OFTEN = "import fabric_train.distributed.watchdog as watchdog; watchdog._BEAT_SECONDS = 0.25\n"
-"""Makes ranks hear of each other so often that a timeout may be as short as a second."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def test_a_stopped_rank_is_named_in_time_and_ended(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, rank: int
 ) -> None:
     stops = at_point("os.kill(os.getpid(), signal.SIGSTOP)", 2, "COMPUTING", 1, (rank,))
-    run = forked_runs.start(arguments(tmp_path / "run", rank_timeout=1), before=OFTEN + stops)
+    run = forked_runs.start(arguments(tmp_path / "run", rank_timeout=1), before=stops)
     codes = run.wait()
     assert (codes[rank], codes[1 - rank]) == (-signal.SIGKILL, 1)
     who = (
@@ -84,7 +83,7 @@ def test_a_hanging_main_thread_is_named_in_time(
 ) -> None:
     index = 0 if phase == "DATA" else 1
     hangs = at_point("time.sleep(600)", 2, phase, index, (rank,))
-    run = forked_runs.start(arguments(tmp_path / "run", rank_timeout=1, eval_step_interval=2), before=OFTEN + hangs)
+    run = forked_runs.start(arguments(tmp_path / "run", rank_timeout=1, eval_step_interval=2), before=hangs)
     assert run.wait()[1 - rank] == 1
     who = rf"error: rank {rank} \({HOST}, process {run.pids[rank]}\) hung at {where} for \d+ s, in .*, enter; "
     assert re.fullmatch(who + re.escape(GO_ON), only_line(run))
@@ -102,24 +101,21 @@ def test_rank_0_prints_the_error_of_another_rank_in_one_line(
 
 def test_an_end_that_follows_a_heartbeat_arrives() -> None:
     """Rank 0 ends at once, with a message of the other rank unread: the kernel then drops what it has not sent."""
+    rank_0, rank_1 = ConnectedRank(1), ConnectedRank(0)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        rank_0 = _RankState(1, connection=socket.create_connection(server.getsockname()))
-        rank_1 = _RankState(0, connection=server.accept()[0])
-    Watchdog(0, Heartbeat(), 0)._add(rank_0)
-    Watchdog(1, Heartbeat(), 0)._add(rank_1)
-    assert rank_1.read() is not None  # the introduction
+        rank_0.open(socket.create_connection(server.getsockname()))
+        rank_1.open(server.accept()[0])
     for _ in range(30):  # until the kernel delays acknowledgements, as in a long run
-        rank_0.send(beat=True)
+        rank_0.send(encode(beat=True))
         assert rank_1.read() == [{"beat": True}]
         time.sleep(0.01)
-        rank_1.send(beat=True)
+        rank_1.send(encode(beat=True))
         assert rank_0.read() == [{"beat": True}]
     time.sleep(0.1)
-    rank_1.send(beat=True)
-    rank_0.send(beat=True)
-    rank_0.send(end=1)
-    assert rank_0.connection is not None
-    rank_0.connection.close()
+    rank_1.send(encode(beat=True))
+    rank_0.send(encode(beat=True))
+    rank_0.send(encode(end=1))
+    rank_0.close()
     messages = []
     while (received := rank_1.read()) is not None:
         messages += received
@@ -130,7 +126,7 @@ def test_long_saves_and_first_steps_are_no_hang(forked_runs: ForkedRuns, tmp_pat
     """A long save, and a first step that compiles: the watchdog would end any other wait after a second."""
     lasts = at_point("time.sleep(2)", 2, "SAVING", 0, (1,)) + at_point("time.sleep(2)", 1, "COMPUTING", 1, (0,))
     given = arguments(tmp_path / "run", rank_timeout=1, save_step_interval=2, max_step=3)
-    forked_runs.start(given, before=OFTEN + lasts).finish()
+    forked_runs.start(given, before=lasts).finish()
     assert len(metrics(tmp_path / "run")) == 3
 
 
@@ -144,14 +140,14 @@ write = torch.profiler.profile.export_chrome_trace
 torch.profiler.profile.export_chrome_trace = lambda *each: (time.sleep(2), write(*each))
 """
     given = arguments(tmp_path / "run", rank_timeout=1, profile="1:1", max_step=2)
-    forked_runs.start(given, before=OFTEN + slowly).finish()
+    forked_runs.start(given, before=slowly).finish()
     assert len(list((tmp_path / "run" / "profile").iterdir())) == 1
 
 
 def test_a_rank_that_has_waited_long_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the slow rank passes it, only the time counts that it keeps that rank waiting."""
     heartbeat, ended = Heartbeat(), list[str]()
-    watchdog, rank_1 = Watchdog(0, heartbeat, timeout=0.5), _RankState(1)
+    watchdog, rank_1 = Watchdog(0, 2, heartbeat, timeout=0.5), ConnectedRank(1)
     watchdog._others[1] = rank_1
     monkeypatch.setattr(watchdog, "_end_without", lambda _, how: ended.append(how))
 

@@ -196,7 +196,7 @@ def test_interim_checkpoints_are_not_among_the_newest_that_are_kept(tmp_path: Pa
         content = json.loads((folder / "trainer.json").read_text())
         (folder / "trainer.json").write_text(json.dumps({**content, "val_loss": loss, "interim": interim}))
         write_checksums(folder)
-        prune(folder, keep)
+        prune(folder, keep, set())
         return checkpoints(tmp_path)
 
     assert save(1, 5.0, interim=True, keep=None) == [1]

@@ -22,7 +22,8 @@ from fabric_train.data.step_sampler import Window, WindowOrder
 from fabric_train.data.stream_batches import LaneCursor, TextPosition
 from fabric_train.distributed.ranks import clip_grad_norm
 from fabric_train.training.objective import WindowLoss
-from fabric_train.training.step import SpikeRule, StepGuard, accumulate
+from fabric_train.training.spike_rule import SpikeRule
+from fabric_train.training.step import StepGuard, accumulate
 from tests.support.bigram import Bigram
 from tests.support.forked_runs import ForkedRuns
 from tests.support.token_datasets import tokenize, write_jsonl
@@ -177,7 +178,11 @@ def test_rows_of_a_stream_are_named_by_lane_and_document() -> None:
     cursors = np.array([[lane, *LaneCursor(position, position, "0" * 32, (5, 7)).numbers()] for lane in range(2)])
     window = Window(4, 3, False, np.arange(2), 1, [Batch(ids, ids)] * 2, cursors)
     losses = WindowLoss(torch.tensor([[1.0, math.nan]], dtype=torch.float64), torch.tensor([[2, 2]]))
-    fault = StepGuard(fabric, "the stream", print).check(window, losses, torch.tensor(1.0), losses.summed[0]).fault
+    fault = (
+        StepGuard(fabric, "the stream", print)
+        .check(window, losses.mean, torch.tensor(1.0), losses.summed[0], lambda: losses)
+        .fault
+    )
     assert fault == "step 4: the loss is nan, from rows 1 up to document 17 of pass 3 (rank 0) of the stream"
 
 
@@ -199,7 +204,9 @@ def test_fp16_overflow_is_left_to_the_scaler_an_infinite_loss_is_not() -> None:
 
     def step() -> str | None:
         loss = accumulate(fabric, model, window)
-        verdict = guard.check(window, loss, clip_grad_norm(fabric, model, optimizer, 1.0), torch.zeros(0))
+        verdict = guard.check(
+            window, loss.mean, clip_grad_norm(fabric, model, optimizer, 1.0), torch.zeros(0), lambda: loss
+        )
         if verdict.fault is None:
             optimizer.step()
         else:
@@ -250,7 +257,7 @@ def test_documents_with_the_highest_losses_are_named_at_a_spike(
 
 
 SPIKES_AT_STEP_3 = """
-from fabric_train.training.step import SpikeRule
+from fabric_train.training.spike_rule import SpikeRule
 
 def usual_before_spike(self, loss):
     self._recent.append(loss)

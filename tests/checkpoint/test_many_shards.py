@@ -1,0 +1,125 @@
+"""Checkpoints of many ranks: what all ranks read does not grow with ranks times tensors, and a rank opens few files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fabric_train.checkpoint.discovery import lowest_loss, prune, replace_checkpoint, saved_checkpoints
+from fabric_train.checkpoint.files import CHECKSUMS, find_damage, join_parts
+from fabric_train.cli.errors import InputError
+from fabric_train.model.shard_index import SHARD_INDEX
+from fabric_train.model.weight_files import CheckpointTensors
+from tests.support.sparse_checkpoints import entries, link_checkpoint, write_parts
+
+NUM_LAYERS, NUM_RANKS = 15, 32
+SHAPES = {"embed.weight": torch.Size([1000, 8]), "head.bias": torch.Size([3])} | {
+    f"layers.{number}.{name}": shape
+    for number in range(NUM_LAYERS)
+    for name, shape in {
+        "q_proj.weight": torch.Size([256, 8]),
+        "k_proj.weight": torch.Size([96, 8]),
+        "up_proj.weight": torch.Size([640, 8]),
+        "norm.weight": torch.Size([256]),
+    }.items()
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete checkpoint of 62 weights and their states that 32 ranks saved; the tensors have only zeros."""
+    run = tmp_path_factory.mktemp("shards")
+    target = run / "checkpoints" / "step-00000006"
+    temporary = target.with_name(".unfinished")
+    write_parts(temporary, SHAPES, NUM_RANKS, 6)
+    join_parts(temporary, entries(SHAPES))
+    replace_checkpoint(temporary, target)
+    return target
+
+
+def test_what_all_ranks_read_is_a_megabyte_per_thousand_tensors(checkpoint: Path) -> None:
+    num_tensors = sum(map(len, entries(SHAPES).values()))
+    described = [checkpoint / name for name in (CHECKSUMS, f"model/{SHARD_INDEX}", f"optimizer/{SHARD_INDEX}")]
+    assert sum(path.stat().st_size for path in described) < 250 * num_tensors  # 10 bytes for each rank would be 320
+
+
+def test_a_rank_needs_only_the_files_that_have_its_rows(checkpoint: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "model"
+    copy.mkdir()
+    (copy / SHARD_INDEX).write_bytes((checkpoint / "model" / SHARD_INDEX).read_bytes())
+    for number in (2, 3):  # 8 rows of 256 each, 32 of 1,000, 3 of 96
+        name = f"shard-{number:05d}-model-00001-of-00001.safetensors"
+        (copy / name).symlink_to(checkpoint / "model" / name)
+    tensors = CheckpointTensors(sorted(copy.glob("*.safetensors")))
+    assert {name: tensors.shape(name) for name in tensors} == SHAPES
+    assert tensors.read_block("layers.7.q_proj.weight", (8, 0), (16, 8)).shape == (16, 8)
+    assert tensors.read_block("layers.7.norm.weight", (8,), (16,)).tolist() == [0] * 16
+    assert tensors.read_block("layers.9.k_proj.weight", (3, 2), (3, 4)).shape == (3, 4)
+    with pytest.raises(InputError, match=r"shard-00004-.*: the file is missing; use another checkpoint"):
+        tensors.read_block("layers.7.q_proj.weight", (8, 0), (17, 8))
+
+
+def test_the_index_says_what_the_headers_say(checkpoint: Path, tmp_path: Path) -> None:
+    for part in ("model", "optimizer"):
+        copy = tmp_path / part
+        copy.mkdir()
+        for file in (checkpoint / part).glob("*.safetensors"):
+            (copy / file.name).symlink_to(file)
+        indexed, by_headers = (
+            CheckpointTensors(sorted(folder.glob("shard-*"))) for folder in (checkpoint / part, copy)
+        )
+        for name in by_headers:
+            assert (indexed.shape(name), indexed.dtype(name)) == (by_headers.shape(name), by_headers.dtype(name))
+        assert {name: tensor.pieces() for name, tensor in indexed._sharded.items()} == {
+            name: [
+                type(piece)(checkpoint / part / piece.file.name, piece.offsets, piece.shape, piece.dtype)
+                for piece in pieces
+            ]
+            for name, pieces in by_headers._pieces.items()
+        }
+
+
+def test_an_index_of_other_files_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for file in (checkpoint / "model").glob("*.safetensors"):
+        (copy / file.name).symlink_to(file)
+    index = json.loads((checkpoint / "model" / SHARD_INDEX).read_text())
+    number = index["tensors"]["layers.7.q_proj.weight"]["division"]
+    index["divisions"][number]["first_rows"][1] += 1
+    (copy / SHARD_INDEX).write_text(json.dumps(index))
+    tensors = CheckpointTensors(sorted(copy.glob("shard-*")))
+    with pytest.raises(InputError, match=f"layers.7.q_proj.weight is not as {SHARD_INDEX} says; use another"):
+        tensors.read("layers.7.q_proj.weight")
+    del index["divisions"][number]["first_rows"][0]
+    (copy / SHARD_INDEX).write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"shards.json: damaged .* use another checkpoint"):
+        CheckpointTensors(sorted(copy.glob("shard-*")))
+
+
+def test_pruning_and_the_lowest_loss_check_only_what_they_choose_from(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, checked = tmp_path / "checkpoints", list[str]()
+    for step in range(1, 11):
+        link_checkpoint(checkpoint, folder / f"step-{step:08d}", step)
+
+    def count(one: Path) -> str | None:
+        checked.append(one.name)
+        return find_damage(one)
+
+    monkeypatch.setattr("fabric_train.checkpoint.files.find_damage", count)
+    (folder / "step-00000009" / "trainer.json").unlink()  # a damaged one is neither counted nor removed
+    assert lowest_loss(tmp_path, "all", 9) == 1 / 8
+    assert checked == ["step-00000008"]
+    whole = set[Path]()
+    prune(folder / "step-00000010", None, whole)
+    assert checked == ["step-00000008"]
+    prune(folder / "step-00000010", 8, whole)
+    assert sorted(saved_checkpoints(tmp_path)) == [2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert len(checked) == 1 + 7 + 1 + 1  # the kept ones without the newest, the best, the removed one
+    link_checkpoint(checkpoint, folder / "step-00000011", 11)
+    prune(folder / "step-00000011", 8, whole)
+    assert sorted(saved_checkpoints(tmp_path)) == [3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert len(checked) == 10 + 1 + 1
