@@ -35,6 +35,7 @@ from fabric_train.tokenization.manifest import (
     read_manifest,
     write_manifest,
 )
+from fabric_train.tokenization.merge_parts import without_parts, write_parts
 from fabric_train.tokenization.packing.arrow_folder import write_dataset_dict, write_json
 from fabric_train.tokenization.packing.document_index import join_indexes, open_index
 from fabric_train.tokenization.packing.token_folder import Split, open_splits, read_arrow
@@ -46,6 +47,7 @@ from fabric_train.tokenization.tokenizers.tokenizer import CHAT_TEMPLATE_FILE
 from fabric_train.tokenization.workers import transient_bar
 
 _VERSIONS_OF = ("fabric-train", "pyarrow")
+_MOST_NAMED = 10
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class MergeArguments:
     PROGRAM data/part-1 data/part-2 --output_dir data/whole
     PROGRAM slices/* --output_dir data/tokens
     PROGRAM counts/* --output_dir lines
+    PROGRAM data/part-* --parts true --output_dir data/whole
     """
 
     dataset_dirs: list[str] = field(metadata=POSITIONAL)
@@ -63,6 +66,10 @@ class MergeArguments:
     """
     output_dir: str
     """Token dataset to write, or of counted lines, the folder for --boilerplate; must not exist yet."""
+    parts: bool = False
+    """Copy no row: write a small folder that says where the token datasets are, whose rows programs read as one
+    dataset. They must stay where they are, seen from this folder. Each one's last incomplete row stays its own.
+    """
 
     def faults(self) -> list[str]:
         """Return a fault for a folder that is given again."""
@@ -213,15 +220,17 @@ def main(argv: list[str] | None = None, sizes: ShardSizes = SIZES) -> None:
     arguments = parse_arguments(MergeArguments, argv)
     folders, target = [Path(name).expanduser() for name in arguments.dataset_dirs], Path(arguments.output_dir)
     are_slices = any(is_slice(folder) for folder in folders)
-    if not are_slices and len(folders) < 2:
+    if not are_slices and len(without_parts(folders)) < 2 and not arguments.parts:
         raise InputError("--dataset_dirs: give two token datasets or more")
     slices = open_slices(folders, target) if are_slices else []
     if slices and slices[0].arguments.counts_lines:
         _merge_counts(slices, target, sizes)
         return
-    manifest, notes = merge_slices(slices, target, sizes) if slices else merge(folders, target)
+    manifest, notes = merge_slices(slices, target, sizes) if slices else merge(folders, target, arguments.parts)
     console = open_console()
-    merged = f"{len(folders):,} slices" if are_slices else ", ".join(part.name for part in manifest.parts)
+    several = "slices" if are_slices else "parts"
+    is_long = are_slices or len(manifest.parts) > _MOST_NAMED
+    merged = f"{len(folders):,} {several}" if is_long else ", ".join(part.name for part in manifest.parts)
     rows = ", ".join(f"{split.rows:,} rows of {name}" for name, split in manifest.ledger.splits.items())
     lines = [f"merged   {merged}", *(f"note     {note}" for note in notes)]
     lines += [f"warning  {loss}" for loss in manifest.losses()] if are_slices else []
@@ -242,13 +251,14 @@ def _merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes) -> N
     )
 
 
-def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
+def merge(folders: Sequence[Path], target: Path, as_parts: bool = False) -> tuple[Manifest, list[str]]:
     """Write the rows of ``folders``, in this order, as the token dataset ``target``, which is complete or absent.
 
-    Documents are not compared: one that is in two of the datasets comes twice. Return the manifest, and notes for the
-    user.
+    With ``as_parts``, write only where they are. Documents are not compared: one that is in two of the datasets comes
+    twice. Return the manifest, and notes for the user.
     """
     check_not_taken(target)
+    folders = without_parts(folders)
     for folder in folders:
         check_not_inside(target, folder)
     merged = open_inputs(folders)
@@ -257,20 +267,12 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
         raise InputError(*faults)
     first, manifest = merged[0], merge_manifests(merged)
     without_index = [dataset.folder for dataset in merged if not dataset.manifest.has_index]
-    num_bytes = sum(
-        file.stat().st_size for dataset in merged for split in dataset.splits.values() for file in split.files
-    )
-    columns = (DownloadColumn(), TimeRemainingColumn())
-    with complete_folder(target) as folder, transient_bar("copying", *columns) as (bar, task):
-        bar.update(task, total=num_bytes)
+    with complete_folder(target) as folder:
         copy_folder(first.folder / "tokenizer", folder / "tokenizer")
-        for name in manifest.ledger.splits:
-            (folder / name).mkdir()
-            own = [dataset.splits[name] for dataset in merged if name in dataset.splits]
-            _join(own, folder / name, partial(bar.advance, task))
-            if manifest.has_index:
-                _join_indexes(merged, name, folder / name)
-        write_dataset_dict(folder, manifest.ledger.splits)
+        if as_parts:
+            write_parts(folder, target, merged, manifest)
+        else:
+            _copy_rows(merged, manifest, folder)
         lists = [dataset.folder / CONTAMINATION_FILE for dataset in merged]
         if hits := b"".join(file.read_bytes() for file in lists if file.exists()):
             (folder / CONTAMINATION_FILE).write_bytes(hits)
@@ -282,6 +284,22 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
         for folder in without_index
     ]
     return manifest, [*notes, *_settings_that_differ(manifest.parts), *_sources_in_common(merged)]
+
+
+def _copy_rows(merged: Sequence[MergeInput], manifest: Manifest, folder: Path) -> None:
+    """Copy the rows and the document indexes of all splits into ``folder``."""
+    num_bytes = sum(
+        file.stat().st_size for dataset in merged for split in dataset.splits.values() for file in split.files
+    )
+    with transient_bar("copying", DownloadColumn(), TimeRemainingColumn()) as (bar, task):
+        bar.update(task, total=num_bytes)
+        for name in manifest.ledger.splits:
+            (folder / name).mkdir()
+            own = [dataset.splits[name] for dataset in merged if name in dataset.splits]
+            _join(own, folder / name, partial(bar.advance, task))
+            if manifest.has_index:
+                _join_indexes(merged, name, folder / name)
+    write_dataset_dict(folder, manifest.ledger.splits)
 
 
 def _join(splits: Sequence[Split], folder: Path, advance: Callable[[int], None]) -> None:

@@ -1,0 +1,395 @@
+"""A token dataset of parts: a small folder that joins the rows of other token datasets, which stay where they are.
+
+``python -m fabric_train.tokenization.merge --parts true`` writes it::
+
+    whole/manifest.json            the ledger, the sources and the settings of all parts, as a full merge writes it
+          parts.json               where the parts are, relative to this folder, and what is in them (``PartsRecord``)
+          tokenizer/
+          train/batches.npy        BATCH [record batches of all parts]: where each lies in its file
+          validation/batches.npy
+          validation/sources.npy   uint32 [rows], the main source of each row; only with several sources
+
+Opening it reads ``manifest.json`` and ``parts.json``. A part is opened when one of its rows is read. A process has the
+data of at most 64 files and the indexes of at most 64 parts open; the one that was not used for longest is closed.
+"""
+
+import functools
+import hashlib
+import mmap
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.files.regular_file import check_file_name, read_json
+
+FILE_NAME = "parts.json"
+BATCHES, MAIN_SOURCES = "batches.npy", "sources.npy"
+# row: the first row of the batch in the joined split; file: number of its file among the split's; offset: in the file
+BATCH = np.dtype([("row", "<u8"), ("offset", "<u8"), ("file", "<u4")])
+MOST_OPEN = 64
+_FORMAT = 1
+_MERGE_AGAIN = "merge the parts again"
+
+
+@dataclass(frozen=True)
+class PartFile:
+    """A file of rows in a split of a part, and its size in bytes."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PartSplit:
+    """A split of a part; ``rows`` may be 0.
+
+    ``placed`` documents begin in its rows, and ``documents`` are in its index, which has so many ``continuations``.
+    ``source_rows`` are the rows of each source, as ranges; None if the sources are mixed in the rows.
+    """
+
+    rows: int
+    tokens: int
+    documents: int
+    placed: int
+    continuations: int
+    has_labels: bool
+    files: tuple[PartFile, ...]
+    source_rows: dict[str, list[tuple[int, int]]] | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A token dataset; ``path`` is relative to the folder of the parts.
+
+    ``num_files`` are the files of its sources. The first one goes on with a file of a part before, of which
+    ``rows_before`` rows are in parts before; 0 if it does not.
+    """
+
+    path: str
+    manifest_sha256: str
+    num_files: int
+    rows_before: int
+    splits: dict[str, PartSplit]
+
+
+@dataclass(frozen=True)
+class PartsRecord:
+    """The content of ``parts.json``; all rows have ``max_length`` tokens."""
+
+    format: int
+    max_length: int
+    has_borders: bool
+    has_checksums: bool
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The parts of a token dataset, in the order of their rows."""
+
+    folder: Path
+    record: PartsRecord
+    _checked: set[int] = field(default_factory=set)
+
+    def folder_of(self, part: int) -> Path:
+        return self.folder / self.record.parts[part].path
+
+    def check(self, part: int) -> None:
+        """Raise an InputError if a part is missing or has another manifest; a second call reads nothing."""
+        if part in self._checked:
+            return
+        folder, wanted = self.folder_of(part), self.record.parts[part].manifest_sha256
+        try:
+            found = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
+        except OSError as error:
+            raise_reached_limit(error)
+            reason = f"{folder / 'manifest.json'}: {error.strerror}"
+            raise InputError(f"{self._name(part)} is missing ({reason}); put it back, or {_MERGE_AGAIN}") from None
+        if found != wanted:
+            raise InputError(
+                f"{self._name(part)} has changed since the merge: {folder / 'manifest.json'} is another; put it back "
+                f"as it was, or {_MERGE_AGAIN}"
+            )
+        self._checked.add(part)
+
+    def check_all(self) -> None:
+        for part in range(len(self.record.parts)):
+            self.check(part)
+
+    def split_names(self) -> list[str]:
+        return list(dict.fromkeys(name for part in self.record.parts for name in part.splits))
+
+    def joined(self, split: str) -> "JoinedSplit":
+        return JoinedSplit(self, split)
+
+    def index_of(self, split: str, part: int, name: str, dtype: np.dtype) -> np.ndarray:
+        """Return an array of a part's document index, memory-mapped."""
+        return _map_index(self, split, part)[name, dtype]
+
+    def _name(self, part: int) -> str:
+        return f"{self.folder}: part {part + 1} of {len(self.record.parts):,}, {self.record.parts[part].path},"
+
+
+def is_of_parts(folder: Path) -> bool:
+    return (folder / FILE_NAME).is_file()
+
+
+def open_parts(folder: Path) -> Parts:
+    """Read which parts a token dataset has; InputError if ``parts.json`` is damaged."""
+    file = folder / FILE_NAME
+    record = read_json(file, PartsRecord, _MERGE_AGAIN)
+    if record.format != _FORMAT:
+        raise InputError(f"{file} has format {record.format}, this version reads {_FORMAT}; {_MERGE_AGAIN}")
+    for part in record.parts:
+        for name, split in part.splits.items():
+            for listed in split.files:
+                check_file_name(listed.name, file)
+            check_file_name(name, file)
+    return Parts(folder, record)
+
+
+def describe_parts(parts: Sequence[Part], max_length: int, has_borders: bool, has_checksums: bool) -> PartsRecord:
+    return PartsRecord(_FORMAT, max_length, has_borders, has_checksums, tuple(parts))
+
+
+class JoinedSplit:
+    """The rows of a split of all parts, one part after the other."""
+
+    def __init__(self, parts: Parts, name: str) -> None:
+        self.parts, self.name = parts, name
+        self._splits = [
+            (number, part.splits[name]) for number, part in enumerate(parts.record.parts) if name in part.splits
+        ]
+        self._files = [(number, listed) for number, split in self._splits for listed in split.files]
+        self._starts = [0, *accumulate(split.rows for _, split in self._splits)]
+        self.row_length: np.ndarray | int = parts.record.max_length
+        labels = ["labels"] * any(split.has_labels for _, split in self._splits)
+        self.column_names = ["input_ids", *(["document_starts"] * parts.record.has_borders), *labels]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of the rows, in the order of the rows."""
+        return tuple(self.path(number) for number in range(len(self._files)))
+
+    def path(self, file: int) -> Path:
+        part, listed = self._files[file]
+        return self.parts.folder_of(part) / self.name / listed.name
+
+    def schema(self) -> pa.Schema:
+        """Return the schema of the first file that has all columns."""
+        has_labels = (split.has_labels for _, split in self._splits for _ in split.files)
+        chosen = next(file for file, has in enumerate(has_labels) if has == ("labels" in self.column_names))
+        return _map_rows(self, chosen).schema
+
+    def place(self, row: int) -> tuple[Path, int]:
+        """Return the file that has a row, and the row's number in it."""
+        batch = self._batch_of(row)
+        file = int(self._batches["file"][batch])
+        first = batch
+        while first and self._batches["file"][first - 1] == file:
+            first -= 1
+        return self.path(file), row - int(self._batches["row"][first])
+
+    def place_in_part(self, row: int) -> tuple[Path, int]:
+        """Return the folder of the part that has a row, and the row's number in its split."""
+        place = bisect_right(self._starts, row) - 1
+        return self.parts.folder_of(self._splits[place][0]), row - self._starts[place]
+
+    def main_sources(self) -> np.ndarray | None:
+        """Return the main source of each row, uint32 [rows]; None if the merge has not written it."""
+        file = self.parts.folder / self.name / MAIN_SOURCES
+        return map_array(file, np.dtype("<u4"), _MERGE_AGAIN) if file.is_file() else None
+
+    def source_rows(self) -> dict[str, list[range]] | None:
+        """Return the rows of each source, as ranges in their order; None if some part has its sources mixed."""
+        found = dict[str, list[range]]()
+        for start, (_, split) in zip(self._starts, self._splits, strict=False):
+            if split.source_rows is None:
+                return None
+            for name, ranges in split.source_rows.items():
+                found.setdefault(name, []).extend(range(start + begin, start + end) for begin, end in ranges)
+        return found
+
+    def take(self, rows: Sequence[int]) -> pa.Table:
+        """Return some rows in their order; InputError if a part is missing or has changed, or a file is damaged."""
+        columns, taken = self.column_names, list[pa.RecordBatch]()
+        for row in rows:
+            number = self._batch_of(row)
+            first, offset, file = (int(value) for value in self._batches[number])
+            taken.append(_map_rows(self, file).batch(offset, columns).slice(row - first, 1))
+        return pa.Table.from_batches(taken) if taken else self.schema().empty_table().select(columns)
+
+    def chunks(self, column: str, rows: range) -> Iterator[pa.Array]:
+        """Yield a column of consecutive rows as one array after the other."""
+        for number in range(self._batch_of(rows.start), self._batch_of(rows[-1]) + 1) if rows else ():
+            first, offset, file = (int(value) for value in self._batches[number])
+            whole = _map_rows(self, file).batch(offset, [column]).column(0)
+            yield whole[max(rows.start - first, 0) : rows.stop - first]
+
+    def _batch_of(self, row: int) -> int:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        return bisect_right(self._batches["row"], row) - 1  # reads only a few records
+
+    @functools.cached_property
+    def _batches(self) -> np.ndarray:
+        return map_array(self.parts.folder / self.name / BATCHES, BATCH, _MERGE_AGAIN)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the mapped file out, which would be pickled as a whole."""
+        return {name: value for name, value in self.__dict__.items() if name != "_batches"}
+
+
+@dataclass(frozen=True)
+class _MappedRows:
+    """A mapped file of rows."""
+
+    path: Path
+    buffer: pa.Buffer
+    schema: pa.Schema
+
+    def batch(self, offset: int, columns: Sequence[str]) -> pa.RecordBatch:
+        """Return columns of the record batch at a place in the file; a part without labels learns all tokens."""
+        try:
+            batch = pa.ipc.read_record_batch(pa.ipc.read_message(self.buffer.slice(offset)), self.schema)
+        except (ValueError, OSError, EOFError) as error:
+            raise InputError(f"{self.path}: damaged, {first_line(error)}; tokenize this part again") from None
+        there = [name if name in batch.schema.names else "input_ids" for name in columns]
+        return pa.RecordBatch.from_arrays([batch.column(name) for name in there], names=list(columns))
+
+
+@functools.lru_cache(maxsize=MOST_OPEN)
+def _map_rows(split: JoinedSplit, file: int) -> _MappedRows:
+    part, listed = split._files[file]
+    split.parts.check(part)
+    path = split.path(file)
+    mapped = map_file(path)
+    if len(mapped) != listed.bytes:
+        raise InputError(f"{path} has {len(mapped):,} bytes instead of {listed.bytes:,}; tokenize this part again")
+    try:
+        buffer = pa.py_buffer(mapped)
+        return _MappedRows(path, buffer, pa.ipc.open_stream(buffer).schema)
+    except (ValueError, OSError) as error:
+        raise InputError(f"{path}: damaged, {first_line(error)}; tokenize this part again") from None
+
+
+class _MappedIndex(dict[tuple[str, np.dtype], np.ndarray]):
+    """The arrays of a part's document index, mapped when they are first used."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __missing__(self, key: tuple[str, np.dtype]) -> np.ndarray:
+        name, dtype = key
+        self[key] = map_array(self._folder / f"{name}.npy", dtype)
+        return self[key]
+
+
+@functools.lru_cache(maxsize=MOST_OPEN)
+def _map_index(parts: Parts, split: str, part: int) -> _MappedIndex:
+    parts.check(part)
+    return _MappedIndex(parts.folder_of(part) / split / "index")
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Return the memory map of a file; InputError if there is none."""
+    try:
+        with path.open("rb") as opened:
+            return mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+    except (OSError, ValueError) as error:
+        raise_reached_limit(error)
+        raise InputError(f"{path}: {first_line(error)}; tokenize this part again") from None
+
+
+def map_array(file: Path, dtype: np.dtype, fix: str = "tokenize again") -> np.ndarray:
+    """Return the records in a file of numpy, memory-mapped; InputError if it is missing or damaged."""
+    try:
+        mapped = np.load(file, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise InputError(f"{file}: the file is missing; {fix}") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise_reached_limit(error)
+        raise InputError(f"{file}: damaged, {first_line(error)}; {fix}") from None
+    if not isinstance(mapped, np.ndarray) or mapped.dtype != dtype or mapped.ndim != 1:
+        raise InputError(f"{file}: damaged, it holds no records of the index; {fix}")
+    return mapped.view(np.ndarray)  # each operation on a memmap would make another memmap, which is slow
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Records ``begin`` to ``end - 1`` of a part's array, to whose fields numbers are added."""
+
+    part: int
+    begin: int
+    end: int
+    added: dict[str, int]
+
+
+class JoinedRecords:
+    """The records of an array in the document indexes of the parts, which are read like one array when asked for.
+
+    Indices are whole numbers, arrays of them, slices, or the name of a field.
+    """
+
+    def __init__(self, parts: Parts, split: str, name: str, dtype: np.dtype, segments: Sequence[Segment]) -> None:
+        self.dtype = dtype
+        self._parts, self._split, self._name, self._segments = parts, split, name, tuple(segments)
+        self._starts = np.array([0, *accumulate(one.end - one.begin for one in segments)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, key: "str | int | slice | Sequence[int] | np.ndarray") -> "np.ndarray | JoinedField":
+        if isinstance(key, str):
+            return JoinedField(self, key)
+        if isinstance(key, slice):
+            return self._read(np.arange(*key.indices(len(self))))
+        indices = np.asarray(key)
+        found = self._read(indices.reshape(-1).astype(np.int64))
+        return found.reshape(indices.shape) if indices.ndim else found[0]
+
+    def _read(self, indices: np.ndarray) -> np.ndarray:
+        indices = np.where(indices < 0, indices + len(self), indices)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"record {indices.max()} of {len(self)}")
+        found = np.empty(len(indices), self.dtype)
+        owners = np.searchsorted(self._starts, indices, side="right") - 1
+        for owner in np.unique(owners).tolist():
+            own, one = np.flatnonzero(owners == owner), self._segments[owner]
+            array = self._parts.index_of(self._split, one.part, self._name, self.dtype)
+            places = indices[own] - self._starts[owner] + one.begin
+            if places.max() >= len(array):
+                folder = self._parts.folder_of(one.part) / self._split / "index"
+                raise InputError(f"{folder}: not the index of this part's rows; tokenize this part again")
+            records = array[places]
+            first = records["file"] == 0 if "file" in one.added else None
+            for name, number in one.added.items():
+                if name == "row":  # lines of a file that began in a part before
+                    records[name][first] += number
+                else:
+                    records[name] += number
+            found[own] = records
+        return found
+
+
+@dataclass(frozen=True)
+class JoinedField:
+    """A field of joined records."""
+
+    records: JoinedRecords
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, key: "int | slice | Sequence[int] | np.ndarray") -> np.ndarray:
+        return self.records[key][self.name]  # type: ignore[return-value]
