@@ -120,7 +120,8 @@ class Rows(IndexedRows):
         source_names: tuple[str, ...] = ("",),
         open_index: Callable[[], DocumentIndex | None] = lambda: None,
     ) -> None:
-        self.split, self.source_names, self._open_index = split, source_names, open_index
+        self.split: Any = split
+        self.source_names, self._open_index = source_names, open_index
         self._stored: StoredSplit = split if isinstance(split, JoinedSplit) else LoadedSplit(split)
         self.has_labels = "labels" in split.column_names
         self.has_borders = "document_starts" in split.column_names

@@ -1,11 +1,9 @@
 """Describe finished token datasets as the parts of one; no row is copied. ``packing/parts.py`` reads it."""
 
 import hashlib
-import json
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,15 +18,15 @@ from fabric_train.tokenization.packing.document_search import rows_of_sources
 from fabric_train.tokenization.packing.parts import (
     BATCH,
     BATCHES,
-    FILE_NAME,
     MAIN_SOURCES,
     Part,
     PartFile,
     PartSplit,
-    describe_parts,
+    PartsRecord,
     is_of_parts,
     map_file,
     open_parts,
+    write_record,
 )
 from fabric_train.tokenization.workers import ThrottledLog
 
@@ -91,8 +89,7 @@ def write_parts(folder: Path, target: Path, merged: Sequence["MergeInput"], mani
         if main_sources.get(name):
             np.save(folder / name / MAIN_SOURCES, np.concatenate(main_sources[name]), allow_pickle=False)
     has_borders = "document_starts" in merged[0].splits["train"].schema.names
-    record = describe_parts(parts, manifest.settings.max_length, has_borders, has_checksums)
-    (folder / FILE_NAME).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
+    write_record(folder, PartsRecord(manifest.settings.max_length, has_borders, has_checksums, tuple(parts)))
 
 
 def _describe_split(split: "Split", index: DocumentIndex, manifest: "Manifest", name: str) -> PartSplit:

@@ -25,14 +25,8 @@ from xxhash import xxh3_64
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.manifest import Manifest, SourceLedger, SourceRecord
-from fabric_train.tokenization.packing.parts import (
-    JoinedRecords,
-    Parts,
-    Segment,
-    is_of_parts,
-    map_array,
-    open_parts,
-)
+from fabric_train.tokenization.packing.joined_records import JoinedRecords, Segment
+from fabric_train.tokenization.packing.parts import Parts, is_of_parts, map_array, open_parts
 from fabric_train.tokenization.packing.rows import RowPlan, joined_ranges
 
 FOLDER = "index"
@@ -218,7 +212,7 @@ class JoinedIndex(DocumentIndex):
             file += part.num_files
         rows[-1] = replace(rows[-1], end=rows[-1].end + 1)  # what comes before the end
         self.documents = JoinedRecords(parts, split, "documents", DOCUMENT, [*placed, *left])
-        self.rows = JoinedRecords(parts, split, "rows", ROW, rows)
+        self.rows = JoinedRecords(parts, split, "rows", ROW, rows, begins_with_zeros=True)
         self.continuations = JoinedRecords(parts, split, "continuations", CONTINUATION, continuations)
         self.checksums = None
         if parts.record.has_checksums:

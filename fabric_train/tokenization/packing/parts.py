@@ -15,10 +15,11 @@ data of at most 64 files and the indexes of at most 64 parts open; the one that 
 
 import functools
 import hashlib
+import json
 import mmap
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -82,11 +83,11 @@ class Part:
 class PartsRecord:
     """The content of ``parts.json``; all rows have ``max_length`` tokens."""
 
-    format: int
     max_length: int
     has_borders: bool
     has_checksums: bool
     parts: tuple[Part, ...]
+    format: int = _FORMAT
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +100,11 @@ class Parts:
 
     def folder_of(self, part: int) -> Path:
         return self.folder / self.record.parts[part].path
+
+    def moved_to(self, folder: str) -> PartsRecord:
+        """Return the record of a copy whose parts lie in ``folder`` of it."""
+        parts = (replace(part, path=f"{folder}/{number:05d}") for number, part in enumerate(self.record.parts, 1))
+        return replace(self.record, parts=tuple(parts))
 
     def check(self, part: int) -> None:
         """Raise an InputError if a part is missing or has another manifest; a second call reads nothing."""
@@ -154,8 +160,8 @@ def open_parts(folder: Path) -> Parts:
     return Parts(folder, record)
 
 
-def describe_parts(parts: Sequence[Part], max_length: int, has_borders: bool, has_checksums: bool) -> PartsRecord:
-    return PartsRecord(_FORMAT, max_length, has_borders, has_checksums, tuple(parts))
+def write_record(folder: Path, record: PartsRecord) -> None:
+    (folder / FILE_NAME).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
 
 
 class JoinedSplit:
@@ -322,74 +328,3 @@ def map_array(file: Path, dtype: np.dtype, fix: str = "tokenize again") -> np.nd
     if not isinstance(mapped, np.ndarray) or mapped.dtype != dtype or mapped.ndim != 1:
         raise InputError(f"{file}: damaged, it holds no records of the index; {fix}")
     return mapped.view(np.ndarray)  # each operation on a memmap would make another memmap, which is slow
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Records ``begin`` to ``end - 1`` of a part's array, to whose fields numbers are added."""
-
-    part: int
-    begin: int
-    end: int
-    added: dict[str, int]
-
-
-class JoinedRecords:
-    """The records of an array in the document indexes of the parts, which are read like one array when asked for.
-
-    Indices are whole numbers, arrays of them, slices, or the name of a field.
-    """
-
-    def __init__(self, parts: Parts, split: str, name: str, dtype: np.dtype, segments: Sequence[Segment]) -> None:
-        self.dtype = dtype
-        self._parts, self._split, self._name, self._segments = parts, split, name, tuple(segments)
-        self._starts = np.array([0, *accumulate(one.end - one.begin for one in segments)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def __getitem__(self, key: "str | int | slice | Sequence[int] | np.ndarray") -> "np.ndarray | JoinedField":
-        if isinstance(key, str):
-            return JoinedField(self, key)
-        if isinstance(key, slice):
-            return self._read(np.arange(*key.indices(len(self))))
-        indices = np.asarray(key)
-        found = self._read(indices.reshape(-1).astype(np.int64))
-        return found.reshape(indices.shape) if indices.ndim else found[0]
-
-    def _read(self, indices: np.ndarray) -> np.ndarray:
-        indices = np.where(indices < 0, indices + len(self), indices)
-        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
-            raise IndexError(f"record {indices.max()} of {len(self)}")
-        found = np.empty(len(indices), self.dtype)
-        owners = np.searchsorted(self._starts, indices, side="right") - 1
-        for owner in np.unique(owners).tolist():
-            own, one = np.flatnonzero(owners == owner), self._segments[owner]
-            array = self._parts.index_of(self._split, one.part, self._name, self.dtype)
-            places = indices[own] - self._starts[owner] + one.begin
-            if places.max() >= len(array):
-                folder = self._parts.folder_of(one.part) / self._split / "index"
-                raise InputError(f"{folder}: not the index of this part's rows; tokenize this part again")
-            records = array[places]
-            first = records["file"] == 0 if "file" in one.added else None
-            for name, number in one.added.items():
-                if name == "row":  # lines of a file that began in a part before
-                    records[name][first] += number
-                else:
-                    records[name] += number
-            found[own] = records
-        return found
-
-
-@dataclass(frozen=True)
-class JoinedField:
-    """A field of joined records."""
-
-    records: JoinedRecords
-    name: str
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, key: "int | slice | Sequence[int] | np.ndarray") -> np.ndarray:
-        return self.records[key][self.name]  # type: ignore[return-value]
