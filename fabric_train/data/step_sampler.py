@@ -17,7 +17,7 @@ import errno
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -155,13 +155,19 @@ class WindowOrder:
             ]
         return [RowRead(step, self.epoch_of(step), row) for step, row in sorted(found) if step <= num_steps]
 
-    def rows_hash(self, step: int) -> str:
-        """Hash the rows of all steps up to ``step`` in order; with versions 2 and 3 see ``MixtureOrder.rows_hash``."""
+    def rows_hash(self, step: int, known: tuple[int, str] = (0, "")) -> str:
+        """Hash the rows of all steps up to ``step`` in order; with versions 2 and 3 see ``MixtureOrder.rows_hash``.
+
+        ``known`` is an earlier step and its hash. From the beginning, version 1 shuffles all rows in all epochs.
+        """
         if self.mixture:
             return self.mixture.rows_hash(step)
         if self.version != SHUFFLED:
             return rows_hash_by_halves(self, step)
-        return _hash_of_all(replace(self, micro_batch_size=1, world_size=1, rank=0), step)
+        last, rows_hash = known
+        for done in range(last + 1, step + 1):
+            rows_hash = hash_of(self.rows_of(done), rows_hash)
+        return rows_hash
 
     def rows_hash_after(self, step: int, rows: np.ndarray, before: str) -> str:
         if self.mixture or self.version != SHUFFLED:
@@ -205,17 +211,23 @@ class WorkerLoader(DataLoader):
 
 @dataclass(frozen=True)
 class TrainBatches:
-    """The windows of a token dataset on this rank after ``starts_after``, prefetched by ``num_workers`` processes."""
+    """The windows of a token dataset on this rank after ``starts_after``, prefetched by ``num_workers`` processes.
+
+    ``known`` is a step of the run and the hash of the rows up to it, as in its checkpoint.
+    """
 
     rows: IndexedRows
     order: WindowOrder
     num_workers: int
     pin_memory: bool
     starts_after: int = 0
+    known: tuple[int, str] = (0, "")
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
         order, begin, end = self.order, after_step - self.starts_after, last_step - self.starts_after
-        rows_hash, epoch = order.rows_hash(begin), order.epoch_of(begin + 1)
+        last, known = self.known[0] - self.starts_after, self.known[1]
+        rows_hash = order.rows_hash(begin, (last, known) if 0 < last <= begin else (0, ""))
+        epoch = order.epoch_of(begin + 1)
         indices = order.batches(begin, end)
         items = _ErrorsAsItems(self.rows)
         batches = iter(WorkerLoader(items, self.num_workers, self.pin_memory, batch_sampler=indices))
@@ -306,11 +318,3 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     rows = np.arange(num_rows, dtype=np.int32 if num_rows < 1 << 31 else np.int64)
     np.random.default_rng([seed, epoch]).shuffle(rows)
     return rows
-
-
-@functools.lru_cache(maxsize=2)  # preflight and the loader ask for the same
-def _hash_of_all(order: WindowOrder, step: int) -> str:
-    rows_hash = ""
-    for done in range(1, step + 1):
-        rows_hash = hash_of(order.rows_of(done), rows_hash)
-    return rows_hash

@@ -6,7 +6,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.packing.parts import Parts
 
 
@@ -77,11 +76,8 @@ class JoinedRecords:
         records = np.zeros(len(places), self.dtype)
         unknown = places > 0 if self._begins_with_zeros else np.ones(len(places), bool)
         if unknown.any():  # a row ends where the next one begins, which may be the first one of another part
-            array = self._parts.index_of(self._split, part, self._name, self.dtype)
-            if places.max() >= len(array):
-                folder = self._parts.folder_of(part) / self._split / "index"
-                raise InputError(f"{folder}: not the index of this part's rows; tokenize this part again")
-            records[unknown] = array[places[unknown]]
+            own = places[unknown]
+            records[unknown] = self._parts.read_index(self._split, part, self._name, self.dtype, own)
         return records
 
 

@@ -35,7 +35,7 @@ BATCHES, MAIN_SOURCES = "batches.npy", "sources.npy"
 BATCH = np.dtype([("row", "<u8"), ("offset", "<u8"), ("file", "<u4")])
 MOST_OPEN = 64
 _FORMAT = 1
-_MERGE_AGAIN = "merge the parts again"
+_MERGE_AGAIN, _TOKENIZE_AGAIN = "merge the parts again", "tokenize this part again"
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ class Parts:
     def joined(self, split: str) -> "JoinedSplit":
         return JoinedSplit(self, split)
 
-    def index_of(self, split: str, part: int, name: str, dtype: np.dtype) -> np.ndarray:
-        """Return an array of a part's document index, memory-mapped."""
-        return _map_index(self, split, part)[name, dtype]
+    def read_index(self, split: str, part: int, name: str, dtype: np.dtype, places: np.ndarray) -> np.ndarray:
+        """Return records of an array of a part's document index."""
+        return _map_index(self, split, part).read(name, dtype, places)
 
     def _name(self, part: int) -> str:
         return f"{self.folder}: part {part + 1} of {len(self.record.parts):,}, {self.record.parts[part].path},"
@@ -260,15 +260,17 @@ class _MappedRows:
     """A mapped file of rows."""
 
     path: Path
+    mapped: mmap.mmap
     buffer: pa.Buffer
     schema: pa.Schema
 
     def batch(self, offset: int, columns: Sequence[str]) -> pa.RecordBatch:
         """Return columns of the record batch at a place in the file; a part without labels learns all tokens."""
+        self.mapped.madvise(mmap.MADV_DONTNEED)  # pages of rows read before would count as memory of this process
         try:
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(self.buffer.slice(offset)), self.schema)
         except (ValueError, OSError, EOFError) as error:
-            raise InputError(f"{self.path}: damaged, {first_line(error)}; tokenize this part again") from None
+            raise InputError(f"{self.path}: damaged, {first_line(error)}; {_TOKENIZE_AGAIN}") from None
         there = [name if name in batch.schema.names else "input_ids" for name in columns]
         return pa.RecordBatch.from_arrays([batch.column(name) for name in there], names=list(columns))
 
@@ -280,24 +282,31 @@ def _map_rows(split: JoinedSplit, file: int) -> _MappedRows:
     path = split.path(file)
     mapped = map_file(path)
     if len(mapped) != listed.bytes:
-        raise InputError(f"{path} has {len(mapped):,} bytes instead of {listed.bytes:,}; tokenize this part again")
+        raise InputError(f"{path} has {len(mapped):,} bytes instead of {listed.bytes:,}; {_TOKENIZE_AGAIN}")
     try:
         buffer = pa.py_buffer(mapped)
-        return _MappedRows(path, buffer, pa.ipc.open_stream(buffer).schema)
+        return _MappedRows(path, mapped, buffer, pa.ipc.open_stream(buffer).schema)
     except (ValueError, OSError) as error:
-        raise InputError(f"{path}: damaged, {first_line(error)}; tokenize this part again") from None
+        raise InputError(f"{path}: damaged, {first_line(error)}; {_TOKENIZE_AGAIN}") from None
 
 
-class _MappedIndex(dict[tuple[str, np.dtype], np.ndarray]):
+class _MappedIndex:
     """The arrays of a part's document index, mapped when they are first used."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._arrays: dict[str, tuple[np.ndarray, mmap.mmap]] = {}
 
-    def __missing__(self, key: tuple[str, np.dtype]) -> np.ndarray:
-        name, dtype = key
-        self[key] = map_array(self._folder / f"{name}.npy", dtype)
-        return self[key]
+    def read(self, name: str, dtype: np.dtype, places: np.ndarray) -> np.ndarray:
+        """Return a copy of some records, so that no page of the file counts as memory of this process for long."""
+        if name not in self._arrays:
+            self._arrays[name] = _map_records(self._folder / f"{name}.npy", dtype, _TOKENIZE_AGAIN)
+        array, mapped = self._arrays[name]
+        if len(places) and places.max() >= len(array):
+            raise InputError(f"{self._folder}: not the index of this part's rows; {_TOKENIZE_AGAIN}")
+        records = array[places]
+        mapped.madvise(mmap.MADV_DONTNEED)
+        return records
 
 
 @functools.lru_cache(maxsize=MOST_OPEN)
@@ -313,18 +322,26 @@ def map_file(path: Path) -> mmap.mmap:
             return mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
     except (OSError, ValueError) as error:
         raise_reached_limit(error)
-        raise InputError(f"{path}: {first_line(error)}; tokenize this part again") from None
+        raise InputError(f"{path}: {first_line(error)}; {_TOKENIZE_AGAIN}") from None
 
 
 def map_array(file: Path, dtype: np.dtype, fix: str = "tokenize again") -> np.ndarray:
     """Return the records in a file of numpy, memory-mapped; InputError if it is missing or damaged."""
+    return _map_records(file, dtype, fix)[0]
+
+
+def _map_records(file: Path, dtype: np.dtype, fix: str) -> tuple[np.ndarray, mmap.mmap]:
+    """Map a file of numpy, which is opened once; ``numpy.load`` opens it twice."""
     try:
-        mapped = np.load(file, mmap_mode="r", allow_pickle=False)
+        with file.open("rb") as opened:
+            np.lib.format.read_magic(opened)
+            shape, _, found = np.lib.format.read_array_header_1_0(opened)
+            begin, mapped = opened.tell(), mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+        if found != dtype or len(shape) != 1:
+            raise ValueError("it holds no records of the index")
+        return np.frombuffer(mapped, dtype, shape[0], begin), mapped
     except FileNotFoundError:
         raise InputError(f"{file}: the file is missing; {fix}") from None
     except (OSError, ValueError, EOFError) as error:
         raise_reached_limit(error)
         raise InputError(f"{file}: damaged, {first_line(error)}; {fix}") from None
-    if not isinstance(mapped, np.ndarray) or mapped.dtype != dtype or mapped.ndim != 1:
-        raise InputError(f"{file}: damaged, it holds no records of the index; {fix}")
-    return mapped.view(np.ndarray)  # each operation on a memmap would make another memmap, which is slow
