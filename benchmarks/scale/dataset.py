@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.measure import ROOT, Command, run
+from benchmarks.measure import ROOT, Command, Measurement, run
 from benchmarks.scale.series import Point, Series
 from fabric_train.data import DataOrder
 from fabric_train.data.step_sampler import TrainBatches, WindowOrder
@@ -28,6 +28,7 @@ FULL_MERGES = (2, 10, 50)
 LATER_STEP = 1_000_000
 ROWS_PER_STEP, ROWS_PER_RANK, NUM_RANKS = 1_024, 4, 256
 _STEPS = 50
+_MARKER = "/the-first-batch-is-here"
 _CALLS = "openat,newfstatat,stat,fstat,statx,read,pread64,mmap"
 
 
@@ -124,7 +125,7 @@ def _linked(folder: Path, part: Path, count: int) -> list[Path]:
     return folders
 
 
-def _merge(folders: list[Path], target: Path, *flags: str):
+def _merge(folders: list[Path], target: Path, *flags: str) -> Measurement:
     words = ("python", "-m", "fabric_train.tokenization.merge", *map(str, folders), "--output_dir", str(target), *flags)
     return run(Command(words))
 
@@ -143,12 +144,12 @@ def _start(folder: Path, step: int) -> tuple[Start, dict[str, float]]:
 
 
 def _count(trace: Path, folder: Path) -> dict[str, float]:
-    """Count the calls on the files of the dataset until the first batch, and those of a step after it."""
+    """Count the calls on the files of the dataset until the first batch, and in the steps after it."""
     counts: dict[str, Counter[str]] = {"first batch": Counter(), "step": Counter()}
     where = "first batch"
     place = re.escape(str(folder.parent))
     for line in trace.read_text(errors="replace").splitlines():
-        if "first-batch-is-here" in line:
+        if _MARKER in line:
             where = "step"
         called = re.match(r"\d+ +(\w+)\(", line)
         if called is None or not re.search(place, line):
@@ -180,11 +181,11 @@ def start(folder: str, step: int) -> None:
         order.num_rows, ROWS_PER_STEP, ROWS_PER_RANK, NUM_RANKS, rank, order.seed, version=order.version
     )
     dataset.train.pieces([0])
-    batches = TrainBatches(dataset.train, windows, num_workers=0, pin_memory=False).windows(step, step + 1 + _STEPS)
+    known = (step, "00" * 16)  # of the checkpoint
+    batches = TrainBatches(dataset.train, windows, 0, False, known=known).windows(step, step + 1 + _STEPS)
     next(batches)
     seconds, cpu = time.monotonic() - seconds, time.process_time() - cpu
-    with open("/dev/null", "rb") as marker:  # for strace
-        os.stat("first-batch-is-here") if os.path.exists("first-batch-is-here") else marker.read(0)
+    os.path.exists(_MARKER)  # for strace
     of_steps = time.process_time()
     for _ in batches:
         pass

@@ -20,7 +20,13 @@ from fabric_train.data.stored_split import LoadedSplit, StoredSplit, is_sound, l
 from fabric_train.files.regular_file import check_links
 from fabric_train.tokenization.manifest import Manifest, read_manifest
 from fabric_train.tokenization.packing import token_folder
-from fabric_train.tokenization.packing.document_index import DocumentIndex, SourceTable, altered_rows, open_index
+from fabric_train.tokenization.packing.document_index import (
+    DocumentIndex,
+    JoinedIndex,
+    SourceTable,
+    altered_rows,
+    open_index,
+)
 from fabric_train.tokenization.packing.parts import JoinedSplit, is_of_parts, open_parts
 
 if TYPE_CHECKING:
@@ -319,7 +325,7 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
 
 
 def _open_dataset_of_parts(folder: Path, isolate_documents: bool) -> TokenDataset:
-    """Open a token dataset of parts, none of which is opened before one of its rows is read.
+    """Open a token dataset of parts; a part is opened when one of its rows is read.
 
     Rank 0 alone looks whether all parts are there as they were.
     """
@@ -329,11 +335,11 @@ def _open_dataset_of_parts(folder: Path, isolate_documents: bool) -> TokenDatase
         raise InputError(f"{folder}: no manifest.json; merge the parts again")
     if global_rank() == 0:
         parts.check_all()
-    names = SourceTable(manifest.sources).names if manifest.has_index else (str(folder),)
+    sources = SourceTable(manifest.sources)
 
     def rows(name: str) -> Rows:
-        split = parts.joined(name)
-        return Rows(split, isolate_documents, names, functools.partial(open_index, folder, manifest, name))
+        index = functools.partial(JoinedIndex, parts, name, sources)
+        return Rows(parts.joined(name), isolate_documents, sources.names, index)
 
     if not len(parts.joined("train")):
         raise InputError(f"--train_data_dir {folder}: the train split has no rows; merge parts with more documents")

@@ -3,7 +3,7 @@
 ``python -m fabric_train.tokenization.merge --parts true`` writes it::
 
     whole/manifest.json            the ledger, the sources and the settings of all parts, as a full merge writes it
-          parts.json               where the parts are, relative to this folder, and what is in them (``PartsRecord``)
+          parts.json               ``PartsRecord``: where the parts are, relative to this folder, and their counts
           tokenizer/
           train/batches.npy        BATCH [record batches of all parts]: where each lies in its file
           validation/batches.npy
@@ -68,8 +68,8 @@ class PartSplit:
 class Part:
     """A token dataset; ``path`` is relative to the folder of the parts.
 
-    ``num_files`` are the files of its sources. The first one goes on with a file of a part before, of which
-    ``rows_before`` rows are in parts before; 0 if it does not.
+    ``num_files`` are the files of its sources. The first one goes on with a file of a part before, and
+    ``rows_before`` of that file's rows are in parts before; 0 if it does not.
     """
 
     path: str
