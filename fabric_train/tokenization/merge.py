@@ -41,7 +41,14 @@ from fabric_train.tokenization.packing.document_index import join_indexes, open_
 from fabric_train.tokenization.packing.token_folder import Split, open_splits, read_arrow
 from fabric_train.tokenization.reading.sources import open_each
 from fabric_train.tokenization.shards import SIZES, ShardSizes
-from fabric_train.tokenization.slice_folder import Slice, is_slice, open_slices
+from fabric_train.tokenization.slice_folder import (
+    Slice,
+    count_rows_before,
+    fill_hashes,
+    is_slice,
+    open_slice,
+    open_slices,
+)
 from fabric_train.tokenization.slices import encode_command, merge_counts, merge_slices
 from fabric_train.tokenization.tokenizers.tokenizer import CHAT_TEMPLATE_FILE
 from fabric_train.tokenization.workers import transient_bar
@@ -56,7 +63,6 @@ class MergeArguments:
 
     PROGRAM data/part-1 data/part-2 --output_dir data/whole
     PROGRAM slices/* --output_dir data/tokens
-    PROGRAM counts/* --output_dir lines
     PROGRAM data/part-* --parts true --output_dir data/whole
     """
 
@@ -132,6 +138,7 @@ def merge_manifests(merged: Sequence[MergeInput]) -> Manifest:
             replace(source, weight=None, share_asked=None, share_reached=None)
             for dataset in merged
             for source in dataset.manifest.sources
+            if source.num_files or source.documents  # a packed slice names all sources
         ),
         tokenizer=_tokenizer(merged),
         settings=merged[0].manifest.settings,
@@ -226,7 +233,15 @@ def main(argv: list[str] | None = None, sizes: ShardSizes = SIZES) -> None:
     if slices and slices[0].arguments.counts_lines:
         _merge_counts(slices, target, sizes)
         return
-    manifest, notes = merge_slices(slices, target, sizes) if slices else merge(folders, target, arguments.parts)
+    if slices and not slices[0].arguments.parts:
+        if arguments.parts:
+            raise InputError(
+                f"--parts true: {slices[0].folder} is encoded and has no rows; run the tasks with --parts true, or "
+                "merge without it"
+            )
+        manifest, notes = merge_slices(slices, target, sizes)
+    else:
+        manifest, notes = merge([one.folder for one in slices] or folders, target, arguments.parts)
     console = open_console()
     several = "slices" if are_slices else "parts"
     is_long = are_slices or len(manifest.parts) > _MOST_NAMED
@@ -262,6 +277,9 @@ def merge(folders: Sequence[Path], target: Path, as_parts: bool = False) -> tupl
     for folder in folders:
         check_not_inside(target, folder)
     merged = open_inputs(folders)
+    if are_slices := [open_slice(one.folder) for one in merged if is_slice(one.folder)]:
+        filled = fill_hashes([one.manifest for one in merged], are_slices)
+        merged = [replace(one, manifest=manifest) for one, manifest in zip(merged, filled, strict=True)]
     faults = [fault for one in merged for fault in changed_tokenizer(one.folder, one.manifest.tokenizer)]
     if faults:
         raise InputError(*faults)
@@ -334,12 +352,14 @@ def _join_indexes(merged: Sequence[MergeInput], split: str, folder: Path) -> Non
     """Join the document indexes of a split; the files of each dataset follow the files of the datasets before it."""
     num_files = [sum(source.num_files for source in dataset.manifest.sources) for dataset in merged]
     first_files = np.cumsum([0, *num_files]).tolist()
+    rows_before = count_rows_before([dataset.folder for dataset in merged])
     opened = [
-        (index, first)
-        for dataset, first in zip(merged, first_files, strict=False)
+        (index, first, before)
+        for dataset, first, before in zip(merged, first_files, rows_before, strict=False)
         if (index := open_index(dataset.folder, dataset.manifest, split)) is not None
     ]
-    join_indexes(folder, [index for index, _ in opened], [first for _, first in opened])
+    indexes, firsts, before = zip(*opened, strict=True)
+    join_indexes(folder, indexes, firsts, before)
 
 
 def _settings_that_differ(parts: Sequence[MergedPart]) -> Iterator[str]:
@@ -355,7 +375,7 @@ def _settings_that_differ(parts: Sequence[MergedPart]) -> Iterator[str]:
 def _sources_in_common(merged: Sequence[MergeInput]) -> Iterator[str]:
     found: dict[str, tuple[Path, str]] = {}
     for dataset in merged:
-        for source in dataset.manifest.sources:
+        for source in () if is_slice(dataset.folder) else dataset.manifest.sources:  # slices share files, not documents
             for file in source.files:
                 folder, path = found.setdefault(file.sha256, (dataset.folder, file.path))
                 if folder != dataset.folder:

@@ -28,6 +28,7 @@ from fabric_train.tokenization.packing.parts import (
     open_parts,
     write_record,
 )
+from fabric_train.tokenization.slice_folder import count_rows_before
 from fabric_train.tokenization.workers import ThrottledLog
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def write_parts(folder: Path, target: Path, merged: Sequence["MergeInput"], mani
     batches: dict[str, list[np.ndarray]] = {name: [] for name in manifest.ledger.splits}
     main_sources: dict[str, list[np.ndarray]] = {name: [] for name in manifest.ledger.splits if name != "train"}
     parts, has_checksums = list[Part](), True
+    rows_before = count_rows_before([one.folder for one in merged])
     for number, one in enumerate(merged):
         log(f"reading the index of part {number + 1:,} of {len(merged):,}")
         splits = {}
@@ -82,7 +84,7 @@ def write_parts(folder: Path, target: Path, merged: Sequence["MergeInput"], mani
         path = os.path.relpath(os.path.realpath(one.folder), start)
         num_files = sum(source.num_files for source in one.manifest.sources)
         digest = hashlib.sha256((one.folder / MANIFEST_NAME).read_bytes()).hexdigest()
-        parts.append(Part(path, digest, num_files, 0, splits))
+        parts.append(Part(path, digest, num_files, rows_before[number], splits))
     for name, of_split in batches.items():
         (folder / name).mkdir()
         np.save(folder / name / BATCHES, np.concatenate(of_split), allow_pickle=False)

@@ -62,7 +62,8 @@ def test_a_dataset_of_parts_has_the_rows_of_the_full_merge(made: Path) -> None:
         assert (ours.lengths(), ours.source_names) == (theirs.lengths(), theirs.source_names)
         random = np.random.default_rng(0).permutation(len(theirs)).tolist()
         for our, their in zip(ours.read(random), theirs.read(random), strict=True):
-            assert all(np.array_equal(one, other) for one, other in zip(our, their, strict=True))
+            for one, other in zip(our, their, strict=True):
+                np.testing.assert_array_equal(one, other)
         for name, value in vars(ours.pieces(random)).items():
             np.testing.assert_array_equal(value, getattr(theirs.pieces(random), name), name)
         assert np.array_equal(ours.main_sources(), theirs.main_sources())

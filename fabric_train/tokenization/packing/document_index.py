@@ -291,10 +291,13 @@ def write_index(folder: Path, plan: RowPlan, documents: np.ndarray, checksums: n
     np.save(folder / FOLDER / _CHECKSUMS, checksums, allow_pickle=False)
 
 
-def join_indexes(folder: Path, indexes: Sequence[DocumentIndex], first_files: Sequence[int]) -> None:
+def join_indexes(
+    folder: Path, indexes: Sequence[DocumentIndex], first_files: Sequence[int], rows_before: Sequence[int]
+) -> None:
     """Write the index of the split ``folder``, whose rows come from several splits, joined in order.
 
-    ``first_files`` has the number of each one's first file in the new manifest.
+    ``first_files`` has the number of each one's first file in the new manifest, and ``rows_before`` how many rows of
+    this file are in the splits before.
     """
     (folder / FOLDER).mkdir()
     num_placed = [int(index.rows["documents"][-1]) for index in indexes]
@@ -309,9 +312,9 @@ def join_indexes(folder: Path, indexes: Sequence[DocumentIndex], first_files: Se
     )
     row = document = continuation = 0
     left = sum(num_placed)
-    for index, first_file, placed in zip(indexes, first_files, num_placed, strict=True):
-        _copy(index.documents[:placed], documents[document:], {"file": first_file})
-        _copy(index.documents[placed:], documents[left:], {"file": first_file})
+    for index, first_file, before, placed in zip(indexes, first_files, rows_before, num_placed, strict=True):
+        _copy(index.documents[:placed], documents[document:], {"file": first_file}, before)
+        _copy(index.documents[placed:], documents[left:], {"file": first_file}, before)
         _copy(index.rows[:-1], rows[row:], {"documents": document, "continuations": continuation})
         _copy(index.continuations, continuations[continuation:], {"document": document})
         row += len(index.rows) - 1
@@ -326,10 +329,15 @@ def join_indexes(folder: Path, indexes: Sequence[DocumentIndex], first_files: Se
         np.save(folder / FOLDER / _CHECKSUMS, np.concatenate(checksums), allow_pickle=False)
 
 
-def _copy(records: np.ndarray, target: np.ndarray, added: dict[str, int]) -> None:
-    """Copy records to the beginning of ``target``, with numbers added to some of their fields."""
+def _copy(records: np.ndarray, target: np.ndarray, added: dict[str, int], rows_before: int = 0) -> None:
+    """Copy records to the beginning of ``target``, with numbers added to some of their fields.
+
+    ``rows_before`` are added to the rows of file 0.
+    """
     for begin, mapped in chunks(records, lambda _: None):
         part = np.array(mapped)
+        if rows_before:
+            part["row"][part["file"] == 0] += rows_before
         for name, number in added.items():
             part[name] += number
         target[begin : begin + len(part)] = part
