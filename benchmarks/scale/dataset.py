@@ -22,12 +22,13 @@ from fabric_train.data import DataOrder
 from fabric_train.data.step_sampler import TrainBatches, WindowOrder
 from fabric_train.data.token_dataset import open_dataset
 
-ROWS, DOCUMENTS_PER_ROW, LENGTH = 100_000, 10, 64  # of each part
+ROWS, NUM_DOCUMENTS, LENGTH = 134_336, 1_000_000, 64  # of each part
 NUM_PARTS, NUM_SOURCES = (10, 100, 1_000), 100
-FULL_MERGES = (2, 10, 50)
+FULL_MERGES = (2, 8, 32)
 LATER_STEP = 1_000_000
 ROWS_PER_STEP, ROWS_PER_RANK, NUM_RANKS = 1_024, 4, 256
 _STEPS = 50
+_UNITS = {"CPU": "s", "wall": "s", "memory": "MB", "size": "MB", "bytes": "MB"}  # by what a quantity's name has
 _MARKER = "/the-first-batch-is-here"
 _CALLS = "openat,newfstatat,stat,fstat,statx,read,pread64,mmap"
 
@@ -36,13 +37,15 @@ _CALLS = "openat,newfstatat,stat,fstat,statx,read,pread64,mmap"
 class Start:
     """A rank's way to its first batch, and ``_STEPS`` further ones.
 
-    ``cpu_seconds`` are from before the dataset is opened to the batch, and do not include imports.
+    ``cpu_seconds`` are from before the dataset is opened to the batch, and do not include imports. Megabytes are peaks
+    of the resident memory, with shared libraries and mapped pages of files.
     """
 
     seconds: float
     cpu_seconds: float
-    megabytes_before: float
+    megabytes_of_imports: float
     megabytes: float
+    megabytes_after_steps: float
     milliseconds_per_step: float
 
 
@@ -73,41 +76,40 @@ def measure(work: Path) -> list[Series]:
         add("merge --parts, CPU", count, merged.cpu_seconds)
         add("size of the folder", count, sum(file.stat().st_size for file in joined.rglob("*.*")) / 1e6)
         for name, step in (("start", 0), (f"resume at step {LATER_STEP:,}", LATER_STEP)):
-            started, opened = _start(joined, step)
+            started = _start(joined, step)
             add(f"{name}: to the first batch, CPU", count, started.cpu_seconds)
             add(f"{name}: to the first batch, wall", count, started.seconds)
             add(f"{name}: memory of the rank", count, started.megabytes)
-            add(f"{name}: memory beyond imports", count, started.megabytes - started.megabytes_before)
-            for what, number in opened.items():
-                add(f"{name}: {what}", count, number)
+            add(f"{name}: memory of its imports alone", count, started.megabytes_of_imports)
+            add(f"{name}: memory of the rank after {_STEPS} further steps", count, started.megabytes_after_steps)
+            add(f"{name}: a further step, CPU", count, started.milliseconds_per_step / 1000)
+        for what, number in _count(joined).items():
+            add(what, count, number)
     return [_series(name, tuple(of_name)) for name, of_name in points.items()]
 
 
 def _series(name: str, points: tuple[Point, ...]) -> Series:
-    unit = "s" if name.endswith(("CPU", "wall")) else "MB" if "memory" in name or "size" in name else "calls"
-    if "bytes" in name:
-        unit = "MB"
-    limit = {"first batch, CPU": 10.0, "memory of the rank": 500.0}
+    limits = {"first batch, CPU": 10.0, "memory of the rank": 500.0}
     return Series(
         part="dataset",
         quantity=name,
-        unit=unit,
-        sizes_of="MB of token datasets" if name.startswith("full") else f"parts of {ROWS:,} rows",
+        unit=next((unit for part, unit in _UNITS.items() if part in name), "calls"),
+        sizes_of="MB of token datasets" if name.startswith("full merge") else f"parts of {ROWS:,} rows",
         points=points,
         simulated="parts are hard links to one token dataset, with other names of sources; one rank of "
         f"{NUM_RANKS} runs, without a model; the files are in the page cache",
         real="tokenize_dataset.py, merge, opening, order, data loader and batches of the trainer",
-        limit=next((value for end, value in limit.items() if name.endswith(end)), None),
+        limit=next((value for end, value in limits.items() if name.endswith(end)), None),
     )
 
 
 def _tokenize(folder: Path, part: Path) -> None:
-    """Make a token dataset of about ``ROWS`` rows with ``DOCUMENTS_PER_ROW`` documents each."""
+    """Make a token dataset of ``ROWS`` rows with ``NUM_DOCUMENTS`` documents."""
     from sample_data.real_data import smollm2
 
     documents = folder / "documents.jsonl"
     with documents.open("w", encoding="utf-8") as file:
-        for number in range(ROWS * DOCUMENTS_PER_ROW):
+        for number in range(NUM_DOCUMENTS):
             file.write(json.dumps({"text": f"the word {number % 7919}"[: 12 + number % 5]}) + "\n")
     words = ["tokenize_dataset.py", "--dataset", f"source={documents}", "--tokenizer_name", str(smollm2())]
     words += ["--output_dir", str(part), "--max_length", str(LENGTH), "--validation_split", "0.01"]
@@ -130,41 +132,37 @@ def _merge(folders: list[Path], target: Path, *flags: str) -> Measurement:
     return run(Command(words))
 
 
-def _start(folder: Path, step: int) -> tuple[Start, dict[str, float]]:
-    """Return what a rank's start takes, and, from a second one under strace, its calls and bytes."""
+def _rank(folder: Path, step: int) -> Command:
     words = ("python", "-m", "benchmarks.scale.dataset", str(folder), str(step))
-    environment = {"RANK": "7", "WORLD_SIZE": str(NUM_RANKS), "OMP_NUM_THREADS": "1"}
-    found = Start(**json.loads(run(Command(words, environment)).output))
-    if shutil.which("strace") is None:
-        return found, {}
+    return Command(words, {"RANK": "7", "WORLD_SIZE": str(NUM_RANKS), "OMP_NUM_THREADS": "1"})
+
+
+def _start(folder: Path, step: int) -> Start:
+    return Start(**json.loads(run(_rank(folder, step)).output))
+
+
+def _count(folder: Path) -> dict[str, float]:
+    """Count with strace the calls on files of the dataset until the first batch of a rank, and in its further steps."""
+    command, counts = _rank(folder, 0), {"start": Counter[str](), "steps": Counter[str]()}
     with tempfile.NamedTemporaryFile() as file:
-        traced = ("strace", "-f", "-y", "-e", f"trace={_CALLS}", "-o", file.name, sys.executable, *words[1:])
-        subprocess.run(traced, env={**os.environ, **environment}, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        return found, _count(Path(file.name), folder)
-
-
-def _count(trace: Path, folder: Path) -> dict[str, float]:
-    """Count the calls on the files of the dataset until the first batch, and in the steps after it."""
-    counts: dict[str, Counter[str]] = {"first batch": Counter(), "step": Counter()}
-    where = "first batch"
-    place = re.escape(str(folder.parent))
-    for line in trace.read_text(errors="replace").splitlines():
-        if _MARKER in line:
-            where = "step"
+        traced = ("strace", "--seccomp-bpf", "-f", "-y", "-e", f"trace={_CALLS}", "-o", file.name, sys.executable)
+        environment = {**os.environ, **command.environment}
+        subprocess.run((*traced, *command.words[1:]), env=environment, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        lines = Path(file.name).read_text(errors="replace").splitlines()
+    own = counts["start"]
+    for line in lines:
+        own = counts["steps"] if _MARKER in line else own
         called = re.match(r"\d+ +(\w+)\(", line)
-        if called is None or not re.search(place, line):
-            continue
-        counts[where][called[1]] += 1
-        if called[1] in ("read", "pread64") and (size := re.search(r"= (\d+)$", line)):
-            counts[where]["bytes"] += int(size[1])
-    stats = ("newfstatat", "stat", "fstat", "statx")
-    first, steps = counts["first batch"], counts["step"]
+        if called and str(folder.parent) in line:
+            own["stat" if "stat" in called[1] else called[1]] += 1
+            if called[1] in ("read", "pread64") and (size := re.search(r"= (\d+)$", line)):
+                own["bytes"] += int(size[1])
     return {
-        "opens to the first batch": first["openat"],
-        "stats to the first batch": sum(first[name] for name in stats),
-        "bytes read to the first batch": first["bytes"] / 1e6,
-        "opens a step": steps["openat"] / _STEPS,
-        "stats a step": sum(steps[name] for name in stats) / _STEPS,
+        "opens of a rank to its first batch": counts["start"]["openat"],
+        "stats of a rank to its first batch": counts["start"]["stat"],
+        "bytes that a rank reads to its first batch": counts["start"]["bytes"] / 1e6,
+        "opens of a rank in a further step": counts["steps"]["openat"] / _STEPS,
+        "stats of a rank in a further step": counts["steps"]["stat"] / _STEPS,
     }
 
 
@@ -184,13 +182,13 @@ def start(folder: str, step: int) -> None:
     known = (step, "00" * 16)  # of the checkpoint
     batches = TrainBatches(dataset.train, windows, 0, False, known=known).windows(step, step + 1 + _STEPS)
     next(batches)
-    seconds, cpu = time.monotonic() - seconds, time.process_time() - cpu
+    seconds, cpu, peak = time.monotonic() - seconds, time.process_time() - cpu, _megabytes()
     os.path.exists(_MARKER)  # for strace
     of_steps = time.process_time()
     for _ in batches:
         pass
     of_steps = (time.process_time() - of_steps) / _STEPS
-    print(json.dumps(asdict(Start(seconds, cpu, before, _megabytes(), 1000 * of_steps))))
+    print(json.dumps(asdict(Start(seconds, cpu, before, peak, _megabytes(), 1000 * of_steps))))
 
 
 def _megabytes() -> float:
