@@ -17,7 +17,7 @@ from fabric_train.files.regular_file import check_no_link
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, write_manifest
 from fabric_train.tokenization.merge import merge_manifests, open_inputs
 from fabric_train.tokenization.packing.document_search import rows_of_sources
-from fabric_train.tokenization.packing.parts import JoinedSplit
+from fabric_train.tokenization.packing.joined_split import JoinedSplit
 
 
 @dataclass(frozen=True)

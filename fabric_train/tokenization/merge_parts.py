@@ -15,6 +15,7 @@ from fabric_train.cli.errors import InputError, first_line
 from fabric_train.tokenization.manifest import FILE_NAME as MANIFEST_NAME
 from fabric_train.tokenization.packing.document_index import DocumentIndex, SourceTable, open_index
 from fabric_train.tokenization.packing.document_search import rows_of_sources
+from fabric_train.tokenization.packing.joined_split import map_file
 from fabric_train.tokenization.packing.parts import (
     BATCH,
     BATCHES,
@@ -24,7 +25,6 @@ from fabric_train.tokenization.packing.parts import (
     PartSplit,
     PartsRecord,
     is_of_parts,
-    map_file,
     open_parts,
     write_record,
 )

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from fabric_train.cli.errors import InputError, first_line, missing_folder, raise_reached_limit
 from fabric_train.files.regular_file import check_file_name, read_json
+from fabric_train.tokenization.packing.joined_split import JoinedSplit
 from fabric_train.tokenization.packing.parts import is_of_parts, open_parts
 
 _TOKENS_PER_BATCH = 1 << 20  # bounds memory, however large the record batches in the files are
@@ -113,7 +114,7 @@ def open_splits(folder: Path) -> dict[str, Split]:
     listing = folder / "dataset_dict.json"
     if is_of_parts(folder):
         parts = open_parts(folder)
-        joined = {name: parts.joined(name) for name in parts.split_names()}
+        joined = {name: JoinedSplit(parts, name) for name in parts.split_names()}
         return {name: Split(name, split.files, split.schema(), len(split)) for name, split in joined.items()}
     if not folder.is_dir():
         raise InputError(f"{folder}: {missing_folder(folder)}; give the --output_dir of tokenize_dataset.py")
