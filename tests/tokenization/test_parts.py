@@ -160,6 +160,24 @@ def test_a_changed_part_is_named(made: Path, tmp_path: Path) -> None:
         open_dataset(str(folder))
 
 
+def test_a_damaged_list_of_parts_is_one_line(made: Path, tmp_path: Path) -> None:
+    folder = copied(made, tmp_path / "damaged")
+    listed, batches = folder / "parts.json", folder / "train" / "batches.npy"
+    written, right = listed.read_text(), np.load(batches)
+    for text in (written[:-9], written.replace("../part-1", "../part\\u0000"), written.replace(".arrow", "/../x")):
+        listed.write_text(text)
+        with pytest.raises(InputError, match=r"parts\.json|part 2 of 3"):
+            open_dataset(str(folder))
+    listed.write_text(written)
+    for field, number in (("offset", 1 << 40), ("offset", 8), ("file", 99), ("row", 7)):
+        wrong = right.copy()
+        wrong[field][0 if field == "row" else -1] = number
+        np.save(batches, wrong)
+        with pytest.raises(InputError, match="batch|damaged"):
+            train = open_dataset(str(folder)).train
+            train.read([len(train) - 1])
+
+
 def maps_in(folder: Path) -> set[Path]:
     """Return the files below a folder that this process has mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()

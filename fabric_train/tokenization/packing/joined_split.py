@@ -15,6 +15,7 @@ from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.tokenization.packing.parts import (
     BATCH,
     BATCHES,
+    FILE_NAME,
     MAIN_SOURCES,
     MERGE_AGAIN,
     MOST_OPEN,
@@ -90,16 +91,20 @@ class JoinedSplit:
         columns, taken = self.column_names, list[pa.RecordBatch]()
         for row in rows:
             number = self._batch_of(row)
-            first, offset, file = (int(value) for value in self._batches[number])
+            first, offset, file = self._batch(number)
             taken.append(_map_rows(self, file).batch(offset, columns).slice(row - first, 1))
         return pa.Table.from_batches(taken) if taken else self.schema().empty_table().select(columns)
 
     def chunks(self, column: str, rows: range) -> Iterator[pa.Array]:
         """Yield a column of consecutive rows as one array after the other."""
         for number in range(self._batch_of(rows.start), self._batch_of(rows[-1]) + 1) if rows else ():
-            first, offset, file = (int(value) for value in self._batches[number])
+            first, offset, file = self._batch(number)
             whole = _map_rows(self, file).batch(offset, [column]).column(0)
             yield whole[max(rows.start - first, 0) : rows.stop - first]
+
+    def _batch(self, number: int) -> tuple[int, int, int]:
+        first, offset, file = (int(value) for value in self._batches[number])
+        return first, offset, min(file, len(self._files) - 1)  # a damaged number is found by what is read there
 
     def _batch_of(self, row: int) -> int:
         if not 0 <= row < len(self):
@@ -108,7 +113,11 @@ class JoinedSplit:
 
     @functools.cached_property
     def _batches(self) -> np.ndarray:
-        return map_array(self.parts.folder / self.name / BATCHES, BATCH, MERGE_AGAIN)
+        file = self.parts.folder / self.name / BATCHES
+        batches = map_array(file, BATCH, MERGE_AGAIN)
+        if not len(batches) or batches["row"][0] or batches["file"][-1] != len(self._files) - 1:
+            raise InputError(f"{file}: damaged, it has not the batches of the files in {FILE_NAME}; {MERGE_AGAIN}")
+        return batches
 
     def __getstate__(self) -> dict[str, object]:
         """Leave the mapped file out, which would be pickled as a whole."""
@@ -126,6 +135,10 @@ class _MappedRows:
 
     def batch(self, offset: int, columns: Sequence[str]) -> pa.RecordBatch:
         """Return columns of the record batch at a place in the file; a part without labels learns all tokens."""
+        if offset >= self.buffer.size:
+            raise InputError(
+                f"{self.path} ends before byte {offset:,}, where a batch of rows should begin; {MERGE_AGAIN}"
+            )
         self.mapped.madvise(mmap.MADV_DONTNEED)  # pages of rows read before would count as memory of this process
         try:
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(self.buffer.slice(offset)), self.schema)

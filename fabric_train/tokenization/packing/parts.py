@@ -109,9 +109,9 @@ class Parts:
         folder, wanted = self.folder_of(part), self.record.parts[part].manifest_sha256
         try:
             found = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a ValueError for a path that no file can have
             raise_reached_limit(error)
-            reason = f"{folder / 'manifest.json'}: {error.strerror}"
+            reason = f"{folder / 'manifest.json'}: {error.strerror if isinstance(error, OSError) else error}"
             raise InputError(f"{self._name(part)} is missing ({reason}); put it back, or {MERGE_AGAIN}") from None
         if found != wanted:
             raise InputError(
