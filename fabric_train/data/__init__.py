@@ -43,7 +43,9 @@ class DataOrder:
     phases: tuple[PhaseRows, ...] = ()
 
     @classmethod
-    def of_one(cls, fingerprint: str, num_rows: int, rows_per_window: int, seed: int, saved: Any = None) -> "DataOrder":
+    def of_one(
+        cls, fingerprint: str, num_rows: int, rows_per_window: int, seed: int, saved: object = None
+    ) -> "DataOrder":
         """Return the order of one token dataset, for a run whose checkpoint has the order ``saved``."""
         goes_on = isinstance(saved, DataOrder) and (saved.fingerprint, saved.version) == (fingerprint, SHUFFLED)
         version = SHUFFLED if goes_on or num_rows <= MOST_SHUFFLED else KEYED

@@ -141,8 +141,7 @@ def _prepare_stretch(
     phases = plan_phases(stretch, data)
     model, models = choose_parts(stretch, model, phases)
     window = math.prod(rows_at_once(arguments, devices.world_size))  # it may have no rows before it is checked
-    goes_on = checkpoint is not None and not start_from.weights_only
-    saved = checkpoints.read_trainer_json(checkpoint).data if checkpoint and goes_on else None
+    saved = checkpoints.read_trainer_json(checkpoint).data if checkpoint and not start_from.weights_only else None
     order = _data_order(data, window, arguments.data, phases, saved)
     if before:
         start = StartingPoint(None, checkpoints.TrainerState(stretch.first_step - 1))
@@ -351,11 +350,7 @@ def _check_frozen_ties(run: PreparedRun) -> None:
 
 
 def _data_order(
-    data: TrainingData,
-    rows_per_window: int,
-    given: "DataArguments",
-    phases: tuple[RunPhase, ...],
-    saved: DataOrder | StreamOrder | None,
+    data: TrainingData, rows_per_window: int, given: "DataArguments", phases: tuple[RunPhase, ...], saved: object
 ) -> DataOrder | StreamOrder:
     if isinstance(data, TokenDataset):
         return DataOrder.of_one(data.fingerprint, len(data.train), rows_per_window, given.seed, saved)

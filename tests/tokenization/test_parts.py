@@ -173,8 +173,8 @@ def test_a_damaged_list_of_parts_is_one_line(made: Path, tmp_path: Path) -> None
         wrong = right.copy()
         wrong[field][0 if field == "row" else -1] = number
         np.save(batches, wrong)
-        with pytest.raises(InputError, match="batch|damaged"):
-            train = open_dataset(str(folder)).train
+        train = open_dataset(str(folder)).train
+        with pytest.raises(InputError, match=r"damaged|ends before byte"):
             train.read([len(train) - 1])
 
 

@@ -103,8 +103,15 @@ class JoinedSplit:
             yield whole[max(rows.start - first, 0) : rows.stop - first]
 
     def _batch(self, number: int) -> tuple[int, int, int]:
+        """Return the first row of a record batch, its place in its file, and the number of the file."""
         first, offset, file = (int(value) for value in self._batches[number])
-        return first, offset, min(file, len(self._files) - 1)  # a damaged number is found by what is read there
+        if file >= len(self._files):
+            raise self._damaged()
+        return first, offset, file
+
+    def _damaged(self) -> InputError:
+        file = self.parts.folder / self.name / BATCHES
+        return InputError(f"{file}: damaged, it has not the batches of the files in {FILE_NAME}; {MERGE_AGAIN}")
 
     def _batch_of(self, row: int) -> int:
         if not 0 <= row < len(self):
@@ -113,10 +120,9 @@ class JoinedSplit:
 
     @functools.cached_property
     def _batches(self) -> np.ndarray:
-        file = self.parts.folder / self.name / BATCHES
-        batches = map_array(file, BATCH, MERGE_AGAIN)
+        batches = map_array(self.parts.folder / self.name / BATCHES, BATCH, MERGE_AGAIN)
         if not len(batches) or batches["row"][0] or batches["file"][-1] != len(self._files) - 1:
-            raise InputError(f"{file}: damaged, it has not the batches of the files in {FILE_NAME}; {MERGE_AGAIN}")
+            raise self._damaged()
         return batches
 
     def __getstate__(self) -> dict[str, object]:
@@ -136,9 +142,7 @@ class _MappedRows:
     def batch(self, offset: int, columns: Sequence[str]) -> pa.RecordBatch:
         """Return columns of the record batch at a place in the file; a part without labels learns all tokens."""
         if offset >= self.buffer.size:
-            raise InputError(
-                f"{self.path} ends before byte {offset:,}, where a batch of rows should begin; {MERGE_AGAIN}"
-            )
+            raise InputError(f"{self.path} ends before byte {offset:,}, where rows should begin; {MERGE_AGAIN}")
         self.mapped.madvise(mmap.MADV_DONTNEED)  # pages of rows read before would count as memory of this process
         try:
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(self.buffer.slice(offset)), self.schema)
