@@ -53,6 +53,7 @@ def tokenize(
     stream: bool = False,
     num_proc: int | None = None,
     shard: StrPath | None = None,
+    parts: bool = False,
     seed: int = 0,
     max_documents: int | None = None,
     max_tokens: int | str | None = None,

@@ -39,12 +39,14 @@ from fabric_train.files.regular_file import check_links, read_json
 from fabric_train.model.hf_model import quiet_transformers, read_shape
 from fabric_train.model.weight_files import check_weight_files, open_weights, safetensors_files
 from fabric_train.preflight.dataset_check import check_dataset
+from fabric_train.tokenization.packing.parts import is_of_parts, open_parts, write_record
 from fabric_train.tokenization.reading.listing import sha256
 from fabric_train.tokenization.workers import ThrottledLog
 
 _ROOT = Path(__file__).resolve().parents[2]
 _INSTALLER = "install.sh"
 _CHECKSUMS = "SHA256SUMS"
+_PARTS = "parts"  # folder of the parts of a token dataset
 _OF_A_RUN = ("trainer.json", "checksums.json", "manifest.json", "stream.json")
 _SOURCE = (
     "pyproject.toml", "requirements.txt", "LICENSE", "README.md", ".dockerignore", "arguments.py",
@@ -154,8 +156,7 @@ def collect(request: Request, output: Path) -> tuple[list[Part], list[str], str]
     model = list(_model_files(Path(request.model))) if is_local else []
     data: list[tuple[Path, str]] = []
     for source, place in zip(request.data, request.places, strict=True):
-        check_links(source)
-        data += _files_in(source, Path(place))
+        data += _files_of_data(source, Path(place))
     tasks = list(files_of_tasks(request.tasks)) if request.tasks else []
     needed = sum(source.stat().st_size for source, _ in (*model, *data)) + estimated_bytes(request.target)
     parent = nearest_existing(output.absolute())
@@ -178,6 +179,9 @@ def collect(request: Request, output: Path) -> tuple[list[Part], list[str], str]
         tops = [(_ROOT / name, Path("source", name)) for name in _SOURCE]
         program = [file for top, place in tops for file in _files_in(top, place)]
         _copy([*data, *program, *tasks], folder)
+        for source, place in zip(request.data, request.places, strict=True):
+            if is_of_parts(source):
+                write_record(folder / place, open_parts(source).moved_to(_PARTS))
         request.recipe.write(request.places, folder, request.of_adapter)
         print_errors(f"[3/5] check a run with {CONFIGURATION} in the bundle")
         _check_inside(request.target, folder)
@@ -251,6 +255,17 @@ def _model_files(folder: Path) -> Iterator[tuple[Path, str]]:
     if (folder / "trainer.json").is_file():
         for file in sorted((folder / "tokenizer").glob("*")):
             yield file, f"model/{file.name}"
+
+
+def _files_of_data(folder: Path, place: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the files of a token dataset and their places; its parts, if it has some, lie inside of it."""
+    check_links(folder)
+    yield from _files_in(folder, place)
+    if is_of_parts(folder):
+        parts = open_parts(folder)
+        for number, to in enumerate(parts.moved_to(_PARTS).parts):
+            check_links(parts.folder_of(number))
+            yield from _files_in(parts.folder_of(number), place / to.path)
 
 
 def _files_in(folder: Path, place: Path) -> Iterator[tuple[Path, str]]:

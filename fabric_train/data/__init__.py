@@ -10,6 +10,11 @@ from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
+SHUFFLED, KEYED = 1, 3
+"""Versions of the order of one token dataset: numpy's permutation of all rows, and one that is computed by index."""
+MOST_SHUFFLED = 1 << 24
+"""Rows in memory as one permutation: 64 MiB."""
+
 
 @dataclass(frozen=True)
 class PhaseRows:
@@ -23,8 +28,10 @@ class PhaseRows:
 class DataOrder:
     """The values that determine which rows a step consumes. They must be equal to resume a run.
 
-    ``num_rows`` are an epoch's. ``version`` is 2 for a mixture, else 1. ``rows_per_epoch`` are the rows of each
-    source of a mixture. ``phases`` have others, from their first step to the next phase's; later ones may change.
+    ``num_rows`` are an epoch's. ``version`` is 2 for a mixture, 3 for one token dataset of more than ``MOST_SHUFFLED``
+    rows, else 1; earlier versions of the program had no 3, and their runs go on with 1. ``rows_per_epoch`` are the rows
+    of each source of a mixture. ``phases`` have others, from their first step to the next phase's; later ones may
+    change.
     """
 
     fingerprint: str
@@ -34,6 +41,15 @@ class DataOrder:
     version: PositiveInt = 1
     rows_per_epoch: list[NonNegativeInt] | None = None
     phases: tuple[PhaseRows, ...] = ()
+
+    @classmethod
+    def of_one(
+        cls, fingerprint: str, num_rows: int, rows_per_window: int, seed: int, saved: object = None
+    ) -> "DataOrder":
+        """Return the order of one token dataset, for a run whose checkpoint has the order ``saved``."""
+        goes_on = isinstance(saved, DataOrder) and (saved.fingerprint, saved.version) == (fingerprint, SHUFFLED)
+        version = SHUFFLED if goes_on or num_rows <= MOST_SHUFFLED else KEYED
+        return cls(fingerprint, num_rows, rows_per_window, seed, version)
 
     def begun(self, step: int) -> "DataOrder":
         """Return this order with the phases that have taken a step by ``step``."""
@@ -83,7 +99,7 @@ def describe_changes(saved: DataOrder | StreamOrder, current: DataOrder | Stream
         "num_rows": "--train_data_dir has another number of rows",
         "rows_per_window": "the rows of one optimizer step differ (--total_batch_size keeps them)",
         "seed": "--seed differs",
-        "version": "the version of the order differs (2 is for --shares and several --train_data_dir)",
+        "version": "the version of the order differs (2 is for --shares and several --train_data_dir, 3 for many rows)",
         "rows_per_epoch": "an epoch has other numbers of rows of each source (--shares, --token_shares)",
         "phases": "--phases differs in a phase that has begun",
     }

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
@@ -330,7 +330,7 @@ class MixtureOrder:
 
         The rows of other steps follow from the same numbers, so they need no replay.
         """
-        return _rows_hash(self, step)
+        return rows_hash_by_halves(self, step)
 
     def epoch_ends(self, last_step: int) -> Iterator[int]:
         """Yield the steps up to ``last_step`` that end an epoch or a phase."""
@@ -353,8 +353,15 @@ class MixtureOrder:
         return epochs
 
 
+class StepRows(Protocol):
+    def rows_of(self, step: int) -> np.ndarray: ...
+
+    def __hash__(self) -> int: ...
+
+
 @functools.lru_cache(maxsize=64)  # of a run's next step, all but one or two are known
-def _rows_hash(order: MixtureOrder, step: int) -> str:
+def rows_hash_by_halves(order: StepRows, step: int) -> str:
+    """Hash the rows of the steps 1, ..., ``step // 4``, ``step // 2``, ``step``."""
     if step == 0:
         return ""
-    return hash_of(order.rows_of(step), _rows_hash(order, step // 2))
+    return hash_of(order.rows_of(step), rows_hash_by_halves(order, step // 2))

@@ -4,8 +4,9 @@ A *window* is the rows that one optimizer step consumes over all ranks; the last
 *micro-batch* is the rows of one forward pass on one rank; all ranks have equally many in a window. The order of the
 rows is a function of (seed, epoch), and the window is a function of the step. Neither depends on the number of ranks.
 ``fabric_train.data`` has what a checkpoint keeps of the order.
-One token dataset without shares has version 1 of the order, a permutation of all rows for each epoch; a mixture has
-version 2 (see ``mixture``). Example: a window of 5 rows, micro-batches of 1 row, 2 ranks::
+One token dataset without shares has version 1 of the order, numpy's permutation of all rows for each epoch. With more
+than ``MOST_SHUFFLED`` rows it has version 3, a permutation that is computed by index. A mixture has version 2; see
+``mixture`` for both. Example: a window of 5 rows, micro-batches of 1 row, 2 ranks::
 
     rows in order   17 4 23 8 11
     rank 0          [17] [23] [11]
@@ -23,8 +24,9 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from fabric_train.cli.errors import InputError, RunError
+from fabric_train.data import SHUFFLED
 from fabric_train.data.batch import Batch, hash_of
-from fabric_train.data.mixture import MixtureOrder
+from fabric_train.data.mixture import MixtureOrder, permutation_keys, permute, rows_hash_by_halves, unpermute
 from fabric_train.data.token_dataset import IndexedRows
 from fabric_train.distributed.signals import ignore_signals_in_worker
 
@@ -94,7 +96,8 @@ class RowRead:
 class WindowOrder:
     """The rows of every window and micro-batch, as functions of the step (counted from 1), the seed and the rank.
 
-    ``num_rows`` are an epoch's, ``world_size`` and ``rank`` count data ranks. A ``mixture`` decides the rows.
+    ``num_rows`` are an epoch's, ``world_size`` and ``rank`` count data ranks. A ``mixture`` decides the rows; without
+    one, the ``version`` of the order does.
     """
 
     num_rows: int
@@ -104,6 +107,7 @@ class WindowOrder:
     rank: int
     seed: int
     mixture: MixtureOrder | None = None
+    version: int = SHUFFLED
 
     def rows_of(self, step: int) -> np.ndarray:
         """Return the row indices of a step's window over all ranks, int64 in order."""
@@ -111,7 +115,7 @@ class WindowOrder:
             return self.mixture.rows_of(step)
         epoch, window = divmod(step - 1, self._windows_per_epoch)
         start = window * self.rows_per_window
-        return self.epoch_order(epoch)[start : start + self.rows_per_window]
+        return self._rows_at(epoch, start, min(start + self.rows_per_window, self.num_rows))
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch of a step, counted from 0."""
@@ -119,32 +123,56 @@ class WindowOrder:
 
     def epoch_order(self, epoch: int) -> np.ndarray:
         """Return the row indices of an epoch without a mixture: a permutation [num_rows] of seed and epoch."""
-        return _permutation(self.num_rows, self.seed, epoch)
+        return self._rows_at(epoch, 0, self.num_rows)
+
+    def _rows_at(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Return the rows at the places ``start`` to ``stop - 1`` of an epoch, int64."""
+        if self.version == SHUFFLED:
+            return _permutation(self.num_rows, self.seed, epoch)[start:stop].astype(np.int64)
+        places = np.arange(start, stop)
+        return permute(places, *self._sizes_and_keys(epoch, len(places)))
+
+    def _places_of(self, epoch: int, rows: np.ndarray) -> list[int]:
+        """Return the places of some rows in an epoch: the inverse of ``_rows_at``."""
+        if self.version == SHUFFLED:
+            return np.flatnonzero(np.isin(_permutation(self.num_rows, self.seed, epoch), rows)).tolist()
+        return unpermute(rows, *self._sizes_and_keys(epoch, len(rows))).tolist()
+
+    def _sizes_and_keys(self, epoch: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        key = permutation_keys(self.seed, np.zeros(1, np.int64), np.array([epoch]))
+        return np.full(count, self.num_rows), np.repeat(key, count)
 
     def reads_of(self, rows: np.ndarray, num_steps: int) -> list[RowRead]:
-        """Return which of the first ``num_steps`` steps read some rows; O(epochs × rows) without a mixture."""
+        """Return which of the first ``num_steps`` steps read some rows; O(epochs × rows) with version 1."""
         if self.mixture:
             found = [(step, row) for row in rows.tolist() for step in self.mixture.steps_of(row, num_steps)]
         else:
             found = [
-                (epoch * self._windows_per_epoch + place // self.rows_per_window + 1, int(order[place]))
+                (epoch * self._windows_per_epoch + place // self.rows_per_window + 1, row)
                 for epoch in range(self.epoch_of(num_steps) + 1)
-                for order in [self.epoch_order(epoch)]
-                for place in np.flatnonzero(np.isin(order, rows)).tolist()
+                for place in self._places_of(epoch, rows)
+                for row in self._rows_at(epoch, place, place + 1).tolist()
             ]
         return [RowRead(step, self.epoch_of(step), row) for step, row in sorted(found) if step <= num_steps]
 
-    def rows_hash(self, step: int) -> str:
-        """Hash the rows of all steps up to ``step`` in order; for a mixture see ``MixtureOrder.rows_hash``."""
+    def rows_hash(self, step: int, known: tuple[int, str] = (0, "")) -> str:
+        """Hash the rows of all steps up to ``step`` in order; with versions 2 and 3 see ``MixtureOrder.rows_hash``.
+
+        ``known`` is an earlier step and its hash. From the beginning, version 1 shuffles all rows in all epochs.
+        """
         if self.mixture:
             return self.mixture.rows_hash(step)
-        rows_hash = ""
-        for done in range(1, step + 1):
+        if self.version != SHUFFLED:
+            return rows_hash_by_halves(self, step)
+        last, rows_hash = known
+        for done in range(last + 1, step + 1):
             rows_hash = hash_of(self.rows_of(done), rows_hash)
         return rows_hash
 
     def rows_hash_after(self, step: int, rows: np.ndarray, before: str) -> str:
-        return self.mixture.rows_hash(step) if self.mixture else hash_of(rows, before)
+        if self.mixture or self.version != SHUFFLED:
+            return self.rows_hash(step)
+        return hash_of(rows, before)
 
     def num_batches(self, num_rows: int) -> int:
         """Return the number of micro-batches in a window of ``num_rows``, which is the same on every rank."""
@@ -183,17 +211,23 @@ class WorkerLoader(DataLoader):
 
 @dataclass(frozen=True)
 class TrainBatches:
-    """The windows of a token dataset on this rank after ``starts_after``, prefetched by ``num_workers`` processes."""
+    """The windows of a token dataset on this rank after ``starts_after``, prefetched by ``num_workers`` processes.
+
+    ``known`` is a step of the run and the hash of the rows up to it, as in its checkpoint.
+    """
 
     rows: IndexedRows
     order: WindowOrder
     num_workers: int
     pin_memory: bool
     starts_after: int = 0
+    known: tuple[int, str] = (0, "")
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
         order, begin, end = self.order, after_step - self.starts_after, last_step - self.starts_after
-        rows_hash, epoch = order.rows_hash(begin), order.epoch_of(begin + 1)
+        last, known = self.known[0] - self.starts_after, self.known[1]
+        rows_hash = order.rows_hash(begin, (last, known) if 0 < last <= begin else (0, ""))
+        epoch = order.epoch_of(begin + 1)
         indices = order.batches(begin, end)
         items = _ErrorsAsItems(self.rows)
         batches = iter(WorkerLoader(items, self.num_workers, self.pin_memory, batch_sampler=indices))
@@ -280,4 +314,7 @@ def _identity(item: Any) -> Any:
 
 @functools.lru_cache(maxsize=2)
 def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+    """Return numpy's permutation of the rows, int32 if they are so few: numpy's generator then draws the same."""
+    rows = np.arange(num_rows, dtype=np.int32 if num_rows < 1 << 31 else np.int64)
+    np.random.default_rng([seed, epoch]).shuffle(rows)
+    return rows

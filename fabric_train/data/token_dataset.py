@@ -3,7 +3,7 @@
 import abc
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,18 +13,26 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from fabric_train.cli.errors import InputError, RunError, first_line, missing_folder, raise_reached_limit
+from fabric_train.cli.errors import InputError, RunError, missing_folder
+from fabric_train.cli.launcher import global_rank
 from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, pad_rows
+from fabric_train.data.stored_split import LoadedSplit, StoredSplit, is_sound, load_splits
 from fabric_train.files.regular_file import check_links
 from fabric_train.tokenization.manifest import Manifest, read_manifest
 from fabric_train.tokenization.packing import token_folder
-from fabric_train.tokenization.packing.document_index import DocumentIndex, SourceTable, altered_rows, open_index
+from fabric_train.tokenization.packing.document_index import (
+    DocumentIndex,
+    JoinedIndex,
+    SourceTable,
+    altered_rows,
+    open_index,
+)
+from fabric_train.tokenization.packing.joined_split import JoinedSplit
+from fabric_train.tokenization.packing.parts import is_of_parts, open_parts
 
 if TYPE_CHECKING:
     import datasets
 
-VALIDATION_NAMES = ("validation", "valid")
-_ROWS_AT_ONCE = 1 << 16
 
 StoredRow: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 """The ``input_ids`` of a row, its labels, and the starts of its documents; None if documents are not kept apart."""
@@ -114,18 +122,18 @@ class Rows(IndexedRows):
 
     def __init__(
         self,
-        split: "datasets.Dataset",
+        split: "datasets.Dataset | JoinedSplit",
         isolate_documents: bool = True,
         source_names: tuple[str, ...] = ("",),
         open_index: Callable[[], DocumentIndex | None] = lambda: None,
     ) -> None:
-        self.split, self.source_names, self._open_index = split, source_names, open_index
+        self.split: Any = split
+        self.source_names, self._open_index = source_names, open_index
+        self._stored: StoredSplit = split if isinstance(split, JoinedSplit) else LoadedSplit(split)
         self.has_labels = "labels" in split.column_names
         self.has_borders = "document_starts" in split.column_names
         self.isolates = isolate_documents and self.has_borders
-        columns = ["input_ids", *(["labels"] * self.has_labels), *(["document_starts"] * self.has_borders)]
-        self._table = split.select_columns(columns).with_format("arrow")
-        self._lengths = _row_lengths(split, "input_ids")
+        self._lengths = self._stored.row_length
         self._reference_file: Path | None = None
 
     def __len__(self) -> int:
@@ -146,10 +154,14 @@ class Rows(IndexedRows):
             return np.full(len(rows), self._lengths)
         return self._lengths[rows].astype(np.int64)
 
+    def chunks(self, column: str, rows: range | None = None) -> Iterator[pa.Array]:
+        """Yield a column, of consecutive rows or all, as one array of lists after the other."""
+        return self._stored.chunks(column, range(len(self)) if rows is None else rows)
+
     def id_range(self, column: str = "input_ids") -> tuple[int, int]:
         """Return the lowest and highest token id in a column, without unsupervised labels. Reads the whole column."""
         extremes = []
-        for chunk in self.split.data.column(column).chunks:
+        for chunk in self.chunks(column):
             tokens = chunk.flatten()
             if column == "labels":
                 tokens = tokens.filter(pc.not_equal(tokens, IGNORED_LABEL))
@@ -162,8 +174,8 @@ class Rows(IndexedRows):
         if not self.has_borders:
             return None
         first = 0
-        for chunk in self.split.data.column("document_starts").chunks:
-            if not _is_sound(pa.chunked_array([chunk])):
+        for chunk in self.chunks("document_starts"):
+            if not is_sound(pa.chunked_array([chunk])):
                 return first
             starts, counts = chunk.flatten().to_numpy(), pc.list_value_length(chunk).to_numpy()
             rows = np.repeat(np.arange(len(counts)), counts)
@@ -176,9 +188,10 @@ class Rows(IndexedRows):
 
     def read(self, indices: Sequence[int]) -> list[StoredRow]:
         """Raise RunError if a row does not have the checksum that it was written with."""
-        table, nothing = self._table[list(indices)], [None] * len(indices)
-        if not _is_sound(table):
-            raise RunError(self._describe_altered(next(row for row in indices if not _is_sound(self._table[[row]]))))
+        table, nothing = self._stored.take(indices), [None] * len(indices)
+        if not is_sound(table):
+            unsound = next(row for row in indices if not is_sound(self._stored.take([row])))
+            raise RunError(self._describe_altered(unsound))
         ids = _lists(table, "input_ids")
         labels = _lists(table, "labels") if self.has_labels else None
         starts = _lists(table, "document_starts") if self.has_borders else None
@@ -190,11 +203,7 @@ class Rows(IndexedRows):
         return list(zip(ids, labels or ids, (self.isolates and starts) or nothing, strict=True))
 
     def _describe_altered(self, row: int) -> str:
-        first, file, number = 0, "", row
-        for file in (entry["filename"] for entry in self.split.cache_files):
-            number, first = row - first, first + token_folder.map_table(file)[0].num_rows
-            if row < first:
-                break
+        file, number = self._stored.place(row)
         place = f"row {number}" if number == row else f"row {number} ({row} of the split)"
         return f"{file}: {place} has changed since it was written; copy a sound file in its place, or tokenize again"
 
@@ -229,12 +238,12 @@ class Rows(IndexedRows):
         return RowPieces(found.rows, found.positions, sources, found.lengths, num_bytes, reference)
 
     def main_sources(self) -> np.ndarray:
-        """Read the index of the whole split; see ``IndexedRows.main_sources``."""
+        """Read the index of the whole split, unless a merge has; see ``IndexedRows.main_sources``."""
         if self.index is None or len(self.source_names) == 1:
             return np.zeros(len(self), dtype=np.int64)
-        rows = np.arange(len(self))
-        parts = (rows[begin : begin + _ROWS_AT_ONCE] for begin in range(0, len(rows), _ROWS_AT_ONCE))
-        return np.concatenate([self.index.count_by_source(part)[0].argmax(axis=1) for part in parts])
+        if isinstance(self.split, JoinedSplit) and (known := self.split.main_sources()) is not None:
+            return known.astype(np.int64)
+        return self.index.main_sources()
 
 
 @dataclass(frozen=True)
@@ -277,7 +286,8 @@ class TokenDataset:
         manifest = self.folder / "manifest.json"
         if manifest.is_file():
             return hashlib.sha256(manifest.read_bytes()).hexdigest()
-        return self.train.split._fingerprint
+        assert not isinstance(self.train.split, JoinedSplit), "parts have a manifest"
+        return str(self.train.split._fingerprint)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -297,12 +307,13 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
     InputError if the folder is damaged, has no rows, or has columns that are not tokens.
     """
     path = Path(folder)
+    if is_of_parts(path):
+        return _open_dataset_of_parts(path, isolate_documents)
     if not (path / "dataset_dict.json").is_file():
         cause = "the folder has no dataset_dict.json" if path.is_dir() else missing_folder(path)
         raise InputError(f"--train_data_dir {folder}: {cause}; make one with tokenize_dataset.py --output_dir {folder}")
     token_folder.check_listed_files(path, "tokenize again")
-    with token_folder.without_read_ahead():
-        train, validation = _open_splits(folder)
+    train, validation = load_splits(folder)
     check_links(path / "tokenizer")  # checkpoints copy this folder
     manifest = read_manifest(path)
     names = SourceTable(manifest.sources).names if manifest and manifest.has_index else (folder,)
@@ -314,74 +325,35 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
     return TokenDataset(path, rows(train, "train"), held_out, manifest)
 
 
-def _open_splits(folder: str) -> "tuple[datasets.Dataset, datasets.Dataset | None]":
-    import datasets  # slow, and not needed to describe the data of a run
+def _open_dataset_of_parts(folder: Path, isolate_documents: bool) -> TokenDataset:
+    """Open a token dataset of parts; a part is opened when one of its rows is read.
 
-    try:
-        splits = datasets.load_from_disk(folder)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise_reached_limit(error)
-        raise InputError(f"--train_data_dir {folder}: damaged, {first_line(error)}; tokenize again") from error
-    except (ArithmeticError, AttributeError, KeyError, TypeError) as error:  # raised by datasets for unexpected JSON
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"--train_data_dir {folder}: damaged, {reason}; tokenize again") from error
-    except IndexError as error:  # raised by datasets for a split without rows, which has no file
-        raise InputError(f"--train_data_dir {folder}: a split has no rows; leave it out or tokenize again") from error
-    if "train" not in splits:
-        raise InputError(
-            f"--train_data_dir {folder}: no train split, only {', '.join(splits)}; make one with tokenize_dataset.py"
-        )
-    validation = next((splits[name] for name in VALIDATION_NAMES if name in splits), None)
-    for name, split in (("train", splits["train"]), ("validation", validation)):
-        fault = _fault_of_columns(split) if split is not None else None
-        if fault:
-            raise InputError(f"--train_data_dir {folder}: {name} has {fault}; tokenize again with tokenize_dataset.py")
-    if len(splits["train"]) == 0:
-        raise InputError(f"--train_data_dir {folder}: the train split has no rows; tokenize again with more documents")
-    return splits["train"], validation
-
-
-def _fault_of_columns(split: "datasets.Dataset") -> str | None:
-    """Return the fault of a split's columns of tokens, labels and document starts; None if they are right."""
-    if "input_ids" not in split.column_names:
-        return f"no column input_ids, only {', '.join(split.column_names)}"
-    columns = [name for name in ("input_ids", "labels", "document_starts") if name in split.column_names]
-    for name in columns:
-        kind = split.data.column(name).type
-        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-        if not is_list or not pa.types.is_integer(kind.value_type):
-            return f"a column {name} of {kind}, not of lists of {'positions' if 'start' in name else 'token ids'}"
-        if not _is_sound(split.data.column(name), full=False):
-            return f"a damaged column {name}: lists outside of their values"
-        if any(chunk.null_count or chunk.flatten().null_count for chunk in split.data.column(name).chunks):
-            return f"gaps (nulls) in its column {name}"
-    lengths = [_row_lengths(split, name) for name in columns if "start" not in name]
-    if len(lengths) == 2 and np.any(lengths[0] != lengths[1]):
-        first = int(np.argmax(lengths[0] != lengths[1]))
-        return f"rows whose labels are not as many as their input_ids, row {first} first"
-    return None
-
-
-def _is_sound(lists: pa.Table | pa.ChunkedArray, full: bool = True) -> bool:
-    """Return whether lists lie inside of their values, or only the first and last; else pyarrow aborts the process."""
-    try:
-        lists.validate(full=full)
-    except pa.ArrowInvalid:
-        return False
-    return True
-
-
-def _row_lengths(split: "datasets.Dataset", column: str) -> np.ndarray | int:
-    """Return the values in each row of a column of lists, integers [rows].
-
-    Rows that ``tokenize_dataset.py`` writes have lists of one length, which is in the column's type: it is returned
-    alone, so that opening a dataset takes no longer if it has more rows.
+    Rank 0 alone looks whether all parts are there as they were.
     """
-    values = split.data.column(column)
-    if pa.types.is_fixed_size_list(values.type):
-        return int(values.type.list_size)
-    return pc.list_value_length(values).to_numpy()
+    parts, manifest = open_parts(folder), read_manifest(folder)
+    check_links(folder / "tokenizer")
+    if manifest is None:
+        raise InputError(f"{folder}: no manifest.json; merge the parts again")
+    if global_rank() == 0:
+        parts.check_all()
+    sources = SourceTable(manifest.sources)
+
+    def rows(name: str) -> Rows:
+        index = functools.partial(JoinedIndex, parts, name, sources)
+        return Rows(JoinedSplit(parts, name), isolate_documents, sources.names, index)
+
+    if not len(JoinedSplit(parts, "train")):
+        raise InputError(f"--train_data_dir {folder}: the train split has no rows; merge parts with more documents")
+    held_out = rows("validation") if len(JoinedSplit(parts, "validation")) else None
+    return TokenDataset(folder, rows("train"), held_out, manifest)
 
 
 def _lists(table: pa.Table, column: str) -> list[np.ndarray]:
-    return [row.values.to_numpy(zero_copy_only=False) for row in table.column(column)]
+    return [_numbers(row.values) for row in table.column(column)]
+
+
+def _numbers(values: pa.Array) -> np.ndarray:
+    """Return whole numbers without a copy; ``to_numpy`` would import pandas, 29 MB and a third of a second."""
+    if not len(values):
+        return np.empty(0, np.int32)
+    return np.frombuffer(values.buffers()[1], np.dtype(str(values.type)), values.offset + len(values))[values.offset :]

@@ -87,13 +87,17 @@ def note_on_added_tokens(shape: ModelShape, parts: Sequence[TokenDataset]) -> st
         return None
     added = read_json(file, AddedVocabulary, "extend the model again, or remove this file")
     is_missing, num_read = np.ones(len(added.tokens), dtype=bool), 0
-    chunks = [chunk for part in parts for chunk in part.train.split.data.column("input_ids").chunks]
-    pieces = [(chunk, begin) for chunk in chunks for begin in range(0, len(chunk), _ROWS_AT_ONCE)]
+    pieces = [
+        (part.train, range(begin, min(begin + _ROWS_AT_ONCE, len(part.train))))
+        for part in parts
+        for begin in range(0, len(part.train), _ROWS_AT_ONCE)
+    ]
     random.Random(0).shuffle(pieces)
-    for chunk, begin in pieces:
-        ids = chunk[begin : begin + _ROWS_AT_ONCE].flatten().to_numpy() - added.first_id
-        is_missing[ids[(ids >= 0) & (ids < len(is_missing))]] = False
-        num_read += len(ids)
+    for train, rows in pieces:
+        for chunk in train.chunks("input_ids", rows):
+            ids = chunk.flatten().to_numpy() - added.first_id
+            is_missing[ids[(ids >= 0) & (ids < len(is_missing))]] = False
+            num_read += len(ids)
         if not is_missing.any() or num_read >= _MOST_TOKENS:
             break
     missing = np.flatnonzero(is_missing) + added.first_id

@@ -19,7 +19,7 @@ from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import checked_out_commit
 from fabric_train.cli.launcher import find_other_world, global_rank
-from fabric_train.data import DataOrder, PhaseRows, StreamOrder
+from fabric_train.data import SHUFFLED, DataOrder, PhaseRows, StreamOrder
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.streaming import Stream, open_stream
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
@@ -141,14 +141,16 @@ def _prepare_stretch(
     phases = plan_phases(stretch, data)
     model, models = choose_parts(stretch, model, phases)
     window = math.prod(rows_at_once(arguments, devices.world_size))  # it may have no rows before it is checked
-    order = _data_order(data, window, arguments.data, phases)
+    saved = checkpoints.read_trainer_json(checkpoint).data if checkpoint and not start_from.weights_only else None
+    order = _data_order(data, window, arguments.data, phases, saved)
     if before:
         start = StartingPoint(None, checkpoints.TrainerState(stretch.first_step - 1))
         starts_after = start.state.step
     else:
         start = starting_point(None if only_reads else checkpoint, order, start_from)
         start, starts_after = replace(start, checkpoint=checkpoint), checkpoints.data_starts_after(start.lineage)
-    plan = plan_steps(arguments, model, data, devices.world_size, starts_after, phases, stretch.last_step)
+    version = order.version if isinstance(order, DataOrder) else SHUFFLED
+    plan = plan_steps(arguments, model, data, devices.world_size, starts_after, phases, stretch.last_step, version)
     reads_base = model.adapter is not None and not arguments.planning.plan  # a plan reads no weights
     run = PreparedRun(
         given=given,
@@ -348,10 +350,10 @@ def _check_frozen_ties(run: PreparedRun) -> None:
 
 
 def _data_order(
-    data: TrainingData, rows_per_window: int, given: "DataArguments", phases: tuple[RunPhase, ...]
+    data: TrainingData, rows_per_window: int, given: "DataArguments", phases: tuple[RunPhase, ...], saved: object
 ) -> DataOrder | StreamOrder:
     if isinstance(data, TokenDataset):
-        return DataOrder(data.fingerprint, len(data.train), rows_per_window, given.seed)
+        return DataOrder.of_one(data.fingerprint, len(data.train), rows_per_window, given.seed, saved)
     if isinstance(data, TokenMixture):
         rows = list(data.rows_per_epoch)
         later = tuple(PhaseRows(phase.first_step, phase.rows_per_epoch) for phase in phases)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fabric_train.checkpoint import PhaseParts, PhaseSchedule, TrainerJson, read_trainer_json
 from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.launcher import global_rank
 from fabric_train.cli.parser import flatten
 from fabric_train.data import DataOrder
 from fabric_train.data.step_sampler import VALIDATION_VERSION
@@ -19,11 +20,13 @@ from fabric_train.model.context_parallel import CONTEXT_VARLEN
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.optim import lr_schedule
 from fabric_train.optim.lr_schedule import SCHEDULES_VERSION, Schedule
+from fabric_train.training.metrics import read_metrics
 from fabric_train.training.prepared_run import PreparedRun, StepPlan, TrainingData
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
 
+_HASHED_AGAIN = 1 << 26  # rows of the steps before a checkpoint; to shuffle so many takes some seconds
 _ROPE = ("rope_scaling", "rope_theta")
 # A change of one of these changes the losses from the next step on. Devices, parallelism and micro-batches only split
 # the same windows in another way. What fixes the data order is compared by content and not by name, see DataOrder.
@@ -256,11 +259,19 @@ def _schedule_there(run: PreparedRun, now: Schedule, saved: TrainerJson) -> tupl
 
 
 def _faults_of_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
-    """Compare the hash of the rows up to the checkpoint's step; the lanes of a stream check their own rows."""
-    if isinstance(run.data, Stream) or run.start.state.step > run.plan.num_steps:
+    """Compare the hash of the rows up to the checkpoint's step; the lanes of a stream check their own rows.
+
+    Rank 0 does so for all. In a long run it begins at the last step that ``metrics.csv`` has before the checkpoint.
+    """
+    if isinstance(run.data, Stream) or run.start.state.step > run.plan.num_steps or global_rank():
         return []
-    step, saved = run.start.state.step, run.start.state.rows_hash
-    here = run.plan.window_order(run.arguments.data.seed).rows_hash(step - run.plan.data_starts_after)
+    step, saved, before = run.start.state.step, run.start.state.rows_hash, run.plan.data_starts_after
+    known = (0, "")
+    if (step - before) * run.plan.rows_per_window > _HASHED_AGAIN:
+        logged = read_metrics(run.folder / "metrics.csv", step - 1)
+        hashes = [(row.step - before, row.rows_hash) for row in logged[-1:] if row.rows_hash and row.step > before]
+        known = hashes[0] if hashes else known
+    here = run.plan.window_order(run.arguments.data.seed).rows_hash(step - before, known)
     if here == saved:
         return []
     return [

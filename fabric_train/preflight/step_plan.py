@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fabric_train.cli.errors import InputError
-from fabric_train.data import PhaseRows
+from fabric_train.data import SHUFFLED, PhaseRows
 from fabric_train.data.mixture import Mixture, MixtureOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
@@ -27,6 +27,7 @@ def plan_steps(
     data_starts_after: int,
     phases: tuple[RunPhase, ...],
     data_ends_after: int | None = None,
+    order_version: int = SHUFFLED,
 ) -> StepPlan:
     """Count the windows and steps of a run, whose data begin after one step and end after another."""
     training = arguments.training
@@ -74,6 +75,7 @@ def plan_steps(
         notes=(*(note for check in checks for note in check.notes), *_notes(arguments, num_steps, in_epochs, data)),
         data_starts_after=data_starts_after,
         data_ends_after=data_ends_after,
+        order_version=order_version,
     )
 
 

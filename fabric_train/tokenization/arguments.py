@@ -157,6 +157,10 @@ class TokenizeArguments(CleaningArguments, PushArguments):
     python -m fabric_train.tokenization.merge of their folders give what one run gives. With --boilerplate, tasks count
     lines first.
     """
+    parts: bool = False
+    """With --shard: also pack the slice into rows, a part for merge --parts true. Each slice then has its own
+    validation split and its own last incomplete row.
+    """
     seed: NonNegativeInt64 = 0
     """Seed of the validation split and of the sampling by --weights."""
     max_documents: PositiveInt64 | None = None
@@ -210,7 +214,7 @@ class TokenizeArguments(CleaningArguments, PushArguments):
 
     def _faults_of_shard(self) -> list[str]:
         if self.shard is None:
-            return []
+            return ["--parts true packs a slice: give --shard I/N too"] if self.parts else []
         faults = [] if self.part else [f"--shard: expected I/N such as 3/64, from 1/64 to 64/64, got {self.shard!r}"]
         if self.push_to_hub is not None:
             faults.append("--push_to_hub and --shard: merge the slices, then give this command without --shard to push")
@@ -220,4 +224,11 @@ class TokenizeArguments(CleaningArguments, PushArguments):
         ]
         if self.stream:
             faults.append("--shard needs files that all tasks see: leave out --stream true, or download them once")
+        names = ("weights", "deduplicate", "near_duplicates", "max_documents", "max_tokens", "validation_dataset")
+        whole = [f"--{name}" for name in names if getattr(self, name)]
+        if self.parts and whole:
+            faults.append(
+                f"--parts true: {', '.join(whole)} would need the whole corpus; leave --parts true out, and merge the "
+                "slices fully"
+            )
         return faults

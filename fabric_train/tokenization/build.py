@@ -73,10 +73,12 @@ def build_token_dataset(arguments: TokenizeArguments, check: ParityCheck, sizes:
     return Outcome(manifest, tuple(notes), seconds, encoded.num_proc)
 
 
-def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSources) -> Manifest:
+def write_token_dataset(
+    folder: Path, corpus: OpenedCorpus, encoded: EncodedSources, *, of_slice: bool = False
+) -> Manifest:
     """Select the documents of each split, pack them into rows, and write all but the tokenizer into ``folder``.
 
-    ``encoded`` has no records afterwards.
+    ``encoded`` has no records afterwards. If it is ``of_slice``, the manifest names only the files that it has read.
     """
     arguments = corpus.arguments
     tokenizer = _tokenizer_record(corpus, encoded)
@@ -84,10 +86,14 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
     if arguments.near_duplicates is not None:
         files = [record.tokens.with_suffix(".signatures") for record in encoded.records]
         near = find_near_duplicates(files, arguments.near_duplicates, folder / "bands")
+    if not of_slice:
+        _check_not_empty(corpus.sources, encoded, len(corpus.train))
     collections = _collect(corpus, encoded, near)
+    sources = corpus.source_records(encoded.digests)
+    if of_slice:
+        sources, collections = _with_own_files(sources, collections, encoded)
     encoded.records.clear()  # gigabytes of a large corpus; the collections have the needed parts
     splits = select(collections, corpus.train, arguments)
-    sources = corpus.source_records(encoded.digests)
     table = SourceTable(sources)
     ledgers = _write_splits(splits, folder, corpus, table)
     dropped = [one for collection in collections for one in collection.dropped]
@@ -118,7 +124,6 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
 def _collect(corpus: OpenedCorpus, encoded: EncodedSources, near: NearDuplicates | None) -> list[Collection]:
     """Collect the documents of --dataset and, if given, of --validation_dataset."""
     arguments, sources, num_train = corpus.arguments, corpus.sources, len(corpus.train)
-    _check_not_empty(sources, encoded, num_train)
     caps = (arguments.max_documents, None if arguments.weights else arguments.max_tokens)
     seen = np.empty((0, HASH_BYTES), dtype=np.uint8) if arguments.deduplicate else None
     collections: list[Collection] = []
@@ -130,6 +135,40 @@ def _collect(corpus: OpenedCorpus, encoded: EncodedSources, near: NearDuplicates
         collections.append(collect(records, sources, *limits, seen, repeats))
         seen = None if seen is None else collections[-1].hashes
     return collections
+
+
+def _with_own_files(
+    sources: Sequence[SourceRecord], collections: Sequence[Collection], encoded: EncodedSources
+) -> tuple[list[SourceRecord], list[Collection]]:
+    """Leave only the files in the records of the sources that the shards have read, and number them anew.
+
+    The SHA-256 of a file that another slice has hashed is empty; a merge fills it in.
+    """
+    read: list[set[int]] = [set() for _ in sources]
+    for record in encoded.records:
+        read[record.shard.source].update(record.shard.origins.tolist())
+    own = [sorted(origins) for origins in read]
+    first_files = np.cumsum([0, *(source.num_files for source in sources)])
+    numbers = np.zeros(int(first_files[-1]), dtype=np.int64)
+    kept = [first + origin for first, origins in zip(first_files.tolist(), own, strict=False) for origin in origins]
+    numbers[kept] = np.arange(len(kept))
+    reduced = []
+    for source, origins, digests in zip(sources, own, encoded.digests, strict=True):
+        if source.kind == "files":
+            files = [source.files[one] for one in origins]
+            hashed = [digests[one].any() for one in origins]
+            pairs = zip(files, hashed, strict=True)
+            files = [file if is_known else replace(file, sha256="") for file, is_known in pairs]
+            reduced.append(replace(source, files=tuple(files)))
+        else:
+            reduced.append(replace(source, splits=tuple(source.splits[one] for one in origins)))
+    renumbered = []
+    for collection in collections:
+        collection.places["file"] = numbers[collection.places["file"]]
+        dropped = [(text, (int(numbers[file]), row)) for text, (file, row) in collection.dropped]
+        hits = [(hit, (int(numbers[file]), row)) for hit, (file, row) in collection.hits]
+        renumbered.append(replace(collection, dropped=dropped, hits=hits))
+    return reduced, renumbered
 
 
 def _check_not_empty(sources: Sequence[Source], encoded: EncodedSources, num_train: int) -> None:

@@ -35,17 +35,26 @@ from fabric_train.tokenization.manifest import (
     read_manifest,
     write_manifest,
 )
+from fabric_train.tokenization.merge_parts import without_parts, write_parts
 from fabric_train.tokenization.packing.arrow_folder import write_dataset_dict, write_json
 from fabric_train.tokenization.packing.document_index import join_indexes, open_index
 from fabric_train.tokenization.packing.token_folder import Split, open_splits, read_arrow
 from fabric_train.tokenization.reading.sources import open_each
 from fabric_train.tokenization.shards import SIZES, ShardSizes
-from fabric_train.tokenization.slice_folder import Slice, is_slice, open_slices
+from fabric_train.tokenization.slice_folder import (
+    Slice,
+    count_rows_before,
+    fill_hashes,
+    is_slice,
+    open_slice,
+    open_slices,
+)
 from fabric_train.tokenization.slices import encode_command, merge_counts, merge_slices
 from fabric_train.tokenization.tokenizers.tokenizer import CHAT_TEMPLATE_FILE
 from fabric_train.tokenization.workers import transient_bar
 
 _VERSIONS_OF = ("fabric-train", "pyarrow")
+_MOST_NAMED = 10
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ class MergeArguments:
 
     PROGRAM data/part-1 data/part-2 --output_dir data/whole
     PROGRAM slices/* --output_dir data/tokens
-    PROGRAM counts/* --output_dir lines
+    PROGRAM data/part-* --parts true --output_dir data/whole
     """
 
     dataset_dirs: list[str] = field(metadata=POSITIONAL)
@@ -63,6 +72,10 @@ class MergeArguments:
     """
     output_dir: str
     """Token dataset to write, or of counted lines, the folder for --boilerplate; must not exist yet."""
+    parts: bool = False
+    """Copy no row: write a small folder that says where the token datasets are, whose rows programs read as one
+    dataset. They must stay where they are, seen from this folder. Each one's last incomplete row stays its own.
+    """
 
     def faults(self) -> list[str]:
         """Return a fault for a folder that is given again."""
@@ -125,6 +138,7 @@ def merge_manifests(merged: Sequence[MergeInput]) -> Manifest:
             replace(source, weight=None, share_asked=None, share_reached=None)
             for dataset in merged
             for source in dataset.manifest.sources
+            if source.num_files or source.documents  # a packed slice names all sources
         ),
         tokenizer=_tokenizer(merged),
         settings=merged[0].manifest.settings,
@@ -213,15 +227,25 @@ def main(argv: list[str] | None = None, sizes: ShardSizes = SIZES) -> None:
     arguments = parse_arguments(MergeArguments, argv)
     folders, target = [Path(name).expanduser() for name in arguments.dataset_dirs], Path(arguments.output_dir)
     are_slices = any(is_slice(folder) for folder in folders)
-    if not are_slices and len(folders) < 2:
+    if not are_slices and len(without_parts(folders)) < 2 and not arguments.parts:
         raise InputError("--dataset_dirs: give two token datasets or more")
     slices = open_slices(folders, target) if are_slices else []
     if slices and slices[0].arguments.counts_lines:
         _merge_counts(slices, target, sizes)
         return
-    manifest, notes = merge_slices(slices, target, sizes) if slices else merge(folders, target)
+    if slices and not slices[0].arguments.parts:
+        if arguments.parts:
+            raise InputError(
+                f"--parts true: {slices[0].folder} is encoded and has no rows; run the tasks with --parts true, or "
+                "merge without it"
+            )
+        manifest, notes = merge_slices(slices, target, sizes)
+    else:
+        manifest, notes = merge([one.folder for one in slices] or folders, target, arguments.parts)
     console = open_console()
-    merged = f"{len(folders):,} slices" if are_slices else ", ".join(part.name for part in manifest.parts)
+    several = "slices" if are_slices else "parts"
+    is_long = are_slices or len(manifest.parts) > _MOST_NAMED
+    merged = f"{len(folders):,} {several}" if is_long else ", ".join(part.name for part in manifest.parts)
     rows = ", ".join(f"{split.rows:,} rows of {name}" for name, split in manifest.ledger.splits.items())
     lines = [f"merged   {merged}", *(f"note     {note}" for note in notes)]
     lines += [f"warning  {loss}" for loss in manifest.losses()] if are_slices else []
@@ -242,35 +266,31 @@ def _merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes) -> N
     )
 
 
-def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
+def merge(folders: Sequence[Path], target: Path, as_parts: bool = False) -> tuple[Manifest, list[str]]:
     """Write the rows of ``folders``, in this order, as the token dataset ``target``, which is complete or absent.
 
-    Documents are not compared: one that is in two of the datasets comes twice. Return the manifest, and notes for the
-    user.
+    With ``as_parts``, write only where they are. Documents are not compared: one that is in two of the datasets comes
+    twice. Return the manifest, and notes for the user.
     """
     check_not_taken(target)
+    folders = without_parts(folders)
     for folder in folders:
         check_not_inside(target, folder)
     merged = open_inputs(folders)
+    if are_slices := [open_slice(one.folder) for one in merged if is_slice(one.folder)]:
+        filled = fill_hashes([one.manifest for one in merged], are_slices)
+        merged = [replace(one, manifest=manifest) for one, manifest in zip(merged, filled, strict=True)]
     faults = [fault for one in merged for fault in changed_tokenizer(one.folder, one.manifest.tokenizer)]
     if faults:
         raise InputError(*faults)
     first, manifest = merged[0], merge_manifests(merged)
     without_index = [dataset.folder for dataset in merged if not dataset.manifest.has_index]
-    num_bytes = sum(
-        file.stat().st_size for dataset in merged for split in dataset.splits.values() for file in split.files
-    )
-    columns = (DownloadColumn(), TimeRemainingColumn())
-    with complete_folder(target) as folder, transient_bar("copying", *columns) as (bar, task):
-        bar.update(task, total=num_bytes)
+    with complete_folder(target) as folder:
         copy_folder(first.folder / "tokenizer", folder / "tokenizer")
-        for name in manifest.ledger.splits:
-            (folder / name).mkdir()
-            own = [dataset.splits[name] for dataset in merged if name in dataset.splits]
-            _join(own, folder / name, partial(bar.advance, task))
-            if manifest.has_index:
-                _join_indexes(merged, name, folder / name)
-        write_dataset_dict(folder, manifest.ledger.splits)
+        if as_parts:
+            write_parts(folder, target, merged, manifest)
+        else:
+            _copy_rows(merged, manifest, folder)
         lists = [dataset.folder / CONTAMINATION_FILE for dataset in merged]
         if hits := b"".join(file.read_bytes() for file in lists if file.exists()):
             (folder / CONTAMINATION_FILE).write_bytes(hits)
@@ -282,6 +302,22 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
         for folder in without_index
     ]
     return manifest, [*notes, *_settings_that_differ(manifest.parts), *_sources_in_common(merged)]
+
+
+def _copy_rows(merged: Sequence[MergeInput], manifest: Manifest, folder: Path) -> None:
+    """Copy the rows and the document indexes of all splits into ``folder``."""
+    num_bytes = sum(
+        file.stat().st_size for dataset in merged for split in dataset.splits.values() for file in split.files
+    )
+    with transient_bar("copying", DownloadColumn(), TimeRemainingColumn()) as (bar, task):
+        bar.update(task, total=num_bytes)
+        for name in manifest.ledger.splits:
+            (folder / name).mkdir()
+            own = [dataset.splits[name] for dataset in merged if name in dataset.splits]
+            _join(own, folder / name, partial(bar.advance, task))
+            if manifest.has_index:
+                _join_indexes(merged, name, folder / name)
+    write_dataset_dict(folder, manifest.ledger.splits)
 
 
 def _join(splits: Sequence[Split], folder: Path, advance: Callable[[int], None]) -> None:
@@ -316,12 +352,14 @@ def _join_indexes(merged: Sequence[MergeInput], split: str, folder: Path) -> Non
     """Join the document indexes of a split; the files of each dataset follow the files of the datasets before it."""
     num_files = [sum(source.num_files for source in dataset.manifest.sources) for dataset in merged]
     first_files = np.cumsum([0, *num_files]).tolist()
+    rows_before = count_rows_before([dataset.folder for dataset in merged])
     opened = [
-        (index, first)
-        for dataset, first in zip(merged, first_files, strict=False)
+        (index, first, before)
+        for dataset, first, before in zip(merged, first_files, rows_before, strict=False)
         if (index := open_index(dataset.folder, dataset.manifest, split)) is not None
     ]
-    join_indexes(folder, [index for index, _ in opened], [first for _, first in opened])
+    indexes, firsts, before = zip(*opened, strict=True)
+    join_indexes(folder, indexes, firsts, before)
 
 
 def _settings_that_differ(parts: Sequence[MergedPart]) -> Iterator[str]:
@@ -337,7 +375,7 @@ def _settings_that_differ(parts: Sequence[MergedPart]) -> Iterator[str]:
 def _sources_in_common(merged: Sequence[MergeInput]) -> Iterator[str]:
     found: dict[str, tuple[Path, str]] = {}
     for dataset in merged:
-        for source in dataset.manifest.sources:
+        for source in () if is_slice(dataset.folder) else dataset.manifest.sources:  # slices share files, not documents
             for file in source.files:
                 folder, path = found.setdefault(file.sha256, (dataset.folder, file.path))
                 if folder != dataset.folder:

@@ -26,7 +26,7 @@ from fabric_train.files.atomic_folder import check_not_inside, check_not_taken
 from fabric_train.files.regular_file import read_json
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.corpus import OpenedCorpus, open_corpus
-from fabric_train.tokenization.manifest import SourceFile
+from fabric_train.tokenization.manifest import Manifest, SourceFile
 from fabric_train.tokenization.reading.sources import Source, place_of
 from fabric_train.tokenization.shards import InputSlice, Shard, ShardSizes, slice_numbers
 from fabric_train.tokenization.workers import ThrottledLog
@@ -49,6 +49,19 @@ class InputFile:
 
 
 @dataclass(frozen=True)
+class PackedSlice:
+    """What a merge needs of a slice that ``--parts true`` has packed into rows.
+
+    ``goes_on`` says whether its first file begins in a slice before, ``num_files`` counts the files that it has read,
+    and ``rows_of_last`` the rows that it has read of the last one.
+    """
+
+    goes_on: bool
+    num_files: int
+    rows_of_last: int
+
+
+@dataclass(frozen=True)
 class SliceRecord:
     """The content of ``slice.json``."""
 
@@ -57,6 +70,7 @@ class SliceRecord:
     files: list[InputFile]  # the files of the input that are this task's; each is one task's
     shard_files: dict[str, tuple[int, str]]  # bytes and `content_hash` of each file of the slice's shards, by name
     folder: str  # where the task ran; paths in its arguments are relative to it
+    packed: PackedSlice | None = None  # None if the slice has no rows
     format: int = _FORMAT
 
 
@@ -95,6 +109,41 @@ def write_slice(
     (folder / _ARGUMENTS).write_text(dump(asdict(arguments)), encoding="utf-8")
     record = SliceRecord(encoder, settings, files, written, os.getcwd())
     (folder / FILE_NAME).write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
+
+
+def write_packed_slice(
+    folder: Path, arguments: TokenizeArguments, encoder: str, settings: str, files: list[InputFile], packed: PackedSlice
+) -> None:
+    """Make the token dataset ``folder`` a packed slice; see ``SliceRecord``."""
+    (folder / _ARGUMENTS).write_text(dump(asdict(arguments)), encoding="utf-8")
+    record = SliceRecord(encoder, settings, files, {}, os.getcwd(), packed)
+    (folder / FILE_NAME).write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
+
+
+def count_rows_before(folders: Sequence[Path]) -> list[int]:
+    """Return for each token dataset how many rows of its first file are in packed slices before it."""
+    counts, before = list[int](), 0
+    for folder in folders:
+        packed = read_json(folder / FILE_NAME, SliceRecord, MAKE_AGAIN).packed if is_slice(folder) else None
+        counts.append(before if packed and packed.goes_on else 0)
+        is_inside = packed is not None and packed.num_files == 1
+        before = (packed.rows_of_last if packed else 0) + (counts[-1] if is_inside else 0)
+    return counts
+
+
+def fill_hashes(manifests: Sequence[Manifest], slices: Sequence[Slice]) -> list[Manifest]:
+    """Return the manifests of packed slices with the SHA-256 of files that another slice has hashed."""
+    hashed = {
+        (file.state[0], file.hashed.path): file.hashed for one in slices for file in one.record.files if file.hashed
+    }
+    filled = []
+    for manifest in manifests:
+        sources = []
+        for number, source in enumerate(manifest.sources):
+            files = (file if file.sha256 else hashed[number, file.path] for file in source.files)
+            sources.append(replace(source, files=tuple(files)))
+        filled.append(replace(manifest, sources=tuple(sources)))
+    return filled
 
 
 def find_finished_slice(arguments: TokenizeArguments) -> bool:
@@ -164,7 +213,8 @@ def open_slices(folders: Sequence[Path], target: Path) -> list[Slice]:
         like = next(folder for folder in folders if is_slice(folder))
         raise InputError(*(f"{folder} is no slice made with --shard, as {like} is; leave it out" for folder in others))
     slices = _in_order([open_slice(folder) for folder in folders])
-    _check_working_folder(slices)
+    if not slices[0].arguments.parts:
+        _check_working_folder(slices)
     return slices
 
 

@@ -37,7 +37,15 @@ from fabric_train.tokenization.manifest import Manifest
 from fabric_train.tokenization.reading.listing import SHA256_BYTES
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.shards import SIZES, ShardRecord, ShardSizes, read_record
-from fabric_train.tokenization.slice_folder import InputFile, Slice, part_of, states_of, write_slice
+from fabric_train.tokenization.slice_folder import (
+    InputFile,
+    PackedSlice,
+    Slice,
+    part_of,
+    states_of,
+    write_packed_slice,
+    write_slice,
+)
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.workers import ThrottledLog
 
@@ -86,15 +94,35 @@ def encode_slice(arguments: TokenizeArguments, check: ParityCheck, sizes: ShardS
         seconds = time.monotonic() - started
         files = list(_hashed_files(corpus.sources, encoded.digests))
         shards = [record.shard for record in encoded.records]
-        write_slice(folder, unfinished, shards, arguments, encoded.encoder, corpus.settings, files)
-    num_documents = sum(len(record.documents) for record in encoded.records)
-    num_tokens = sum(record.num_tokens for record in encoded.records)
+        num_documents = sum(len(record.documents) for record in encoded.records)
+        num_tokens = sum(record.num_tokens for record in encoded.records)
+        notes = notes_of(corpus, encoded)
+        if arguments.parts:
+            packed = _describe_packed(corpus, encoded)
+            write_token_dataset(folder, corpus, encoded, of_slice=True)
+            write_packed_slice(folder, arguments, encoded.encoder, corpus.settings, files, packed)
+        else:
+            write_slice(folder, unfinished, shards, arguments, encoded.encoder, corpus.settings, files)
     speed = f"{num_tokens / seconds:,.0f} tokens/s, {seconds:.1f} s with {encoded.num_proc} processes"
     return [
         f"slice      {arguments.shard}: {len(shards):,} shards, {num_documents:,} documents, {num_tokens:,} tokens",
         f"speed      {speed}",
-        *(f"note       {note}" for note in notes_of(corpus, encoded)),
+        *(f"note       {note}" for note in notes),
     ]
+
+
+def _describe_packed(corpus: OpenedCorpus, encoded: EncodedSources) -> PackedSlice:
+    if not any(len(record.documents) for record in encoded.records):
+        raise InputError(f"--shard {corpus.arguments.shard}: no document is in this slice; use fewer slices")
+    first, last = encoded.records[0].shard, encoded.records[-1].shard
+    before = next((shard for shard in corpus.shards(encoded.encoder) if shard.index == first.index - 1), None)
+    goes_on = before is not None and (before.source, before.origins[-1]) == (first.source, first.origins[0])
+    own = [record for record in encoded.records if record.shard.source == last.source]
+    rows_of_last = sum(
+        int(record.parts["rows"][record.shard.origins == last.origins[-1]].sum(dtype=np.int64)) for record in own
+    )
+    files = {(record.shard.source, origin) for record in encoded.records for origin in record.shard.origins.tolist()}
+    return PackedSlice(goes_on, len(files), rows_of_last)
 
 
 def _hashed_files(sources: Sequence[Source], digests: Sequence[np.ndarray]) -> Iterator[InputFile]:
@@ -148,7 +176,8 @@ def merge_command(arguments: TokenizeArguments, output_dir: str) -> str:
     pattern, is_numbered = re.subn(rf"(?<!\d){_number(arguments)}(?!\d)", "*", name, count=1)
     folders = os.path.join(parent, pattern) if is_numbered else "SLICES"
     quoted = "*".join(shlex.quote(piece) if piece else "" for piece in folders.split("*"))
-    return f"{command_from_here('merge')} {quoted} --output_dir {shlex.quote(output_dir)}"
+    as_parts = " --parts true" if arguments.parts and not arguments.counts_lines else ""
+    return f"{command_from_here('merge')} {quoted} --output_dir {shlex.quote(output_dir)}{as_parts}"
 
 
 def encode_command(arguments: TokenizeArguments, lines: str) -> str:

@@ -12,7 +12,7 @@ from fabric_train.checkpoint import data_starts_after, find_checkpoint, read_tra
 from fabric_train.checkpoint.trainer_json import find_unreadable
 from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
-from fabric_train.data import DataOrder, StreamOrder
+from fabric_train.data import KEYED, SHUFFLED, DataOrder, StreamOrder
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.step_sampler import WindowOrder, rank_at
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
@@ -225,7 +225,7 @@ def _open(checkpoint: Path, order: DataOrder, data_dirs: Sequence[str] | None) -
     if not folders or len(folders) != len(there):
         raise InputError(f"--train_data_dir: the run of {checkpoint} read {', '.join(there)}; give as many folders")
     datasets: TokenDataset | TokenMixture
-    if order.version == 1:
+    if order.version != Mixture.VERSION:
         datasets = open_dataset(folders[0])
     else:
         option = "mixture_sources of trainer.json"
@@ -246,12 +246,11 @@ def _open(checkpoint: Path, order: DataOrder, data_dirs: Sequence[str] | None) -
 
 
 def _window_order(order: DataOrder, data: TokenDataset | TokenMixture, ranks: Ranks, starts_after: int) -> WindowOrder:
-    if order.version not in (1, Mixture.VERSION):
+    if order.version not in (SHUFFLED, Mixture.VERSION, KEYED):
         raise InputError(f"the order of the run has version {order.version}, which this version does not compute")
     mixture = None
     if isinstance(data, TokenMixture) and order.rows_per_epoch is not None:
         window = (order.rows_per_window, order.seed)
         mixture = order_of_mixture(data, order.rows_per_epoch, *window, order.phases, starts_after)
-    return WindowOrder(
-        order.num_rows, order.rows_per_window, ranks.micro_batch_size, ranks.num_data_ranks, 0, order.seed, mixture
-    )
+    sizes = (order.num_rows, order.rows_per_window, ranks.micro_batch_size, ranks.num_data_ranks)
+    return WindowOrder(*sizes, 0, order.seed, mixture, order.version)

@@ -308,7 +308,8 @@ def _untraced_batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
     num_workers, pins, ranks = arguments.data.num_workers, fabric.device.type == "cuda", data_ranks(fabric)
     if not isinstance(data, Stream):
         order = plan.window_order(arguments.data.seed, ranks.rank)
-        return TrainBatches(data.train, order, num_workers, pins, plan.data_starts_after)
+        known = (run.start.state.step, run.start.state.rows_hash or "")
+        return TrainBatches(data.train, order, num_workers, pins, plan.data_starts_after, known)
     fabric.barrier()  # rank 0 has written the tokenizer
     start = run.start
     has_begun = start.checkpoint is not None and start.state.step > plan.data_starts_after

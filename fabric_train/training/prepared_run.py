@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from fabric_train.checkpoint import BranchPoint, PhaseParts, PhaseSchedule, TrainerState, read_trainer_json, run_of
 from fabric_train.cli.parser import flatten
-from fabric_train.data import DataOrder, StreamOrder
+from fabric_train.data import SHUFFLED, DataOrder, StreamOrder
 from fabric_train.data.mixture import MixtureOrder
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.streaming import Stream
@@ -76,7 +76,7 @@ class StepPlan:
     first. ``mixture`` is None for a stream and for one token dataset without shares. The step after
     ``data_starts_after`` reads the first window of the data; it is 0 except in a branch with other data, or after a
     phase with others. ``data_ends_after`` is the step before a phase with others; None: the last one of the run.
-    ``notes`` are lines that the user should read before the run starts.
+    ``notes`` are lines that the user should read before the run starts. ``order_version`` is as in ``DataOrder``.
     """
 
     num_rows: int | None
@@ -93,6 +93,7 @@ class StepPlan:
     notes: tuple[str, ...] = ()
     data_starts_after: int = 0
     data_ends_after: int | None = None
+    order_version: int = SHUFFLED
 
     @property
     def last_step(self) -> int:
@@ -111,7 +112,7 @@ class StepPlan:
         """Return which rows of a token dataset a data rank takes at every step."""
         assert self.num_rows is not None  # a stream has an order of its own
         sizes = (self.num_rows, self.rows_per_window, self.micro_batch_size)
-        return WindowOrder(*sizes, self.num_data_ranks, rank, seed, self.mixture)
+        return WindowOrder(*sizes, self.num_data_ranks, rank, seed, self.mixture, self.order_version)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ from fabric_train.bundle import collect
 from fabric_train.bundle.__main__ import main
 from fabric_train.bundle.wheels import Target, pip_download, reason_in, requirements_with
 from fabric_train.cli.errors import InputError
+from fabric_train.data.token_dataset import open_dataset
 from fabric_train.preflight.prepare import prepare
+from fabric_train.tokenization import merge
 from tests.support.forked_commands import run_in_fork
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv
@@ -129,6 +131,21 @@ def test_what_a_recipe_names_is_in_the_bundle(place: Path, monkeypatch: pytest.M
     listed = (place / "bundle" / "SHA256SUMS").read_text()
     assert "  recipe/phases.yaml\n" in listed
     assert ".pyc" not in listed
+
+
+def test_parts_lie_inside_of_the_bundled_dataset(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect, "download_wheels", without_wheels)
+    monkeypatch.setattr(collect, "_check_inside", check_in_this_process)
+    merge.main(["tokens", "second", "--parts", "true", "--output_dir", "joined"])
+    rows = [ids.tolist() for ids, *_ in open_dataset("joined").train.read(range(50))]
+    recipe = MIXTURE.replace("[other/tokens, second]", "joined").replace("phases: phases.yaml\n", "")
+    (place / "parts.yaml").write_text("".join(line for line in recipe.splitlines(True) if "shares" not in line))
+    main(["--recipe", "parts.yaml", "--cuda", "none", "--output", "bundle"])
+    for name in ("tokens", "second", "joined"):
+        shutil.rmtree(place / name)
+    bundled = open_dataset(str(place / "bundle" / "data" / "joined"))
+    assert [ids.tolist() for ids, *_ in bundled.train.read(range(50))] == rows
+    assert "  data/joined/parts/00002/train/index/rows.npy\n" in (place / "bundle" / "SHA256SUMS").read_text()
 
 
 def test_a_run_with_an_adapter_is_bundled_with_its_base(

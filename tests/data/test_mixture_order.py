@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fabric_train.data import KEYED, MOST_SHUFFLED, SHUFFLED, DataOrder
 from fabric_train.data.mixture import Mixture, MixtureOrder
 from fabric_train.data.step_sampler import RowRead, TrainBatches, Window, WindowOrder
 from tests.data.test_batch import numbered, row_numbers
 
 NUM_STEPS = 40
+FIRST_ROWS = [[84233583, 82968211, 81186463, 7845453], [76858878, 69565845, 56588012, 23091416]]
+ROWS_HASH = "9bb8b0f0b1d9fcb8428ae01a7c9db6a4"
 
 
 @st.composite
@@ -125,6 +128,50 @@ def test_steps_of_a_row_are_those_whose_windows_have_it(mixture: MixtureOrder, n
 def test_steps_of_a_row_without_a_mixture_are_those_whose_windows_have_it(num_rows: int, rows_per_window: int) -> None:
     for num_steps in (1, 3, 10):
         check_inverse(WindowOrder(num_rows, rows_per_window, 1, 1, 0, seed=9), num_rows, num_steps)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 60), st.integers(1, 20), st.integers(0, 2**64 - 1))
+def test_an_order_by_index_reads_each_row_once_an_epoch(num_rows: int, rows_per_window: int, seed: int) -> None:
+    order = WindowOrder(num_rows, rows_per_window, 1, 1, 0, seed, version=KEYED)
+    per_epoch = -(-num_rows // rows_per_window)
+    for epoch in range(2):
+        steps = range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)
+        rows = np.concatenate([order.rows_of(step) for step in steps]).tolist()
+        assert sorted(rows) == list(range(num_rows))
+        assert rows == order.epoch_order(epoch).tolist()
+    check_inverse(order, num_rows, 2 * per_epoch)
+
+
+def test_rows_of_the_order_by_index_never_change() -> None:
+    order = WindowOrder(10**8, 4, 1, 1, 0, seed=7, version=KEYED)  # runs that have begun go on in it
+    assert [order.rows_of(step).tolist() for step in (1, 10**6)] == FIRST_ROWS
+    assert order.rows_hash(10**6) == ROWS_HASH
+
+
+@pytest.mark.parametrize("version", [SHUFFLED, KEYED])
+def test_the_hash_of_a_checkpoint_goes_on_as_that_of_all_steps(version: int) -> None:
+    order = WindowOrder(31, 4, 2, 1, 0, seed=3, version=version)
+    known = (6, order.rows_hash(6))
+    assert order.rows_hash(11, known) == order.rows_hash(11)
+    for starts_after in (0, 20):
+        given = TrainBatches(numbered(31), order, 0, False, starts_after, (starts_after + known[0], known[1]))
+        windows = given.windows(starts_after + 6, starts_after + 9)
+        assert [window.rows_hash for window in windows] == [order.rows_hash(step) for step in (7, 8, 9)]
+
+
+def test_a_run_keeps_the_order_that_it_began_with() -> None:
+    given = ("fingerprint", MOST_SHUFFLED + 1, 8, 0)
+    assert DataOrder.of_one(*given).version == KEYED
+    assert DataOrder.of_one("fingerprint", MOST_SHUFFLED, 8, 0).version == SHUFFLED
+    earlier = DataOrder(*given)  # of a version of the program that had no other
+    assert DataOrder.of_one(*given, earlier) == earlier
+    assert DataOrder.of_one("another", *given[1:], earlier).version == KEYED
+
+
+def test_numpy_shuffles_int32_as_it_permutes_int64() -> None:
+    order = WindowOrder(1000, 8, 1, 1, 0, seed=3).epoch_order(2)
+    assert order.tolist() == np.random.default_rng([3, 2]).permutation(1000).tolist()
 
 
 def check_inverse(order: WindowOrder, num_rows: int, num_steps: int) -> None:

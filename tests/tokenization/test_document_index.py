@@ -96,7 +96,7 @@ def test_the_index_of_any_plan_gives_back_its_pieces_also_joined(task: Task, oth
         first, second = number_of_rows(task, folder / "first", 0), number_of_rows(other, folder / "second", 0)
         check_pieces(first, task, 0, 0)
         (folder / "joined").mkdir()
-        join_indexes(folder / "joined", [first, second], [0, 1])
+        join_indexes(folder / "joined", [first, second], [0, 1], [0, 0])
         num_documents, num_rows = len(first.documents) + len(second.documents), len(first.rows) + len(second.rows) - 2
         joined = DocumentIndex(folder / "joined", table("a", "b"), task.max_length, num_documents, num_rows)
         check_pieces(joined, task, 0, 0)

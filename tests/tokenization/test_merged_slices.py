@@ -15,9 +15,11 @@ import pytest
 
 import tokenize_dataset
 from fabric_train.cli.errors import InputError
+from fabric_train.data.token_dataset import open_dataset
 from fabric_train.tokenization import encoding, merge, slice_folder
 from fabric_train.tokenization.corpus import unfinished_folder
-from fabric_train.tokenization.packing.document_index import CHECKSUM, write_index
+from fabric_train.tokenization.packing.document_index import CHECKSUM, open_index, write_index
+from fabric_train.tokenization.packing.parts import open_parts
 from fabric_train.tokenization.packing.rows import Packing, plan_rows
 from fabric_train.tokenization.reading.listing import NO_SHA256, ListedFile, ListedFiles, list_file
 from fabric_train.tokenization.reading.sources import FileSource
@@ -35,7 +37,7 @@ from fabric_train.tokenization.shards import (
     slice_numbers,
     split_into_shards,
 )
-from tests.support.token_datasets import TEXTS, write_jsonl
+from tests.support.token_datasets import TEXTS, manifest_of, write_jsonl
 
 NUM_TASKS = 3
 SMALL = ShardSizes(smallest=1500, worth_keeping=0)
@@ -347,3 +349,59 @@ def enlarged(record: ShardRecord, num_documents: int, random: np.random.Generato
         hashes=hashes.reshape(num_documents, -1),
         num_read=num_documents,
     )
+
+
+def places_in(folder: Path) -> Counter[str]:
+    """Return the place, the tokens and the bytes of each document of a token dataset, how often it is there."""
+    manifest = manifest_of(folder)
+    found: Counter[str] = Counter()
+    for split in manifest.ledger.splits:
+        index = open_index(folder, manifest, split)
+        assert index is not None
+        origins = (index.origin(number) for number in range(len(index.documents)))
+        found.update(f"{origin}, {origin.num_tokens} tokens, {origin.num_bytes} bytes" for origin in origins)
+    return found
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_tasks_pack_their_slices_and_a_merge_joins_them_as_parts(
+    packing: str, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    words = f"--packing {packing} --validation_split 0.2"
+    slices = run_tasks(tiny_model_dir, tmp_path / "slices", f"{words} --parts true")
+    merge.main([*map(str, slices[::-1]), "--parts", "true", "--output_dir", str(tmp_path / "parts")])
+    merge.main([*map(str, slices), "--output_dir", str(tmp_path / "full")])
+    assert any(part.rows_before for part in open_parts(tmp_path / "parts").record.parts)  # a file is in two slices
+    at_once = run(tiny_model_dir, tmp_path / "at-once", words)
+    for joined in ("parts", "full"):
+        assert places_in(tmp_path / joined) == places_in(at_once)
+    ours, theirs = manifest_of(tmp_path / "parts"), manifest_of(at_once)
+    assert ours == manifest_of(tmp_path / "full")
+    assert {(one.name, file) for one in ours.sources for file in one.files} == {
+        (one.name, file) for one in theirs.sources for file in one.files
+    }
+    assert (ours.ledger.documents_read, ours.ledger.documents_kept, ours.ledger.documents_skipped) == (
+        theirs.ledger.documents_read,
+        theirs.ledger.documents_kept,
+        theirs.ledger.documents_skipped,
+    )
+    for split, ledger in ours.ledger.splits.items():
+        own = [manifest_of(folder).ledger.splits[split] for folder in slices]
+        assert ledger.tokens_dropped == dict(sum((Counter(one.tokens_dropped) for one in own), Counter()))
+        assert ledger.rows == sum(one.rows for one in own)
+    rows, whole = open_dataset(str(tmp_path / "parts")).train, open_dataset(str(tmp_path / "full")).train
+    for one, other in zip(rows.read(range(len(rows))), whole.read(range(len(rows))), strict=True):
+        assert one[0].tolist() == other[0].tolist()
+
+
+def test_slices_without_rows_and_what_needs_the_whole_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    encoded = run_tasks(tiny_model_dir, tmp_path / "encoded")
+    with pytest.raises(InputError, match="encoded/1 is encoded and has no rows; run the tasks with --parts true"):
+        merge.main([*map(str, encoded), "--parts", "true", "--output_dir", str(tmp_path / "out")])
+    with pytest.raises(InputError, match=r"--parts true: --weights, --max_tokens would need the whole corpus"):
+        run(tiny_model_dir, tmp_path / "out", "--shard 1/2 --parts true --weights 1 2 --max_tokens 100")
+    with pytest.raises(InputError, match=r"--parts true packs a slice: give --shard I/N too"):
+        run(tiny_model_dir, tmp_path / "out", "--parts true")
+    packed = run(tiny_model_dir, tmp_path / "packed" / "1", "--shard 1/2 --parts true")
+    with pytest.raises(InputError, match="of 2 slices these are missing: 2"):
+        merge.main([str(packed), "--parts", "true", "--output_dir", str(tmp_path / "out")])

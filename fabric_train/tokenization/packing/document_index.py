@@ -14,17 +14,19 @@ The names of files and sources are in ``manifest.json``: ``file`` counts the fil
 checksums.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64
 
-from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.manifest import Manifest, SourceLedger, SourceRecord
+from fabric_train.tokenization.packing.joined_records import JoinedRecords, Segment
+from fabric_train.tokenization.packing.parts import Parts, is_of_parts, map_array, open_parts
 from fabric_train.tokenization.packing.rows import RowPlan, joined_ranges
 
 FOLDER = "index"
@@ -37,6 +39,7 @@ CONTINUATION = np.dtype([("document", "<u8"), ("start", "<u4"), ("repeated", "<u
 CHECKSUM = np.dtype("<u8")  # of a row
 _FILES = {"documents": DOCUMENT, "rows": ROW, "continuations": CONTINUATION}
 _CHECKSUMS = "checksums.npy"
+_ROWS_AT_ONCE = 1 << 16
 _RECORDS_PER_CHUNK = 1 << 20  # bounds memory, however large the index is
 ShowSearched = Callable[[int], None]  # further records searched
 
@@ -105,14 +108,19 @@ class DocumentIndex:
     InputError if a file is missing or damaged, or not as long as the manifest says.
     """
 
+    documents: Any  # DOCUMENT [documents], ROW [rows + 1] and CONTINUATION [any number], arrays or joined ones
+    rows: Any
+    continuations: Any
+    checksums: Any
+
     def __init__(self, folder: Path, sources: SourceTable, max_length: int, num_documents: int, num_rows: int) -> None:
         self.sources = sources
         self.documents, self.rows, self.continuations = (
-            _map(folder / FOLDER / f"{name}.npy", dtype) for name, dtype in _FILES.items()
+            map_array(folder / FOLDER / f"{name}.npy", dtype) for name, dtype in _FILES.items()
         )
         self._folder, self._max_length = folder, max_length
         file = folder / FOLDER / _CHECKSUMS
-        self.checksums = _map(file, CHECKSUM) if file.exists() else None
+        self.checksums = map_array(file, CHECKSUM) if file.exists() else None
         num_sums = num_rows if self.checksums is None else len(self.checksums)
         found, expected = (len(self.documents), len(self.rows), num_sums), (num_documents, num_rows + 1, num_rows)
         last = self.rows[-1] if len(self.rows) else np.zeros((), ROW)
@@ -170,10 +178,45 @@ class DocumentIndex:
         )
         return tokens, num_bytes
 
+    def main_sources(self) -> np.ndarray:
+        """Return the source that has the most tokens of each row, int64 [rows]; reads the index of the whole split."""
+        rows = np.arange(len(self.rows) - 1)
+        parts = (rows[begin : begin + _ROWS_AT_ONCE] for begin in range(0, len(rows), _ROWS_AT_ONCE))
+        return np.concatenate([np.empty(0, int), *(self.count_by_source(part)[0].argmax(axis=1) for part in parts)])
+
     def origin(self, document: int) -> DocumentOrigin:
         file, row, num_tokens, num_bytes = (int(value) for value in self.documents[document])
         source = self.sources.names[int(self.sources.sources_of(np.array([file]))[0])]
         return DocumentOrigin(source, self.sources.file_name(file), row, num_tokens, num_bytes)
+
+
+class JoinedIndex(DocumentIndex):
+    """The index of a split of a token dataset of parts, as a full merge of the parts would have written it.
+
+    Nothing is read until it is asked for, and then only from the parts that have it.
+    """
+
+    def __init__(self, parts: Parts, split: str, sources: SourceTable) -> None:
+        self.sources, self._folder, self._max_length = sources, parts.folder / split, parts.record.max_length
+        placed, left, rows, continuations, checksums = list[Segment](), list[Segment](), [], [], []
+        file = document = continuation = 0
+        for number, part in enumerate(parts.record.parts):
+            if split in part.splits:
+                own, to_files = part.splits[split], {"file": file, "row": part.rows_before}
+                placed.append(Segment(number, 0, own.placed, to_files))
+                left.append(Segment(number, own.placed, own.documents, to_files))
+                rows.append(Segment(number, 0, own.rows, {"documents": document, "continuations": continuation}))
+                continuations.append(Segment(number, 0, own.continuations, {"document": document}))
+                checksums.append(Segment(number, 0, own.rows, {}))
+                document, continuation = document + own.placed, continuation + own.continuations
+            file += part.num_files
+        rows[-1] = replace(rows[-1], end=rows[-1].end + 1)  # what comes before the end
+        self.documents = JoinedRecords(parts, split, "documents", DOCUMENT, [*placed, *left])
+        self.rows = JoinedRecords(parts, split, "rows", ROW, rows, begins_with_zeros=True)
+        self.continuations = JoinedRecords(parts, split, "continuations", CONTINUATION, continuations)
+        self.checksums = None
+        if parts.record.has_checksums:
+            self.checksums = JoinedRecords(parts, split, "checksums", CHECKSUM, checksums)
 
 
 def open_index(folder: Path, manifest: Manifest | None, split: str) -> DocumentIndex | None:
@@ -182,6 +225,8 @@ def open_index(folder: Path, manifest: Manifest | None, split: str) -> DocumentI
         return None
     ledger = manifest.ledger.splits[split]
     sources = SourceTable(manifest.sources)
+    if is_of_parts(folder):
+        return JoinedIndex(open_parts(folder), split, sources)
     return DocumentIndex(folder / split, sources, manifest.settings.max_length, ledger.documents, ledger.rows)
 
 
@@ -246,10 +291,13 @@ def write_index(folder: Path, plan: RowPlan, documents: np.ndarray, checksums: n
     np.save(folder / FOLDER / _CHECKSUMS, checksums, allow_pickle=False)
 
 
-def join_indexes(folder: Path, indexes: Sequence[DocumentIndex], first_files: Sequence[int]) -> None:
+def join_indexes(
+    folder: Path, indexes: Sequence[DocumentIndex], first_files: Sequence[int], rows_before: Sequence[int]
+) -> None:
     """Write the index of the split ``folder``, whose rows come from several splits, joined in order.
 
-    ``first_files`` has the number of each one's first file in the new manifest.
+    ``first_files`` has the number of each one's first file in the new manifest, and ``rows_before`` how many rows of
+    this file are in the splits before.
     """
     (folder / FOLDER).mkdir()
     num_placed = [int(index.rows["documents"][-1]) for index in indexes]
@@ -264,9 +312,9 @@ def join_indexes(folder: Path, indexes: Sequence[DocumentIndex], first_files: Se
     )
     row = document = continuation = 0
     left = sum(num_placed)
-    for index, first_file, placed in zip(indexes, first_files, num_placed, strict=True):
-        _copy(index.documents[:placed], documents[document:], {"file": first_file})
-        _copy(index.documents[placed:], documents[left:], {"file": first_file})
+    for index, first_file, before, placed in zip(indexes, first_files, rows_before, num_placed, strict=True):
+        _copy(index.documents[:placed], documents[document:], {"file": first_file}, before)
+        _copy(index.documents[placed:], documents[left:], {"file": first_file}, before)
         _copy(index.rows[:-1], rows[row:], {"documents": document, "continuations": continuation})
         _copy(index.continuations, continuations[continuation:], {"document": document})
         row += len(index.rows) - 1
@@ -281,10 +329,15 @@ def join_indexes(folder: Path, indexes: Sequence[DocumentIndex], first_files: Se
         np.save(folder / FOLDER / _CHECKSUMS, np.concatenate(checksums), allow_pickle=False)
 
 
-def _copy(records: np.ndarray, target: np.ndarray, added: dict[str, int]) -> None:
-    """Copy records to the beginning of ``target``, with numbers added to some of their fields."""
+def _copy(records: np.ndarray, target: np.ndarray, added: dict[str, int], rows_before: int = 0) -> None:
+    """Copy records to the beginning of ``target``, with numbers added to some of their fields.
+
+    ``rows_before`` are added to the rows of file 0.
+    """
     for begin, mapped in chunks(records, lambda _: None):
         part = np.array(mapped)
+        if rows_before:
+            part["row"][part["file"] == 0] += rows_before
         for name, number in added.items():
             part[name] += number
         target[begin : begin + len(part)] = part
@@ -312,63 +365,6 @@ def count_sources(plan: RowPlan, documents: np.ndarray, sources: SourceTable) ->
         for name, num, num_bytes, tokens_in, repeated, in_rows in counts
         if num
     }
-
-
-def _map(file: Path, dtype: np.dtype) -> np.ndarray:
-    try:
-        mapped = np.load(file, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise InputError(f"{file}: the file is missing; tokenize again") from None
-    except (OSError, ValueError, EOFError) as error:
-        raise_reached_limit(error)
-        raise InputError(f"{file}: damaged, {first_line(error)}; tokenize again") from None
-    if not isinstance(mapped, np.ndarray) or mapped.dtype != dtype or mapped.ndim != 1:
-        raise InputError(f"{file}: damaged, it holds no records of the index; tokenize again")
-    return mapped.view(np.ndarray)  # each operation on a memmap would make another memmap, which is slow
-
-
-def num_records(index: DocumentIndex) -> int:
-    """Return how many records a search for a document and for its rows reads."""
-    return len(index.documents) + len(index.continuations)
-
-
-def files_named(sources: SourceTable, name: str) -> dict[str, list[int]]:
-    """Return, by whole name, the numbers of files called ``name`` or else ending with ``/name``; one may come again."""
-    exact, ending = dict[str, list[int]](), dict[str, list[int]]()
-    for file in range(sources.num_files):
-        whole = sources.file_name(file)
-        if whole == name or whole.endswith(f"/{name.removeprefix('./')}"):
-            (exact if whole == name else ending).setdefault(whole, []).append(file)
-    return exact or ending
-
-
-def find_documents(index: DocumentIndex, files: Sequence[int], row: int, show: ShowSearched) -> list[int]:
-    """Return the numbers of the documents at a row, from 1, of some files: several if it is packed several times."""
-    found = list[int]()
-    for first, part in chunks(index.documents, show):
-        places = np.flatnonzero(part["row"] == row)
-        found += (first + places[np.isin(part["file"][places], files)]).tolist()
-    return found
-
-
-def find_rows(index: DocumentIndex, documents: Sequence[int], show: ShowSearched) -> dict[int, tuple[int, int]]:
-    """Return the rows that hold tokens of some documents, each with the number of these tokens and of repeated ones."""
-    rows = {_row_with(index.rows["documents"], document) for document in documents}
-    for first, part in chunks(index.continuations, show):
-        places = np.flatnonzero(np.isin(part["document"], np.array(documents, dtype=np.uint64)))
-        rows |= {_row_with(index.rows["continuations"], place) for place in (first + places).tolist()}
-    chosen = np.array(sorted(rows - {len(index.rows) - 1}), dtype=np.int64)  # those in no row follow the last one
-    pieces = index.pieces(chosen)
-    own = np.isin(pieces.documents, documents)
-    tokens, repeated = (
-        np.bincount(pieces.rows[own], weights=values[own], minlength=len(chosen)).astype(int).tolist()
-        for values in (pieces.lengths, pieces.repeated)
-    )
-    return dict(zip(chosen.tolist(), zip(tokens, repeated, strict=True), strict=True))
-
-
-def _row_with(first_of_rows: np.ndarray, number: int) -> int:
-    return bisect_right(first_of_rows, number) - 1  # reads only a few records; numpy's search may copy all
 
 
 def chunks(records: np.ndarray, show: ShowSearched) -> Iterator[tuple[int, np.ndarray]]:

@@ -12,6 +12,8 @@ import pyarrow as pa
 
 from fabric_train.cli.errors import InputError, first_line, missing_folder, raise_reached_limit
 from fabric_train.files.regular_file import check_file_name, read_json
+from fabric_train.tokenization.packing.joined_split import JoinedSplit
+from fabric_train.tokenization.packing.parts import is_of_parts, open_parts
 
 _TOKENS_PER_BATCH = 1 << 20  # bounds memory, however large the record batches in the files are
 
@@ -81,7 +83,8 @@ class Split:
         row = 0
         for file in self.files:
             for stored in read_arrow(file):
-                batch = stored.select(columns)
+                there = stored.schema.names  # a part may lack labels
+                batch = stored.select([name for name in columns if name in there])
                 tokens_per_row = max(1, len(batch.column("input_ids").flatten()) // max(1, batch.num_rows))
                 step = max(1, _TOKENS_PER_BATCH // tokens_per_row)
                 for start in range(0, batch.num_rows, step):
@@ -104,8 +107,15 @@ class Split:
 
 
 def open_splits(folder: Path) -> dict[str, Split]:
-    """Return the splits of a token dataset in the order of ``dataset_dict.json``; InputError if it is damaged."""
+    """Return the splits of a token dataset in the order of ``dataset_dict.json``; InputError if it is damaged.
+
+    The splits of a token dataset of parts have the files of all parts.
+    """
     listing = folder / "dataset_dict.json"
+    if is_of_parts(folder):
+        parts = open_parts(folder)
+        joined = {name: JoinedSplit(parts, name) for name in parts.split_names()}
+        return {name: Split(name, split.files, split.schema(), len(split)) for name, split in joined.items()}
     if not folder.is_dir():
         raise InputError(f"{folder}: {missing_folder(folder)}; give the --output_dir of tokenize_dataset.py")
     if not listing.is_file():

@@ -1,0 +1,204 @@
+"""A token dataset of parts: a small folder that joins the rows of other token datasets, which stay where they are.
+
+``python -m fabric_train.tokenization.merge --parts true`` writes it::
+
+    whole/manifest.json            the ledger, the sources and the settings of all parts, as a full merge writes it
+          parts.json               ``PartsRecord``: where the parts are, relative to this folder, and their counts
+          tokenizer/
+          train/batches.npy        BATCH [record batches of all parts]: where each lies in its file
+          validation/batches.npy
+          validation/sources.npy   uint32 [rows], the main source of each row; only with several sources
+
+Opening it reads ``manifest.json`` and ``parts.json``. A part is opened when one of its rows is read. A process has the
+data of at most 64 files and the indexes of at most 64 parts open; the one that was not used for longest is closed.
+"""
+
+import functools
+import hashlib
+import json
+import mmap
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.files.regular_file import check_file_name, read_json
+
+FILE_NAME = "parts.json"
+BATCHES, MAIN_SOURCES = "batches.npy", "sources.npy"
+# row: the first row of the batch in the joined split; file: number of its file among the split's; offset: in the file
+BATCH = np.dtype([("row", "<u8"), ("offset", "<u8"), ("file", "<u4")])
+MOST_OPEN = 64
+_FORMAT = 1
+MERGE_AGAIN, TOKENIZE_AGAIN = "merge the parts again", "tokenize this part again"
+
+
+@dataclass(frozen=True)
+class PartFile:
+    """A file of rows in a split of a part, and its size in bytes."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PartSplit:
+    """A split of a part.
+
+    ``placed`` documents begin in its rows, and ``documents`` are in its index, which has so many ``continuations``.
+    ``source_rows`` are the rows of each source, as ranges; None if the sources are mixed in the rows.
+    """
+
+    rows: int
+    tokens: int
+    documents: int
+    placed: int
+    continuations: int
+    has_labels: bool
+    files: tuple[PartFile, ...]
+    source_rows: dict[str, list[tuple[int, int]]] | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A token dataset; ``path`` is relative to the folder of the parts.
+
+    ``num_files`` are the files of its sources. The first one goes on with a file of a part before, and
+    ``rows_before`` of that file's rows are in parts before; 0 if it does not.
+    """
+
+    path: str
+    manifest_sha256: str
+    num_files: int
+    rows_before: int
+    splits: dict[str, PartSplit]
+
+
+@dataclass(frozen=True)
+class PartsRecord:
+    """The content of ``parts.json``; all rows have ``max_length`` tokens."""
+
+    max_length: int
+    has_borders: bool
+    has_checksums: bool
+    parts: tuple[Part, ...]
+    format: int = _FORMAT
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The parts of a token dataset, in the order of their rows."""
+
+    folder: Path
+    record: PartsRecord
+    _checked: set[int] = field(default_factory=set)
+
+    def folder_of(self, part: int) -> Path:
+        return self.folder / self.record.parts[part].path
+
+    def moved_to(self, folder: str) -> PartsRecord:
+        """Return the record of a copy whose parts lie in ``folder`` of it."""
+        parts = (replace(part, path=f"{folder}/{number:05d}") for number, part in enumerate(self.record.parts, 1))
+        return replace(self.record, parts=tuple(parts))
+
+    def check(self, part: int) -> None:
+        """Raise an InputError if a part is missing or has another manifest; a second call reads nothing."""
+        if part in self._checked:
+            return
+        folder, wanted = self.folder_of(part), self.record.parts[part].manifest_sha256
+        try:
+            found = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
+        except (OSError, ValueError) as error:  # a ValueError for a path that no file can have
+            raise_reached_limit(error)
+            reason = f"{folder / 'manifest.json'}: {error.strerror if isinstance(error, OSError) else error}"
+            raise InputError(f"{self._name(part)} is missing ({reason}); put it back, or {MERGE_AGAIN}") from None
+        if found != wanted:
+            raise InputError(
+                f"{self._name(part)} has changed since the merge: {folder / 'manifest.json'} is another; put it back "
+                f"as it was, or {MERGE_AGAIN}"
+            )
+        self._checked.add(part)
+
+    def check_all(self) -> None:
+        for part in range(len(self.record.parts)):
+            self.check(part)
+
+    def split_names(self) -> list[str]:
+        return list(dict.fromkeys(name for part in self.record.parts for name in part.splits))
+
+    def read_index(self, split: str, part: int, name: str, dtype: np.dtype, places: np.ndarray) -> np.ndarray:
+        """Return records of an array of a part's document index."""
+        return _map_index(self, split, part).read(name, dtype, places)
+
+    def _name(self, part: int) -> str:
+        return f"{self.folder}: part {part + 1} of {len(self.record.parts):,}, {self.record.parts[part].path},"
+
+
+def is_of_parts(folder: Path) -> bool:
+    return (folder / FILE_NAME).is_file()
+
+
+def open_parts(folder: Path) -> Parts:
+    """Read which parts a token dataset has; InputError if ``parts.json`` is damaged."""
+    file = folder / FILE_NAME
+    record = read_json(file, PartsRecord, MERGE_AGAIN)
+    if record.format != _FORMAT:
+        raise InputError(f"{file} has format {record.format}, this version reads {_FORMAT}; {MERGE_AGAIN}")
+    for part in record.parts:
+        for name, split in part.splits.items():
+            for listed in split.files:
+                check_file_name(listed.name, file)
+            check_file_name(name, file)
+    return Parts(folder, record)
+
+
+def write_record(folder: Path, record: PartsRecord) -> None:
+    (folder / FILE_NAME).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
+
+
+class _MappedIndex:
+    """The arrays of a part's document index, mapped when they are first used."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._arrays: dict[str, tuple[np.ndarray, mmap.mmap]] = {}
+
+    def read(self, name: str, dtype: np.dtype, places: np.ndarray) -> np.ndarray:
+        """Return a copy of some records, so that no page of the file counts as memory of this process for long."""
+        if name not in self._arrays:
+            self._arrays[name] = _map_records(self._folder / f"{name}.npy", dtype, TOKENIZE_AGAIN)
+        array, mapped = self._arrays[name]
+        if len(places) and places.max() >= len(array):
+            raise InputError(f"{self._folder}: not the index of this part's rows; {TOKENIZE_AGAIN}")
+        records = array[places]
+        mapped.madvise(mmap.MADV_DONTNEED)
+        return records
+
+
+@functools.lru_cache(maxsize=MOST_OPEN)
+def _map_index(parts: Parts, split: str, part: int) -> _MappedIndex:
+    parts.check(part)
+    return _MappedIndex(parts.folder_of(part) / split / "index")
+
+
+def map_array(file: Path, dtype: np.dtype, fix: str = "tokenize again") -> np.ndarray:
+    """Return the records in a file of numpy, memory-mapped; InputError if it is missing or damaged."""
+    return _map_records(file, dtype, fix)[0]
+
+
+def _map_records(file: Path, dtype: np.dtype, fix: str) -> tuple[np.ndarray, mmap.mmap]:
+    """Map a file of numpy, which is opened once; ``numpy.load`` opens it twice."""
+    try:
+        with file.open("rb") as opened:
+            np.lib.format.read_magic(opened)
+            shape, _, found = np.lib.format.read_array_header_1_0(opened)
+            begin, mapped = opened.tell(), mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+        if found != dtype or len(shape) != 1:
+            raise ValueError("it holds no records of the index")
+        return np.frombuffer(mapped, dtype, shape[0], begin), mapped
+    except FileNotFoundError:
+        raise InputError(f"{file}: the file is missing; {fix}") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise_reached_limit(error)
+        raise InputError(f"{file}: damaged, {first_line(error)}; {fix}") from None

@@ -1,0 +1,210 @@
+"""merge --parts true copies no row, and what it writes is read as the full merge of the same token datasets."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fabric_train.cli.argument_types import Shares
+from fabric_train.cli.errors import InputError, RunError
+from fabric_train.data.token_dataset import TokenDataset, open_dataset
+from fabric_train.data.token_mixture import find_source_rows, open_mixture
+from fabric_train.tokenization import merge
+from fabric_train.tokenization.inspect import __main__ as inspect
+from fabric_train.tokenization.packing import parts as parts_module
+from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
+from fabric_train.tokenization.packing.parts import open_parts
+from tests.support.token_datasets import alter_token, manifest_of, tokenize, write_jsonl
+
+PACKINGS = ("concat", "best_fit", "concat")
+
+
+def merge_all(folders: list[Path], target: Path, *flags: str) -> Path:
+    merge.main([*map(str, folders), "--output_dir", str(target), *flags])
+    return target
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
+    """Three token datasets in rows of 16 tokens, ``whole`` with all their rows, and ``parts`` with none."""
+    folder = tmp_path_factory.mktemp("parts")
+    for number, packing in enumerate(PACKINGS):
+        texts = {name: [f"{name} {number} {n} " * (1 + n % 5) for n in range(30)] for name in ("es", "va")}
+        files = [f"{name}={write_jsonl(folder / f'{name}{number}.jsonl', own)}" for name, own in texts.items()]
+        tokenize(folder / f"part-{number}", tiny_model_dir, *files, packing=packing, validation_split=0.2)
+    folders = [folder / f"part-{number}" for number in range(len(PACKINGS))]
+    merge_all(folders, folder / "whole")
+    merge_all(folders, folder / "parts", "--parts", "true")
+    return folder
+
+
+def index_of(folder: Path, split: str) -> DocumentIndex:
+    index = open_index(folder, manifest_of(folder), split)
+    assert index is not None
+    return index
+
+
+def both(made: Path) -> tuple[TokenDataset, TokenDataset]:
+    return open_dataset(str(made / "whole")), open_dataset(str(made / "parts"))
+
+
+def test_a_dataset_of_parts_has_the_rows_of_the_full_merge(made: Path) -> None:
+    whole, parts = both(made)
+    assert parts.fingerprint == whole.fingerprint  # so a run may go on with either
+    assert not list((made / "parts").rglob("*.arrow"))
+    for ours, theirs in ((parts.train, whole.train), (parts.validation, whole.validation)):
+        assert ours is not None
+        assert theirs is not None
+        assert len(ours) == len(theirs)
+        assert (ours.lengths(), ours.source_names) == (theirs.lengths(), theirs.source_names)
+        random = np.random.default_rng(0).permutation(len(theirs)).tolist()
+        for our, their in zip(ours.read(random), theirs.read(random), strict=True):
+            for one, other in zip(our, their, strict=True):
+                np.testing.assert_array_equal(one, other)
+        for name, value in vars(ours.pieces(random)).items():
+            np.testing.assert_array_equal(value, getattr(theirs.pieces(random), name), name)
+        assert np.array_equal(ours.main_sources(), theirs.main_sources())
+        assert ours.id_range() == theirs.id_range()
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_the_document_indexes_of_parts_read_as_the_joined_one(made: Path, split: str) -> None:
+    ours, theirs = index_of(made / "parts", split), index_of(made / "whole", split)
+    for name in ("documents", "rows", "continuations", "checksums"):
+        joined, written = getattr(ours, name), getattr(theirs, name)
+        assert len(joined) == len(written)
+        assert np.array_equal(joined[:], written)
+        order = np.random.default_rng(1).permutation(len(written))
+        assert np.array_equal(joined[order], written[order])
+        assert (joined[-1], joined[0]) == (written[-1], written[0])
+    assert np.array_equal(ours.rows["documents"][5:9], theirs.rows["documents"][5:9])
+    assert str(ours.origin(0)) == str(theirs.origin(0))
+
+
+def test_sources_of_parts_have_the_rows_that_they_have_in_the_full_merge(made: Path) -> None:
+    whole, parts = both(made)
+    assert find_source_rows(parts) == find_source_rows(whole)
+    shares = {str(made / "part-0"): 0.5, f"{made}/JOINED:va": 2.0, f"{made}/JOINED": 1.0}
+    orders = []
+    for name in ("parts", "whole"):
+        given = [f"{place.replace('JOINED', name)}={share}" for place, share in shares.items()]
+        folders = [str(made / "part-0"), str(made / name)]
+        mixture = open_mixture(folders, Shares("--shares", given), isolate_documents=True, manifest_folder=made)
+        rows = [ids.tolist() for ids, *_ in mixture.train.read(range(len(mixture.train)))]
+        assert mixture.validation is not None
+        orders.append((mixture.rows_per_epoch, rows, mixture.fingerprint, mixture.validation.main_sources().tolist()))
+    assert orders[0] == orders[1]
+
+
+def test_inspector_and_full_merge_read_parts_as_one_dataset(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reports = []
+    for name in ("whole", "parts"):
+        inspect.main([str(made / name), "--rows", "3"])
+        reports.append(capsys.readouterr().out.replace(str(made / name), "DATASET"))
+    assert reports[0] == reports[1]
+    again = merge_all([made / "parts"], tmp_path / "again")
+    for file in sorted((made / "whole").rglob("*")):
+        if file.is_file():
+            assert (again / file.relative_to(made / "whole")).read_bytes() == file.read_bytes(), file
+    nested = merge_all([made / "parts", made / "part-1"], tmp_path / "nested", "--parts", "true")
+    paths = [(nested / part.path).resolve() for part in open_parts(nested).record.parts]
+    assert paths == [(made / f"part-{number}").resolve() for number in (0, 1, 2, 1)]
+
+
+def copied(made: Path, folder: Path) -> Path:
+    """Copy the parts and the folder that joins them, which lie as before seen from each other."""
+    for name in ("parts", *(f"part-{number}" for number in range(len(PACKINGS)))):
+        shutil.copytree(made / name, folder / name)
+    return folder / "parts"
+
+
+def test_parts_move_together_and_open_when_a_row_is_read(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copied(made, tmp_path / "moved")
+    monkeypatch.setenv("RANK", "1")  # only rank 0 looks at all parts
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    shutil.rmtree(tmp_path / "moved" / "part-1")
+    dataset = open_dataset(str(folder))
+    num_first = open_parts(folder).record.parts[0].splits["train"].rows
+    assert maps_in(tmp_path / "moved") == set()
+    assert len(dataset.train.__getitems__([0, num_first - 1]).input_ids) == 2
+    opened = {path.relative_to(tmp_path / "moved").parts[0] for path in maps_in(tmp_path / "moved")}
+    assert opened == {"part-0", "parts"}
+    with pytest.raises(InputError, match=r"part 2 of 3, \.\./part-1, is missing .* put it back, or merge the parts"):
+        dataset.train.read([num_first])
+    monkeypatch.delenv("RANK")
+    with pytest.raises(InputError, match="part 2 of 3"):
+        open_dataset(str(folder))
+
+
+def test_a_changed_part_is_named(made: Path, tmp_path: Path) -> None:
+    folder = copied(made, tmp_path / "changed")
+    dataset, part = open_dataset(str(folder)), tmp_path / "changed" / "part-2"
+    rows = [split.splits["train"].rows for split in open_parts(folder).record.parts]
+    alter_token(part, "train", 1)
+    with pytest.raises(RunError, match=r"part-2/train/data-.*\.arrow: row 1 \(\d+ of the split\) has changed"):
+        dataset.train.read([rows[0] + rows[1] + 1])
+    (file,) = (part / "train").glob("*.arrow")
+    file.write_bytes(file.read_bytes() + b"more")
+    with pytest.raises(InputError, match=r"part-2/train/data.* bytes instead of .*tokenize this part again"):
+        open_dataset(str(folder)).train.read([len(dataset.train) - 1])
+    manifest = part / "manifest.json"
+    manifest.write_text(manifest.read_text() + "\n")
+    with pytest.raises(InputError, match=r"part 3 of 3, \.\./part-2, has changed since the merge"):
+        open_dataset(str(folder))
+
+
+def test_a_damaged_list_of_parts_is_one_line(made: Path, tmp_path: Path) -> None:
+    folder = copied(made, tmp_path / "damaged")
+    listed, batches = folder / "parts.json", folder / "train" / "batches.npy"
+    written, right = listed.read_text(), np.load(batches)
+    for text in (written[:-9], written.replace("../part-1", "../part\\u0000"), written.replace(".arrow", "/../x")):
+        listed.write_text(text)
+        with pytest.raises(InputError, match=r"parts\.json|part 2 of 3"):
+            open_dataset(str(folder))
+    listed.write_text(written)
+    for field, number in (("offset", 1 << 40), ("offset", 8), ("file", 99), ("row", 7)):
+        wrong = right.copy()
+        wrong[field][0 if field == "row" else -1] = number
+        np.save(batches, wrong)
+        train = open_dataset(str(folder)).train
+        with pytest.raises(InputError, match=r"damaged|ends before byte"):
+            train.read([len(train) - 1])
+
+
+def maps_in(folder: Path) -> set[Path]:
+    """Return the files below a folder that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {Path(line.split(maxsplit=5)[5]) for line in lines if str(folder) in line}
+
+
+def test_at_most_64_parts_are_open(made: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / f"copy-{number}" for number in range(parts_module.MOST_OPEN + 6)]
+    for folder in folders:
+        shutil.copytree(made / "part-0", folder, copy_function=os.link)
+    dataset = open_dataset(str(merge_all(folders, tmp_path / "joined", "--parts", "true")))
+    first = [ids.tolist() for ids, *_ in dataset.train.read([0])]
+    each = len(dataset.train) // len(folders)
+    for number in range(len(folders)):
+        batch = dataset.train.__getitems__([each * number])
+        assert batch.input_ids.tolist() == first
+        assert batch.pieces is not None
+    data = {path for path in maps_in(tmp_path) if path.suffix == ".arrow"}
+    indexes = {path.parent for path in maps_in(tmp_path) if path.parent.name == "index"}
+    assert (len(data), len(indexes)) == (parts_module.MOST_OPEN, parts_module.MOST_OPEN)
+    assert folders[0] not in {path.parents[1] for path in data}
+
+
+def test_parts_that_cannot_be_joined_are_refused(made: Path, tmp_path: Path) -> None:
+    older = Path(shutil.copytree(made / "part-0", tmp_path / "older"))
+    manifest = json.loads((older / "manifest.json").read_text())
+    (older / "manifest.json").write_text(json.dumps(manifest | {"has_index": False}))
+    with pytest.raises(InputError, match=r"older has no document index.* merge without --parts"):
+        merge_all([made / "part-1", older], tmp_path / "out", "--parts", "true")
+    assert not (tmp_path / "out").exists()
