@@ -39,6 +39,7 @@ from benchmarks import (
 )
 from benchmarks.measure import ROOT
 from benchmarks.report import Report, this_machine, write_report
+from benchmarks.scale import measure as scale
 from fabric_train.cli.errors import InputError, run_program
 from fabric_train.cli.fabric_command import checked_out_commit
 from sample_data import real_data
@@ -80,6 +81,7 @@ BENCHMARKS = {
     "long_report": Benchmark(long_report.measure, long_report.table, only_by_name=True),
     "context_rows": Benchmark(context_rows.measure, context_rows.table),
     "long_rows": Benchmark(long_rows.measure, long_rows.table, only_by_name=True),
+    "scale": Benchmark(scale.measure, scale.table, only_by_name=True),
     "rehearsal": Benchmark(rehearsal.measure, rehearsal.table, only_by_name=True),
     "defects": Benchmark(defects.measure, defects.table, only_by_name=True),
 }
