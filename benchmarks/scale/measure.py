@@ -46,11 +46,15 @@ def measure(work: Path) -> Report:
         print(f"scale: {name}", flush=True)
         runs[name] = part(work / name)
     measured = [one for series in runs.values() for one in series]
-    above = [
+    draw(measured, PICTURE)
+    return Report("scale", {}, {}, runs, ScaleSummary(above_limits(measured)))
+
+
+def above_limits(measured: list[Series]) -> list[str]:
+    """Return the part and quantity of each series whose last value is above its limit."""
+    return [
         f"{one.part}: {one.quantity}" for one in measured if one.limit is not None and one.points[-1].value > one.limit
     ]
-    draw(measured, PICTURE)
-    return Report("scale", {}, {}, runs, ScaleSummary(above))
 
 
 def table(report: Report) -> Table:

@@ -18,7 +18,7 @@ from sample_data import real_data
 
 RANKS = 512
 SHARD_SIZE = "5GB"
-EXPORTED = (1, 3)  # billions of weights, whose export is written in full
+OPENED, EXPORTED = (8, 70, 405), (1, 3)  # billions of weights; exports are written in full
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,21 @@ def measure(work: Path) -> list[Series]:
         ChildProcessError: a measured process failed.
     """
     found: dict[int, dict[str, float]] = {}
-    for billions in SHAPES:
+    for billions in OPENED:
         folder = work / f"weights-{billions}"
         write_sparse(ROOT / folder, billions)
         command = Command(("python", "-m", "benchmarks.scale.weights", str(folder)))
         measured = run(command)
         found[billions] = json.loads(measured.output.splitlines()[-1])
         found[billions]["memory"] = measured.peak_rss_bytes / 1e6
+        found[billions]["part"] /= 1e6
         shutil.rmtree(ROOT / folder)
     real = "the program's reader of weights, model on the meta device, shard names of an export"
     simulated = "sparse files, whose weights are holes; one process in place of a rank, without devices"
     quantities = {
         "open": ("opening the weights and the model's shape", "s", 10.0),
         "read": (f"reading a rank's part, one of {RANKS}", "s", None),
+        "part": (f"weights that a rank reads, one of {RANKS}", "MB", None),
         "opens": ("files opened by a rank to read its part", "files", None),
         "index": ("shard names and index of an export", "s", 10.0),
         "memory": (f"memory of a process that holds its part, one of {RANKS}", "MB", None),
@@ -71,7 +73,7 @@ def measure(work: Path) -> list[Series]:
         _series(
             quantity,
             unit,
-            {billions: values[key] for billions, values in found.items() if billions >= 8},
+            {billions: values[key] for billions, values in found.items()},
             simulated,
             real,
             limit,
@@ -123,9 +125,8 @@ def write_sparse(folder: Path, billions: int) -> None:
         tensors = AutoModelForCausalLM.from_config(config_of(billions), dtype=torch.bfloat16).state_dict()
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=SHARD_SIZE)
     for file, names in split.filename_to_tensors.items():
-        header, _ = safetensors_header(
-            [(name, torch.bfloat16, tensors[name].shape) for name in names], {"format": "pt"}
-        )
+        entries = [(name, torch.bfloat16, tensors[name].shape) for name in names]
+        header, _ = safetensors_header(entries, {"format": "pt"})
         with (folder / file).open("wb") as opened:
             opened.write(header)
             opened.truncate(len(header) + sum(tensors[name].nbytes for name in names))
@@ -134,7 +135,7 @@ def write_sparse(folder: Path, billions: int) -> None:
 
 
 def open_and_read(folder: Path) -> dict[str, float]:
-    """Open the weights, read the rows of one rank, and plan an export; return seconds and the number of opened files."""
+    """Open the weights, read the rows of one rank, and plan an export; return seconds, opened files and bytes read."""
     import torch
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -150,7 +151,8 @@ def open_and_read(folder: Path) -> dict[str, float]:
     sys.addaudithook(note)
     started = time.perf_counter()
     opened = open_in_parts(read_shape(str(folder)), torch.bfloat16)
-    assert opened is not None and opened.weights is not None
+    if opened is None or opened.weights is None:
+        raise ChildProcessError(f"{folder}: its weights cannot be read in parts")
     seconds = {"open": time.perf_counter() - started}
     opens.clear()  # of opening, which reads the header of each file
     started, part = time.perf_counter(), []
