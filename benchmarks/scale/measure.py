@@ -44,6 +44,7 @@ def measure(work: Path) -> Report:
     runs = {}
     for name, part in PARTS.items():
         print(f"scale: {name}", flush=True)
+        (ROOT / work / name).mkdir(parents=True)
         runs[name] = part(work / name)
     measured = [one for series in runs.values() for one in series]
     draw(measured, PICTURE)
@@ -58,7 +59,7 @@ def above_limits(measured: list[Series]) -> list[str]:
 
 
 def table(report: Report) -> Table:
-    """Return a table with the first and last value of each quantity, its limit, and what is simulated."""
+    """Return a table with the first and last value of each quantity, its limit, and the parts that are simulated."""
     columns = ("part", "quantity", "from", "to", "limit", "simulated", "real")
     title = "Growth: the value at the smallest and at the largest size"
     shown = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)
