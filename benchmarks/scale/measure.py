@@ -23,6 +23,32 @@ PARTS: dict[str, Callable[[Path], list[Series]]] = {
     "goodput": goodput.measure,
 }
 PICTURE = ROOT / "docs" / "scale.png"
+DRAWN = {  # quantities of each part
+    "dataset": (
+        "merge --parts, CPU",
+        "start: to the first batch, CPU",
+        "start: memory of the rank",
+        "opens of a rank to its first batch",
+    ),
+    "watch": (
+        "until all ranks have ended after one was killed",
+        "CPU of rank 0's watch while all is well",
+        "packets of all ranks",
+        "private memory of rank 0",
+    ),
+    "collectives": ("collectives of a step", "bytes of these collectives", "modelled latency of these collectives"),
+    "checkpoint": (
+        "files of a checkpoint",
+        "metadata for all ranks, per thousand tensors",
+        "rank 0 alone: complete a later checkpoint, remove one of 11",
+        "files opened by one of 384 ranks",
+    ),
+    "weights": (
+        "opening the weights and the model's shape",
+        f"reading a rank's part, one of {weights.RANKS}",
+        "files opened by a rank to read its part",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -73,41 +99,38 @@ def table(report: Report) -> Table:
 
 
 def draw(measured: list[Series], picture: Path) -> None:
-    """Draw each quantity over its sizes as a PNG, both axes logarithmic, one panel for each part and unit."""
-    panels: dict[tuple[str, str, str], list[Series]] = {}
-    for one in measured:
-        panels.setdefault((one.part, one.unit, one.sizes_of), []).append(one)
-    drawn = [panel for of_panel, series in panels.items() if (panel := _panel(of_panel, series))]
+    """Draw each quantity of ``DRAWN`` as a multiple of its first value, as a PNG with a panel for each part."""
+    drawn = [one for one in measured if one.quantity in DRAWN.get(one.part, ())]
+    panels = [
+        _panel(part, [one for one in drawn if one.part == part]) for part in dict.fromkeys(one.part for one in drawn)
+    ]
     scales = {"scale": {"color": "independent"}}
-    charts.write_png({"concat": drawn, "columns": 2, "resolve": scales}, picture, "How the parts grow")
+    charts.write_png({"concat": panels, "columns": 2, "resolve": scales}, picture, "How the parts grow")
 
 
-def _panel(of_panel: tuple[str, str, str], series: list[Series]) -> dict[str, Any] | None:
-    """Return the Vega-Lite specification of one panel; None if no value can be shown on a logarithmic axis."""
-    part, unit, sizes_of = of_panel
+def _panel(part: str, series: list[Series]) -> dict[str, Any]:
+    """Return the Vega-Lite specification of one panel; both axes are logarithmic, so values of 0 are left out."""
     values = [
-        {"size": point.size, "value": point.value, "quantity": one.quantity}
+        {"size": point.size, "value": point.value / one.points[0].value, "quantity": one.quantity}
         for one in series
         for point in one.points
-        if point.size > 0 and point.value > 0
+        if point.value > 0 and one.points[0].value > 0
     ]
-    if not values:
-        return None
     logarithmic = {"type": "quantitative", "scale": {"type": "log"}, "axis": {"tickCount": 5, "format": "~s"}}
     return {
         "title": part,
-        "width": 420,
-        "height": 200,
+        "width": 400,
+        "height": 180,
         "data": {"values": values},
         "mark": {"type": "line", "point": True},
         "encoding": {
-            "x": {"field": "size", "title": sizes_of, **logarithmic},
-            "y": {"field": "value", "title": unit, **logarithmic},
+            "x": {"field": "size", "title": series[0].sizes_of, **logarithmic},
+            "y": {"field": "value", "title": "times the first value", **logarithmic},
             "color": {
                 "field": "quantity",
                 "type": "nominal",
                 "title": None,
-                "legend": {"orient": "bottom", "columns": 1, "labelLimit": 420},
+                "legend": {"orient": "bottom", "columns": 1, "labelLimit": 400},
             },
         },
     }

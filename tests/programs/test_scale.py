@@ -15,14 +15,20 @@ from fabric_train.model.load_weights import open_in_parts
 
 
 def test_scale_shows_each_quantity_and_what_is_above_its_limit(tmp_path: Path) -> None:
-    grown = Series("watch", "open files", "files", "ranks", (Point(16, 24), Point(1024, 1032)), "ranks", "watch", 100)
-    flat = Series("watch", "memory", "MB", "ranks", (Point(16, 3), Point(1024, 0)), "ranks", "watch", 5)
-    assert scale.above_limits([grown, flat]) == ["watch: open files"]
-    shown = scale.table(Report("scale", {}, {}, {"watch": [grown, flat]}, scale.ScaleSummary(["watch: open files"])))
+    grown = Series(
+        "watch", "packets of all ranks", "files", "ranks", (Point(16, 24), Point(1024, 1032)), "ranks", "watch", 100
+    )
+    flat = Series(
+        "watch", "private memory of rank 0", "MB", "ranks", (Point(16, 3), Point(1024, 0)), "ranks", "watch", 5
+    )
+    assert scale.above_limits([grown, flat]) == ["watch: packets of all ranks"]
+    shown = scale.table(
+        Report("scale", {}, {}, {"watch": [grown, flat]}, scale.ScaleSummary(["watch: packets of all ranks"]))
+    )
     console = Console(width=200)
     with console.capture() as captured:
         console.print(shown)
-    expected = ("1,032 files at 1,024", "3 MB at 16", "above its limit: watch: open files")
+    expected = ("1,032 files at 1,024", "3 MB at 16", "above its limit: watch: packets of all ranks")
     assert all(text in captured.get() for text in expected)
     scale.draw([grown, flat], tmp_path / "scale.png")
     assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
