@@ -116,7 +116,8 @@ def _panel(part: str, series: list[Series]) -> dict[str, Any]:
         for point in one.points
         if point.value > 0 and one.points[0].value > 0
     ]
-    logarithmic = {"type": "quantitative", "scale": {"type": "log"}, "axis": {"tickCount": 5, "format": "~s"}}
+    axis = {"tickCount": 5, "format": "~s", "grid": False}
+    logarithmic = {"type": "quantitative", "scale": {"type": "log"}, "axis": axis}
     return {
         "title": part,
         "width": 400,

@@ -1,7 +1,7 @@
 """Connect every rank to rank 0 by TCP, and describe ranks in a line; ``watchdog`` decides what follows from messages.
 
-A message is a line of JSON. No rank passes messages on: a thousand ranks cost rank 0 one percent of a core, and no
-other rank's end delays a report (docs/scale.md).
+A message is a line of JSON. No rank passes messages on: a thousand ranks cost rank 0 less than two percent of a core,
+and no other rank's end delays a report (docs/scale.md).
 """
 
 import json
