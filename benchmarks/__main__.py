@@ -89,13 +89,7 @@ _ONLY_BY_NAME = [name for name, benchmark in BENCHMARKS.items() if benchmark.onl
 _IDLE_LOAD = 0.25  # load average per core
 
 
-def main() -> None:
-    """Run the benchmarks named on the command line, or all that do not have to be named.
-
-    Raises:
-        InputError: there is no benchmark with that name.
-        ConnectionError: the real data cannot be downloaded.
-    """
+def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure this project and its peers.")
     parser.add_argument(
         "names",
@@ -125,7 +119,17 @@ def main() -> None:
     parser.add_argument(
         "--survivors", action="store_true", help="of defects: plant only the survivors of the newest result again"
     )
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the benchmarks named on the command line, or all that do not have to be named.
+
+    Raises:
+        InputError: there is no benchmark with that name.
+        ConnectionError: the real data cannot be downloaded.
+    """
+    given = _parse()
     names = given.names
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:

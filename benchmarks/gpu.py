@@ -167,19 +167,7 @@ def measure(
         },
         repetitions,
     )
-    for layers in LAYERS_OF_LARGE:
-        if any(name.startswith(LARGE) for name in done.runs):
-            break
-        name = f"{LARGE} with {layers} layers, single, 8-bit moments, full checkpointing"
-        commands[name] = our_command(LARGE, f"{LARGE_OPTIONS} --num_layers {layers}", rows, target)
-        done.add({name: partial(_run_ours, target, commands[name])}, 1)
-    for length, steps in LONG.items():
-        long_rows, name = work / f"rows-{length}", f"{MIDDLE} with rows of {length // 1024}k tokens, single, in tiles"
-        options = f"{LONG_OPTIONS} --max_context_width {length} {sizes}"
-        commands[name] = our_command(MIDDLE, options, long_rows, target, steps=steps)
-        if done.wants(name):
-            write_rows(ROOT / long_rows, num_rows=steps, length=length)
-        done.add({name: partial(_run_ours, target, commands[name], enough=0)}, 1)
+    commands |= _measure_largest(work, sizes, done)
     settings = {
         "precision": "bf16-true",
         "length": LENGTH,
@@ -195,6 +183,25 @@ def measure(
     commands = {name: command for name, command in commands.items() if name in {**done.runs, **done.left_out}}
     summary = summarize(done.runs, done.left_out, torch.cuda.get_device_name())
     return Report("gpu", settings, commands, done.runs, summary)
+
+
+def _measure_largest(work: Path, sizes: str, done: _Kept) -> dict[str, Command]:
+    """Train the most layers of the largest shape that fit, and the middle shape on long rows; return the commands."""
+    commands = {}
+    for layers in LAYERS_OF_LARGE:
+        if any(name.startswith(LARGE) for name in done.runs):
+            break
+        name = f"{LARGE} with {layers} layers, single, 8-bit moments, full checkpointing"
+        commands[name] = our_command(LARGE, f"{LARGE_OPTIONS} --num_layers {layers}", work / "rows", work / "run")
+        done.add({name: partial(_run_ours, work / "run", commands[name])}, 1)
+    for length, steps in LONG.items():
+        long_rows, name = work / f"rows-{length}", f"{MIDDLE} with rows of {length // 1024}k tokens, single, in tiles"
+        options = f"{LONG_OPTIONS} --max_context_width {length} {sizes}"
+        commands[name] = our_command(MIDDLE, options, long_rows, work / "run", steps=steps)
+        if done.wants(name):
+            write_rows(ROOT / long_rows, num_rows=steps, length=length)
+        done.add({name: partial(_run_ours, work / "run", commands[name], enough=0)}, 1)
+    return commands
 
 
 def table(report: Report) -> Table:

@@ -114,6 +114,8 @@ def read_shard_index(folder: Path, advice: str) -> dict[str, ShardedTensor]:
     tensors = {}
     for name, tensor in index.tensors.items():
         division = index.divisions[tensor.division] if 0 <= tensor.division < len(index.divisions) else None
+        if tensor.dtype not in DTYPES:
+            raise InputError(f"{folder / SHARD_INDEX}: {name} has the unsupported type {tensor.dtype}; {advice}")
         if division is None or division.first_rows[:1] != [0] or len(division.ranks) != len(division.first_rows):
             raise InputError(f"{folder / SHARD_INDEX}: damaged ({name} is not divided from its first row on); {advice}")
         tensors[name] = ShardedTensor(folder, DTYPES[tensor.dtype], torch.Size(tensor.shape), division)

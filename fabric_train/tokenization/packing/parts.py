@@ -136,6 +136,7 @@ class Parts:
 
 
 def is_of_parts(folder: Path) -> bool:
+    """Return whether a folder is a token dataset of parts."""
     return (folder / FILE_NAME).is_file()
 
 
@@ -154,6 +155,7 @@ def open_parts(folder: Path) -> Parts:
 
 
 def write_record(folder: Path, record: PartsRecord) -> None:
+    """Write ``parts.json``."""
     (folder / FILE_NAME).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
 
 
