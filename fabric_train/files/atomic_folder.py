@@ -22,6 +22,7 @@ from fabric_train.files.regular_file import check_no_link, open_to_write
 
 _LONGEST_WAIT = 120.0  # seconds
 _MARK = ".incomplete-"
+_held = set[TextIO]()
 
 
 @contextmanager
@@ -35,13 +36,15 @@ def hold_lock(path: Path, taken: str, fix: str) -> Iterator[None]:
     lock = _open_and_lock(path, taken, fix)
     with lock:
         try:
+            _held.add(lock)
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             lock.flush()
             yield
         finally:
             path.unlink(missing_ok=True)
-            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough: forked workers have the file open too
+            _held.discard(lock)
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough: a worker that was just forked has the file open
             for parent in new_parents:
                 with suppress(OSError):  # it is not empty any more
                     parent.rmdir()
@@ -84,6 +87,16 @@ def _open_and_lock(path: Path, taken: str, fix: str) -> TextIO:
             lock.close()
             raise
         lock.close()
+
+
+def _close_held() -> None:
+    """Close the lock files of the process that forked this one: its lock must end when it is killed."""
+    for lock in _held:
+        lock.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_held)
 
 
 def _lock(lock: TextIO, taken: str, fix: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.atomic_folder import complete_folder
+from fabric_train.files.atomic_folder import check_not_held, complete_folder, hold_lock
 
 
 def test_the_folder_has_its_name_only_after_the_block(tmp_path: Path) -> None:
@@ -111,3 +111,26 @@ def test_only_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     with complete_folder(target) as temporary:
         (temporary / "file").touch()
     assert sorted(os.listdir(tmp_path)) == sorted([of_a_living_process.name, "run"])
+
+
+def test_a_lock_ends_with_its_holder_even_if_a_process_that_it_forked_goes_on(tmp_path: Path) -> None:
+    """As data workers do for a moment after their rank was killed."""
+    lock, (told, tells) = tmp_path / "lock", os.pipe()
+    holder = os.fork()
+    if not holder:
+        with hold_lock(lock, "taken", "wait"):
+            worker = os.fork()
+            if not worker:
+                os.write(tells, os.getpid().to_bytes(8, "little"))
+            signal.pause()
+            os._exit(0)
+    worker = int.from_bytes(os.read(told, 8), "little")
+    with pytest.raises(InputError, match=rf"^taken \(process {holder} on \S+\); wait$"):
+        check_not_held(lock, "taken", "wait")
+    try:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+        os.kill(worker, 0)
+        check_not_held(lock, "taken", "wait")
+    finally:
+        os.kill(worker, signal.SIGKILL)
