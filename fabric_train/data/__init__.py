@@ -12,8 +12,8 @@ from pydantic import NonNegativeInt, PositiveInt
 
 SHUFFLED, KEYED = 1, 3
 """Versions of the order of one token dataset: numpy's permutation of all rows, and one that is computed by index."""
-MOST_SHUFFLED = 1 << 24
-"""Rows in memory as one permutation: 64 MiB."""
+MOST_SHUFFLED = 1 << 22
+"""Rows in memory as one permutation: 16 MiB."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,8 @@ class DataOrder:
     """The values that determine which rows a step consumes. They must be equal to resume a run.
 
     ``num_rows`` are an epoch's. ``version`` is 2 for a mixture, 3 for one token dataset of more than ``MOST_SHUFFLED``
-    rows, else 1; earlier versions of the program had no 3, and their runs go on with 1. ``rows_per_epoch`` are the rows
-    of each source of a mixture. ``phases`` have others, from their first step to the next phase's; later ones may
-    change.
+    rows, else 1; a run that has begun keeps its version. ``rows_per_epoch`` are the rows of each source of a mixture.
+    ``phases`` have others, from their first step to the next phase's; later ones may change.
     """
 
     fingerprint: str
@@ -47,8 +46,9 @@ class DataOrder:
         cls, fingerprint: str, num_rows: int, rows_per_window: int, seed: int, saved: object = None
     ) -> "DataOrder":
         """Return the order of one token dataset, for a run whose checkpoint has the order ``saved``."""
-        goes_on = isinstance(saved, DataOrder) and (saved.fingerprint, saved.version) == (fingerprint, SHUFFLED)
-        version = SHUFFLED if goes_on or num_rows <= MOST_SHUFFLED else KEYED
+        version = SHUFFLED if num_rows <= MOST_SHUFFLED else KEYED
+        if isinstance(saved, DataOrder) and saved.fingerprint == fingerprint and saved.version in (SHUFFLED, KEYED):
+            version = saved.version
         return cls(fingerprint, num_rows, rows_per_window, seed, version)
 
     def begun(self, step: int) -> "DataOrder":

@@ -166,6 +166,8 @@ def test_a_run_keeps_the_order_that_it_began_with() -> None:
     assert DataOrder.of_one("fingerprint", MOST_SHUFFLED, 8, 0).version == SHUFFLED
     earlier = DataOrder(*given)  # of a version of the program that had no other
     assert DataOrder.of_one(*given, earlier) == earlier
+    by_index = DataOrder("fingerprint", 10, 8, 0, KEYED)  # of a version with another limit
+    assert DataOrder.of_one("fingerprint", 10, 8, 0, by_index) == by_index
     assert DataOrder.of_one("another", *given[1:], earlier).version == KEYED
 
 

@@ -155,10 +155,14 @@ class _MappedRows:
 @functools.lru_cache(maxsize=MOST_OPEN)
 def _map_rows(split: JoinedSplit, file: int) -> _MappedRows:
     part, listed = split._files[file]
-    split.parts.check(part)
     path = split.path(file)
-    mapped = map_file(path)
+    try:
+        mapped = map_file(path)
+    except InputError:
+        split.parts.check(part)  # the whole part may be gone
+        raise
     if len(mapped) != listed.bytes:
+        split.parts.check(part)
         raise InputError(f"{path} has {len(mapped):,} bytes instead of {listed.bytes:,}; {TOKENIZE_AGAIN}")
     try:
         buffer = pa.py_buffer(mapped)

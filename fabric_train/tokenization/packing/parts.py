@@ -17,7 +17,7 @@ import functools
 import hashlib
 import json
 import mmap
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +92,6 @@ class Parts:
 
     folder: Path
     record: PartsRecord
-    _checked: set[int] = field(default_factory=set)
 
     def folder_of(self, part: int) -> Path:
         return self.folder / self.record.parts[part].path
@@ -102,10 +101,13 @@ class Parts:
         parts = (replace(part, path=f"{folder}/{number:05d}") for number, part in enumerate(self.record.parts, 1))
         return replace(self.record, parts=tuple(parts))
 
+    def check_all(self) -> None:
+        """Raise an InputError if a part is missing or has another manifest; this reads all manifests."""
+        for part in range(len(self.record.parts)):
+            self.check(part)
+
     def check(self, part: int) -> None:
-        """Raise an InputError if a part is missing or has another manifest; a second call reads nothing."""
-        if part in self._checked:
-            return
+        """Raise the InputError of :meth:`check_all` for one part."""
         folder, wanted = self.folder_of(part), self.record.parts[part].manifest_sha256
         try:
             found = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
@@ -118,11 +120,6 @@ class Parts:
                 f"{self._name(part)} has changed since the merge: {folder / 'manifest.json'} is another; put it back "
                 f"as it was, or {MERGE_AGAIN}"
             )
-        self._checked.add(part)
-
-    def check_all(self) -> None:
-        for part in range(len(self.record.parts)):
-            self.check(part)
 
     def split_names(self) -> list[str]:
         return list(dict.fromkeys(name for part in self.record.parts for name in part.splits))
@@ -162,17 +159,23 @@ def write_record(folder: Path, record: PartsRecord) -> None:
 class _MappedIndex:
     """The arrays of a part's document index, mapped when they are first used."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, parts: Parts, split: str, part: int) -> None:
+        self._parts, self._split, self._part = parts, split, part
         self._arrays: dict[str, tuple[np.ndarray, mmap.mmap]] = {}
 
     def read(self, name: str, dtype: np.dtype, places: np.ndarray) -> np.ndarray:
         """Return a copy of some records, so that no page of the file counts as memory of this process for long."""
         if name not in self._arrays:
-            self._arrays[name] = _map_records(self._folder / f"{name}.npy", dtype, TOKENIZE_AGAIN)
+            file = self._parts.folder_of(self._part) / self._split / "index" / f"{name}.npy"
+            try:
+                self._arrays[name] = _map_records(file, dtype, TOKENIZE_AGAIN)
+            except InputError:
+                self._parts.check(self._part)  # the whole part may be another, or gone
+                raise
         array, mapped = self._arrays[name]
         if len(places) and places.max() >= len(array):
-            raise InputError(f"{self._folder}: not the index of this part's rows; {TOKENIZE_AGAIN}")
+            folder = self._parts.folder_of(self._part) / self._split / "index"
+            raise InputError(f"{folder}: not the index of this part's rows; {TOKENIZE_AGAIN}")
         records = array[places]
         mapped.madvise(mmap.MADV_DONTNEED)
         return records
@@ -180,8 +183,7 @@ class _MappedIndex:
 
 @functools.lru_cache(maxsize=MOST_OPEN)
 def _map_index(parts: Parts, split: str, part: int) -> _MappedIndex:
-    parts.check(part)
-    return _MappedIndex(parts.folder_of(part) / split / "index")
+    return _MappedIndex(parts, split, part)
 
 
 def map_array(file: Path, dtype: np.dtype, fix: str = "tokenize again") -> np.ndarray:
