@@ -1,14 +1,20 @@
 """Open the weights of models up to 405B, read one rank's part of them, and export: seconds, memory and files opened.
 
-The files are sparse: their headers are real, their weights a hole, which reads as zeros.
+The files are sparse: their headers are real, their weights a hole, which reads as zeros. The export of a large model is
+written in full, and :class:`HolePuncher` gives its zeros back to the file system meanwhile.
 """
 
+import ctypes
 import json
+import os
 import shutil
 import sys
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from benchmarks.large_checkpoint import write_checkpoint
@@ -18,7 +24,10 @@ from sample_data import real_data
 
 RANKS = 512
 SHARD_SIZE = "5GB"
-OPENED, EXPORTED = (8, 70, 405), (1, 3)  # billions of weights; exports are written in full
+OPENED, EXPORTED, EXPORTED_HOLES = (8, 70, 405), (1, 3), (8, 70, 405)  # billions of weights
+_SAVING_RANKS = 64  # of the checkpoints that are exported as holes
+_KEPT_BYTES = 8 << 20  # at the beginning of each file, where its header is
+_PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE of fallocate(2)
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,8 @@ def measure(work: Path) -> list[Series]:
     ]
     exports = {billions: _export(work, billions) for billions in EXPORTED}
     real = "convert_to_hf.py's writing, of files on disk"
-    return [*series, _series("memory of an export without pages of files", "MB", exports, "random weights", real)]
+    series.append(_series("memory of an export without pages of files", "MB", exports, "random weights", real))
+    return [*series, *_export_holes(work, EXPORTED_HOLES)]
 
 
 def _series(
@@ -179,6 +189,87 @@ def _export(work: Path, billions: int) -> float:
     if measured.peak_anonymous_bytes is None:
         raise ChildProcessError("this system does not tell the memory of a process without pages of files")
     return measured.peak_anonymous_bytes / 1e6
+
+
+def _export_holes(work: Path, sizes: tuple[int, ...]) -> list[Series]:
+    """Export checkpoints that ``_SAVING_RANKS`` ranks saved, with all weights 0, index and model card."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for billions in sizes:
+        checkpoint, target = work / f"checkpoint-{billions}", work / f"export-{billions}"
+        _write_sparse_checkpoint(ROOT / checkpoint, billions)
+        words = ("python", "-m", "benchmarks.peers.export_step", "ours", str(checkpoint), str(target))
+        with HolePuncher(ROOT / work):
+            measured = run(Command(words))
+        assert measured.peak_anonymous_bytes is not None
+        index = json.loads((ROOT / target / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        sizes_of_files = [file.stat().st_size for file in (ROOT / target).glob("*.safetensors")]
+        values = {
+            ("export of zeros: memory without pages of files", "MB"): measured.peak_anonymous_bytes / 1e6,
+            ("export of zeros: CPU", "s"): measured.cpu_seconds,
+            ("export of zeros: written", "GB"): sum(sizes_of_files) / 1e9,
+            ("export of zeros: files of weights", "files"): len(set(index["weight_map"].values())),
+            ("export of zeros: model card", "kB"): (ROOT / target / "README.md").stat().st_size / 1e3,
+        }
+        for name, value in values.items():
+            found.setdefault(name, {})[billions] = value
+        for folder in (checkpoint, target):
+            shutil.rmtree(ROOT / folder)
+    simulated = "the checkpoint's weights are holes, read as zeros; written zeros are given back to the file system"
+    real = "convert_to_hf.py's writing of all bytes, index and model card, without verification"
+    return [_series(quantity, unit, values, simulated, real) for (quantity, unit), values in found.items()]
+
+
+def _write_sparse_checkpoint(folder: Path, billions: int) -> None:
+    """Write a sharded checkpoint without content."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    from fabric_train.checkpoint.files import join_parts
+    from tests.support.sparse_checkpoints import entries, write_parts
+
+    config = config_of(billions)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    write_parts(folder, shapes, _SAVING_RANKS, step=1)
+    join_parts(folder, entries(shapes))
+    config.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+    shutil.copytree(real_data.smollm2(), folder / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors"))
+
+
+class HolePuncher:
+    """Give the space of zeros in growing safetensors files below a folder back to the file system, in a thread.
+
+    Pages of the checkpoint, which is read from there, leave memory, too. Use it only where everything after the first
+    ``_KEPT_BYTES`` of each file is 0: a hole reads as zeros (fallocate(2)).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._ended = folder, threading.Event()
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+        self._thread = threading.Thread(target=self._punch, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _punch(self) -> None:
+        while not self._ended.wait(0.05):
+            for file in self._folder.glob("checkpoint-*/model/*.safetensors"):
+                with file.open("rb") as opened:  # pages that are used again cost less than new ones
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            for file in self._folder.glob(".export-*/*.safetensors"):  # the folder has its name when it is complete
+                with suppress(FileNotFoundError), file.open("r+b") as opened:
+                    size = os.fstat(opened.fileno()).st_size - _KEPT_BYTES
+                    if size > 0 and self._libc.fallocate(opened.fileno(), _PUNCH_HOLE, _KEPT_BYTES, size):
+                        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(file))
 
 
 if __name__ == "__main__":
