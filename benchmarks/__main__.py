@@ -114,7 +114,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--repetitions", type=int, default=gpu.REPETITIONS, help="of gpu: runs of each system; default: %(default)s"
     )
-    parser.add_argument("--kept", type=Path, help="of gpu: file that keeps what ended, for a second start")
+    parser.add_argument("--kept", type=Path, help="of gpu and scale: file that keeps what ended, for a second start")
     parser.add_argument("--sample", type=int, default=defects.SAMPLE, help="of defects: how many; default: %(default)s")
     parser.add_argument(
         "--survivors", action="store_true", help="of defects: plant only the survivors of the newest result again"
@@ -146,6 +146,7 @@ def main() -> None:
     if given.first_hour:
         first_hour.run_first_hour(given.sizes, given.work, machine, commit)
         return
+    kept = given.kept and given.kept.absolute()
     for name in names or [name for name in BENCHMARKS if name not in _ONLY_BY_NAME]:
         # on the project's own disk, because the systems write their output there
         with tempfile.TemporaryDirectory(dir=real_data.CACHE, prefix=f"benchmark-{name}-") as folder:
@@ -153,8 +154,9 @@ def main() -> None:
                 work = Path(folder).relative_to(ROOT)
                 if name == "defects":
                     report = defects.measure(work, given.sample, given.survivors)
+                elif name == "scale":
+                    report = scale.measure(work, kept)
                 elif name == "gpu":
-                    kept = given.kept and given.kept.absolute()
                     report = gpu.measure(work, "", given.systems, given.repetitions, kept)
                 else:
                     report = BENCHMARKS[name].measure(work)

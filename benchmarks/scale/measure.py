@@ -1,7 +1,8 @@
 """Run all parts, show them as one table, and draw them into docs/scale.png."""
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.table import Table
 from benchmarks.measure import ROOT
 from benchmarks.report import Report
 from benchmarks.scale import checkpoint, collectives, dataset, goodput, watch, weights
-from benchmarks.scale.series import Series
+from benchmarks.scale.series import Series, series_of
 from fabric_train.pages import charts
 
 PARTS: dict[str, Callable[[Path], list[Series]]] = {
@@ -58,20 +59,25 @@ class ScaleSummary:
     above_limit: list[str]
 
 
-def measure(work: Path) -> Report:
+def measure(work: Path, kept: Path | None = None) -> Report:
     """Measure each part.
 
     Args:
         work: folder for the files, relative to the project's root.
+        kept: file with the parts that an earlier call has measured, which are not measured again.
 
     Raises:
         ChildProcessError: a measured process failed.
     """
-    runs = {}
-    for name, part in PARTS.items():
+    known = json.loads(kept.read_bytes()) if kept and kept.exists() else {}
+    runs = {name: [series_of(one) for one in of_part] for name, of_part in known.items()}
+    for name in [name for name in PARTS if name not in runs]:
         print(f"scale: {name}", flush=True)
         (ROOT / work / name).mkdir(parents=True)
-        runs[name] = part(work / name)
+        runs[name] = PARTS[name](work / name)
+        if kept:
+            kept.write_text(json.dumps({name: [asdict(one) for one in of_part] for name, of_part in runs.items()}))
+    runs = {name: runs[name] for name in PARTS}
     measured = [one for series in runs.values() for one in series]
     draw(measured, PICTURE)
     return Report("scale", {}, {}, runs, ScaleSummary(above_limits(measured)))

@@ -1,6 +1,7 @@
 """Describe what grows, and by how much."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -33,3 +34,8 @@ class Series:
     simulated: str
     real: str
     limit: float | None = None
+
+
+def series_of(content: dict[str, Any]) -> Series:
+    """Return the series that ``dataclasses.asdict`` made into ``content``."""
+    return Series(**{**content, "points": tuple(Point(**point) for point in content["points"])})

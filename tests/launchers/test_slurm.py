@@ -5,6 +5,7 @@ Slurm (and shellcheck) is installed with apt-get where it is missing. Its daemon
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -142,6 +143,40 @@ def test_a_job_whose_node_fails_goes_on_without_it(
         assert re.search("slurm: error: node2(: no answer. Slurm starts the job again without it| is down)", log)
     assert f"slurm: a node of the last start has failed: {failed} is down* (Not responding)" in log
     assert f"job {job}, restart 1, on node[{'2-3' if failed == 'node1' else '1,3'}]" in log
+    assert len(metrics(run)) == NUM_STEPS
+
+
+def test_a_spare_node_takes_over_in_the_same_job(
+    cluster: SlurmCluster, tmp_path: Path, arguments: Callable[..., list[str]]
+) -> None:
+    """The script is the one in docs/launch.md, with fewer nodes."""
+    run = cluster.folder / "run"
+    section = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8").partition("\n### Spare nodes\n")[2]
+    script = section.split("```text\n")[1].split("```\n")[0]
+    changes = {
+        "--nodes 9 --ntasks-per-node 8 --gres gpu:8": "--nodes 3 --ntasks-per-node 1 --gres gpu:1 --mem 2000",
+        "head -n 8": "head -n 2",
+        "--nodes 8 --ntasks 64": "--nodes 2 --ntasks 2",
+        "python -m fabric_train --devices 8 --num_nodes 8 --config run.yaml": (
+            f"{sys.executable} -m fabric_train --devices 1 --num_nodes 2 {shlex.join(arguments(run))}"
+        ),
+    }
+    for shown, here in changes.items():
+        assert script.count(shown) == 1, shown
+        script = script.replace(shown, here)
+    file = tmp_path / "spare.sh"
+    file.write_text(script, encoding="utf-8")
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    printed = cluster.command("sbatch", "--output", tmp_path / "spare.log", file, environment=environment)
+    job = int(printed.split()[-1])
+    cluster.wait_until(has_steps(run, 55))
+    cluster.kill_node("node2", is_shut_down=True)
+    cluster.wait_until(lambda: cluster.state(job) in ENDED)
+    assert cluster.state(job) == "COMPLETED", cluster.report()
+    assert "Restarts=0" in cluster.command("scontrol", "show", "job", job)
+    log = (tmp_path / "spare.log").read_text(encoding="utf-8")
+    assert "error: rank 1 (node2, process " in log
+    assert "step-00000050" in log  # where the run went on, without node2
     assert len(metrics(run)) == NUM_STEPS
 
 
