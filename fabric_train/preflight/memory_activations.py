@@ -29,8 +29,7 @@ from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.lm_head_loss import compute_loss_in_head, traced_as
 from fabric_train.model.trained_parts import IN_LAYER, freeze_other_parts
-from fabric_train.preflight.memory_attention import attention_of_slices, attention_on_gpu
-from fabric_train.preflight.memory_compiled import compile_for_trace
+from fabric_train.preflight.memory_gpu import attention_of_slices, attention_on_gpu, compile_for_trace
 from fabric_train.training.objective import CrossEntropy
 
 if TYPE_CHECKING:
