@@ -18,8 +18,6 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Compiled = Callable[..., Any]
-
-
 _traced: dict[Hashable, Compiled] = {}
 """What torch has traced, by all that it depends on."""
 

@@ -21,7 +21,7 @@ from fabric_train.model.flops import ModelFlops
 from fabric_train.model.row_tiles import TILE_SIZE
 from fabric_train.preflight.memory_forecast import Forecast, RunRequest
 from fabric_train.preflight.memory_layout import bytes_of_states, read_units, why_no_tiles
-from fabric_train.preflight.save_interval import describe_saves
+from fabric_train.preflight.steps import describe_saves
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_mixture, describe_parts, describe_phases, facts_table
