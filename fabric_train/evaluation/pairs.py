@@ -25,7 +25,7 @@ from fabric_train.tokenization.build import build_token_dataset
 from fabric_train.tokenization.manifest import FILE_NAME
 from fabric_train.tokenization.reading.sources import split_names
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
-from fabric_train.training.bootstrap import FEWEST_DOCUMENTS, LEVEL, Interval, interval_of, resample
+from fabric_train.training.statistics import FEWEST_DOCUMENTS, LEVEL, Interval, interval_of, resample
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import decay_form, num_decay_steps
-from fabric_train.training.bootstrap import accuracy_interval
 from fabric_train.training.loggers import describe_loggers
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_times import read_times
+from fabric_train.training.statistics import accuracy_interval
 
 if TYPE_CHECKING:
     from fabric_train.training.loop import End
