@@ -29,7 +29,7 @@ from fabric_train.cli.errors import RunError, describe_failure, describe_os_erro
 from fabric_train.distributed.ranks import first_text, gather_over_data_ranks
 from fabric_train.files.atomic_folder import remove, temporary_for, this_process
 from fabric_train.model.hf_model import write_generation_config
-from fabric_train.model.shard_index import Entry
+from fabric_train.model.weight_files import Entry
 
 if TYPE_CHECKING:
     from fabric_train.distributed.ranks import StepSync

@@ -26,7 +26,7 @@ from fabric_train.distributed.strategy import (
 from fabric_train.model.adapter import AdaptedWeights, materialize, start_magnitudes, without_adapters
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.load_weights import read_weights
-from fabric_train.model.row_tiles import tile_rows
+from fabric_train.model.long_rows import tile_rows
 from fabric_train.model.weight_files import Weights
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from fabric_train.data.streaming import Stream
 from fabric_train.distributed.memory import device_memory, machine_memory
 from fabric_train.files.atomic_folder import nearest_existing
 from fabric_train.model.flops import ModelFlops
-from fabric_train.model.row_tiles import TILE_SIZE
+from fabric_train.model.long_rows import TILE_SIZE
 from fabric_train.preflight.memory_forecast import Forecast, RunRequest
 from fabric_train.preflight.memory_layout import bytes_of_states, read_units, why_no_tiles
 from fabric_train.preflight.steps import describe_saves

@@ -26,7 +26,7 @@ from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.files.atomic_folder import check_not_inside
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.rope import how_to_extend
-from fabric_train.optim.lr_schedule import num_decay_steps
+from fabric_train.optim.optimizer import num_decay_steps
 from fabric_train.preflight.dataset_check import check_dataset, resize_advice
 from fabric_train.training.metrics import are_columns
 from fabric_train.training.prepared_run import PreparedRun, RunPhase, StartingPoint, StepPlan, TrainingData

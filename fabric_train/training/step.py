@@ -32,7 +32,7 @@ from fabric_train.distributed.ranks import (
 from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.distributed.xla import seed_xla
 from fabric_train.model.flops import ModelFlops
-from fabric_train.optim.lr_schedule import Schedules, set_learning_rate
+from fabric_train.optim.optimizer import Schedules, set_learning_rate
 from fabric_train.training.objective import CrossEntropy, Objective, WindowLoss, by_piece, counts_pieces, sum_by_source
 from fabric_train.training.statistics import SpikeRule
 

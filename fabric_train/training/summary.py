@@ -19,7 +19,7 @@ from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
-from fabric_train.optim.lr_schedule import decay_form, num_decay_steps
+from fabric_train.optim.optimizer import decay_form, num_decay_steps
 from fabric_train.training.loggers import describe_loggers
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_times import read_times

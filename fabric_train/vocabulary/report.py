@@ -1,7 +1,7 @@
 """Count the tokens that tokenizers need for the words of languages; recommend to keep or to change the tokenizer.
 
-The intervals are from a bootstrap over documents (``training/statistics.py``), with the same draws for all tokenizers of
-a language.
+The intervals are from a bootstrap over documents (``training/statistics.py``), with the same draws for all tokenizers
+of a language.
 """
 
 import json
