@@ -18,8 +18,8 @@ from benchmarks.plan_table import DEVICE_MEMORY, INTERCONNECT, NETWORK, read_mod
 from benchmarks.report import Report
 from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.model.attention import VARLEN
+from fabric_train.model.context_parallel import CONTEXT_VARLEN
 from fabric_train.model.flops import ModelFlops
-from fabric_train.model.long_rows import CONTEXT_VARLEN
 from fabric_train.preflight.memory_forecast import RunRequest
 from fabric_train.preflight.memory_plan import busiest_rank
 from fabric_train.training.prepared_run import StepPlan

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fabric_train.data.batch import Batch, Targets
 from fabric_train.distributed.decoder_layers import checkpoint_layers, shares_kept
-from fabric_train.model import long_rows
+from fabric_train.model import parallelize
 from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.lm_head_loss import compute_loss_in_head, traced_as
@@ -172,7 +172,7 @@ class _Traced:
     loss_in_head: bool
     kept: float  # see ``decoder_layers.shares_kept``
     kept_by_compiler: float | None
-    tile_size: int | None  # see ``long_rows``
+    tile_size: int | None  # see ``parallelize.tile_rows``
     batch: MicroBatch
     adapter: Adapter | None
     kinds: tuple[LayerKind, ...]
@@ -215,7 +215,7 @@ def _trace(
 def _trace_once(given: _Traced) -> Activations:
     batch = given.batch
     with ExitStack() as kernels, FakeTensorMode():
-        kernels.enter_context(patch.object(long_rows, "tiles_of", long_rows.two_tiles_of))
+        kernels.enter_context(patch.object(parallelize, "tiles_of", parallelize.two_tiles_of))
         if batch.on_gpu:
             kernels.enter_context(traced_as("cuda"))
             kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention_on_gpu))
@@ -235,7 +235,7 @@ def _trace_once(given: _Traced) -> Activations:
         if given.loss_in_head:
             compute_loss_in_head(model)
         if given.tile_size:
-            long_rows.tile_rows(model, layers, given.tile_size)
+            parallelize.tile_rows(model, layers, given.tile_size)
         if given.kept_by_compiler is not None:
             same = replace(given, described="", kinds=(), trained=frozenset(), kept=1.0)
             compile_for_trace(layers, given.kept_by_compiler, same)

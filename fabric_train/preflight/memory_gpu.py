@@ -59,7 +59,7 @@ def attention_on_gpu(
 def attention_of_slices(attention: Callable[..., torch.Tensor], num_ranks: int) -> Callable[..., torch.Tensor]:
     """Let an attention take the keys and values of several ranks, whose gradients are added in fp32.
 
-    Here each rank repeats its own, which takes as much memory; see ``model.long_rows``.
+    Here each rank repeats its own, which takes as much memory; see ``model.context_parallel``.
     """
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **given: Any) -> torch.Tensor:

@@ -16,8 +16,8 @@ from fabric_train.data import DataOrder
 from fabric_train.data.step_sampler import VALIDATION_VERSION
 from fabric_train.data.streaming import Stream
 from fabric_train.model.attention import VARLEN
+from fabric_train.model.context_parallel import CONTEXT_VARLEN
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.model.long_rows import CONTEXT_VARLEN
 from fabric_train.optim.optimizer import RATE_ARGUMENTS, SCHEDULES_VERSION, Schedule
 from fabric_train.training.metrics import read_metrics
 from fabric_train.training.prepared_run import PreparedRun, StepPlan, TrainingData

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from fabric_train.data.batch import Batch, Targets, count_supervised, find_targets
 from fabric_train.distributed.ranks import to_device_async
 from fabric_train.model.attention import forward_batch
+from fabric_train.model.context_parallel import whole_losses
 from fabric_train.model.lm_head_loss import has_loss_in_head
-from fabric_train.model.long_rows import whole_losses
 
 if TYPE_CHECKING:
     from arguments import PreferenceArguments, TrainArguments

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from lightning import Fabric
 
 from fabric_train.checkpoint.manager import CheckpointManager
-from fabric_train.data.row_slices import place_batch
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed import ranks
 from fabric_train.distributed.ranks import (
@@ -31,6 +30,7 @@ from fabric_train.distributed.ranks import (
 )
 from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.distributed.xla import seed_xla
+from fabric_train.model.context_parallel import place_batch
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.optimizer import Schedules, set_learning_rate
 from fabric_train.training.objective import CrossEntropy, Objective, WindowLoss, by_piece, counts_pieces, sum_by_source

@@ -1,169 +1,147 @@
-"""Train on rows that are too long for one rank: compute them in tiles, or a slice of them on each of several ranks.
+"""Compute rows on several ranks, each with a slice of them (context parallelism): the slices, attention, and losses.
 
-All layers but attention treat each token alone. So the MLP and the norms can be computed for a tile of tokens at a
-time, and again in the backward pass. The inner tensors of an MLP, each about 3.5 times as large as its input, exist for
-one tile only. It is the tiled MLP of ALST (arXiv:2506.13996). Results are exact; only the sum of a weight's gradient
-over the tiles has another order.
+The rows of a batch follow one another, and padding fills them up to a multiple of the chunks. A slice is some chunks of
+them: chunks of a long document are dealt so that each rank has early ones, whose tokens see few others, and late ones,
+whose tokens see many.
 
-With slices (context parallelism), the ranks gather the keys and values of all slices for attention, and each computes
-its own queries, as in Llama 3 (arXiv:2407.21783, section 3.3.2). The gathered keys are in the order of the rows, so a
-stretch of queries sees a stretch of keys, and the kernels for documents take both with their borders. torch's own
-context parallelism (``torch.distributed.tensor.experimental``) has no documents: it takes causal rows.
+All layers but attention treat each token alone. For attention the ranks gather the keys and values of all slices, and
+each computes its own queries, as in Llama 3 (arXiv:2407.21783, section 3.3.2). The gathered keys are in the order of
+the rows, so a stretch of queries sees a stretch of keys, and the kernels for documents take both with their borders.
+torch's own context parallelism (``torch.distributed.tensor.experimental``) has no documents: it takes causal rows.
 
-Shapes: S tokens of a slice, L of all slices, H heads of queries, K of keys and values, D head size, N targets.
+Shapes: C ranks, L tokens in all rows with the padding, S = L / C tokens of a slice, H heads of queries, K of keys and
+values, D head size, N targets.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import wraps
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fabric_train.data.row_slices import RowSlice, Stretch
+from fabric_train.data.batch import Batch, RowSlice, Stretch, find_targets
+from fabric_train.distributed.ranks import ContextGroup
 
-TILE_SIZE = 4096
-"""The tokens of a tile that ``auto`` takes: enough for fast matrix products, and few beside a row that needs tiles."""
+if TYPE_CHECKING:
+    from lightning import Fabric
+
 CONTEXT = "sdpa_context"
 """transformers' name of :func:`attend`."""
 CONTEXT_VARLEN = "sdpa_context_varlen"
 """transformers' name of :func:`attend` with torch's kernel for documents."""
 
 
-def why_not_tiled(layers: Iterable[nn.Module]) -> str | None:
-    """Return why the MLPs of layers cannot be computed in tiles, or None.
+_CHUNKS_OF_RANK = (1, 2, 4, 8)
+_TOLERANCE = 0.02
 
-    An MLP is known by its name and has linear layers and activations only. Dropout would draw other numbers when a tile
-    is computed again. Adapters are not looked at.
+
+def place_batch(fabric: "Fabric", batch: Batch) -> Batch:
+    """Return a batch on Fabric's device, with this rank's slice of its rows if several ranks compute them."""
+    placed, group = batch.to(fabric.device), getattr(fabric.strategy, "context_group", None)
+    return placed if group is None else replace(placed, row_slice=cut_rows(batch, group).to(fabric.device))
+
+
+def cut_rows(batch: Batch, group: ContextGroup) -> RowSlice:
+    """Return this rank's slice of the rows of a batch on the CPU."""
+    num_tokens, borders = batch.input_ids.numel(), borders_of(batch)
+    ranks, size = deal_chunks(borders, group.size)
+    padded = len(ranks) * size
+    if padded > num_tokens:  # the padding is a document of its own
+        borders = np.append(borders, padded)
+    own = np.flatnonzero(ranks == group.rank)
+    tokens = (own[:, None] * size + np.arange(size)).ravel()
+    position_ids = tokens - borders[np.searchsorted(borders, tokens, side="right") - 1]
+    input_ids = np.zeros(padded, dtype=np.int64)
+    input_ids[:num_tokens] = batch.input_ids.numpy().ravel()
+    targets = batch.targets or find_targets(batch.labels)
+    numbers = np.flatnonzero(ranks[targets.positions.numpy() // size] == group.rank)
+    positions = np.searchsorted(tokens, targets.positions.numpy()[numbers])
+    chunks = np.empty(len(ranks), dtype=np.int64)
+    chunks[np.argsort(ranks, kind="stable")] = np.arange(len(ranks))
+    return RowSlice(
+        group,
+        input_ids=torch.from_numpy(input_ids[tokens][None]),
+        position_ids=torch.from_numpy(position_ids[None]),
+        positions=torch.from_numpy(positions),
+        target_ids=targets.ids[torch.from_numpy(numbers)],
+        numbers=torch.from_numpy(numbers),
+        chunks=torch.from_numpy(chunks),
+        stretches=_stretches(own, size, borders),
+    )
+
+
+def borders_of(batch: Batch) -> np.ndarray:
+    """Return the borders of the documents in all rows of a batch on the CPU, or of its rows: int64 [documents + 1]."""
+    if batch.documents is not None:
+        return batch.documents.borders.numpy().astype(np.int64)
+    num_rows, length = batch.input_ids.shape
+    return np.arange(num_rows + 1) * length
+
+
+def deal_chunks(borders: np.ndarray, num_ranks: int) -> tuple[np.ndarray, int]:
+    """Return the rank of each chunk, int64 [chunks], and the tokens of a chunk.
+
+    ``borders``, int64 [documents + 1], are of the documents in all rows. A token takes as much work as there are tokens
+    before it in its document. Each rank gets the same number of chunks: the fewest that balance the work within 2 %, at
+    most 8. The chunks with the most work are dealt first, each to the rank that has the least.
     """
-    for layer in layers:
-        mlp = getattr(layer, "mlp", None)
-        if mlp is None or not all(_is_plain(child) for child in mlp.children()) or [*mlp.parameters(recurse=False)]:
-            return f"the MLP of {type(layer).__name__} is not made of linear layers alone"
-    return None
+    best = _deal(borders, num_ranks, _CHUNKS_OF_RANK[0])
+    for number in _CHUNKS_OF_RANK[1:]:
+        if best[2] <= 1 + _TOLERANCE:
+            break
+        best = min(best, _deal(borders, num_ranks, number), key=lambda dealt: dealt[2])
+    return best[0], best[1]
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Return whether this is a linear layer or computes each number alone, without dropout."""
-    if isinstance(module, nn.Dropout):
-        return module.p == 0
-    return isinstance(module, nn.Linear) or not any(True for _ in (*module.children(), *module.parameters()))
+def _deal(borders: np.ndarray, num_ranks: int, chunks_of_rank: int) -> tuple[np.ndarray, int, float]:
+    """Return what :func:`deal_chunks` does, and the most work of a rank as a multiple of the mean."""
+    num_chunks = num_ranks * chunks_of_rank
+    of_chunks = count_keys(borders, num_chunks)
+    size = -(-int(borders[-1]) // num_chunks)
+    ranks, of_ranks, number = np.empty(num_chunks, dtype=np.int64), [0] * num_ranks, [0] * num_ranks
+    for chunk in np.argsort(-of_chunks, kind="stable"):
+        rank = min((each for each in range(num_ranks) if number[each] < chunks_of_rank), key=of_ranks.__getitem__)
+        ranks[chunk] = rank
+        of_ranks[rank] += int(of_chunks[chunk])
+        number[rank] += 1
+    return ranks, size, max(of_ranks) * num_ranks / sum(of_ranks)
 
 
-def tile_rows(model: Any, layers: Sequence[nn.Module], size: int) -> None:
-    """Replace the ``forward`` of the MLPs, of the layers' norms and of the last norm: it works in tiles of tokens.
-
-    Names in the state dict stay the same. Call it before layers are checkpointed, and nothing is sharded yet.
-    """
-    for module in _modules(model, layers):
-        module.forward = _tiled(module, module.forward, size)
-
-
-def _modules(model: Any, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    for layer in layers:
-        yield from (child for name, child in layer.named_children() if name == "mlp" or _is_norm(child))
-    yield from filter(_is_norm, model.base_model.children())
+def count_keys(borders: np.ndarray, num_chunks: int) -> np.ndarray:
+    """Return how many keys the tokens of each chunk see together, int64 [chunks]; padding is a document."""
+    size = -(-int(borders[-1]) // num_chunks)
+    tokens = np.arange(num_chunks * size)
+    keys = tokens + 1 - borders[np.searchsorted(borders, tokens, side="right") - 1]
+    return keys.reshape(num_chunks, size).sum(axis=1)
 
 
-def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module normalizes each token's vector."""
-    return type(module).__name__.endswith(("RMSNorm", "LayerNorm")) and not list(module.children())
-
-
-def _tiled(module: nn.Module, forward: Callable[..., Any], size: int) -> Callable[..., Any]:
-    owners = [(owner, name) for owner in module.modules() for name, _ in owner.named_parameters(recurse=False)]
-
-    @wraps(forward)
-    def tiled(hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.numel() <= size * hidden.shape[-1]:
-            return forward(hidden)
-        # FSDP may have put another tensor in the place of a parameter
-        weights = [getattr(owner, name) for owner, name in owners]
-        result: torch.Tensor = _Tiles.apply(forward, owners, size, hidden, *weights)
-        return result
-
-    return tiled
-
-
-class _Tiles(torch.autograd.Function):
-    """Computes a module tile by tile; keeps its input only."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        forward: Callable[..., Any],
-        owners: list[tuple[nn.Module, str]],
-        size: int,
-        hidden: torch.Tensor,
-        *weights: torch.Tensor,
-    ) -> torch.Tensor:
-        kind = hidden.device.type
-        ctx.save_for_backward(hidden, *weights)
-        ctx.module = forward, owners, size
-        ctx.autocast = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
-        flat = hidden.flatten(0, -2)
-        output: torch.Tensor | None = None
-        for tile in tiles_of(len(flat), size):
-            result = forward(flat[tile])
-            if output is None:
-                output = result.new_empty(len(flat), result.shape[-1])
-            output[tile] = result
-        assert output is not None
-        return output.view(*hidden.shape[:-1], output.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        """Compute each tile again and differentiate it. Gradients of weights are summed in fp32."""
-        hidden, *weights = ctx.saved_tensors
-        forward, owners, size = ctx.module
-        _, _, _, needs_hidden, *needed = ctx.needs_input_grad
-        grad_hidden = torch.empty_like(hidden).flatten(0, -2) if needs_hidden else None
-        leaves = [weight.detach().requires_grad_(need) for weight, need in zip(weights, needed, strict=True)]
-        trained = [leaf for leaf in leaves if leaf.requires_grad]
-        sums = [torch.zeros_like(leaf, dtype=torch.float32) for leaf in trained]
-        flat, grads_of_tokens = hidden.detach().flatten(0, -2), grad_output.flatten(0, -2)
-        with _replaced(owners, leaves), torch.enable_grad(), torch.autocast(hidden.device.type, **ctx.autocast):
-            for tile in tiles_of(len(flat), size):
-                inputs = flat[tile].requires_grad_(needs_hidden)
-                wanted = [inputs, *trained] if needs_hidden else trained
-                grads = list(torch.autograd.grad(forward(inputs), wanted, grads_of_tokens[tile]))
-                if grad_hidden is not None:
-                    grad_hidden[tile] = grads.pop(0)
-                for total, grad in zip(sums, grads, strict=True):
-                    total += grad
-        of_weights = [sums.pop(0).to(leaf.dtype) if leaf.requires_grad else None for leaf in leaves]
-        return None, None, None, None if grad_hidden is None else grad_hidden.view_as(hidden), *of_weights
-
-
-def tiles_of(num_tokens: int, size: int) -> Iterable[slice]:
-    """Return the tiles of so many tokens."""
-    return [slice(begin, min(begin + size, num_tokens)) for begin in range(0, num_tokens, size)]
-
-
-def two_tiles_of(num_tokens: int, size: int) -> Iterable[slice]:
-    """Return the first two tiles: for a trace of memory, since the others take what these have freed."""
-    return [slice(begin, min(begin + size, num_tokens)) for begin in (0, size) if begin < num_tokens]
-
-
-@contextmanager
-def _replaced(owners: list[tuple[nn.Module, str]], tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Put tensors in the place of parameters meanwhile; an attribute in the module itself is found before these."""
-    before = [vars(owner).get(name) for owner, name in owners]
-    for (owner, name), tensor in zip(owners, tensors, strict=True):
-        vars(owner)[name] = tensor
-    try:
-        yield
-    finally:
-        for (owner, name), found in zip(owners, before, strict=True):
-            if found is None:
-                del vars(owner)[name]
-            else:
-                vars(owner)[name] = found
+def _stretches(own: np.ndarray, size: int, borders: np.ndarray) -> tuple[Stretch, ...]:
+    """Return the stretches of a rank's chunks ``own``, which are ascending."""
+    stretches, begin = [], 0
+    for run in np.split(own, np.flatnonzero(np.diff(own) > 1) + 1):
+        first, last = int(run[0]) * size, int(run[-1] + 1) * size
+        first_key = int(borders[np.searchsorted(borders, first, side="right") - 1])
+        inside = borders[(borders > first) & (borders < last)]
+        of_tokens = np.concatenate([[0], inside - first, [last - first]])
+        of_keys = np.concatenate([[0], inside - first_key, [last - first_key]])
+        stretches.append(
+            Stretch(
+                begin=begin,
+                end=begin + last - first,
+                first_key=first_key,
+                last_key=last,
+                lengths=tuple(np.diff(of_tokens).tolist()),
+                key_lengths=tuple(np.diff(of_keys).tolist()),
+                borders=torch.from_numpy(of_tokens.astype(np.int32)),
+                key_borders=torch.from_numpy(of_keys.astype(np.int32)),
+            )
+        )
+        begin += last - first
+    return tuple(stretches)
 
 
 @torch.compiler.disable
