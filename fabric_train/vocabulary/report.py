@@ -23,7 +23,7 @@ from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, open_
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.tokenization.workers import progress_of
 from fabric_train.training.statistics import FEWEST_DOCUMENTS, LEVEL, Interval, interval_of, resample
-from fabric_train.vocabulary.texts import LanguageTexts, words_of
+from fabric_train.vocabulary.words import LanguageTexts, words_of
 
 CONTEXT = 8192
 """The tokens of the context whose words are counted."""
