@@ -1,8 +1,8 @@
 """The words of a language: read and sample its texts, count their words, and learn further merges of a BPE from them.
 
-New merges come after all old ones, and a tokenizer applies merges in their order. So a text is first cut as before, and then new merges join some pieces: a text that gets no new token keeps
-its ids. One exception would break this: a pair whose text is an old token that the old merges never make of it. It is
-no merge here.
+New merges come after all old ones, and a tokenizer applies merges in their order. So a text is first cut as before, and
+then new merges join some pieces: a text that gets no new token keeps its ids. One exception would break this: a pair
+whose text is an old token that the old merges never make of it. It is no merge here.
 
 A SentencePiece model is continued in the same way: it joins the pair whose piece has the best score, and the scores of
 new pieces are below all old ones. Its own trainer starts from letters; of 2,000 pieces that it learned from 1.5 MB of
