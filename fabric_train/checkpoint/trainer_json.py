@@ -94,7 +94,7 @@ class PhaseSchedule:
     """A learning-rate schedule of the steps from ``first_step`` to ``last_step``, in place of the run's.
 
     It has ``num_steps``, which are more if it is cut short, and fewer if the rate stays at its last one. ``arguments``
-    are ``lr_schedule.ARGUMENTS``.
+    are ``optim.optimizer.RATE_ARGUMENTS``.
     """
 
     first_step: PositiveInt
