@@ -32,7 +32,8 @@ from fabric_train.distributed.strategy import (
     ParameterMaterializer,
     collective_timeout,
 )
-from fabric_train.model.adapter import AdaptedWeights, materialize, start_magnitudes, without_adapters
+from fabric_train.model.adapter import materialize, start_magnitudes, without_adapters
+from fabric_train.model.init_weights import AdaptedWeights
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.load_weights import read_weights
 from fabric_train.model.weight_files import Weights

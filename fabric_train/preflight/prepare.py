@@ -30,10 +30,10 @@ from fabric_train.distributed.precision import check_float8
 from fabric_train.files.atomic_folder import check_no_dead_link, check_not_inside, nearest_existing
 from fabric_train.files.regular_file import check_regular_or_absent
 from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts, read_prompts
+from fabric_train.model.adapter import check_installed
 from fabric_train.model.attention import check_attention, choose_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape, with_parts
 from fabric_train.model.init_weights import new_shape
-from fabric_train.model.nf4 import check_installed
 from fabric_train.model.parallelize import check_tensor_parallel
 from fabric_train.model.rope import RopeChange, note_on_rope
 from fabric_train.model.trained_parts import ALL_PARTS, rates_by_name, splits_layers
