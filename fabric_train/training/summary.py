@@ -12,6 +12,7 @@ from rich.text import Text
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train.checkpoint import Evaluation, TokenLoss, TrainerState, perplexity
+from fabric_train.checkpoint.manager import read_cursors
 from fabric_train.cli.argument_types import counted
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import command_from_here
@@ -238,7 +239,7 @@ def describe_stream(run: PreparedRun, checkpoint: Path | None = None) -> list[Ta
     data = run.data
     if not isinstance(data, Stream) or (len(data.source_names) == 1 and data.documents.shares is None):
         return []
-    cursors = checkpoints.read_cursors(checkpoint) if checkpoint else []
+    cursors = read_cursors(checkpoint) if checkpoint else []
     counts = [sum(of_source) for of_source in zip(*(cursor.tokens_read for cursor in cursors), strict=True)]
     table = _source_table("Stream", ["size", "share", *(["tokens read", "of all"] if counts else [])])
     for number, name in enumerate(data.source_names):
