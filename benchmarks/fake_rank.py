@@ -199,7 +199,7 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
     from fabric_train.optim import adamw
     from fabric_train.optim.adamw import LowPrecisionAdamW
     from fabric_train.optim.states import Row, Storage, TensorTable
-    from fabric_train.preflight.memory_attention import attention_on_gpu
+    from fabric_train.preflight.memory_gpu import attention_on_gpu
     from fabric_train.training import build_run
 
     counter = StepCounter()

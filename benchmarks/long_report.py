@@ -12,7 +12,7 @@ from rich.table import Table
 
 from benchmarks.measure import Command, run
 from benchmarks.report import Report
-from fabric_train.pages.page import library, to_html
+from fabric_train.pages.markdown import library, to_html
 from fabric_train.report.run_files import RunFiles
 from fabric_train.report.sections import run_sections
 from fabric_train.training.curves import page_axis

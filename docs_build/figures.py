@@ -13,7 +13,7 @@ from arguments import TrainingArguments
 from benchmarks import plan_table
 from docs_build.site import DOCS
 from fabric_train.optim.adamw import round_stochastically
-from fabric_train.optim.lr_schedule import learning_rate
+from fabric_train.optim.optimizer import learning_rate
 from fabric_train.pages import charts
 from fabric_train.tokenization.packing.rows import plan_rows
 

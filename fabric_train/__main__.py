@@ -46,7 +46,7 @@ from fabric_train.training.run_log import log, note, progress, quiet_libraries, 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fabric_train.pages.page import WrittenPage
+    from fabric_train.pages.markdown import WrittenPage
     from fabric_train.training.prepared_run import PreparedRun
 
 

@@ -15,8 +15,16 @@ from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fabric_train.bundle.recipe import ADAPTER, CONFIGURATION, MODEL, Recipe
-from fabric_train.bundle.wheels import Target, download_wheels, estimated_bytes, installed_bytes
+from fabric_train.bundle.parts import (
+    ADAPTER,
+    CONFIGURATION,
+    MODEL,
+    Recipe,
+    Target,
+    download_wheels,
+    estimated_bytes,
+    installed_bytes,
+)
 from fabric_train.checkpoint import read_trainer_json
 from fabric_train.checkpoint.adapter_folder import (
     CONFIG,

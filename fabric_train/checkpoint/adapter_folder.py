@@ -21,15 +21,18 @@ from fabric_train.cli.errors import InputError
 from fabric_train.distributed.ranks import original_name
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.adapter import (
-    AdaptedWeights,
     Adapter,
+    QuantizedWeights,
     adapted_layers,
     attach,
+    check_installed,
     is_of_adapter,
     materialize,
+    quantize_layers,
     start_magnitudes,
 )
 from fabric_train.model.hf_model import ModelShape, read_shape, trains_head_apart
+from fabric_train.model.init_weights import AdaptedWeights
 from fabric_train.model.load_weights import (
     MetaModel,
     build_on_meta,
@@ -37,7 +40,6 @@ from fabric_train.model.load_weights import (
     open_checkpoint,
     open_pretrained,
 )
-from fabric_train.model.nf4 import QuantizedWeights, check_installed, quantize_layers
 from fabric_train.model.origin import AdapterBase
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights, open_weights
 

@@ -20,7 +20,7 @@ import xxhash
 from fabric_train.cli.errors import InputError, raise_reached_limit
 from fabric_train.files.atomic_folder import fsync
 from fabric_train.files.regular_file import read_json
-from fabric_train.model.shard_index import Entry, write_shard_index
+from fabric_train.model.weight_files import Entry, write_shard_index
 
 CHECKSUMS = "checksums.json"
 _PART = ".checksums-"

@@ -34,9 +34,8 @@ from fabric_train.distributed.ranks import (
 )
 from fabric_train.model.adapter import adapted_layers
 from fabric_train.model.load_weights import read_local_part
-from fabric_train.model.shard_index import DTYPE_NAMES, NO_ROWS, shard_name
 from fabric_train.model.trained_parts import trained_parameters
-from fabric_train.model.weight_files import SHARDING_INFO, CheckpointTensors
+from fabric_train.model.weight_files import DTYPE_NAMES, NO_ROWS, SHARDING_INFO, CheckpointTensors, shard_name
 from fabric_train.optim.states import DeclaredStates, State
 
 _FULL = {"model": "model.safetensors", "adapter": ADAPTER_WEIGHTS, "optimizer": "optimizer/optimizer.safetensors"}
@@ -268,7 +267,7 @@ def sharded_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Wri
 
 
 def first_rows(tensors: list[LocalTensor]) -> list[int]:
-    """Return the first row of what this rank writes of each tensor, for ``shard_index.write_shard_index``."""
+    """Return the first row of what this rank writes of each tensor, for ``write_shard_index``."""
     owned = {tensor.name: next(iter(_block(tensor)[0]), 0) for tensor in select_owned(tensors)}
     return [owned.get(tensor.name, NO_ROWS) for tensor in tensors]
 

@@ -1,28 +1,132 @@
-"""The state and the description of a run, which trainer.json holds, and how it and stream.json are read."""
+"""The state and the description of a run, with its losses, as trainer.json has them; and how it is read."""
 
+import math
 import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, create_model
 
-from fabric_train.checkpoint.losses import Evaluation, LossProgress
-from fabric_train.cli.argument_types import planned_steps
+from fabric_train.cli.argument_types import HIGHER_IS_BETTER, planned_steps
 from fabric_train.cli.errors import InputError
 from fabric_train.data import DataOrder, PhaseRows, StreamOrder, describe_changes
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.origin import AdapterBase, ModelOrigin, ReferenceModel, TrainingSession, TrainingStage
 
-if TYPE_CHECKING:
-    from fabric_train.data.stream_batches import LaneCursor
-
 FORMAT = 2
 OWN_RUN = "."
 PROGRAM = "fabric-train"
 """The name in ``versions`` of the code that trained, with its commit; earlier versions did not record it."""
-_ADVICE = "use another checkpoint"
+ADVICE = "use another checkpoint"
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of ``num_tokens`` supervised tokens: ``nats`` is its sum. ``of_pairs``: it is of so many pairs instead.
+
+    ``num_bytes`` are the UTF-8 bytes of text that the tokens stand for (``token_dataset.place_pieces``); None without a
+    document index. ``further`` are other figures by name, of ``training.evaluation.METRICS`` and of the objective.
+    """
+
+    nats: float
+    num_tokens: NonNegativeInt
+    num_bytes: float | None = None
+    further: dict[str, float | None] = field(default_factory=dict)
+    of_pairs: bool = False
+
+    @property
+    def unit(self) -> str:
+        """What the loss is a mean of."""
+        return "pair" if self.of_pairs else "token"
+
+    @property
+    def loss(self) -> float:
+        """Nats per token; NaN without tokens."""
+        return self.nats / self.num_tokens if self.num_tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per byte of text, which can be compared between tokenizers; None if the bytes are not known."""
+        return self.nats / (math.log(2) * self.num_bytes) if self.num_bytes else None
+
+    def figures(self) -> dict[str, float | None]:
+        """Return loss, perplexity, bits_per_byte and the further figures by name; of pairs, only loss and these."""
+        if self.of_pairs:
+            return {"loss": self.loss, **self.further}
+        return {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte} | self.further
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The losses of a validation after ``step``: of all tokens, and of each source that has some.
+
+    ``rows`` is ``batch.hash_supervised`` of the rows; None if an earlier version evaluated them.
+    ``follows_other_rows``: the run evaluated other rows before, whose losses cannot be compared with these.
+    """
+
+    whole: TokenLoss
+    sources: dict[str, TokenLoss] = field(default_factory=dict)
+    step: NonNegativeInt = 0
+    rows: str | None = None
+    follows_other_rows: bool = False
+
+    @property
+    def parts(self) -> dict[str, TokenLoss]:
+        """The loss of each source by its name, if there are several, and of the whole as ``all``."""
+        return {**(self.sources if len(self.sources) > 1 else {}), "all": self.whole}
+
+    def is_comparable(self, other: "Evaluation") -> bool:
+        """Whether another evaluation is of the same rows, as far as that is known."""
+        return self.rows is None or other.rows is None or self.rows == other.rows
+
+    def loss_of(self, source: str) -> float | None:
+        """Return the loss of a source or "all", or the figure FIGURE or FIGURE/SOURCE; None if there is none."""
+        losses = {**self.sources, "all": self.whole}
+        if source in losses:
+            return losses[source].loss
+        figure, _, of_source = source.partition("/")
+        found = losses.get(of_source or "all")
+        return found.further.get(figure) if found else None
+
+    def sign_of(self, source: str) -> int:
+        """Return -1 if a higher value of what ``loss_of`` returns is the better one, else 1."""
+        is_figure = source not in self.sources and self.whole.of_pairs
+        return -1 if is_figure and source.partition("/")[0] in HIGHER_IS_BETTER else 1
+
+
+@dataclass(frozen=True)
+class LossProgress:
+    """The validation loss of a source, or "all", or a figure: ``best`` after ``best_step``, ``num_since`` evaluations
+    ago.
+    """
+
+    source: str
+    best: float | None = None
+    best_step: NonNegativeInt = 0
+    num_since: NonNegativeInt = 0
+
+    def after(self, evaluation: Evaluation) -> "LossProgress":
+        loss, sign = evaluation.loss_of(self.source), evaluation.sign_of(self.source)
+        if loss is not None and math.isfinite(loss) and (self.best is None or sign * loss < sign * self.best):
+            return LossProgress(self.source, loss, evaluation.step)
+        return replace(self, num_since=self.num_since + 1)
+
+
+def perplexity(loss: float) -> float:
+    """Return exp of a loss in nats per token; infinite if that does not fit into a float."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def compare_evaluations(first: Evaluation, now: Evaluation) -> Iterator[tuple[str, TokenLoss | None, TokenLoss]]:
+    """Yield the name of each source, or "all", and its loss in both evaluations; None if the first had none."""
+    for name, loss in now.parts.items():
+        yield name, first.whole if name == "all" else first.sources.get(name), loss
 
 
 def to_content(record: Any) -> dict[str, Any]:
@@ -94,7 +198,7 @@ class PhaseSchedule:
     """A learning-rate schedule of the steps from ``first_step`` to ``last_step``, in place of the run's.
 
     It has ``num_steps``, which are more if it is cut short, and fewer if the rate stays at its last one. ``arguments``
-    are ``lr_schedule.ARGUMENTS``.
+    are ``optim.optimizer.RATE_ARGUMENTS``.
     """
 
     first_step: PositiveInt
@@ -244,11 +348,6 @@ _FIELDS |= {"arguments": (_SavedArguments, ...), "interim": (bool, False), "sche
 _Parsed: Any = create_model("Parsed", **_FIELDS)
 
 
-@dataclass(frozen=True)
-class _StreamJson:
-    cursors: list[Annotated[list[int], Field(min_length=8)]]
-
-
 def run_of(checkpoint: Path) -> Path:
     """Return the absolute path of a checkpoint's run folder."""
     folder = Path(os.path.abspath(checkpoint)).parent
@@ -258,13 +357,13 @@ def run_of(checkpoint: Path) -> Path:
 def read_trainer_json(checkpoint: Path) -> TrainerJson:
     """Read a checkpoint's trainer.json; an InputError if it is damaged or has another format."""
     file = checkpoint / "trainer.json"
-    content = read_json(file, dict, _ADVICE)
+    content = read_json(file, dict, ADVICE)
     if (found := content.get("format")) != FORMAT:
-        raise InputError(f"{checkpoint}: format {found!r} is not format {FORMAT}, which this version reads; {_ADVICE}")
-    parsed = read_json(file, _Parsed, _ADVICE)
+        raise InputError(f"{checkpoint}: format {found!r} is not format {FORMAT}, which this version reads; {ADVICE}")
+    parsed = read_json(file, _Parsed, ADVICE)
     num_steps, own = _num_steps(parsed), str(run_of(checkpoint))
     if parsed.step > num_steps:
-        raise InputError(f"{file}: damaged (step {parsed.step}, but its run had {num_steps} steps); {_ADVICE}")
+        raise InputError(f"{file}: damaged (step {parsed.step}, but its run had {num_steps} steps); {ADVICE}")
     derived = {
         "content": content,
         "state": TrainerState(**{field.name: getattr(parsed, field.name) for field in fields(TrainerState)}),
@@ -280,7 +379,7 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
 def read_format(checkpoint: Path) -> int | None:
     """Return the format number in trainer.json, or None if there is none or the file cannot be read."""
     try:
-        found = read_json(checkpoint / "trainer.json", dict, _ADVICE).get("format")
+        found = read_json(checkpoint / "trainer.json", dict, ADVICE).get("format")
     except InputError:
         return None
     return found if isinstance(found, int) else None
@@ -291,21 +390,8 @@ def find_unreadable(checkpoint: Path) -> str | None:
     try:
         read_trainer_json(checkpoint)
     except InputError as error:
-        return str(error).removeprefix(f"{checkpoint}/").removesuffix(f"; {_ADVICE}")
+        return str(error).removeprefix(f"{checkpoint}/").removesuffix(f"; {ADVICE}")
     return None
-
-
-def read_cursors(checkpoint: Path) -> "list[LaneCursor]":
-    """Return the cursors of all lanes of the checkpoint's stream; an InputError if stream.json is damaged."""
-    from fabric_train.data.stream_batches import LaneCursor  # imports torch
-
-    file = checkpoint / "stream.json"
-    order, cursors = read_trainer_json(checkpoint).stream, read_json(file, _StreamJson, _ADVICE).cursors
-    if order is None or len(cursors) != order.rows_per_window:
-        raise InputError(f"{file}: damaged ({len(cursors)} cursors are not one for each row of a step); {_ADVICE}")
-    if any(number < 0 for cursor in cursors for number in (*cursor[:6], *cursor[8:])):
-        raise InputError(f"{file}: damaged (a number below 0); {_ADVICE}")
-    return [LaneCursor.from_numbers(numbers) for numbers in cursors]
 
 
 def _num_steps(parsed: Any) -> float:

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 import xxhash
 
+from fabric_train.distributed.ranks import ContextGroup, to_device_async
+
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from fabric_train.data.row_slices import RowSlice
 
 IGNORED_LABEL = -100
 SUM_OF_HASHES = 1 << 40  # the sums of 8,192 ranks are exact in fp64
@@ -93,6 +93,62 @@ class Pieces(TensorRecord):
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Tokens ``begin`` to ``end`` of a slice that follow one another in the rows, and the keys that they see.
+
+    These are the tokens ``first_key`` to ``last_key`` of the rows: from the start of the first token's document to the
+    last token. ``borders`` and ``key_borders``, int32 [documents + 1], are of the documents among the tokens and among
+    the keys. A document has as many keys as tokens, and the first one those before its tokens too. ``lengths`` and
+    ``key_lengths`` are the documents' numbers of them.
+    """
+
+    begin: int
+    end: int
+    first_key: int
+    last_key: int
+    lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    borders: torch.Tensor
+    key_borders: torch.Tensor
+
+    def to(self, device: torch.device) -> "Stretch":
+        borders, key_borders = (to_device_async(part, device) for part in (self.borders, self.key_borders))
+        return replace(self, borders=borders, key_borders=key_borders)
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """A rank's part of the rows of a batch.
+
+    ``input_ids`` and ``position_ids`` are int64 [1, S]. ``positions``, int64 [N], are where targets are predicted in
+    the slice, ``target_ids``, int64 [N], the tokens there, and ``numbers``, int64 [N], which targets of the batch they
+    are. ``chunks``, int64, has the place of each chunk of the rows among the chunks of rank 0, rank 1 and so on.
+    """
+
+    group: ContextGroup
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    positions: torch.Tensor
+    target_ids: torch.Tensor
+    numbers: torch.Tensor
+    chunks: torch.Tensor
+    stretches: tuple[Stretch, ...]
+
+    def to(self, device: torch.device) -> "RowSlice":
+        """Return the slice on a device; the host does not wait."""
+        return replace(
+            self,
+            input_ids=to_device_async(self.input_ids, device),
+            position_ids=to_device_async(self.position_ids, device),
+            positions=to_device_async(self.positions, device),
+            target_ids=to_device_async(self.target_ids, device),
+            numbers=to_device_async(self.numbers, device),
+            chunks=to_device_async(self.chunks, device),
+            stretches=tuple(stretch.to(device) for stretch in self.stretches),
+        )
+
+
+@dataclass(frozen=True)
 class Batch(TensorRecord):
     """The rows of one forward pass on one rank: ``input_ids`` and ``labels``, int64 [B, T].
 
@@ -103,8 +159,8 @@ class Batch(TensorRecord):
 
     In rows of preference pairs, documents 2i and 2i + 1 are the chosen and the rejected sequence of pair i, which is
     piece i. ``reference``, fp64 [pairs, 2], are the log-probabilities of both answers under the reference model; None
-    without one. If several ranks compute the rows, ``row_slice`` is this rank's part of them, from ``place_batch`` in
-    ``row_slices.py``.
+    without one. If several ranks compute the rows, ``row_slice`` is this rank's part of them, from
+    ``context_parallel.place_batch``.
     """
 
     input_ids: torch.Tensor
@@ -114,7 +170,7 @@ class Batch(TensorRecord):
     lengths: tuple[int, ...] = ()
     pieces: Pieces | None = None
     reference: torch.Tensor | None = None
-    row_slice: "RowSlice | None" = None
+    row_slice: RowSlice | None = None
 
     @property
     def num_pairs(self) -> int:

@@ -1,7 +1,7 @@
 """Compare models by their loss on texts, or evaluate the checkpoints of a run on tasks; ``evaluate.py`` runs both.
 
 For losses, open ``compare_models.py`` first: ``texts.py`` has the documents and their windows, ``models.py`` finds the
-models and computes losses, ``training/bootstrap.py`` their intervals, ``loss_table.py`` writes them, and
+models and computes losses, ``training/statistics.py`` their intervals, ``loss_table.py`` writes them, and
 ``loss_changes.py`` finds where tokens got better and worse. For tasks, open ``watch.py`` first: ``arguments.py`` reads
 which, ``lm_eval_worker.py`` evaluates a model on them, and ``scores.py`` has the results.
 """

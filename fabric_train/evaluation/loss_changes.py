@@ -11,8 +11,7 @@ import numpy as np
 
 from fabric_train.cli.output import visible
 from fabric_train.files.regular_file import write_atomically
-from fabric_train.pages.markdown import Markdown, escaped, table
-from fabric_train.pages.page import Section, page_templates, to_html
+from fabric_train.pages.markdown import Markdown, Section, escaped, page_templates, table, to_html
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console, visible
 from fabric_train.files.regular_file import open_regular, write_atomically
 from fabric_train.pages.charts import BETTER, TEXT, WORSE, write_png
-from fabric_train.training.bootstrap import FEWEST_DOCUMENTS, LEVEL, DocumentSums, ModelLoss, compare
+from fabric_train.training.statistics import FEWEST_DOCUMENTS, LEVEL, DocumentSums, ModelLoss, compare
 
 if TYPE_CHECKING:
     from fabric_train.evaluation.texts import EncodedText

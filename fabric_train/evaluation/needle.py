@@ -31,7 +31,7 @@ from fabric_train.files.regular_file import read_json_lines, write_atomically
 from fabric_train.inference.generate import continuation
 from fabric_train.inference.load_model import ModelsInTurn
 from fabric_train.pages.charts import write_png
-from fabric_train.training.bootstrap import LEVEL
+from fabric_train.training.statistics import LEVEL
 
 ANSWERS, FIGURES, PICTURE = "needle.jsonl", "needle.json", "needle.png"
 _PANELS_IN_A_ROW = 3

@@ -30,10 +30,9 @@ from fabric_train.cli.errors import InputError
 from fabric_train.export.hub_format import blocks
 from fabric_train.files.regular_file import check_links, read_json
 from fabric_train.model import hf_model
-from fabric_train.model.adapter import adapted_layers, is_of_adapter
+from fabric_train.model.adapter import BLOCK, NF4Linear, adapted_layers, is_of_adapter
 from fabric_train.model.hf_model import load_hf_tokenizer
 from fabric_train.model.load_weights import MetaModel, tied_weight_names
-from fabric_train.model.nf4 import BLOCK, NF4Linear
 from fabric_train.model.weight_files import StoredTensors, Weights, open_weights
 
 _BLOCK = 1 << 23  # elements that are averaged at once: 64 MB in fp64

@@ -33,10 +33,9 @@ from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_no_pipes
 from fabric_train.model import hf_model
-from fabric_train.model.adapter import adapted_layers, attach, is_of_adapter
+from fabric_train.model.adapter import NF4Linear, adapted_layers, attach, is_of_adapter
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.load_weights import MetaModel, read_weights
-from fabric_train.model.nf4 import NF4Linear
 from fabric_train.model.origin import AdapterBase
 from fabric_train.model.weight_files import open_weights
 

@@ -109,19 +109,19 @@ def print_summary(merged: "MergedModels", report: "VerificationReport", target: 
     from rich.table import Table
 
     from fabric_train.cli.output import open_console
-    from fabric_train.merge_models import summary
-    from fabric_train.merge_models.methods import METHODS
+    from fabric_train.merge_models.merge import conflicts_of, parts_of, vocabularies_of
+    from fabric_train.merge_models.tensors import METHODS
 
     columns = ["model", "weight", "difference", *["kept"] * METHODS[merged.recipe.method].drops]
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-    for part in summary.parts_of(merged):
+    for part in parts_of(merged):
         kept = "" if part.kept is None else f"{part.kept:.1%}"
         weight = "base" if part.weight is None else f"{part.weight:g}"
         table.add_row(*(part.label, weight, f"{part.difference:.3g}", kept)[: len(columns)])
     open_console().print(table)
     of = "base" if merged.recipe.base else "first model"
     print(f"difference: length of the difference from the {of}, by the length of the {of}")
-    for line in (summary.conflicts_of(merged), *summary.vocabularies_of(merged)):
+    for line in (conflicts_of(merged), *vocabularies_of(merged)):
         if line:
             print(line)
     logits = f"; largest difference of a logit: {report.logits.max_difference:g}" if report.logits else ""

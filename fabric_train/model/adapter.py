@@ -1,4 +1,4 @@
-"""Adapters: small matrices that train beside the frozen weights of linear layers (LoRA, rsLoRA, DoRA).
+"""Adapters: small matrices that train beside the frozen weights of linear layers (LoRA, rsLoRA, DoRA, QLoRA).
 
 A linear layer with the weight W [out, in] gets the children ``lora_A`` [rank, in] and ``lora_B`` [out, rank], and
 computes ``x Wᵀ + scale · (x Aᵀ) Bᵀ``. Its own weight keeps its name, so weights are read as without an adapter. The
@@ -6,6 +6,12 @@ adapter is fp32 in every precision: in bf16, most of its updates would be rounde
 all of it, beside a base that may be sharded; ``distributed.ranks.average_replicated`` averages its gradients.
 
 LoRA: arXiv:2106.09685; rsLoRA, whose scale is alpha / √rank: arXiv:2312.03732; DoRA: arXiv:2402.09353.
+
+Frozen weights may be in 4 bits: NF4 of bitsandbytes (QLoRA, arXiv:2305.14314). A weight [out, in] is cut into blocks of
+64 numbers, which lie within its rows. Each block has an fp32 scale, its largest absolute value, and 4 bits for each
+number: 4.5 bits in all. So any rows of a weight can be quantized alone, and each rank reads and quantizes its own. The
+bytes are stored as numbers of the dtype of the weights: strategies that shard a model send and copy them, and never
+compute with them or cast them (``distributed.precision.gathered_dtype``).
 """
 
 import functools
@@ -14,7 +20,6 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -24,14 +29,15 @@ from torch import nn
 
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.ranks import original_name
-from fabric_train.model.nf4 import NF4Linear, dequantize, stored_rows
-from fabric_train.model.weight_files import StoredTensors, Weights
+from fabric_train.model.weight_files import Weights
 
 ALL_LINEAR = "all-linear"
 """The target that means every linear layer except the head."""
 _MAGNITUDE = "lora_magnitude_vector"
 _ADAPTER_NAME = re.compile(r"\.(lora_[AB]\.weight|lora_magnitude_vector)$")
 _ROWS_AT_ONCE = 1024
+BLOCK = 64
+_SCALES = "weight_scales"
 
 
 @dataclass(frozen=True)
@@ -204,37 +210,6 @@ def _check_train_also(model: Any, adapter: Adapter, source: str, adapted: Collec
             raise InputError(f"--train_also {wanted}: {fault}; leave it out of one of them")
 
 
-class AdaptedWeights:
-    """The weights of a base model and of its adapter: new ones, or the ``stored`` ones.
-
-    New ones are as in peft: ``lora_A`` is drawn uniformly from ±1/√in (He's initialization with a = √5), ``lora_B`` is
-    zero. They depend on ``seed`` and their name alone, not on the number of ranks. ``stored`` may also have weights of
-    the base, those that were trained whole.
-    """
-
-    def __init__(self, base: Weights | None, seed: int, stored: StoredTensors | None = None) -> None:
-        self._base, self._seed, self._stored = base, seed, stored
-        self._names = set(stored or ())
-
-    @property
-    def is_new(self) -> bool:
-        return self._stored is None
-
-    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Return a block of a weight; see ``Weights``. New magnitudes of DoRA are zero until ``start_magnitudes``."""
-        if self._stored is not None and name in self._names:
-            return self._stored.read_block(name, offsets, shape)
-        if not is_of_adapter(name):
-            assert self._base is not None  # a base that is in memory is not read
-            return self._base.read_block(name, offsets, shape)
-        if not name.endswith("lora_A.weight"):
-            return torch.zeros(tuple(shape))
-        digest = sha256(f"{self._seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        bound = 1 / math.sqrt(shape[1])
-        return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
-
-
 def materialize(model: nn.Module, device: torch.device) -> list[nn.Parameter]:
     """Replace the adapter's meta parameters by uninitialized ones on a device, and return all of the adapter's.
 
@@ -291,3 +266,123 @@ def _read_rows(weights: Weights, name: str, layer: AdaptedLayer, begin: int, end
     if not isinstance(layer, NF4Linear):
         return read("weight", row).to(dtype)
     return dequantize(*(read(of, number) for of, number in stored_rows(row, dtype).items()), row)
+
+
+class NF4Linear(nn.Linear):
+    """A linear layer that dequantizes its weight to the dtype of its input, in the forward and in the backward pass.
+
+    ``weight`` has the bytes of [out, in / 2], and ``weight_scales`` the bytes of fp32 [out, in / 64], both in rows.
+    """
+
+    weight_scales: nn.Parameter
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return ``inputs`` [..., in] times the weight, [..., out] in their dtype, or in autocast's."""
+        from bitsandbytes import matmul_4bit
+
+        kind = inputs.device.type
+        if torch.is_autocast_enabled(kind):
+            inputs = inputs.to(torch.get_autocast_dtype(kind))
+        state = _state(self.weight_scales, (self.out_features, self.in_features), inputs.dtype)
+        packed = self.weight.view(torch.uint8).reshape(-1, 1)
+        bias = None if self.bias is None else self.bias.to(inputs.dtype)
+        result: torch.Tensor = matmul_4bit(inputs, packed.t(), quant_state=state, bias=bias)
+        return result
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the weight, fp32 [out, in]."""
+        return dequantize(self.weight, self.weight_scales, self.in_features)
+
+
+def _state(scales: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Any:
+    from bitsandbytes.functional import QuantState
+
+    return QuantState(
+        absmax=scales.view(torch.float32).reshape(-1),
+        shape=torch.Size(shape),
+        blocksize=BLOCK,
+        quant_type="nf4",
+        dtype=dtype,
+    )
+
+
+def stored_rows(row: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return how many numbers of a dtype store a row of ``row`` weights, and its scales, by the parameter's name."""
+    return {"weight": row // 2 // dtype.itemsize, _SCALES: row // BLOCK * 4 // dtype.itemsize}
+
+
+def dequantize(packed: torch.Tensor, scales: torch.Tensor, row: int) -> torch.Tensor:
+    """Return rows of a weight, fp32 [rows, ``row``], from both parameters of an ``NF4Linear``."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = _state(scales, (len(packed), row), torch.float32)
+    rows: torch.Tensor = dequantize_4bit(packed.view(torch.uint8).reshape(-1, 1), state)
+    return rows
+
+
+def quantize_layers(layers: Collection[nn.Module], dtype: torch.dtype, but: Collection[str] = ()) -> None:
+    """Make the linear layers in decoder layers ``NF4Linear``, with parameters on the meta device.
+
+    ``dtype`` is the type of the numbers that store the bytes. Linear layers whose name ends with one of
+    ``but`` stay as they are.
+
+    Raises:
+        InputError: the rows of a weight are no whole blocks.
+    """
+    for layer in layers:
+        for name, module in layer.named_modules():
+            if not isinstance(module, nn.Linear) or any(f".{name}".endswith(f".{one}") for one in but):
+                continue
+            if module.in_features % BLOCK:
+                raise InputError(
+                    f"--base_weights nf4: {name} has rows of {module.in_features} numbers, which are no blocks of "
+                    f"{BLOCK}; leave it out"
+                )
+            module.__class__ = NF4Linear
+            for of_parameter, number in stored_rows(module.in_features, dtype).items():
+                empty = torch.empty(module.out_features, number, dtype=dtype, device="meta")
+                setattr(module, of_parameter, nn.Parameter(empty, requires_grad=False))
+
+
+class QuantizedWeights:
+    """The weights of a model with ``NF4Linear`` layers, quantized block by block as they are read."""
+
+    def __init__(self, model: nn.Module, weights: Weights, dtype: torch.dtype) -> None:
+        """``weights`` of the model before are cast to ``dtype`` first, as transformers does."""
+        self._weights, self._dtype = weights, dtype
+        self._stored: dict[str, tuple[str, int, torch.dtype]] = {}  # parameter → weight, its row length, stored dtype
+        for name, module in model.named_modules():
+            if isinstance(module, NF4Linear):
+                for kind in ("weight", _SCALES):
+                    self._stored[f"{name}.{kind}"] = (f"{name}.weight", module.in_features, module.weight.dtype)
+
+    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Return a block of a weight; see ``Weights``. Of a quantized one it has whole rows."""
+        if name not in self._stored:
+            return self._weights.read_block(name, offsets, shape)
+        weight, row, dtype = self._stored[name]
+        rows = self._weights.read_block(weight, (offsets[0], 0), (shape[0], row))
+        packed, scales = quantize_rows(rows.to(self._dtype))
+        return (packed if name == weight else scales.view(torch.uint8)).view(dtype)
+
+
+def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes [rows, in / 2] uint8, and the scales of the blocks, fp32 [rows, in / 64], of rows [rows, in]."""
+    from bitsandbytes.functional import quantize_4bit
+
+    if not len(rows):
+        return torch.empty((0, rows.shape[1] // 2), dtype=torch.uint8), torch.empty((0, rows.shape[1] // BLOCK))
+    packed, state = quantize_4bit(rows.contiguous(), blocksize=BLOCK, quant_type="nf4")
+    return packed.view(len(rows), -1), state.absmax.view(len(rows), -1)
+
+
+def check_installed() -> None:
+    """Check that bitsandbytes is installed.
+
+    Raises:
+        InputError: it is not.
+    """
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        raise InputError("--base_weights nf4 needs bitsandbytes: pip install 'fabric-train[bitsandbytes]'") from None

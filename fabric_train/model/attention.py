@@ -17,10 +17,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, Documents, find_targets, isolate
-from fabric_train.data.row_slices import place_batch
 from fabric_train.distributed.decoder_layers import check_compiler
 from fabric_train.distributed.precision import compute_dtype
-from fabric_train.model.context_parallel import CONTEXT, CONTEXT_VARLEN, whole_losses
+from fabric_train.model.context_parallel import CONTEXT, CONTEXT_VARLEN, place_batch, whole_losses
 
 try:
     from torch.nn.attention.varlen import varlen_attn

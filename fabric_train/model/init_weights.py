@@ -1,8 +1,8 @@
-"""Random weights for ``--from_scratch``, a function of the seed and the parameter's name; and rows never trained.
+"""Random weights of a new model or adapter, a function of the seed and the parameter's name; and rows never trained.
 
-transformers' own initialization runs on a model on the meta device, while this module records the distribution of each
-parameter. The numbers are then drawn in chunks. Each chunk has its own random stream, so each rank draws only its part
-of a parameter, and gets the same numbers as a single process that draws all of it.
+For ``--from_scratch``, transformers' own initialization runs on a model on the meta device, while this module records
+the distribution of each parameter. The numbers are then drawn in chunks. Each chunk has its own random stream, so each
+rank draws only its part of a parameter, and gets the same numbers as a single process that draws all of it.
 """
 
 import hashlib
@@ -20,8 +20,10 @@ from transformers import AutoConfig, PreTrainedModel
 from fabric_train.cli.argument_types import nearest_name
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.data.token_dataset import TokenDataset
+from fabric_train.model.adapter import is_of_adapter
 from fabric_train.model.hf_model import ModelShape, shape_from_config
 from fabric_train.model.load_weights import MetaModel, build_on_meta, tied_weight_names
+from fabric_train.model.weight_files import StoredTensors, Weights
 
 if TYPE_CHECKING:
     from arguments import ModelArguments
@@ -250,3 +252,34 @@ def _is_untrained(meta_model: MetaModel, name: str, token_id: int) -> bool:
     median = torch.cat(norms).median()
     num_close = int((torch.cat(distances) < _SMALL_DISTANCE * median).sum())
     return bool(row.norm() < _SMALL_NORM * median) or num_close > 2  # one is the row itself
+
+
+class AdaptedWeights:
+    """The weights of a base model and of its adapter: new ones, or the ``stored`` ones.
+
+    New ones are as in peft: ``lora_A`` is drawn uniformly from ±1/√in (He's initialization with a = √5), ``lora_B`` is
+    zero. They depend on ``seed`` and their name alone, not on the number of ranks. ``stored`` may also have weights of
+    the base, those that were trained whole.
+    """
+
+    def __init__(self, base: Weights | None, seed: int, stored: StoredTensors | None = None) -> None:
+        self._base, self._seed, self._stored = base, seed, stored
+        self._names = set(stored or ())
+
+    @property
+    def is_new(self) -> bool:
+        return self._stored is None
+
+    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Return a block of a weight; see ``Weights``. New magnitudes of DoRA are zero until ``start_magnitudes``."""
+        if self._stored is not None and name in self._names:
+            return self._stored.read_block(name, offsets, shape)
+        if not is_of_adapter(name):
+            assert self._base is not None  # a base that is in memory is not read
+            return self._base.read_block(name, offsets, shape)
+        if not name.endswith("lora_A.weight"):
+            return torch.zeros(tuple(shape))
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        bound = 1 / math.sqrt(shape[1])
+        return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)

@@ -1,28 +1,52 @@
 """Read tensors one at a time from safetensors files, also from the shards of a sharded checkpoint.
 
 Sharded files have the format of torch's ``HuggingFaceStorageWriter(save_distributed=True)``: the header has under
-``DCP_SHARDING_INFO`` the offsets of each piece. With an index beside them (``shard_index``), a file's header is read
-when one of its tensors is. A 70B model can be exported with one tensor in memory.
+``DCP_SHARDING_INFO`` the offsets of each piece. A 70B model can be exported with one tensor in memory.
+
+The index beside them, ``shards.json``, names the file that has each row. Without it, a rank that continues a run reads
+the headers of all files. Of a 70B that 512 ranks saved these are 220 MB, and the rank needs a few. Tensors with the
+same number of rows are mostly divided alike, so the index has each division once and grows by a few kilobytes per
+hundred ranks.
 """
 
 import functools
+import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_file_name, check_not_pointer, parse_json, read_json
-from fabric_train.model.shard_index import DTYPES, SHARD_INDEX, Piece, ShardedTensor, read_shard_index
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """The key in a header's metadata for the offsets of each piece in the full tensor."""
+SHARD_INDEX = "shards.json"
+NO_ROWS = -1
 _OPEN_FILES = 2
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Entry = tuple[str, torch.dtype, Sequence[int]]
+"""A tensor's name, dtype and full shape."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of a tensor in a file, at ``offsets`` in the full tensor."""
+
+    file: Path
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class _InFile(NamedTuple):
@@ -243,3 +267,86 @@ def _open_file(path: Path, advice: str) -> Any:
 def _relative(ranges: Iterable[tuple[int, int]], offsets: Sequence[int]) -> tuple[slice, ...]:
     """Return ranges of the full tensor as slices of a block that begins at ``offsets``."""
     return tuple(slice(begin - offset, end - offset) for (begin, end), offset in zip(ranges, offsets, strict=True))
+
+
+def shard_name(part: str, rank: int) -> str:
+    """Return the name of a rank's file in a checkpoint."""
+    return f"{part}/shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+
+
+@dataclass(frozen=True)
+class _Division:
+    """The ranks that hold a tensor and the first row of each, in the order of the rows."""
+
+    ranks: list[int]
+    first_rows: list[int]
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    dtype: str
+    shape: list[int]
+    division: int
+
+
+@dataclass(frozen=True)
+class _ShardIndex:
+    divisions: list[_Division]
+    tensors: dict[str, _Tensor]
+
+
+@dataclass(frozen=True)
+class ShardedTensor:
+    """A tensor whose rows are in the files of several ranks."""
+
+    folder: Path
+    dtype: torch.dtype
+    shape: torch.Size
+    division: _Division
+
+    def pieces(self, begin: int = 0, end: int = sys.maxsize) -> list[Piece]:
+        """Return the pieces that have some of the rows from ``begin`` to ``end``; a tensor of a number has one row."""
+        firsts, num_rows = self.division.first_rows, self.shape[0] if self.shape else 1
+        numbers = range(max(bisect_right(firsts, begin) - 1, 0), bisect_left(firsts, end))
+        found = []
+        for number in numbers:
+            first, last = firsts[number], (*firsts[number + 1 : number + 2], num_rows)[0]
+            offsets, shape = ((first, *[0] * (len(self.shape) - 1)), (last - first, *self.shape[1:]))
+            file = self.folder / Path(shard_name(self.folder.name, self.division.ranks[number])).name
+            found.append(Piece(file, offsets, shape, self.dtype) if self.shape else Piece(file, (), (), self.dtype))
+        return found
+
+
+def write_shard_index(folder: Path, entries: Sequence[Entry], first_rows: Mapping[int, Sequence[int]]) -> Path:
+    """Write the index into the folder of a part of a checkpoint, and return its path.
+
+    Args:
+        folder: with the files of the ranks.
+        entries: all tensors, in the order that they have on every rank.
+        first_rows: by rank, the first row of what it has written of each tensor, ``NO_ROWS`` for nothing.
+    """
+    ranks, numbers, divisions, tensors = np.array(sorted(first_rows)), dict[bytes, int](), list[_Division](), {}
+    by_tensor = np.array([first_rows[rank] for rank in ranks.tolist()], dtype=np.int64).T
+    for (name, dtype, shape), rows in zip(entries, by_tensor, strict=True):
+        number = numbers.setdefault(rows.tobytes(), len(divisions))
+        if number == len(divisions):
+            order = np.argsort(rows, kind="stable")[(rows == NO_ROWS).sum() :]
+            divisions.append(_Division(ranks[order].tolist(), rows[order].tolist()))
+        tensors[name] = _Tensor(DTYPE_NAMES[dtype], list(shape), number)
+    path = folder / SHARD_INDEX
+    path.write_text(json.dumps(asdict(_ShardIndex(divisions, tensors)), separators=(",", ":")) + "\n", encoding="utf-8")
+    return path
+
+
+def read_shard_index(folder: Path, advice: str) -> dict[str, ShardedTensor]:
+    """Return the tensors of an index by name; an InputError, with the ``advice``, if the file is damaged."""
+    index = read_json(folder / SHARD_INDEX, _ShardIndex, advice)
+    tensors = {}
+    for name, tensor in index.tensors.items():
+        division = index.divisions[tensor.division] if 0 <= tensor.division < len(index.divisions) else None
+        if tensor.dtype not in DTYPES:
+            raise InputError(f"{folder / SHARD_INDEX}: {name} has the unsupported type {tensor.dtype}; {advice}")
+        if division is None or division.first_rows[:1] != [0] or len(division.ranks) != len(division.first_rows):
+            raise InputError(f"{folder / SHARD_INDEX}: damaged ({name} is not divided from its first row on); {advice}")
+        tensors[name] = ShardedTensor(folder, DTYPES[tensor.dtype], torch.Size(tensor.shape), division)
+    return tensors

@@ -1,6 +1,11 @@
-"""Build the optimizer of a run over the parameters that train: AdamW, or another one given to ``use_optimizer``."""
+"""The optimizer of a run and its learning rate, which is a pure function of the step.
 
+The optimizer is AdamW over the parameters that train, or another one given to ``use_optimizer``.
+"""
+
+import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +19,113 @@ from fabric_train.optim.states import DeclaredStates, TensorTable
 if TYPE_CHECKING:
     from arguments import TrainingArguments
 
+SCHEDULES_VERSION = "2"
+"""Of the schedules below. In version 1 the last step had ``min_lr``, so it changed nothing if that was 0."""
+
+_STEP_DECAYS = 3
+"""The ``step`` schedule falls to ``min_lr`` in this many equal steps, of the logarithm if ``min_lr`` is above 0."""
+
+RATE_ARGUMENTS = ("lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps", "decay_steps", "decay_share", "decay_form")
+"""Those that decide the learning rate."""
+
 Groups = list[dict[str, Any]]
 Build = Callable[[Groups, "TrainingArguments"], DeclaredStates]
 _build_other: Build | None = None
 _MOST_DIFFERENT = 0.01
 """Share of the numbers that may differ by more than fp32's last bits: those that are rounded to another neighbour."""
+
+
+def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> float:
+    """Return the learning rate of optimizer step ``step``, counted from 1, of a run of ``num_steps``.
+
+    It rises linearly over the warm-up steps and reaches ``lr`` at the last of them, or at step 1 without warm-up. Then
+    it decays by the schedule towards ``min_lr``, which it reaches one step after the last: so every step changes the
+    weights, also if ``min_lr`` is 0. The cosine schedule follows arXiv:1608.03983, without restarts.
+
+    The ``wsd`` schedule (warm-up, stable, decay) follows arXiv:2404.06395 (MiniCPM), and its form ``1-sqrt``
+    arXiv:2405.18392. It stays at ``lr`` up to step N - D, and its decay ends at step N + 1, for N steps with D
+    steps of decay. In the formula of that paper, these are N + 1 steps with a decay of D + 1.
+    """
+    warmup, peak, end = arguments.warmup_steps, arguments.lr, arguments.min_lr
+    if step <= warmup:
+        return peak * (step / warmup)  # in this order, exactly lr at the last warm-up step
+    if not arguments.lr_decay or arguments.lr_schedule == "constant":
+        return peak
+    if step > num_steps:
+        return end
+    form: str = arguments.lr_schedule
+    first = max(warmup, 1)  # the last step at the peak
+    if form == "wsd":
+        form, first = decay_form(arguments), num_steps - num_decay_steps(num_steps, arguments)
+        if step <= first:
+            return peak
+    done, total = step - first, num_steps + 1 - first
+    progress = done / total
+    if form == "cosine":
+        return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
+    if form == "1-sqrt":
+        return end + (peak - end) * (1 - math.sqrt(progress))
+    if form == "exponential":
+        return peak * (end / peak) ** progress
+    if form == "step":
+        progress = done * _STEP_DECAYS // total / _STEP_DECAYS
+        return peak * (end / peak) ** progress if end > 0 else peak * (1 - progress)
+    return peak + (end - peak) * progress
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The rates of a run, or of its phase after ``starts_after``; after ``num_steps`` the rate stays."""
+
+    num_steps: int
+    arguments: "TrainingArguments"
+    starts_after: int = 0
+    last_step: int | None = None
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of the run's optimizer step ``step``."""
+        return learning_rate(min(step - self.starts_after, self.num_steps), self.num_steps, self.arguments)
+
+    def takes(self, step: int) -> bool:
+        return self.last_step is not None and self.starts_after < step <= self.last_step
+
+    @property
+    def decided_by(self) -> dict[str, Any]:
+        """The arguments that decide the rates, by name."""
+        return {name: getattr(self.arguments, name) for name in RATE_ARGUMENTS}
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """The schedule of a run, and the schedules of phases, which replace it in their steps."""
+
+    of_run: Schedule
+    of_phases: tuple[Schedule, ...] = ()
+
+    def at(self, step: int) -> Schedule:
+        return next((phase for phase in self.of_phases if phase.takes(step)), self.of_run)
+
+    def rate(self, step: int) -> float:
+        return self.at(step).rate(step)
+
+
+def num_decay_steps(num_steps: int, arguments: "TrainingArguments") -> int:
+    """Return in how many of a run's last steps the rate of the ``wsd`` schedule is below ``lr``."""
+    if arguments.decay_steps is not None:
+        return arguments.decay_steps
+    assert arguments.decay_share is not None  # one of them is required
+    return max(1, round(arguments.decay_share * num_steps))
+
+
+def decay_form(arguments: "TrainingArguments") -> str:
+    """Return how the rate of the ``wsd`` schedule falls; of these forms, arXiv:2405.18392 found 1-sqrt the best."""
+    return arguments.decay_form or "1-sqrt"
+
+
+def set_learning_rate(optimizer: Any, rate: float) -> None:
+    """Set the learning rate of every parameter group, in which a part of the model may have another ``lr_ratio``."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_ratio", 1.0)
 
 
 def use_optimizer(build: Build | None) -> None:

@@ -24,13 +24,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fabric_train.data.batch import Batch, Targets
 from fabric_train.distributed.decoder_layers import checkpoint_layers, shares_kept
-from fabric_train.model import row_tiles
+from fabric_train.model import parallelize
 from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.lm_head_loss import compute_loss_in_head, traced_as
 from fabric_train.model.trained_parts import IN_LAYER, freeze_other_parts
-from fabric_train.preflight.memory_attention import attention_of_slices, attention_on_gpu
-from fabric_train.preflight.memory_compiled import compile_for_trace
+from fabric_train.preflight.memory_gpu import attention_of_slices, attention_on_gpu, compile_for_trace
 from fabric_train.training.objective import CrossEntropy
 
 if TYPE_CHECKING:
@@ -173,7 +172,7 @@ class _Traced:
     loss_in_head: bool
     kept: float  # see ``decoder_layers.shares_kept``
     kept_by_compiler: float | None
-    tile_size: int | None  # see ``row_tiles``
+    tile_size: int | None  # see ``parallelize.tile_rows``
     batch: MicroBatch
     adapter: Adapter | None
     kinds: tuple[LayerKind, ...]
@@ -216,7 +215,7 @@ def _trace(
 def _trace_once(given: _Traced) -> Activations:
     batch = given.batch
     with ExitStack() as kernels, FakeTensorMode():
-        kernels.enter_context(patch.object(row_tiles, "tiles_of", row_tiles.two_tiles_of))
+        kernels.enter_context(patch.object(parallelize, "tiles_of", parallelize.two_tiles_of))
         if batch.on_gpu:
             kernels.enter_context(traced_as("cuda"))
             kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention_on_gpu))
@@ -236,7 +235,7 @@ def _trace_once(given: _Traced) -> Activations:
         if given.loss_in_head:
             compute_loss_in_head(model)
         if given.tile_size:
-            row_tiles.tile_rows(model, layers, given.tile_size)
+            parallelize.tile_rows(model, layers, given.tile_size)
         if given.kept_by_compiler is not None:
             same = replace(given, described="", kinds=(), trained=frozenset(), kept=1.0)
             compile_for_trace(layers, given.kept_by_compiler, same)

@@ -8,10 +8,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fabric_train.distributed.precision import gathered_dtype, weights_dtype
-from fabric_train.model.adapter import is_of_adapter
+from fabric_train.model.adapter import NF4Linear, is_of_adapter, quantize_layers
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.model.nf4 import NF4Linear, quantize_layers
-from fabric_train.model.row_tiles import why_not_tiled
+from fabric_train.model.parallelize import why_not_tiled
 from fabric_train.optim.optimizer import build_optimizer
 from fabric_train.training.prepared_run import StepPlan
 

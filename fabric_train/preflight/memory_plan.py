@@ -13,15 +13,15 @@ from rich.text import Text
 from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.data.row_slices import borders_of, count_keys, deal_chunks
 from fabric_train.data.streaming import Stream
 from fabric_train.distributed.memory import device_memory, machine_memory
 from fabric_train.files.atomic_folder import nearest_existing
+from fabric_train.model.context_parallel import borders_of, count_keys, deal_chunks
 from fabric_train.model.flops import ModelFlops
-from fabric_train.model.row_tiles import TILE_SIZE
+from fabric_train.model.parallelize import TILE_SIZE
 from fabric_train.preflight.memory_forecast import Forecast, RunRequest
 from fabric_train.preflight.memory_layout import bytes_of_states, read_units, why_no_tiles
-from fabric_train.preflight.save_interval import describe_saves
+from fabric_train.preflight.steps import describe_saves
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_mixture, describe_parts, describe_phases, facts_table

@@ -14,8 +14,8 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape, with_parts
 from fabric_train.model.trained_parts import Parts
-from fabric_train.optim.lr_schedule import ARGUMENTS, Schedule
-from fabric_train.preflight.step_plan import fault_of_decay
+from fabric_train.optim.optimizer import RATE_ARGUMENTS, Schedule
+from fabric_train.preflight.steps import fault_of_decay
 from fabric_train.training.prepared_run import RunPhase, TrainingData
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _read(path: str, arguments: "TrainArguments", num_steps: int) -> list[GivenP
     hints = {name: kind for group in groups for name, kind in get_type_hints(type(group), include_extras=True).items()}
     kinds: dict[str, Any] = {"from": NonNegativeFloat}
     kinds |= dict.fromkeys(_SHARES, list[NonNegativeFloat] | list[dict[str, Any]] | list[str])
-    kinds |= {name: hints[name] for name in (*ARGUMENTS, *_OF_DATA)} | {"train_only": list[str]}
+    kinds |= {name: hints[name] for name in (*RATE_ARGUMENTS, *_OF_DATA)} | {"train_only": list[str]}
     phases, faults = [], []
     for number, item in enumerate(content, 1):
         where = f"{path}: phase {number}"
@@ -197,7 +197,7 @@ def _read(path: str, arguments: "TrainArguments", num_steps: int) -> list[GivenP
         if not found:
             first_step = int(values["from"]) if values["from"] >= 1 else round(values["from"] * num_steps) + 1
             shares = [Shares(f"{where}: {name}", values[name], name != "shares") for name in _SHARES if name in values]
-            schedule = {name: values[name] for name in ARGUMENTS if name in values}
+            schedule = {name: values[name] for name in RATE_ARGUMENTS if name in values}
             parts = tuple(values.get("train_only", ()))
             data = {name: values[name] for name in _OF_DATA if values.get(name) is not None}
             phases.append(GivenPhase(where, first_step, shares[0] if shares else None, schedule, parts, data))

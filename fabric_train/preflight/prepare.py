@@ -30,15 +30,14 @@ from fabric_train.distributed.precision import check_float8
 from fabric_train.files.atomic_folder import check_no_dead_link, check_not_inside, nearest_existing
 from fabric_train.files.regular_file import check_regular_or_absent
 from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts, read_prompts
+from fabric_train.model.adapter import check_installed
 from fabric_train.model.attention import check_attention, choose_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape, with_parts
 from fabric_train.model.init_weights import new_shape
-from fabric_train.model.nf4 import check_installed
 from fabric_train.model.parallelize import check_tensor_parallel
 from fabric_train.model.rope import RopeChange, note_on_rope
 from fabric_train.model.trained_parts import ALL_PARTS, rates_by_name, splits_layers
 from fabric_train.preflight.automatic import resolve_automatic
-from fabric_train.preflight.beginning import choose_beginning, named_checkpoint, starting_point
 from fabric_train.preflight.dataset_check import (
     check_deciding_sources,
     faults_of_objective,
@@ -54,7 +53,7 @@ from fabric_train.preflight.phases import (
     stretch_of,
 )
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
-from fabric_train.preflight.step_plan import plan_steps, rows_at_once
+from fabric_train.preflight.steps import choose_beginning, named_checkpoint, plan_steps, rows_at_once, starting_point
 from fabric_train.training.evaluation import SamplePrompts
 from fabric_train.training.metrics import find_lost_rows
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData

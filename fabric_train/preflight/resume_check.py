@@ -18,8 +18,7 @@ from fabric_train.data.streaming import Stream
 from fabric_train.model.attention import VARLEN
 from fabric_train.model.context_parallel import CONTEXT_VARLEN
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.optim import lr_schedule
-from fabric_train.optim.lr_schedule import SCHEDULES_VERSION, Schedule
+from fabric_train.optim.optimizer import RATE_ARGUMENTS, SCHEDULES_VERSION, Schedule
 from fabric_train.training.metrics import read_metrics
 from fabric_train.training.prepared_run import PreparedRun, StepPlan, TrainingData
 
@@ -31,7 +30,7 @@ _ROPE = ("rope_scaling", "rope_theta")
 # A change of one of these changes the losses from the next step on. Devices, parallelism and micro-batches only split
 # the same windows in another way. What fixes the data order is compared by content and not by name, see DataOrder.
 _DECIDE_THE_LOSSES = (
-    *lr_schedule.ARGUMENTS,
+    *RATE_ARGUMENTS,
     *("weight_decay", "beta1", "beta2", "grad_clip"),
     *("precision", "float8", "optimizer_states", "stochastic_rounding"),
     *("attention", "isolate_documents", "seed", "eval_iters"),
@@ -152,7 +151,7 @@ def find_changes_of_begun_phases(run: PreparedRun, there: TrainerJson, step: int
     saved, current = (_values_of_phases(one.phase_schedules, one.phase_parts) for one in (there, run))
     for first_step in sorted(first for first in {*saved, *current} if first <= step):
         then, now = saved.get(first_step, {}), current.get(first_step, {})
-        for name in (*lr_schedule.ARGUMENTS, "train_only"):
+        for name in (*RATE_ARGUMENTS, "train_only"):
             if then.get(name) != now.get(name):
                 yield Change(name, then.get(name), now.get(name), option=f"--phases from step {first_step}")
 
@@ -251,7 +250,7 @@ def _schedule_there(run: PreparedRun, now: Schedule, saved: TrainerJson) -> tupl
     here = next((one for one in run.phase_schedules if one.first_step == now.starts_after + 1), None)
     if there is None or here is None or now.last_step is None:
         changes = _changes(saved.arguments, flatten(run.arguments))
-        has_changed = any(change.name in lr_schedule.ARGUMENTS for change in changes)
+        has_changed = any(change.name in RATE_ARGUMENTS for change in changes)
         is_same = there is None and now.last_step is None and not has_changed
         return saved.num_steps, saved.schedule_steps, is_same
     is_same = (there.first_step, there.arguments) == (here.first_step, here.arguments)

@@ -10,7 +10,7 @@ from fabric_train.cli.errors import InputError, describe_os_error, run_program
 from fabric_train.cli.output import open_console
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.pages.charts import DrawError
-from fabric_train.pages.page import library
+from fabric_train.pages.markdown import library
 
 
 @dataclass(frozen=True)

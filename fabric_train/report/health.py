@@ -9,8 +9,7 @@ import numpy as np
 
 from fabric_train.cli.argument_types import counted
 from fabric_train.cli.errors import InputError
-from fabric_train.pages.markdown import code, escaped
-from fabric_train.pages.page import Section
+from fabric_train.pages.markdown import Section, code, escaped
 from fabric_train.report.run_files import RunFiles
 from fabric_train.training.curves import MetricsTable
 

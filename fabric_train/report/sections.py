@@ -26,8 +26,7 @@ from fabric_train.evaluation.loss_table import (
 from fabric_train.evaluation.scores import read_means, score_charts, to_markdown
 from fabric_train.export import card_facts
 from fabric_train.files.regular_file import read_json
-from fabric_train.pages.markdown import SHOWN_DIGITS, Markdown, code, escaped, table
-from fabric_train.pages.page import Section
+from fabric_train.pages.markdown import SHOWN_DIGITS, Markdown, Section, code, escaped, table
 from fabric_train.report.health import health_section
 from fabric_train.report.run_files import RunFiles, best_step, content_hash
 from fabric_train.training.curves import metric_charts

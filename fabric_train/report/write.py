@@ -15,8 +15,7 @@ from fabric_train.cli.output import escape_controls, redact
 from fabric_train.export.card_facts import device_hours, seen_shares
 from fabric_train.files.regular_file import check_no_link, write_atomically
 from fabric_train.pages.charts import draw
-from fabric_train.pages.markdown import code, escaped, table
-from fabric_train.pages.page import Section, WrittenPage, to_html, to_markdown
+from fabric_train.pages.markdown import Section, WrittenPage, code, escaped, table, to_html, to_markdown
 from fabric_train.report.health import health_section
 from fabric_train.report.run_files import RunFiles
 from fabric_train.report.sections import run_sections

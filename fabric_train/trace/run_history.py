@@ -18,7 +18,7 @@ from fabric_train.data.step_sampler import WindowOrder, rank_at
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import JoinedRows, TokenMixture, open_mixture
 from fabric_train.files.regular_file import read_json
-from fabric_train.preflight.step_plan import order_of_mixture
+from fabric_train.preflight.steps import order_of_mixture
 from fabric_train.tokenization.manifest import read_manifest
 
 

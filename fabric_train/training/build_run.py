@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train.checkpoint.adapter_folder import is_adapter, open_adapted
-from fabric_train.checkpoint.manager import CheckpointManager
+from fabric_train.checkpoint.manager import CheckpointManager, read_cursors
 from fabric_train.checkpoint.tensors import restore_optimizer
 from fabric_train.cli.argument_types import counted
 from fabric_train.cli.parser import flatten
@@ -320,7 +320,7 @@ def _untraced_batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
         max_length=data.max_length,
         isolates=data.isolates,
         order=LaneOrder(plan.rows_per_window, arguments.training.micro_batch_size, ranks.size, ranks.rank),
-        cursors=checkpoints.read_cursors(start.checkpoint) if start.checkpoint and has_begun else None,
+        cursors=read_cursors(start.checkpoint) if start.checkpoint and has_begun else None,
         num_workers=num_workers,
         pin_memory=pins,
     )

@@ -17,12 +17,12 @@ from lightning import Fabric
 
 from fabric_train.checkpoint import Evaluation, LossProgress, TokenLoss, TrainerState
 from fabric_train.data.batch import SUM_OF_HASHES, Batch, hash_supervised
-from fabric_train.data.row_slices import place_batch
 from fabric_train.distributed.ranks import StepSync, gather_over_ranks, sum_over_data_ranks, sync_step
 from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.distributed.xla import run_pending
 from fabric_train.inference.generate import continuation
 from fabric_train.model.attention import forward
+from fabric_train.model.context_parallel import place_batch
 from fabric_train.training.loggers import Sample
 from fabric_train.training.objective import (
     CrossEntropy,

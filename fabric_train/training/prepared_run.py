@@ -16,7 +16,7 @@ from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.origin import AdapterBase, ReferenceModel, TrainingStage
 from fabric_train.model.trained_parts import Parts
-from fabric_train.optim.lr_schedule import Schedule, Schedules
+from fabric_train.optim.optimizer import Schedule, Schedules
 from fabric_train.training.evaluation import EarlyStopping, SamplePrompts
 
 if TYPE_CHECKING:

@@ -33,13 +33,13 @@ from fabric_train.checkpoint.adapter_folder import (
     trained_adapter,
 )
 from fabric_train.cli.errors import InputError
-from fabric_train.data.row_slices import place_batch
 from fabric_train.data.step_sampler import positions, validation_batches
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.distributed.ranks import data_ranks, gather_over_ranks
 from fabric_train.distributed.signals import Heartbeat, StepPhase
 from fabric_train.files.regular_file import check_no_link, open_regular, read_json, write_atomically
+from fabric_train.model.context_parallel import place_batch
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.load_weights import find_safetensors
@@ -47,7 +47,7 @@ from fabric_train.model.origin import ReferenceModel
 from fabric_train.model.parallelize import check_tensor_parallel
 from fabric_train.tokenization.manifest import REFERENCE
 from fabric_train.training.build_run import set_up_model
-from fabric_train.training.preference import answers_of
+from fabric_train.training.objective import answers_of
 from fabric_train.training.prepared_run import PreparedRun, StartingPoint
 from fabric_train.training.run_log import log, progress
 

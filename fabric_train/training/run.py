@@ -24,7 +24,7 @@ from fabric_train.distributed.ranks import release_parameters
 from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
 from fabric_train.model.attention import check_isolation
-from fabric_train.pages.page import WrittenPage
+from fabric_train.pages.markdown import WrittenPage
 from fabric_train.training import summary
 from fabric_train.training.build_run import build_loop, build_outputs, build_validation, set_up_model, set_up_optimizer
 from fabric_train.training.evaluation import Validation

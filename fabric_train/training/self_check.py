@@ -15,12 +15,11 @@ from lightning import Fabric
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
-from fabric_train.data.row_slices import place_batch
 from fabric_train.data.step_sampler import Window, positions
 from fabric_train.data.token_dataset import IndexedRows
 from fabric_train.distributed.ranks import clip_grad_norm, data_ranks, gather_over_ranks, local_part, original_name
-from fabric_train.training.objective import Objective, counts_pieces
-from fabric_train.training.preference import answers_of
+from fabric_train.model.context_parallel import place_batch
+from fabric_train.training.objective import Objective, answers_of, counts_pieces
 from fabric_train.training.step import accumulate
 
 TOLERANCES = {"32-true": 1e-5, "16-mixed": 2**-10, "bf16-mixed": 2**-8, "bf16-true": 2**-7}

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from lightning import Fabric
 
 from fabric_train.checkpoint.manager import CheckpointManager
-from fabric_train.data.row_slices import place_batch
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed import ranks
 from fabric_train.distributed.ranks import (
@@ -31,10 +30,11 @@ from fabric_train.distributed.ranks import (
 )
 from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.distributed.xla import seed_xla
+from fabric_train.model.context_parallel import place_batch
 from fabric_train.model.flops import ModelFlops
-from fabric_train.optim.lr_schedule import Schedules, set_learning_rate
+from fabric_train.optim.optimizer import Schedules, set_learning_rate
 from fabric_train.training.objective import CrossEntropy, Objective, WindowLoss, by_piece, counts_pieces, sum_by_source
-from fabric_train.training.spike_rule import SpikeRule
+from fabric_train.training.statistics import SpikeRule
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

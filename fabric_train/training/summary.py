@@ -12,6 +12,7 @@ from rich.text import Text
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train.checkpoint import Evaluation, TokenLoss, TrainerState, perplexity
+from fabric_train.checkpoint.manager import read_cursors
 from fabric_train.cli.argument_types import counted
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import command_from_here
@@ -19,11 +20,11 @@ from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
-from fabric_train.optim.lr_schedule import decay_form, num_decay_steps
-from fabric_train.training.bootstrap import accuracy_interval
+from fabric_train.optim.optimizer import decay_form, num_decay_steps
 from fabric_train.training.loggers import describe_loggers
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_times import read_times
+from fabric_train.training.statistics import accuracy_interval
 
 if TYPE_CHECKING:
     from fabric_train.training.loop import End
@@ -238,7 +239,7 @@ def describe_stream(run: PreparedRun, checkpoint: Path | None = None) -> list[Ta
     data = run.data
     if not isinstance(data, Stream) or (len(data.source_names) == 1 and data.documents.shares is None):
         return []
-    cursors = checkpoints.read_cursors(checkpoint) if checkpoint else []
+    cursors = read_cursors(checkpoint) if checkpoint else []
     counts = [sum(of_source) for of_source in zip(*(cursor.tokens_read for cursor in cursors), strict=True)]
     table = _source_table("Stream", ["size", "share", *(["tokens read", "of all"] if counts else [])])
     for number, name in enumerate(data.source_names):

@@ -3,14 +3,117 @@
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from fabric_train.cli import fabric_command
+from fabric_train.cli.argument_types import NonNegativeInt64, PositiveInt, given_twice, parse_size
 from fabric_train.cli.errors import InputError, run_program
 from fabric_train.cli.help import complete_choice, print_version, program_name
 from fabric_train.cli.output import open_console
 from fabric_train.cli.parser import parse_arguments
-from fabric_train.vocabulary.arguments import VocabularyExtendArguments, VocabularyReportArguments
+
+
+def _faults_of_texts(texts: list[str] | None, most_bytes: str) -> list[str]:
+    faults = [] if texts is None or texts else ["--texts names nothing: give a text such as ca=corpus/ca"]
+    if parse_size(most_bytes) is None:
+        faults.append(f"--max_bytes: expected a size such as 100MB or 1GB, got {most_bytes!r}")
+    return faults
+
+
+def _no_place_for(option: str, file: str | None) -> list[str]:
+    is_wrong = file is not None and (os.path.isdir(file) or not os.path.isdir(os.path.dirname(file) or "."))
+    return [f"{option} {file}: expected a file in an existing folder"] if is_wrong else []
+
+
+@dataclass(frozen=True)
+class VocabularyReportArguments:
+    """Measure how many tokens each tokenizer needs for the words of each language, and recommend what to do
+
+    PROGRAM --tokenizer HuggingFaceTB/SmolLM2-135M --texts ca=corpus/ca.jsonl en=corpus/en.jsonl
+    PROGRAM --tokenizer models/8b models/8b-ca --texts ca=corpus/ca/ es=corpus/es/ --picture tokens.png
+    PROGRAM --tokenizer A B C --texts ca=ca.parquet --text_column content --json tokens.json
+    """
+
+    tokenizer: list[str]
+    """Tokenizers: hub names, folders, or tokenizer.model files. The others are compared with the first one."""
+    texts: list[str]
+    """Texts by language: ca=PLACE, where PLACE is anything with text that tokenize_dataset.py reads."""
+    text_column: str = "text"
+    """Column with the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts, such as
+    'moves: ' with a space.
+    """
+    max_bytes: str = "20MB"
+    """Read about this much of a larger text, from places all over it."""
+    seed: NonNegativeInt64 = 0
+    """Seed of these places, and of the documents that are drawn for the intervals."""
+    json: str | None = None
+    """Also write all figures to this file as JSON."""
+    picture: str | None = None
+    """Also draw the tokens per word as this PNG file."""
+
+    def faults(self) -> list[str]:
+        """Return names that are missing or given twice, and files that cannot be written."""
+        faults = [] if self.tokenizer else ["--tokenizer names nothing: give one or more"]
+        faults += [f"--tokenizer: {fault}" for _, fault in given_twice(self.tokenizer)]
+        faults += _faults_of_texts(self.texts, self.max_bytes)
+        if self.picture is not None and not self.picture.endswith(".png"):
+            faults.append(f"--picture {self.picture}: give a name that ends in .png")
+        return [*faults, *_no_place_for("--json", self.json), *_no_place_for("--picture", self.picture)]
+
+
+@dataclass(frozen=True)
+class VocabularyExtendArguments:
+    """Add tokens to the vocabulary of a model: its tokenizer, its embedding and its head
+
+    PROGRAM --model HuggingFaceTB/SmolLM2-135M --texts ca=corpus/ca.jsonl --num_tokens 16000 --output_dir models/ca
+    PROGRAM --model models/8b --texts ca=ca/ va=va/ --num_tokens 16000 --output_dir models/8b-ca --plan true
+    PROGRAM --model models/8b --special_tokens markers.txt --output_dir models/8b-markers
+    """
+
+    model: str
+    """Model and tokenizer: a hub name, or a Hugging Face folder with safetensors."""
+    output_dir: str
+    """Model folder to write; must not exist yet."""
+    texts: list[str] | None = None
+    """Texts by language from which tokens are learned: ca=PLACE, where PLACE is anything with text that
+    tokenize_dataset.py reads. A tenth of the documents is held out, to count what the new tokens save.
+    """
+    num_tokens: PositiveInt | None = None
+    """Number of tokens to learn from --texts."""
+    tokens: str | None = None
+    """File with further tokens, one a line: text that always becomes this one token."""
+    special_tokens: str | None = None
+    """File with further special tokens, one a line, such as <|turn|>: tokens that are left out of generated text."""
+    init: Literal["mean", "normal"] = "mean"
+    """New rows of embedding and head: mean of the rows of the pieces that a token replaces; normal draws from the
+    normal distribution with the mean and the covariance of all old rows.
+    """
+    plan: bool = False
+    """Learn the tokens and print what they save and cost, and write nothing."""
+    text_column: str = "text"
+    """Column with the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts, such as
+    'moves: ' with a space.
+    """
+    max_bytes: str = "500MB"
+    """Read about this much of a larger text, from places all over it."""
+    max_shard_size: str = "5GB"
+    """Largest safetensors file."""
+    seed: NonNegativeInt64 = 0
+    """Seed of the places that are read, and of normal rows."""
+
+    def faults(self) -> list[str]:
+        """Return what leaves nothing to add, and contradictions."""
+        faults = _faults_of_texts(self.texts, self.max_bytes)
+        if (self.texts is None) != (self.num_tokens is None):
+            faults.append("--texts and --num_tokens belong together: give both, or neither")
+        if all(given is None for given in (self.texts, self.num_tokens, self.tokens, self.special_tokens)):
+            faults.append("nothing to add: give --texts with --num_tokens, --tokens or --special_tokens")
+        if parse_size(self.max_shard_size) is None:
+            faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
+        return faults
+
 
 COMMANDS: dict[str, type] = {"report": VocabularyReportArguments, "extend": VocabularyExtendArguments}
 
@@ -50,7 +153,7 @@ def main(argv: list[str] | None = None) -> None:
 def _report(arguments: VocabularyReportArguments) -> None:
     from fabric_train.pages.charts import DrawError  # slow, like the others
     from fabric_train.vocabulary import report
-    from fabric_train.vocabulary.texts import read_texts
+    from fabric_train.vocabulary.words import read_texts
 
     texts = read_texts(arguments.texts, arguments.text_column, arguments.max_bytes, arguments.seed)
     notes = [text.note for text in texts if text.note]

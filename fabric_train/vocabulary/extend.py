@@ -31,14 +31,13 @@ from fabric_train.tokenization.tokenizers.text_encoder import load_fast, open_en
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.tokenization.tokenizers.tokenizer_model import is_rank_file
 from fabric_train.tokenization.tokenizers.vocabulary import ADDED, AddedVocabulary
-from fabric_train.vocabulary.arguments import VocabularyExtendArguments
-from fabric_train.vocabulary.learn import cut
-from fabric_train.vocabulary.rows import ExtendedMatrix, ExtendedTensors, Norms
-from fabric_train.vocabulary.texts import LanguageTexts, hold_out, read_texts, words_of
-from fabric_train.vocabulary.tokenizer_files import ExtendableTokenizer, NewTokens
+from fabric_train.vocabulary.model_files import ExtendableTokenizer, ExtendedMatrix, ExtendedTensors, NewTokens, Norms
+from fabric_train.vocabulary.words import LanguageTexts, cut, hold_out, read_texts, words_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from fabric_train.vocabulary.__main__ import VocabularyExtendArguments
 
 PADDED_TO = 64
 """Rows are a multiple of this: matrix products of other sizes are slower, and tensor parallelism needs even parts."""
@@ -165,7 +164,7 @@ def _sentencepiece_of(model: str) -> Path | None:
     return Path(found) if Path(found).is_file() and not is_rank_file(Path(found)) else None
 
 
-def extend(arguments: VocabularyExtendArguments) -> None:
+def extend(arguments: "VocabularyExtendArguments") -> None:
     """Learn the tokens, and write the model folder, or with ``plan`` only say what they save and cost."""
     target = Path(arguments.output_dir).expanduser()
     given, special = (
@@ -233,7 +232,7 @@ def _print_plan(extension: Extension, new: NewTokens, saved: Sequence[Saved]) ->
 
 
 def _write(
-    extension: Extension, new: NewTokens, arguments: VocabularyExtendArguments, tokenizer: Path, target: Path
+    extension: Extension, new: NewTokens, arguments: "VocabularyExtendArguments", tokenizer: Path, target: Path
 ) -> None:
     """Write the folder, and verify its weights, before it gets its name."""
     num_rows = extension.num_rows(new)
@@ -260,7 +259,7 @@ def _write(
     print(f"next       python tokenize_dataset.py --tokenizer_name {target} --dataset … --output_dir …")
 
 
-def _added(extension: Extension, new: NewTokens, arguments: VocabularyExtendArguments) -> AddedVocabulary:
+def _added(extension: Extension, new: NewTokens, arguments: "VocabularyExtendArguments") -> AddedVocabulary:
     """Return the record of the new tokens, and of the tokens before them if the model was extended before."""
     file, first_id, tokens = Path(arguments.model) / ADDED, extension.first_id, new.texts
     if file.is_file():
@@ -271,7 +270,7 @@ def _added(extension: Extension, new: NewTokens, arguments: VocabularyExtendArgu
 
 
 def _write_card(
-    extension: Extension, new: NewTokens, arguments: VocabularyExtendArguments, norms: dict[str, Norms], folder: Path
+    extension: Extension, new: NewTokens, arguments: "VocabularyExtendArguments", norms: dict[str, Norms], folder: Path
 ) -> None:
     origin, legal = find_origin(arguments.model)
     for file in legal:

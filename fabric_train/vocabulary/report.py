@@ -1,7 +1,7 @@
 """Count the tokens that tokenizers need for the words of languages; recommend to keep or to change the tokenizer.
 
-The intervals are from a bootstrap over documents (``training/bootstrap.py``), with the same draws for all tokenizers of
-a language.
+The intervals are from a bootstrap over documents (``training/statistics.py``), with the same draws for all tokenizers
+of a language.
 """
 
 import json
@@ -22,8 +22,8 @@ from fabric_train.pages.charts import COLOURS, TEXT, write_png
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.tokenization.workers import progress_of
-from fabric_train.training.bootstrap import FEWEST_DOCUMENTS, LEVEL, Interval, interval_of, resample
-from fabric_train.vocabulary.texts import LanguageTexts, words_of
+from fabric_train.training.statistics import FEWEST_DOCUMENTS, LEVEL, Interval, interval_of, resample
+from fabric_train.vocabulary.words import LanguageTexts, words_of
 
 CONTEXT = 8192
 """The tokens of the context whose words are counted."""

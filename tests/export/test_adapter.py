@@ -27,8 +27,8 @@ from fabric_train.export.source import ExportSource, MergeInto, open_unmerged, o
 from fabric_train.inference import load_model
 from fabric_train.inference.load_model import load_for_inference, load_onto_devices
 from fabric_train.merge_models.__main__ import main as merge_models
+from fabric_train.model.adapter import NF4Linear
 from fabric_train.model.load_weights import layered_forward
-from fabric_train.model.nf4 import NF4Linear
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.exports import verify_in_this_process
 from tests.support.forked_runs import ForkedRuns

@@ -19,7 +19,7 @@ from fabric_train.export import hub_format, verification
 from fabric_train.export.verification import VerificationError
 from fabric_train.merge_models import merge as merging
 from fabric_train.merge_models.__main__ import main
-from fabric_train.merge_models.methods import drawn
+from fabric_train.merge_models.tensors import drawn
 from tests.support.checkpoint_examples import CHAT_TEMPLATE, trained_weights, write_full
 from tests.support.exports import verify_in_this_process
 from tests.support.forked_commands import run_in_fork

@@ -21,10 +21,9 @@ from fabric_train.checkpoint.adapter_folder import read_adapter
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, Targets
 from fabric_train.export.source import MergedTensors
-from fabric_train.model.adapter import Adapter, attach, without_adapters
+from fabric_train.model.adapter import Adapter, attach, quantize_rows, without_adapters
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.lm_head_loss import compute_loss_in_head
-from fabric_train.model.nf4 import quantize_rows
 from fabric_train.model.trained_parts import freeze_other_parts
 from fabric_train.preflight.prepare import prepare
 from fabric_train.training.objective import CrossEntropy

@@ -14,12 +14,11 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig, PretrainedConfi
 
 from arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.data.batch import Batch
-from fabric_train.data.row_slices import Stretch, cut_rows, deal_chunks
+from fabric_train.data.batch import Batch, Stretch
 from fabric_train.distributed.ranks import ContextGroup
 from fabric_train.distributed.strategy import resolve_parallelism
 from fabric_train.model.attention import choose_attention
-from fabric_train.model.context_parallel import CONTEXT, _attend_by_document, _attend_by_kernel
+from fabric_train.model.context_parallel import CONTEXT, _attend_by_document, _attend_by_kernel, cut_rows, deal_chunks
 from tests.support import context_slices
 from tests.support.context_slices import batches
 from tests.support.forked_runs import ForkedRuns

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.decoder_layers import checkpoint_layers
-from fabric_train.model import row_tiles
+from fabric_train.model import parallelize
 from fabric_train.model.adapter import Adapter, attach
-from fabric_train.model.row_tiles import tile_rows, tiles_of, two_tiles_of, why_not_tiled
+from fabric_train.model.parallelize import tile_rows, tiles_of, two_tiles_of, why_not_tiled
 from fabric_train.model.trained_parts import freeze_other_parts
 from fabric_train.preflight.memory_activations import _LiveBytes
 from tests.support.forked_runs import ForkedRuns
@@ -100,7 +100,7 @@ def peak(config: LlamaConfig, size: int | None, length: int) -> int:
 def test_a_layer_needs_the_bytes_that_the_plan_counts(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     length, size = 4096, 256
     real = {given: peak(llama.config, given, length) for given in (None, size)}
-    monkeypatch.setattr(row_tiles, "tiles_of", two_tiles_of)
+    monkeypatch.setattr(parallelize, "tiles_of", two_tiles_of)
     with FakeTensorMode():
         planned = {given: peak(llama.config, given, length) for given in (None, size)}
     assert planned == real

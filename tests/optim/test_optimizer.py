@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 from arguments import DecayForm, Schedule, TrainingArguments
 from fabric_train.distributed.ranks import original_name
 from fabric_train.optim.adamw import MOMENTS, AdamW
-from fabric_train.optim.lr_schedule import learning_rate, set_learning_rate
-from fabric_train.optim.optimizer import build_optimizer, decayed_names
+from fabric_train.optim.optimizer import build_optimizer, decayed_names, learning_rate, set_learning_rate
 
 DECAYING = [schedule for schedule in get_args(Schedule) if schedule != "constant"]
 

@@ -19,7 +19,7 @@ from fabric_train.evaluation.loss_changes import CHANGES
 from fabric_train.export.card_facts import ExportRecord
 from fabric_train.pages import charts
 from fabric_train.pages.charts import Chart, Series, draw, sampled, smoothed
-from fabric_train.pages.page import Section
+from fabric_train.pages.markdown import Section
 from fabric_train.report.__main__ import main
 from fabric_train.report.health import find_unusual
 from fabric_train.report.run_files import RunFiles, open_runs

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fabric_train.data.batch import IGNORED_LABEL, Batch, isolate, pad_rows
-from fabric_train.data.row_slices import cut_rows
 from fabric_train.distributed.decoder_layers import checkpoint_layers
 from fabric_train.distributed.ranks import ContextGroup
-from fabric_train.model.context_parallel import CONTEXT, CONTEXT_VARLEN
+from fabric_train.model.context_parallel import CONTEXT, CONTEXT_VARLEN, cut_rows
 from fabric_train.training.objective import losses_at_targets
 from tests.support.varlen_kernel import varlen_kernel_on_cpu
 

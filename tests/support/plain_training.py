@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from arguments import TrainingArguments
 from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.token_dataset import open_dataset
-from fabric_train.optim.lr_schedule import learning_rate
+from fabric_train.optim.optimizer import learning_rate
 
 LR, GRAD_CLIP = 1e-3, 0.4
 WEIGHT_DECAY = 1.0

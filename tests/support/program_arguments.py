@@ -17,7 +17,7 @@ from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.inspect.__main__ import InspectArguments
 from fabric_train.tokenization.merge import MergeArguments
 from fabric_train.trace.__main__ import TraceArguments
-from fabric_train.vocabulary.arguments import VocabularyExtendArguments, VocabularyReportArguments
+from fabric_train.vocabulary.__main__ import VocabularyExtendArguments, VocabularyReportArguments
 
 PROGRAM_ARGUMENTS: dict[str, Any] = {
     "-m fabric_train": TrainArguments,

@@ -25,8 +25,7 @@ from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.load_weights import open_checkpoint, open_pretrained, read_local_part
 from fabric_train.model.parallelize import setup_model
-from fabric_train.optim.lr_schedule import set_learning_rate
-from fabric_train.optim.optimizer import build_optimizer, decayed_names
+from fabric_train.optim.optimizer import build_optimizer, decayed_names, set_learning_rate
 
 
 def main() -> None:

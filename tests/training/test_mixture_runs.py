@@ -15,7 +15,7 @@ from fabric_train.cli.parser import parse_arguments
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.export.card_facts import all_stages, read_record
 from fabric_train.export.model_card import CardFacts, write_model_card
-from fabric_train.optim.lr_schedule import learning_rate
+from fabric_train.optim.optimizer import learning_rate
 from fabric_train.preflight.phases import plan_phases, read_stretches
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.kills import differences

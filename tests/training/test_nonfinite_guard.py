@@ -22,7 +22,7 @@ from fabric_train.data.step_sampler import Window, WindowOrder
 from fabric_train.data.stream_batches import LaneCursor, TextPosition
 from fabric_train.distributed.ranks import clip_grad_norm
 from fabric_train.training.objective import WindowLoss
-from fabric_train.training.spike_rule import SpikeRule
+from fabric_train.training.statistics import SpikeRule
 from fabric_train.training.step import StepGuard, accumulate
 from tests.support.bigram import Bigram
 from tests.support.forked_runs import ForkedRuns
@@ -257,7 +257,7 @@ def test_documents_with_the_highest_losses_are_named_at_a_spike(
 
 
 SPIKES_AT_STEP_3 = """
-from fabric_train.training.spike_rule import SpikeRule
+from fabric_train.training.statistics import SpikeRule
 
 def usual_before_spike(self, loss):
     self._recent.append(loss)

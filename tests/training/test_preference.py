@@ -23,8 +23,7 @@ from fabric_train.data.batch import Batch
 from fabric_train.data.token_dataset import Rows, open_dataset
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.preflight.prepare import prepare
-from fabric_train.training.objective import sum_by_source
-from fabric_train.training.preference import LOSSES, Pairs, Preference
+from fabric_train.training.objective import LOSSES, Pairs, Preference, sum_by_source
 from fabric_train.training.summary import warn_of_displacement
 from tests.support import short_runs
 from tests.support.forked_runs import ForkedRuns

@@ -32,8 +32,7 @@ from fabric_train.tokenization.tokenizers.text_encoder import open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.vocabulary.__main__ import main
 from fabric_train.vocabulary.extend import verify_tokenizer
-from fabric_train.vocabulary.rows import ExtendedMatrix
-from fabric_train.vocabulary.tokenizer_files import KEPT_TEXTS, ExtendableTokenizer, NewTokens
+from fabric_train.vocabulary.model_files import KEPT_TEXTS, ExtendableTokenizer, ExtendedMatrix, NewTokens
 from sample_data import real_data
 from tests.support.token_datasets import tokenize
 

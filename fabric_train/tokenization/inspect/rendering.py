@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fabric_train.cli.output import visible
-from fabric_train.pages.page import page_templates
+from fabric_train.pages.markdown import page_templates
 from fabric_train.tokenization.inspect import report as reports
 from fabric_train.tokenization.inspect.comparison import Comparison
 from fabric_train.tokenization.inspect.comparison_tables import NAMES, sections

@@ -1,14 +1,18 @@
-"""Confidence intervals by paired bootstrap over documents.
+"""Statistics of losses: confidence intervals of models that are compared, and spikes in the loss of a run.
 
-Documents are drawn with replacement, the same ones for all models. The interval of a statistic is between the 2.5th and
-the 97.5th percentile of its values on the draws (Efron and Tibshirani 1993, chapter 13). Models are compared by the
-interval of their difference on the same draws (Koehn 2004, Statistical Significance Tests for Machine Translation
-Evaluation). It says how sure a result is for documents like these, not for other texts or another training run.
+The intervals are by paired bootstrap over documents. Documents are drawn with replacement, the same ones for all
+models. The interval of a statistic is between the 2.5th and the 97.5th percentile of its values on the draws (Efron
+and Tibshirani 1993, chapter 13). Models are compared by the interval of their difference on the same draws (Koehn 2004,
+Statistical Significance Tests for Machine Translation Evaluation). It says how sure a result is for documents like
+these, not for other texts or another training run.
 
 Shapes: M models, D documents, R resamples.
 """
 
+import itertools
 import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +27,33 @@ FEWEST_DOCUMENTS = 10
 _COUNTS_AT_ONCE = 1 << 24
 
 Interval = tuple[float, float]
+
+
+class SpikeRule:
+    """A rule for loss spikes.
+
+    A loss is a spike if it is above the median of the recent losses by more than ``CHANGES`` times the median change
+    from one step to the next, and by more than ``LEAST_RISE`` of that median. For losses scattered by sigma around a
+    level, the median change is 0.95 sigma. A few high losses do not hide the next one, and changes stay small while the
+    loss falls. A rise is one spike, however many steps it lasts.
+    """
+
+    RECENT, FEWEST = 64, 20
+    CHANGES, LEAST_RISE = 8.0, 0.1
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=self.RECENT)
+        self._is_high = False
+
+    def usual_before_spike(self, loss: float) -> float | None:
+        """Add the next loss; return the median of the recent ones if a spike begins here, else None."""
+        was_high, usual = self._is_high, None
+        if len(self._recent) >= self.FEWEST:
+            usual = statistics.median(self._recent)
+            change = statistics.median(abs(later - earlier) for earlier, later in itertools.pairwise(self._recent))
+            self._is_high = loss - usual > max(self.CHANGES * change, self.LEAST_RISE * usual)
+        self._recent.append(loss)
+        return usual if self._is_high and not was_high else None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Let layers on fake tensors take the memory that compiled layers would take, without compiling them.
+"""Let fake CPU tensors take the memory that a GPU would: its attention kernels, and layers that are compiled.
 
-torch's own partitioner chooses what a compiled layer keeps for the backward pass, with inductor's decompositions. It
-needs neither a GPU nor a compiler. What inductor makes of the two graphs is approximated; see :class:`_Buffers`.
+Nothing is compiled. torch's own partitioner chooses what a compiled layer keeps for the backward pass, with inductor's
+decompositions. It needs neither a GPU nor a compiler. What inductor makes of the two graphs is approximated; see
+:class:`_Buffers`.
 """
 
 import importlib
@@ -17,10 +18,55 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Compiled = Callable[..., Any]
-
-
 _traced: dict[Hashable, Compiled] = {}
 """What torch has traced, by all that it depends on."""
+
+
+def attention_on_gpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Do what ``scaled_dot_product_attention`` does on a recent GPU (torch/nn/functional.py, with the same arguments).
+
+    Without a mask and in 16 bits it is the flash kernel, which takes fewer heads of keys and values. Otherwise it is
+    the memory-efficient kernel, which takes a mask as numbers to add.
+    """
+    aten: Any = torch.ops.aten
+    if attn_mask is None and query.dtype != torch.float32:
+        found: tuple[torch.Tensor, ...] = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )
+        return found[0]
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    found = aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
+    )
+    return found[0]
+
+
+def attention_of_slices(attention: Callable[..., torch.Tensor], num_ranks: int) -> Callable[..., torch.Tensor]:
+    """Let an attention take the keys and values of several ranks, whose gradients are added in fp32.
+
+    Here each rank repeats its own, which takes as much memory; see ``model.context_parallel``.
+    """
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **given: Any) -> torch.Tensor:
+        key, value = (each.float().repeat(1, 1, num_ranks, 1).to(each.dtype) for each in (key, value))
+        return attention(query, key, value, *more, **given)
+
+    return attend
 
 
 def compile_for_trace(layers: Iterable[nn.Module], budget: float, given: Hashable) -> None:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fabric_train.training.bootstrap import (
+from fabric_train.training.statistics import (
     NUM_RESAMPLES,
     DocumentSums,
     accuracy_interval,

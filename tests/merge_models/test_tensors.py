@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fabric_train.merge_models.methods import add_agreeing, add_differences, drawn, largest, slerp_factors
+from fabric_train.merge_models.tensors import add_agreeing, add_differences, drawn, largest, slerp_factors
 
 
 def test_slerp_keeps_the_length_of_vectors_and_goes_the_same_angle_each_time() -> None:

@@ -1,0 +1,365 @@
+"""The steps of a run: where they begin, how many they are, and how often to save.
+
+A run begins at step 1, at a checkpoint, or as a branch of another run. The windows and steps follow from the
+arguments, the model's configuration and the data. The best interval of saves is the one of J. T. Daly, "A higher order
+estimate of the optimum checkpoint interval for restart dumps" (Future Generation Computer Systems 22, 2006), which
+refines J. W. Young's (Communications of the ACM 17(9), 1974); failures come at random, at a constant rate.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from fabric_train import checkpoint as checkpoints
+from fabric_train.cli.argument_types import counted, show_size
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.launcher import num_restarts
+from fabric_train.data import SHUFFLED, DataOrder, PhaseRows, StreamOrder
+from fabric_train.data.mixture import Mixture, MixtureOrder
+from fabric_train.data.streaming import Stream
+from fabric_train.data.token_mixture import TokenMixture
+from fabric_train.files.atomic_folder import check_not_inside
+from fabric_train.model.hf_model import ModelShape
+from fabric_train.model.rope import how_to_extend
+from fabric_train.optim.optimizer import num_decay_steps
+from fabric_train.preflight.dataset_check import check_dataset, resize_advice
+from fabric_train.training.metrics import are_columns
+from fabric_train.training.prepared_run import PreparedRun, RunPhase, StartingPoint, StepPlan, TrainingData
+from fabric_train.training.run_times import RunTimes, describe_seconds, read_times
+from fabric_train.training.summary import facts_table
+
+if TYPE_CHECKING:
+    from arguments import CheckpointArguments, TrainArguments, TrainingArguments
+
+LLAMA_3_HOURS = 16_384 * 54 * 24 / 419
+"""Hours between two failures of a GPU in the pretraining of Llama 3: 419 unexpected interruptions in 54 days on 16,384
+GPUs (arXiv:2407.21783, section 3.3.4)."""
+_WRITTEN = 1e9  # bytes per second that a machine writes to the disk; an assumption
+_COPIED = 10e9  # bytes per second that a device copies to its machine's memory; an assumption
+_START = 300.0  # seconds; an assumption
+
+
+def choose_beginning(
+    arguments: "TrainArguments", folder: Path, damages: checkpoints.Damages | None
+) -> tuple["TrainArguments", "CheckpointArguments", Path | None]:
+    """Return the arguments, its part about the start, and the checkpoint: the run's own, a named one, or a branch's.
+
+    A restart by torchrun resumes from the run's newest checkpoint, if there is one. A ``--model_name`` that is a
+    checkpoint or a run gives the weights of a run that neither begins with another checkpoint nor continues.
+    """
+    start_from, model = arguments.checkpoint, arguments.model
+    if num_restarts():
+        start_from = replace(start_from, resume=True)
+        if checkpoints.newest_checkpoint(folder, damages):
+            start_from = replace(start_from, checkpoint=None, branch=None, weights_only=False)
+    start_from = _continue_branch(start_from, folder, damages)
+    is_elsewhere = model.family or start_from.checkpoint or start_from.branch
+    takes_weights = not is_elsewhere and checkpoints.means_checkpoint(Path(model.model_name))
+    if takes_weights and not (start_from.resume and checkpoints.newest_checkpoint(folder, damages)):
+        start_from = replace(start_from, checkpoint=model.model_name, weights_only=True)
+        arguments = replace(arguments, checkpoint=start_from)
+    checkpoint = checkpoints.choose_checkpoint(
+        folder,
+        named_checkpoint(start_from),
+        resume=start_from.resume,
+        weights_only=start_from.weights_only,
+        read_only=arguments.evaluation.only_reads,
+        damages=damages,
+    )
+    if checkpoint:
+        check_not_inside(folder, checkpoint)
+    return arguments, start_from, checkpoint
+
+
+def named_checkpoint(start_from: "CheckpointArguments") -> str | None:
+    """Return what the user calls the checkpoint to start from; None for the newest of the run."""
+    return str(checkpoints.branch_point(start_from.branch)) if start_from.branch else start_from.checkpoint
+
+
+def _continue_branch(
+    given: "CheckpointArguments", folder: Path, damages: checkpoints.Damages | None
+) -> "CheckpointArguments":
+    """Return what a run starts from: a branch that has begun continues in its own folder with ``--resume true``."""
+    if given.branch is None:
+        return given
+    trunk, step = checkpoints.split_branch(given.branch)
+    if os.path.realpath(trunk) in (os.path.realpath(folder), os.path.realpath(folder / "checkpoints")):
+        raise InputError(f"--branch {given.branch}: --output_dir {folder} is that run; give another --output_dir")
+    newest = checkpoints.newest_checkpoint(folder, damages) if given.resume else None
+    if newest is None:
+        return given
+    begun = [one for one in checkpoints.read_trainer_json(newest).lineage if not one.is_border_of(folder)][-1:]
+    if not any(one.run == os.path.abspath(trunk) and step in (str(one.step), "latest", "best") for one in begun):
+        origin = f"a branch of {begun[0].run}@{begun[0].step}" if begun else "no branch"
+        raise InputError(
+            f"--branch {given.branch}: the run in --output_dir {folder} is {origin}; leave --branch out to resume it, "
+            "or give another --output_dir"
+        )
+    return replace(given, branch=None)
+
+
+def starting_point(
+    checkpoint: Path | None, order: DataOrder | StreamOrder, given: "CheckpointArguments"
+) -> StartingPoint:
+    """Return the state and the lineage of a checkpoint, with a new branch point if the run branches off there.
+
+    Without a checkpoint, or if only its weights are taken, the run begins with step 1.
+    """
+    start = StartingPoint(checkpoint, checkpoints.TrainerState())
+    if checkpoint is None:
+        return start
+    if given.weights_only:
+        from fabric_train.export.card_facts import all_stages, read_record  # slow
+
+        return replace(start, stages=all_stages(read_record(checkpoint)))
+    saved = checkpoints.read_trainer_json(checkpoint)
+    state = saved.state
+    if state.unlogged and not are_columns(list(state.unlogged)):
+        raise InputError(f"{checkpoint / 'trainer.json'}: damaged (unlogged: unknown metrics); use another checkpoint")
+    start = replace(start, state=state, lineage=saved.lineage, stages=saved.stages)
+    if given.branch is None:
+        return start
+    same_data = not saved.data_changes(order)
+    branch = checkpoints.BranchPoint(str(checkpoints.run_of(checkpoint)), state.step, same_data, {})
+    # metrics that a signal left unlogged are of the other run's step; of other data, no row was read
+    state = replace(state, unlogged=None, progress=None, rows_of_sources=state.rows_of_sources if same_data else None)
+    return replace(start, state=state, lineage=(*saved.lineage, branch), branches=True)
+
+
+def plan_steps(
+    arguments: "TrainArguments",
+    model: ModelShape,
+    data: TrainingData,
+    world_size: int,
+    data_starts_after: int,
+    phases: tuple[RunPhase, ...],
+    data_ends_after: int | None = None,
+    order_version: int = SHUFFLED,
+) -> StepPlan:
+    """Count the windows and steps of a run, whose data begin after one step and end after another."""
+    training = arguments.training
+    dataset = data.held_out if isinstance(data, Stream) else data
+    parts = dataset.parts if dataset else ()
+    checks = [check_dataset(part, model, arguments.data.isolate_documents) for part in parts]
+    faults = [fault for check in checks for fault in check.faults]
+    if isinstance(data, Stream):
+        faults += _faults_of_stream(data, model, training.max_step)
+    elif arguments.evaluation.eval_only and data.validation is None:
+        faults.append(
+            f"--eval_only true: {data.name} has no validation split; tokenize with --validation_split above 0"
+        )
+    num_data_ranks = world_size // arguments.fsdp.ranks_of_rows
+    together, accumulation = rows_at_once(arguments, world_size)
+    if (total := training.total_batch_size) is not None and total % together:
+        nearest = " or ".join(map(str, sorted({together * max(accumulation, 1), together * (accumulation + 1)})))
+        split = f"--micro_batch_size {training.micro_batch_size} on {num_data_ranks} devices"
+        faults.append(f"--total_batch_size {total} is not a multiple of {together}, {split}; nearest: {nearest}")
+    if faults:
+        raise InputError(*faults)
+    num_rows = windows_per_epoch = in_epochs = mixture = None
+    if isinstance(data, TokenMixture):
+        window = (together * accumulation, arguments.data.seed)
+        mixture = order_of_mixture(data, data.rows_per_epoch, *window, phases, data_starts_after)
+    if not isinstance(data, Stream):
+        num_rows = sum(data.rows_per_epoch) if isinstance(data, TokenMixture) else len(data.train)
+        windows_per_epoch = math.ceil(num_rows / (together * accumulation))
+        in_epochs = None if arguments.data.phases else data_starts_after + windows_per_epoch * training.number_epochs
+    num_steps = min(steps for steps in (training.max_step, in_epochs) if steps is not None)
+    if not arguments.evaluation.only_reads and (fault := fault_of_decay(training, num_steps)):
+        raise InputError(fault)
+    return StepPlan(
+        num_rows=num_rows,
+        world_size=world_size,
+        num_data_ranks=num_data_ranks,
+        micro_batch_size=training.micro_batch_size,
+        accumulation=accumulation,
+        rows_per_window=together * accumulation,
+        windows_per_epoch=windows_per_epoch,
+        num_steps=num_steps,
+        tokens_per_row=data.max_length if isinstance(data, Stream) else data.train.longest(),
+        mixture=mixture,
+        phases=phases,
+        notes=(*(note for check in checks for note in check.notes), *_notes(arguments, num_steps, in_epochs, data)),
+        data_starts_after=data_starts_after,
+        data_ends_after=data_ends_after,
+        order_version=order_version,
+    )
+
+
+def order_of_mixture(
+    data: TokenMixture,
+    rows_per_epoch: Sequence[int],
+    rows_per_window: int,
+    seed: int,
+    phases: Iterable[RunPhase | PhaseRows],
+    starts_after: int,
+) -> MixtureOrder:
+    """Return the order of a mixture and its phases, whose data begin after the step ``starts_after``."""
+    sizes = tuple(source.num_rows for source in data.sources)
+    order = MixtureOrder((Mixture(sizes, tuple(rows_per_epoch), rows_per_window, seed),))
+    for phase in phases:
+        order = order.followed_by(max(0, phase.first_step - 1 - starts_after), phase.rows_per_epoch)
+    return order
+
+
+def rows_at_once(arguments: "TrainArguments", world_size: int) -> tuple[int, int]:
+    """Return the rows of one micro-batch over all ranks, and the number of micro-batches on a rank in a step."""
+    training = arguments.training
+    together = training.micro_batch_size * (world_size // arguments.fsdp.ranks_of_rows)
+    if training.total_batch_size is None:
+        return together, training.gradient_accumulation_steps
+    return together, training.total_batch_size // together
+
+
+def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -> list[str]:
+    faults = []
+    if max_step is None:
+        faults.append("--streaming_dataset has no known length: give --max_step")
+    if model.max_positions is not None and stream.max_length > model.max_positions:
+        advice = f"give no more{how_to_extend(model, stream.max_length)}"
+        faults.append(f"--max_length {stream.max_length}: {model.source} takes {model.max_positions}; {advice}")
+    if stream.tokenizer.vocab_size > model.vocab_size:
+        faults.append(
+            f"{stream.tokenizer.name}: its tokenizer has ids up to {stream.tokenizer.vocab_size - 1}, {model.source} "
+            f"has {model.vocab_size} tokens; {resize_advice(model, stream.tokenizer.vocab_size)}"
+        )
+    return faults
+
+
+def fault_of_decay(training: "TrainingArguments", num_steps: int, of: str = "the run") -> str | None:
+    """Return a fault if a ``wsd`` schedule has no step at its peak between warm-up and decay, else None."""
+    if training.lr_schedule != "wsd" or not training.lr_decay:
+        return None
+    decay, rises = num_decay_steps(num_steps, training), max(training.warmup_steps, 1)
+    if decay + rises <= num_steps:
+        return None
+    given = f"--decay_steps {decay}" if training.decay_steps else f"--decay_share {training.decay_share:g}"
+    return (
+        f"{given}: {of} has {num_steps} steps, and {rises} {'is' if rises == 1 else 'are'} needed to reach --lr; give "
+        f"fewer, at most {max(num_steps - rises, 0)} steps"
+    )
+
+
+def _notes(arguments: "TrainArguments", num_steps: int, in_epochs: int | None, data: TrainingData) -> list[str]:
+    notes, training = [], arguments.training
+    if training.max_step and in_epochs and training.max_step > in_epochs:
+        notes.append(
+            f"--max_step {training.max_step} is beyond the data: {training.number_epochs} epochs end at step "
+            f"{in_epochs}, where the learning rate ends too; raise --number_epochs to go further"
+        )
+    elif training.max_step and in_epochs and training.max_step < in_epochs:
+        notes.append(
+            f"--max_step {training.max_step} ends the run before its {training.number_epochs} epochs, {in_epochs} steps"
+        )
+    if training.warmup_steps > num_steps:
+        notes.append(f"--warmup_steps {training.warmup_steps} is longer than the run's {num_steps} steps")
+    if data.validation is None:
+        folders = ", ".join(arguments.data.data_dirs)
+        lacking = f"{folders} has no validation split" if folders else "--train_data_dir is not given"
+        notes.append(f"{lacking}: nothing will be evaluated")
+    if isinstance(data, Stream) and data.chat_template:
+        notes += data.chat_template.notes
+    return notes
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What saves and failures cost, in seconds.
+
+    ``stall`` is the time that steps wait for a save, ``save`` the time until the checkpoint is complete, ``restart``
+    the time from a failure until steps go on, and ``between_failures`` the mean time between two failures of the run.
+    """
+
+    stall: float
+    save: float
+    restart: float
+    between_failures: float
+
+    @property
+    def best_interval(self) -> float:
+        """The seconds of training between two saves that lose the least (Daly 2006).
+
+        A save begins when the one before is complete: no interval is shorter than what a save does in the background.
+        """
+        ratio = self.stall / (2 * self.between_failures)
+        if ratio >= 1:
+            return max(self.between_failures, self.background)
+        young = math.sqrt(2 * self.stall * self.between_failures)
+        return max(young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - self.stall, self.background)
+
+    @property
+    def background(self) -> float:
+        """The seconds of a save in which steps go on."""
+        return max(self.save - self.stall, 0.0)
+
+    def goodput(self, interval: float) -> float:
+        """Return the share of the time that trains steps which count (Daly 2006).
+
+        ``interval`` is in seconds of training between two saves. A save in the background keeps the steps that it has
+        until it is complete at risk: that costs as much as a restart that takes longer by this time. If it takes longer
+        than the interval, the next save waits for it.
+        """
+        behind, cycle = self.restart + self.background, self.stall + max(interval, self.background)
+        exponents = behind / self.between_failures, cycle / self.between_failures
+        if sum(exponents) > 500 or not interval:  # next to nothing
+            return 0.0
+        return interval / (self.between_failures * math.exp(exponents[0]) * math.expm1(exponents[1]))
+
+
+def describe_saves(run: PreparedRun, checkpoint_bytes: int) -> Table:
+    """Return the rate of failures, what a save and a start cost, the best interval of saves, and the run's."""
+    given, table = run.arguments, facts_table("Saves and failures")
+    hours, world_size = given.planning.mtbf_hours or LLAMA_3_HOURS, run.plan.world_size
+    rate = f"one in {describe_seconds(3600 * hours / world_size)}: "
+    rate += f"{counted(world_size, 'device')}, each one in {hours:,.0f} h"
+    rate += "" if given.planning.mtbf_hours else ", the rate of Llama 3: 419 in 54 days on 16,384 GPUs"
+    table.add_row("failures", rate)
+    times = read_times(run.folder)
+    costs, sources = _costs(run, times, checkpoint_bytes, 3600 * hours / world_size)
+    stalled = f"steps wait {describe_seconds(costs.stall)}, complete after {describe_seconds(costs.save)}"
+    table.add_row("a save", f"{stalled} ({sources[0]})")
+    table.add_row("a restart", f"{describe_seconds(costs.restart)} ({sources[1]})")
+    step, best, interval = (times.step if times else None), costs.best_interval, given.save.save_step_interval
+    if step is None:
+        advice = (
+            f"train some steps with --output_dir {run.folder}, and plan again with --resume true to have it in steps"
+        )
+        table.add_row("best interval", f"{describe_seconds(best)}, goodput {costs.goodput(best):.2%}; {advice}")
+        return table
+    steps = min(max(round(best / step), 1), run.plan.num_steps)
+    goodput, chosen = costs.goodput(steps * step), costs.goodput(min(interval, run.plan.num_steps) * step)
+    table.add_row(
+        "best interval",
+        f"--save_step_interval {steps}, {describe_seconds(steps * step)}: goodput {goodput:.2%}; a step takes "
+        f"{describe_seconds(step)} (mean in {run.folder})",
+    )
+    table.add_row(
+        "this run's",
+        f"--save_step_interval {interval}, {describe_seconds(interval * step)}: goodput {chosen:.2%}; that costs "
+        f"{max(goodput - chosen, 0) * 24 * world_size:,.2f} hours of a device more a day",
+    )
+    return table
+
+
+def _costs(
+    run: PreparedRun, times: RunTimes | None, checkpoint_bytes: int, between_failures: float
+) -> tuple[Costs, tuple[str, str]]:
+    """Return the costs, if possible of the run in the output folder, and where save and start are from."""
+    machines, is_async = run.arguments.device.num_nodes, run.arguments.save.async_save
+    save = checkpoint_bytes / (_WRITTEN * machines)
+    stall = min(checkpoint_bytes / (_COPIED * run.plan.world_size), save) if is_async else save
+    copied = f", copied at {show_size(_COPIED)}/s a device" if is_async else ""
+    of_save = f"assumed: {show_size(checkpoint_bytes)}{copied}, written at {show_size(_WRITTEN)}/s a machine"
+    restart, of_start = _START, "assumed"
+    if times and times.stall is not None and times.save is not None:
+        stall, save = times.stall, times.save
+        of_save = f"median of {len(times.saves)} in {run.folder}, on {counted(times.num_devices, 'device')}"
+    if times and times.start is not None:
+        restart = times.start
+        of_start = f"median of {counted(len(times.starts), 'start')} in {run.folder}, without the wait for machines"
+    return Costs(stall, save, restart, between_failures), (of_save, of_start)
