@@ -1,7 +1,11 @@
-"""Make a token dataset fit to be published: its files, a card, and its manifest without names of private places."""
+"""Make a token dataset fit to be published: its files, a card, and its manifest without names of private places.
+
+Parts become one plain token dataset, with the files of the full merge.
+"""
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +18,17 @@ from huggingface_hub import DatasetCard, DatasetCardData
 from fabric_train.export.card_facts import PublicNames, Row
 from fabric_train.pages import markdown
 from fabric_train.tokenization.cleaning.dropped import CONTAMINATION_FILE, DROPPED_FILE
-from fabric_train.tokenization.manifest import FILE_NAME, REFERENCE, Manifest, SourceRecord, write_manifest
+from fabric_train.tokenization.manifest import (
+    FILE_NAME,
+    REFERENCE,
+    Manifest,
+    Settings,
+    SourceRecord,
+    write_manifest,
+)
+from fabric_train.tokenization.merge import open_inputs, write_rows
+from fabric_train.tokenization.merge_parts import without_parts
+from fabric_train.tokenization.packing.parts import is_of_parts
 
 _TASKS = "decontaminate"
 _WHAT_BECAME = {"drop": "left out", "mark": "kept"}
@@ -40,27 +54,48 @@ def dataset_card(manifest: Manifest, repository: str, license: str | None, langu
         Path(__file__).with_name("templates") / "dataset_card.md.j2",
         repository=repository,
         name=repository.partition("/")[2],
-        settings=vars(manifest.settings),
+        max_length=manifest.settings.max_length,
+        num_parts=len(manifest.parts),
+        settings=_settings_rows(manifest),
         tokenizer=manifest.tokenizer,
         ledger=manifest.ledger,
         versions=manifest.versions,
         has_pairs=manifest.has_pairs,
-        source_rows=list(map(_source_row, manifest.sources)),
+        source_rows=_source_rows(manifest),
         cleaning=read_cleaning(manifest),
     )
     return DatasetCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}\n")
 
 
-def _source_row(source: SourceRecord) -> Row:
+def _source_rows(manifest: Manifest) -> list[Row]:
+    """Return the rows of :func:`_source_row`. After a merge, a source that several parts have read is one row."""
+    if not manifest.parts:
+        return [_source_row([source]) for source in manifest.sources]
+    same = defaultdict[object, list[SourceRecord]](list)
+    for source in manifest.sources:
+        same[source.name, source.kind, source.place, source.revision].append(source)
+    return [_source_row(records) for records in same.values()]
+
+
+def _source_row(records: Sequence[SourceRecord]) -> Row:
     """Return name, counts and share of a source, and its revision on the hub or the number of its files."""
+    source = records[0]
     share = None if source.share_reached is None else f"{source.share_reached:.2%}"
-    place, count = markdown.Markdown(""), len(source.files)
+    place, count = markdown.Markdown(""), len({file for one in records for file in one.files})
     if source.kind == "hub":
         revision = f" at {markdown.code(source.revision[: markdown.SHOWN_DIGITS])}" if source.revision else ""
         place = markdown.Markdown(markdown.dataset_link(source.hub_name) + revision)
     elif count:  # their hashes are in manifest.json
         place = markdown.Markdown(f"{count:,} file{'s' * (count != 1)}, SHA-256 in `manifest.json`")
-    return markdown.code(source.name), source.documents, source.tokens, share, place
+    documents, tokens = sum(one.documents for one in records), sum(one.tokens for one in records)
+    return markdown.code(source.name), documents, tokens, share, place
+
+
+def _settings_rows(manifest: Manifest) -> list[Row]:
+    """Return name and value of each setting, or the values of all parts."""
+    all_settings = [vars(part.settings) for part in manifest.parts] or [vars(manifest.settings)]
+    found = {name: list(dict.fromkeys(str(one[name]) for one in all_settings)) for name in all_settings[0]}
+    return [(markdown.code(name), markdown.listed(values)) for name, values in found.items() if values != ["None"]]
 
 
 @dataclass(frozen=True)
@@ -109,28 +144,37 @@ def _checked_tasks(parts: Sequence[dict[str, Any]], contaminated: dict[str, int]
 def public_copy(
     folder: Path, manifest: Manifest, repository: str, license: str | None, languages: list[str] | None
 ) -> Iterator[Path]:
-    """Yield a folder with links to the files of the token dataset ``folder``, a public manifest and a card."""
-    with TemporaryDirectory(prefix="fabric-train-push-") as place:
+    """Yield a folder with links to the files of the token dataset ``folder``, a public manifest and a card.
+
+    Of parts, it has the files that a full merge writes: links to their rows, and their document indexes joined.
+    """
+    of_parts = is_of_parts(folder)
+    beside = folder.absolute().parent if of_parts else None  # the index of a large dataset may be too large for /tmp
+    with TemporaryDirectory(prefix=".fabric-train-push-", dir=beside) as place:
         copy = Path(place)
-        for file in folder.rglob("*"):
+        if of_parts:
+            write_rows(open_inputs(without_parts([folder])), manifest, copy, _link)
+        for file in (folder / "tokenizer" if of_parts else folder).rglob("*"):
             place_there = file.relative_to(folder)
             if file.is_file() and file.name not in _NOT_SENT and place_there.parts[0] != REFERENCE:
-                link = copy / place_there
-                link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(os.path.abspath(file))
+                (copy / place_there).parent.mkdir(parents=True, exist_ok=True)
+                _link(file, copy / place_there)
         public = public_manifest(manifest)
         write_manifest(copy, public)
         dataset_card(public, repository, license, languages).save(copy / "README.md")
         yield copy
 
 
+def _link(file: Path, link: Path) -> None:
+    link.symlink_to(os.path.abspath(file))
+
+
 def public_manifest(manifest: Manifest) -> Manifest:
     """Return a manifest in which paths and URLs are their last parts; two sources never get the same name.
 
-    Files keep their paths within their source. ``manifest`` is not of a merge, which no program pushes.
+    Files keep their paths within their source. Merged token datasets get different names too.
     """
-    names, settings = PublicNames(manifest), manifest.settings
-    held_out, template, lines = settings.validation_dataset, settings.chat_template, settings.boilerplate
+    names, part_names = PublicNames(manifest), PublicNames(None)
     splits = {
         name: replace(split, sources={names[source]: sums for source, sums in split.sources.items()})
         for name, split in manifest.ledger.splits.items()
@@ -140,12 +184,21 @@ def public_manifest(manifest: Manifest) -> Manifest:
         ledger=replace(manifest.ledger, splits=splits),
         sources=tuple(_public_source(source, names) for source in manifest.sources),
         tokenizer=replace(manifest.tokenizer, name=markdown.public_value(manifest.tokenizer.name)),
-        settings=replace(
-            settings,
-            validation_dataset=held_out and [markdown.public_value(name) for name in held_out],
-            chat_template=template and markdown.last_part(template),
-            boilerplate=markdown.last_part(lines) if isinstance(lines, str) else lines,
+        settings=_public_settings(manifest.settings),
+        parts=tuple(
+            replace(part, name=part_names[part.name], settings=_public_settings(part.settings))
+            for part in manifest.parts
         ),
+    )
+
+
+def _public_settings(settings: Settings) -> Settings:
+    held_out, template, lines = settings.validation_dataset, settings.chat_template, settings.boilerplate
+    return replace(
+        settings,
+        validation_dataset=held_out and [markdown.public_value(name) for name in held_out],
+        chat_template=template and markdown.last_part(template),
+        boilerplate=markdown.last_part(lines) if isinstance(lines, str) else lines,
     )
 
 

@@ -1,5 +1,6 @@
 """Build a token dataset: open the corpus, encode, select, pack, and write ledger and manifest."""
 
+import shlex
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.fabric_command import command_from_here
 from fabric_train.cli.output import redact
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.cleaning.boilerplate import find_boilerplate
@@ -364,7 +366,10 @@ def find_finished(arguments: TokenizeArguments) -> Manifest | None:
     if not any(folder.glob("*")):
         return None
     manifest = read_manifest(folder)
-    if manifest is None or manifest.parts:
+    if manifest is not None and manifest.parts:
+        command = f"{command_from_here('publish')} {shlex.quote(str(folder))} --push_to_hub {arguments.push_to_hub}"
+        raise InputError(f"{folder} is a merge, which this command has not made; push it with {command}")
+    if manifest is None:
         raise InputError(f"{folder} already exists and is not a token dataset of this program; choose another folder")
     differences = [f"--{name} {made}, not {asked}" for name, made, asked in _differences(manifest, arguments)]
     if differences:

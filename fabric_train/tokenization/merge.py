@@ -290,7 +290,7 @@ def merge(folders: Sequence[Path], target: Path, as_parts: bool = False) -> tupl
         if as_parts:
             write_parts(folder, target, merged, manifest)
         else:
-            _copy_rows(merged, manifest, folder)
+            write_rows(merged, manifest, folder)
         lists = [dataset.folder / CONTAMINATION_FILE for dataset in merged]
         if hits := b"".join(file.read_bytes() for file in lists if file.exists()):
             (folder / CONTAMINATION_FILE).write_bytes(hits)
@@ -304,30 +304,40 @@ def merge(folders: Sequence[Path], target: Path, as_parts: bool = False) -> tupl
     return manifest, [*notes, *_settings_that_differ(manifest.parts), *_sources_in_common(merged)]
 
 
-def _copy_rows(merged: Sequence[MergeInput], manifest: Manifest, folder: Path) -> None:
-    """Copy the rows and the document indexes of all splits into ``folder``."""
+def write_rows(
+    merged: Sequence[MergeInput],
+    manifest: Manifest,
+    folder: Path,
+    place: Callable[[Path, Path], object] = shutil.copyfile,
+) -> None:
+    """Write the rows and the document indexes of all splits into ``folder``.
+
+    ``place`` copies a file of rows, or links it. A file without labels is written with them if others have labels.
+    """
     num_bytes = sum(
         file.stat().st_size for dataset in merged for split in dataset.splits.values() for file in split.files
     )
-    with transient_bar("copying", DownloadColumn(), TimeRemainingColumn()) as (bar, task):
+    with transient_bar("joining", DownloadColumn(), TimeRemainingColumn()) as (bar, task):
         bar.update(task, total=num_bytes)
         for name in manifest.ledger.splits:
             (folder / name).mkdir()
             own = [dataset.splits[name] for dataset in merged if name in dataset.splits]
-            _join(own, folder / name, partial(bar.advance, task))
+            _join(own, folder / name, place, partial(bar.advance, task))
             if manifest.has_index:
                 _join_indexes(merged, name, folder / name)
     write_dataset_dict(folder, manifest.ledger.splits)
 
 
-def _join(splits: Sequence[Split], folder: Path, advance: Callable[[int], None]) -> None:
-    """Copy the files of the splits into ``folder`` in order; if one split has labels, the others get them too."""
+def _join(
+    splits: Sequence[Split], folder: Path, place: Callable[[Path, Path], object], advance: Callable[[int], None]
+) -> None:
+    """Place the files of the splits in ``folder`` in order; if one split has labels, the others get them too."""
     template = next((split for split in splits if "labels" in split.schema.names), splits[0])
     files = [(file, split.schema.names == template.schema.names) for split in splits for file in split.files]
     names = [f"data-{index:05d}-of-{len(files):05d}.arrow" for index in range(len(files))]
     for name, (file, is_whole) in zip(names, files, strict=True):
         if is_whole:
-            shutil.copyfile(file, folder / name)
+            place(file, folder / name)
         else:
             _copy_with_labels(file, folder / name, template.schema)
         advance(file.stat().st_size)
