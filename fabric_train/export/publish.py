@@ -31,8 +31,8 @@ from fabric_train.tokenization.manifest import (
     read_manifest,
     write_manifest,
 )
-from fabric_train.tokenization.merge import open_inputs, write_rows
-from fabric_train.tokenization.merge_parts import without_parts
+from fabric_train.tokenization.merge import open_inputs
+from fabric_train.tokenization.merge_rows import without_parts, write_rows
 from fabric_train.tokenization.packing.parts import is_of_parts
 from fabric_train.tokenization.packing.token_folder import open_splits
 from fabric_train.tokenization.slice_folder import is_slice

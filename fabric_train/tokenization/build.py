@@ -35,10 +35,12 @@ from fabric_train.tokenization.manifest import (
 from fabric_train.tokenization.packing.arrow_folder import (
     check_disk_space,
     count_severed_chats,
+    count_sources,
     write_dataset_dict,
+    write_index,
     write_split,
 )
-from fabric_train.tokenization.packing.document_index import SourceTable, count_sources, write_index
+from fabric_train.tokenization.packing.document_index import SourceTable
 from fabric_train.tokenization.packing.rows import RowPlan, plan_rows
 from fabric_train.tokenization.reading.sources import Source, split_names
 from fabric_train.tokenization.selection import Collection, Split, collect, select, tokens_by_source
