@@ -14,8 +14,8 @@ Rendering turn by turn takes time quadratic in the number of turns. So the *sepa
 between two contents, are learned once from a conversation rendered turn by turn. If the rendering of a conversation
 equals its contents with these separators between them, no other rendering is needed.
 
-A template is a program by strangers. It is tried in a process of its own first (``find_fault_in_child``), so that one
-that takes all it can get never gets it here. Later renderings have limits of processor time and memory in this process.
+A template is a program by strangers: it is tried in a process of its own first, so that one that takes all it can get
+never gets it here, and each rendering has limits of processor time and memory.
 """
 
 import json

@@ -29,7 +29,6 @@ from fabric_train.tokenization.inspect.comparison import (
     CorpusSummary,
     TextTotals,
 )
-from fabric_train.tokenization.inspect.report import TextTable, length_facts
 from fabric_train.tokenization.inspect.row_view import PairView, RowView, Token
 
 NAMES = ("A", "B")
@@ -89,7 +88,7 @@ def _print_facts(lines: Iterable[tuple[str, str]], console: Console) -> None:
     console.print(grid)
 
 
-def _rich_table(table: TextTable) -> Table:
+def _rich_table(table: reports.TextTable) -> Table:
     shown = Table(box=box.SIMPLE)
     for index, name in enumerate(table.columns):
         is_words = index < table.num_words
@@ -124,7 +123,7 @@ def _print_lengths(report: reports.DatasetReport, console: Console) -> None:
     for bar in bars:
         block = "█" * max(round(_BAR_WIDTH * bar.count / most), 1 if bar.count else 0)
         console.print(Text(f"{bar.name:>{width}} ").append(block, "cyan").append(f" {bar.count:,}"), soft_wrap=True)
-    percentiles = "   ".join(f"{name} {value:,}" for name, value in length_facts(counts.lengths))
+    percentiles = "   ".join(f"{name} {value:,}" for name, value in reports.length_facts(counts.lengths))
     for line in (percentiles, *reports.length_notes(report)):
         console.print(Text(line))
 
@@ -218,7 +217,7 @@ def report_to_html(report: reports.DatasetReport) -> str:
         dropped_title=reports.dropped_title,
         bars=bars,
         most=max((bar.count for bar in bars or ()), default=1) or 1,
-        lengths=length_facts(lengths or {}),
+        lengths=reports.length_facts(lengths or {}),
         notes=reports.length_notes(report),
     )
 
@@ -255,7 +254,7 @@ class Section:
     """A part of a comparison: its title, a table, and sentences about it; either may be missing."""
 
     title: str
-    table: TextTable | None
+    table: reports.TextTable | None
     note: str = ""
 
 
@@ -285,7 +284,7 @@ def amount(value: float) -> str:
     return f"{scaled:.{0 if scaled >= 99.95 else 1 if scaled >= 9.995 else 2}f} {_UNITS[power - 1]}"
 
 
-def _totals(comparison: Comparison) -> TextTable:
+def _totals(comparison: Comparison) -> reports.TextTable:
     shown: dict[str, Callable[[CorpusSummary], str]] = {
         "split": lambda corpus: corpus.split,
         "tokenizer": lambda corpus: corpus.manifest.tokenizer.name,
@@ -311,7 +310,7 @@ def _about_totals(comparison: Comparison) -> str:
     return " ".join(lines)
 
 
-def _sources(comparison: Comparison) -> TextTable:
+def _sources(comparison: Comparison) -> reports.TextTable:
     def values(corpus: CorpusSummary, name: str) -> tuple[float, tuple[str, ...]]:
         one, total = corpus.totals.sources[name], corpus.totals.all.bytes
         shown = (amount(one.documents), amount(one.tokens), amount(one.bytes), _share(one.bytes, total))
@@ -322,7 +321,7 @@ def _sources(comparison: Comparison) -> TextTable:
     return _table(("source", "", *columns), _pairs(comparison, names, values))
 
 
-def _languages(comparison: Comparison) -> TextTable:
+def _languages(comparison: Comparison) -> reports.TextTable:
     def values(corpus: CorpusSummary, name: str) -> tuple[float, tuple[str, ...]]:
         one, all_of = corpus.languages[name], corpus.sample
         shares = (_share(one.documents, all_of.documents), _share(one.bytes, all_of.bytes))
@@ -348,17 +347,17 @@ def _pairs(
     ]
 
 
-def _lengths(comparison: Comparison) -> TextTable:
+def _lengths(comparison: Comparison) -> reports.TextTable:
     columns, lines = list[str](), list[tuple[str, ...]]()
     for unit in ("bytes", "tokens"):
         for label, letter, corpus in zip((unit, ""), NAMES, comparison.corpora, strict=True):
-            facts = length_facts(corpus.totals.byte_lengths if unit == "bytes" else corpus.totals.token_lengths)
+            facts = reports.length_facts(corpus.totals.byte_lengths if unit == "bytes" else corpus.totals.token_lengths)
             columns = [name for name, _ in facts]
             lines.append((label, letter, *(amount(value) for _, value in facts)))
     return _table(("length", "", *columns), lines)
 
 
-def _words(comparison: Comparison, which: int) -> TextTable:
+def _words(comparison: Comparison, which: int) -> reports.TextTable:
     lines = [(one.word, *map(_rate, one.per_million), f"{one.documents:,}") for one in comparison.words[which]]
     return _table(("word", *NAMES, f"documents of {NAMES[which]}"), lines or [(_NONE,) * 4], 1)
 
@@ -380,9 +379,9 @@ def _about_sample(comparison: Comparison) -> str:
     return note
 
 
-def _table(columns: tuple[str, ...], lines: Iterable[tuple[str, ...]], num_words: int = 2) -> TextTable:
+def _table(columns: tuple[str, ...], lines: Iterable[tuple[str, ...]], num_words: int = 2) -> reports.TextTable:
     lines = tuple(lines)
-    return TextTable(columns, lines, (0,) * len(lines), num_words)
+    return reports.TextTable(columns, lines, (0,) * len(lines), num_words)
 
 
 def _share(part: int, whole: int) -> str:

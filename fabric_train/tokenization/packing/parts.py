@@ -126,10 +126,6 @@ class Parts:
     def split_names(self) -> list[str]:
         return list(dict.fromkeys(name for part in self.record.parts for name in part.splits))
 
-    def read_index(self, split: str, part: int, name: str, dtype: np.dtype, places: np.ndarray) -> np.ndarray:
-        """Return records of an array of a part's document index."""
-        return _map_index(self, split, part).read(name, dtype, places)
-
     def _name(self, part: int) -> str:
         return f"{self.folder}: part {part + 1} of {len(self.record.parts):,}, {self.record.parts[part].path},"
 
@@ -288,7 +284,8 @@ class JoinedRecords:
         unknown = places > 0 if self._begins_with_zeros else np.ones(len(places), bool)
         if unknown.any():  # a row ends where the next one begins, which may be the first one of another part
             own = places[unknown]
-            records[unknown] = self._parts.read_index(self._split, part, self._name, self.dtype, own)
+            index = _map_index(self._parts, self._split, part)
+            records[unknown] = index.read(self._name, self.dtype, own)
         return records
 
 

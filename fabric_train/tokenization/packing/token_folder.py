@@ -294,11 +294,6 @@ class JoinedSplit:
             first -= 1
         return self.path(file), row - int(self._batches["row"][first])
 
-    def place_in_part(self, row: int) -> tuple[Path, int]:
-        """Return the folder of the part that has a row, and the row's number in its split."""
-        place = bisect_right(self._starts, row) - 1
-        return self.parts.folder_of(self._splits[place][0]), row - self._starts[place]
-
     def main_sources(self) -> np.ndarray | None:
         """Return the main source of each row, uint32 [rows]; None if the merge has not written it."""
         file = self.parts.folder / self.name / MAIN_SOURCES
