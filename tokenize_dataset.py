@@ -8,20 +8,16 @@ import gc
 import json
 import os
 import shlex
-import signal
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.cli.errors import InputError, run_program, set_memory_advice
+from fabric_train.cli.errors import InputError, run_program, set_memory_advice, terminated_as_interrupted
 from fabric_train.cli.fabric_command import command_from_here
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from fabric_train.tokenization.arguments import TokenizeArguments
     from fabric_train.tokenization.build import Outcome
     from fabric_train.tokenization.manifest import Manifest, SourceRecord
@@ -56,7 +52,9 @@ def main(argv: list[str] | None = None, sizes: "ShardSizes | None" = None) -> No
         manifest = outcome.manifest
         _print_summary(arguments, outcome)
     if arguments.push_to_hub:
-        print(f"pushed to  {publish(arguments, manifest)}")
+        from fabric_train.export.publish import publish
+
+        print(f"pushed to  {publish(arguments, Path(arguments.output_dir).expanduser(), manifest)}")
 
 
 def build_dataset(arguments: "TokenizeArguments", sizes: "ShardSizes | None" = None) -> "Outcome":
@@ -64,7 +62,7 @@ def build_dataset(arguments: "TokenizeArguments", sizes: "ShardSizes | None" = N
     from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
     set_memory_advice(_MEMORY_ADVICE)
-    with _terminated_as_interrupted(), ParityCheck() as check:
+    with terminated_as_interrupted(), ParityCheck() as check:
         check.start_early(arguments.tokenizer_name)
         from fabric_train.tokenization.build import build_token_dataset
         from fabric_train.tokenization.shards import SIZES
@@ -82,7 +80,7 @@ def build_slice(arguments: "TokenizeArguments", sizes: "ShardSizes | None" = Non
     set_memory_advice(_MEMORY_ADVICE)
     if find_finished_slice(arguments):
         return None
-    with _terminated_as_interrupted(), ParityCheck() as check:
+    with terminated_as_interrupted(), ParityCheck() as check:
         if arguments.counts_lines:
             return count_slice(arguments, sizes or SIZES)
         check.start_early(arguments.tokenizer_name)
@@ -116,17 +114,6 @@ def find_pushed(arguments: "TokenizeArguments") -> "Manifest | None":
     return finished
 
 
-def publish(arguments: "TokenizeArguments", manifest: "Manifest") -> str:
-    """Push the token dataset with a card, and return its address; a RunError if the hub does not take it."""
-    from fabric_train.export.hub import PushRequest, push
-    from fabric_train.export.public_dataset import public_copy
-
-    request, folder = PushRequest.of(arguments, "dataset"), Path(arguments.output_dir).expanduser()
-    public = public_copy(folder, manifest, request.repository, arguments.license, arguments.card_language)
-    with _terminated_as_interrupted(), public as copy:
-        return push(folder, request, arguments.commit_message or "Token dataset made by Fabric Train", copy)
-
-
 @contextmanager
 def written_documents(documents: Iterable[Mapping[str, Any]], file: Path, output_dir: str) -> Iterator[None]:
     """Write documents as JSON lines for ``--dataset``; remove the file if the work on it fails.
@@ -153,23 +140,6 @@ def written_documents(documents: Iterable[Mapping[str, Any]], file: Path, output
         if not Path(output_dir).expanduser().is_dir():  # it has the token dataset if only the push has failed
             file.unlink()
         raise
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that unfinished files are removed."""
-
-    def interrupt(_number: int, _frame: "FrameType | None") -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():  # others have no signal handlers
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _unvalidated(manifest: "Manifest") -> list[str]:

@@ -43,6 +43,7 @@ PROGRAMS = {
     "tokenize": Program("tokenize_dataset.py", ("tokenization", "cleaning", "mixture", "launch", "publish")),
     "inspect": Program("-m fabric_train.tokenization.inspect", ("tokenization", "cleaning")),
     "merge": Program("-m fabric_train.tokenization.merge", ("tokenization", "launch")),
+    "publish": Program("-m fabric_train.export.publish", ("publish", "tokenization")),
     "vocabulary report": Program("-m fabric_train.vocabulary report", ("language",)),
     "vocabulary extend": Program("-m fabric_train.vocabulary extend", ("language",)),
     "convert": Program("convert_to_hf.py", ("publish", "adapters", "performance")),

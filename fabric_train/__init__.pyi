@@ -27,6 +27,7 @@ def tokenize(
     create_pr: bool = False,
     commit_message: StrPath | None = None,
     license: StrPath | None = None,
+    card_language: StrPath | Sequence[StrPath] | None = None,
     language: StrPath | None = None,
     language_by: Literal["document", "paragraph"] = "document",
     quality: StrPath | None = None,
@@ -57,7 +58,6 @@ def tokenize(
     seed: int = 0,
     max_documents: int | None = None,
     max_tokens: int | str | None = None,
-    card_language: StrPath | Sequence[StrPath] | None = None,
     config: StrPath | None = None,
 ) -> TokenizeResult:
     """Turn documents, chats or preference pairs into a token dataset, as ``tokenize_dataset.py`` does.

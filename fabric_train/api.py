@@ -125,7 +125,11 @@ def run_tokenize(arguments: TokenizeArguments) -> TokenizeResult:
         if manifest is None:
             outcome = tokenize_dataset.build_dataset(arguments)
             manifest, notes = outcome.manifest, (*outcome.notes, *outcome.manifest.losses())
-        url = tokenize_dataset.publish(arguments, manifest) if arguments.push_to_hub else None
+        url = None
+        if arguments.push_to_hub:
+            from fabric_train.export.publish import publish  # slow
+
+            url = publish(arguments, path.expanduser(), manifest)
     return TokenizeResult(path, manifest, notes, url)
 
 

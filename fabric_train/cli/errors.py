@@ -3,11 +3,15 @@
 import errno
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn, Protocol
 
 from fabric_train.cli.launcher import end_children, global_rank, report_to_torchrun
@@ -67,6 +71,23 @@ def run_program(main: Callable[[], None]) -> NoReturn:
     except Exception as error:  # noqa: BLE001 - every failure is reported in one line and ends the program
         _fail(FAILURE, describe_failure(error), may_follow_another=True)
     exit_process(code)
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that unfinished files are removed."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # others have no signal handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class ConnectedRanks(Protocol):

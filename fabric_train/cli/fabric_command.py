@@ -32,6 +32,7 @@ PROGRAMS = {
     "tokenize": "tokenize_dataset",
     "inspect": "fabric_train.tokenization.inspect",
     "merge": "fabric_train.tokenization.merge",
+    "publish": "fabric_train.export.publish",
     "vocabulary": "fabric_train.vocabulary",
     "train": "fabric_train",
     "runs": "fabric_train.runs",

@@ -27,8 +27,8 @@ from fabric_train.tokenization.packing.document_index import (
     altered_rows,
     open_index,
 )
-from fabric_train.tokenization.packing.joined_split import JoinedSplit
 from fabric_train.tokenization.packing.parts import is_of_parts, open_parts
+from fabric_train.tokenization.packing.token_folder import JoinedSplit
 
 if TYPE_CHECKING:
     import datasets

@@ -16,8 +16,8 @@ from fabric_train.data.token_dataset import IndexedRows, RowPieces, StoredRow, T
 from fabric_train.files.regular_file import check_no_link
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, write_manifest
 from fabric_train.tokenization.merge import merge_manifests, open_inputs
-from fabric_train.tokenization.packing.document_search import rows_of_sources
-from fabric_train.tokenization.packing.joined_split import JoinedSplit
+from fabric_train.tokenization.packing.document_index import rows_of_sources
+from fabric_train.tokenization.packing.token_folder import JoinedSplit
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
 from fabric_train.export import card_facts
 from fabric_train.export.card_facts import ModelRecord, Row, read_record
-from fabric_train.export.public_dataset import read_cleaning
+from fabric_train.export.publish import read_cleaning
 from fabric_train.export.source import AveragePart, ExportSource, MergeInto
 from fabric_train.export.verification import REPORT_NAME, OutputReport, VerificationReport
 from fabric_train.files.regular_file import read_json, write_atomically

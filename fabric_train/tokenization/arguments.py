@@ -91,8 +91,20 @@ class CleaningArguments:
         return faults
 
 
+@dataclass(frozen=True, kw_only=True)
+class CardArguments(PushArguments):
+    """Card and publication of a token dataset on the Hugging Face hub"""
+
+    card_language: list[str] | None = None
+    """For the card: ISO 639 codes, such as es ca."""
+
+    def faults(self) -> list[str]:
+        """Return what :class:`PushArguments` finds, and codes of no language."""
+        return [*PushArguments.faults(self), *not_language_codes("--card_language", self.card_language)]
+
+
 @dataclass(frozen=True)
-class TokenizeArguments(CleaningArguments, PushArguments):
+class TokenizeArguments(CleaningArguments, CardArguments):
     """Turn documents, chats or preference pairs into a token dataset
 
     PROGRAM --dataset corpus/ --tokenizer_name meta-llama/Meta-Llama-3-8B --max_length 8k --output_dir data/tokens
@@ -169,12 +181,10 @@ class TokenizeArguments(CleaningArguments, PushArguments):
     """Stop after the document that reaches this number of tokens, such as 200k, 5m or 1.5b; with --weights, tokens of
     train/.
     """
-    card_language: list[str] | None = None
-    """For the card: ISO 639 codes, such as es ca."""
 
     def faults(self) -> list[str]:
         """Return values that leave nothing to train on, and contradictions."""
-        faults = [*PushArguments.faults(self), *CleaningArguments.faults(self)]
+        faults = [*CardArguments.faults(self), *CleaningArguments.faults(self)]
         names = ("dataset", "validation_dataset")
         faults += [f"--{name} names nothing: give a source" for name in names if getattr(self, name) == []]
         if self.validation_split == 1:
@@ -188,7 +198,6 @@ class TokenizeArguments(CleaningArguments, PushArguments):
             )
         if self.overlap >= self.max_length > 1:
             faults.append(f"--overlap {self.overlap} fills rows of --max_length {self.max_length}: give less")
-        faults += not_language_codes("--card_language", self.card_language)
         if self.push_to_hub is None:  # the card is written for the hub
             given = [name for name in ("license", "card_language") if getattr(self, name) is not None]
             faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name in given]
@@ -217,7 +226,7 @@ class TokenizeArguments(CleaningArguments, PushArguments):
             return ["--parts true packs a slice: give --shard I/N too"] if self.parts else []
         faults = [] if self.part else [f"--shard: expected I/N such as 3/64, from 1/64 to 64/64, got {self.shard!r}"]
         if self.push_to_hub is not None:
-            faults.append("--push_to_hub and --shard: merge the slices, then give this command without --shard to push")
+            faults.append("--push_to_hub and --shard: merge the slices, and publish the result (docs/publish.md)")
         urls = [place for place in (*self.dataset, *(self.validation_dataset or ())) if "://" in place]
         faults += [
             f"--shard: every task would download {redact(url)}; download it once, and give its path" for url in urls

@@ -1,5 +1,6 @@
 """Build a token dataset: open the corpus, encode, select, pack, and write ledger and manifest."""
 
+import shlex
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.fabric_command import command_from_here
 from fabric_train.cli.output import redact
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.cleaning.boilerplate import find_boilerplate
@@ -33,10 +35,12 @@ from fabric_train.tokenization.manifest import (
 from fabric_train.tokenization.packing.arrow_folder import (
     check_disk_space,
     count_severed_chats,
+    count_sources,
     write_dataset_dict,
+    write_index,
     write_split,
 )
-from fabric_train.tokenization.packing.document_index import SourceTable, count_sources, write_index
+from fabric_train.tokenization.packing.document_index import SourceTable
 from fabric_train.tokenization.packing.rows import RowPlan, plan_rows
 from fabric_train.tokenization.reading.sources import Source, split_names
 from fabric_train.tokenization.selection import Collection, Split, collect, select, tokens_by_source
@@ -364,7 +368,10 @@ def find_finished(arguments: TokenizeArguments) -> Manifest | None:
     if not any(folder.glob("*")):
         return None
     manifest = read_manifest(folder)
-    if manifest is None or manifest.parts:
+    if manifest is not None and manifest.parts:
+        command = f"{command_from_here('publish')} {shlex.quote(str(folder))} --push_to_hub {arguments.push_to_hub}"
+        raise InputError(f"{folder} is a merge, which this command has not made; push it with {command}")
+    if manifest is None:
         raise InputError(f"{folder} already exists and is not a token dataset of this program; choose another folder")
     differences = [f"--{name} {made}, not {asked}" for name, made, asked in _differences(manifest, arguments)]
     if differences:

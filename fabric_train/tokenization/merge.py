@@ -3,24 +3,18 @@
 
 import hashlib
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-
-import numpy as np
-import pyarrow as pa
-from rich.progress import DownloadColumn, TimeRemainingColumn
 
 from fabric_train.cli.argument_types import POSITIONAL, given_twice
 from fabric_train.cli.errors import InputError, run_program
 from fabric_train.cli.output import open_console
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
-from fabric_train.files.regular_file import copy_folder, read_json
+from fabric_train.files.regular_file import copy_folder
 from fabric_train.tokenization.cleaning.dropped import CONTAMINATION_FILE, join_samples
 from fabric_train.tokenization.manifest import (
     FILE_NAME,
@@ -35,15 +29,12 @@ from fabric_train.tokenization.manifest import (
     read_manifest,
     write_manifest,
 )
-from fabric_train.tokenization.merge_parts import without_parts, write_parts
-from fabric_train.tokenization.packing.arrow_folder import write_dataset_dict, write_json
-from fabric_train.tokenization.packing.document_index import join_indexes, open_index
-from fabric_train.tokenization.packing.token_folder import Split, open_splits, read_arrow
+from fabric_train.tokenization.merge_rows import without_parts, write_parts, write_rows
+from fabric_train.tokenization.packing.token_folder import Split, open_splits
 from fabric_train.tokenization.reading.sources import open_each
 from fabric_train.tokenization.shards import SIZES, ShardSizes
 from fabric_train.tokenization.slice_folder import (
     Slice,
-    count_rows_before,
     fill_hashes,
     is_slice,
     open_slice,
@@ -51,7 +42,6 @@ from fabric_train.tokenization.slice_folder import (
 )
 from fabric_train.tokenization.slices import encode_command, merge_counts, merge_slices
 from fabric_train.tokenization.tokenizers.tokenizer import CHAT_TEMPLATE_FILE
-from fabric_train.tokenization.workers import transient_bar
 
 _VERSIONS_OF = ("fabric-train", "pyarrow")
 _MOST_NAMED = 10
@@ -290,7 +280,7 @@ def merge(folders: Sequence[Path], target: Path, as_parts: bool = False) -> tupl
         if as_parts:
             write_parts(folder, target, merged, manifest)
         else:
-            _copy_rows(merged, manifest, folder)
+            write_rows(merged, manifest, folder)
         lists = [dataset.folder / CONTAMINATION_FILE for dataset in merged]
         if hits := b"".join(file.read_bytes() for file in lists if file.exists()):
             (folder / CONTAMINATION_FILE).write_bytes(hits)
@@ -302,64 +292,6 @@ def merge(folders: Sequence[Path], target: Path, as_parts: bool = False) -> tupl
         for folder in without_index
     ]
     return manifest, [*notes, *_settings_that_differ(manifest.parts), *_sources_in_common(merged)]
-
-
-def _copy_rows(merged: Sequence[MergeInput], manifest: Manifest, folder: Path) -> None:
-    """Copy the rows and the document indexes of all splits into ``folder``."""
-    num_bytes = sum(
-        file.stat().st_size for dataset in merged for split in dataset.splits.values() for file in split.files
-    )
-    with transient_bar("copying", DownloadColumn(), TimeRemainingColumn()) as (bar, task):
-        bar.update(task, total=num_bytes)
-        for name in manifest.ledger.splits:
-            (folder / name).mkdir()
-            own = [dataset.splits[name] for dataset in merged if name in dataset.splits]
-            _join(own, folder / name, partial(bar.advance, task))
-            if manifest.has_index:
-                _join_indexes(merged, name, folder / name)
-    write_dataset_dict(folder, manifest.ledger.splits)
-
-
-def _join(splits: Sequence[Split], folder: Path, advance: Callable[[int], None]) -> None:
-    """Copy the files of the splits into ``folder`` in order; if one split has labels, the others get them too."""
-    template = next((split for split in splits if "labels" in split.schema.names), splits[0])
-    files = [(file, split.schema.names == template.schema.names) for split in splits for file in split.files]
-    names = [f"data-{index:05d}-of-{len(files):05d}.arrow" for index in range(len(files))]
-    for name, (file, is_whole) in zip(names, files, strict=True):
-        if is_whole:
-            shutil.copyfile(file, folder / name)
-        else:
-            _copy_with_labels(file, folder / name, template.schema)
-        advance(file.stat().st_size)
-    info = read_json(template.files[0].parent / "dataset_info.json", dict, "tokenize again")
-    write_json(folder / "dataset_info.json", {"features": info["features"]})
-    states = [read_json(split.files[0].parent / "state.json", dict, "tokenize again") for split in splits]
-    fingerprints = " ".join(str(state["_fingerprint"]) for state in states)
-    digest = hashlib.sha256(fingerprints.encode(errors="replace")).hexdigest()
-    listed = {"_data_files": [{"filename": name} for name in names], "_fingerprint": digest[:16]}
-    write_json(folder / "state.json", {**states[0], **listed})
-
-
-def _copy_with_labels(file: Path, target: Path, schema: pa.Schema) -> None:
-    """Copy a file without ``labels`` and add them: all its tokens are supervised."""
-    with pa.OSFile(str(target), "wb") as opened, pa.ipc.new_stream(opened, schema) as writer:
-        for batch in read_arrow(file):
-            columns = [batch.column("input_ids" if name == "labels" else name) for name in schema.names]
-            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
-
-
-def _join_indexes(merged: Sequence[MergeInput], split: str, folder: Path) -> None:
-    """Join the document indexes of a split; the files of each dataset follow the files of the datasets before it."""
-    num_files = [sum(source.num_files for source in dataset.manifest.sources) for dataset in merged]
-    first_files = np.cumsum([0, *num_files]).tolist()
-    rows_before = count_rows_before([dataset.folder for dataset in merged])
-    opened = [
-        (index, first, before)
-        for dataset, first, before in zip(merged, first_files, rows_before, strict=False)
-        if (index := open_index(dataset.folder, dataset.manifest, split)) is not None
-    ]
-    indexes, firsts, before = zip(*opened, strict=True)
-    join_indexes(folder, indexes, firsts, before)
 
 
 def _settings_that_differ(parts: Sequence[MergedPart]) -> Iterator[str]:

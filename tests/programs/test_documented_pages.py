@@ -59,6 +59,7 @@ NOT_RUN = {
     "python evaluate.py --watch": "needs lm_eval, which is not installed; tests/evaluation/",
     "python evaluate.py --needle": "of texts longer than the stand-in's positions; tests/evaluation/test_needle.py",
     "CUDA_VISIBLE_DEVICES=7": "needs lm_eval, which is not installed; tests/evaluation/",
+    "python -m fabric_train.export.publish": "needs the hub; tests/export/test_publish.py",
     "python -m fabric_train.tokenization.merge": "of slices that xargs makes; tests/tokenization/test_slices.py",
 }
 """The beginnings of command lines that are only parsed (``tests/cli/test_documented_commands.py``), and why."""

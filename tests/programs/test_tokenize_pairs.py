@@ -17,7 +17,7 @@ from fabric_train.data.token_dataset import open_dataset
 from fabric_train.tokenization import merge as merging
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.inspect.report import make_report
-from fabric_train.tokenization.packing.document_search import files_named, find_documents, find_rows
+from fabric_train.tokenization.packing.document_index import files_named, find_documents, find_rows
 from fabric_train.tokenization.shards import ShardSizes
 from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
 from tests.support.token_datasets import manifest_of

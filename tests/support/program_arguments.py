@@ -8,6 +8,7 @@ from download_model import DownloadArguments
 from fabric_train.bundle.__main__ import BundleArguments
 from fabric_train.doctor import DoctorArguments
 from fabric_train.evaluation.arguments import EvaluateArguments
+from fabric_train.export.publish import PublishArguments
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.merge_models.__main__ import MergeModelsArguments
 from fabric_train.replay import ReplayArguments
@@ -29,6 +30,7 @@ PROGRAM_ARGUMENTS: dict[str, Any] = {
     "-m fabric_train.merge_models": MergeModelsArguments,
     "-m fabric_train.tokenization.inspect": InspectArguments,
     "-m fabric_train.tokenization.merge": MergeArguments,
+    "-m fabric_train.export.publish": PublishArguments,
     "-m fabric_train.doctor": DoctorArguments,
     "-m fabric_train.replay": ReplayArguments,
     "-m fabric_train.report": ReportArguments,

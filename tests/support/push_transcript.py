@@ -9,14 +9,16 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from fabric_train.tokenization import merge
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.programs import ROOT
 from tests.support.stand_in_hub import TOKEN, Fault, StandInHub, account
 from tests.support.tiny_model import write_tiny_model
-from tests.support.token_datasets import TEXTS, write_jsonl
+from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
 
 _REGISTRY = "/api/agent-harnesses"
 """huggingface_hub asks for it once a day, whatever it is used for."""
@@ -29,6 +31,8 @@ TOKENIZE = (
     "python tokenize_dataset.py --dataset ca=corpus/ca.jsonl --tokenizer_name model --max_length 64 "
     "--validation_split 0.2 --output_dir data/tokens --push_to_hub alice/tokens --license cc-by-4.0"
 )
+
+PUBLISH = "python -m fabric_train.export.publish data/whole --push_to_hub alice/whole --license cc-by-4.0"
 
 
 def main() -> None:
@@ -50,11 +54,26 @@ def main() -> None:
         show("The same command again", run(CONVERT, folder, hub))
         show("A pull request with another card", run(f"{CONVERT} --license mit --create_pr true", folder, hub))
         show("A token dataset", run(TOKENIZE, folder, hub))
+        write_parts(folder)
+        show("A token dataset of parts, and one is missing", run(PUBLISH, folder, hub))
+        (folder / "data" / "moved").rename(folder / "data" / "more")
+        show("The same with all parts", run(PUBLISH, folder, hub))
+
+
+def write_parts(folder: Path) -> None:
+    """Write ``data/whole`` of the parts ``data/tokens`` and ``data/more``; then the second is called ``data/moved``."""
+    write_jsonl(folder / "corpus" / "es.jsonl", [f"Otro documento, {text}" for text in TEXTS])
+    data = folder / "data"
+    tokenize(data / "more", folder / "model", f"es={folder}/corpus/es.jsonl", max_length=64, validation_split=0.2)
+    with redirect_stdout(None):
+        merge.main([f"{data}/tokens", f"{data}/more", "--parts", "true", "--output_dir", f"{data}/whole"])
+    (data / "more").rename(data / "moved")
 
 
 def run(command: str, folder: Path, hub: StandInHub) -> str:
     """Run a command in a folder and return what it prints, its exit code, and the calls that the hub received."""
-    program, *rest = shlex.split(command)[1:]
+    words = shlex.split(command)[1:]
+    program = words if words[0] == "-m" else [str(ROOT / words[0]), *words[1:]]
     environment = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HOME": str(folder / "home"),
@@ -66,7 +85,7 @@ def run(command: str, folder: Path, hub: StandInHub) -> str:
     }
     hub.calls.clear()
     finished = subprocess.run(
-        [sys.executable, str(ROOT / program), *rest],
+        [sys.executable, *program],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -81,7 +100,7 @@ def run(command: str, folder: Path, hub: StandInHub) -> str:
     ]
     shown = "\n".join(line for line in lines if line)
     assert TOKEN not in shown
-    calls = "\n".join(call for call in hub.calls if _REGISTRY not in call)
+    calls = "\n".join(call for call in hub.calls if _REGISTRY not in call) or "nothing"
     text = f"```\n{shown}\n```\n\nThe hub sees:\n\n```\n{calls}\n```"
     return re.sub(r"([0-9a-f]{8})[0-9a-f]{56}", r"\1…", text).replace(hub.address, "https://HUB")
 

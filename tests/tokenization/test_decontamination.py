@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fabric_train.cli.errors import InputError
-from fabric_train.export.public_dataset import dataset_card, public_copy
+from fabric_train.export.publish import dataset_card, public_copy
 from fabric_train.tokenization import merge
 from fabric_train.tokenization.cleaning.decontamination import (
     ngram_hashes,

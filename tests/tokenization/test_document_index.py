@@ -24,15 +24,14 @@ from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import build, encoding, merge
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.manifest import SourceLedger, SourceRecord
+from fabric_train.tokenization.merge_rows import join_indexes
+from fabric_train.tokenization.packing.arrow_folder import count_sources, write_index
 from fabric_train.tokenization.packing.document_index import (
     DOCUMENT,
     DocumentIndex,
     SourceTable,
-    count_sources,
-    join_indexes,
     open_index,
     row_checksums,
-    write_index,
 )
 from fabric_train.tokenization.reading.sources import split_names
 from fabric_train.tokenization.shards import ShardSizes

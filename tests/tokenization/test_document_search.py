@@ -11,8 +11,13 @@ from hypothesis import given, settings
 
 from fabric_train.tokenization.manifest import SourceFile, SourceRecord
 from fabric_train.tokenization.packing import document_index
-from fabric_train.tokenization.packing.document_index import SourceTable
-from fabric_train.tokenization.packing.document_search import files_named, find_documents, find_rows, num_records
+from fabric_train.tokenization.packing.document_index import (
+    SourceTable,
+    files_named,
+    find_documents,
+    find_rows,
+    num_records,
+)
 from tests.tokenization.test_document_index import number_of_rows
 from tests.tokenization.test_rows import Task, tasks
 

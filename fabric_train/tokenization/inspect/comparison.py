@@ -1,6 +1,6 @@
 """Compare two token datasets: sums and lengths of all documents; languages and words of a sample.
 
-Sums and lengths come from the document index; rows are read for the sample. ``comparison_tables.py`` shows them.
+Sums and lengths come from the document index; rows are read for the sample. ``rendering.py`` shows them.
 """
 
 from collections import Counter, defaultdict
@@ -16,8 +16,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.cleaning.language import DEFAULT_THRESHOLD, identify
 from fabric_train.tokenization.inspect.report import shown_split
 from fabric_train.tokenization.manifest import Manifest, load_manifest
-from fabric_train.tokenization.packing.document_index import DocumentIndex, chunks, open_index
-from fabric_train.tokenization.packing.document_search import find_rows, num_records
+from fabric_train.tokenization.packing.document_index import DocumentIndex, chunks, find_rows, num_records, open_index
 from fabric_train.tokenization.packing.token_folder import Split, open_splits
 from fabric_train.tokenization.reading.sources import open_each
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary

@@ -1,4 +1,7 @@
-"""Write planned rows as a folder for ``datasets.load_from_disk``, without the slow import of ``datasets``."""
+"""Write planned rows and their document index as a folder for ``datasets.load_from_disk``.
+
+Nothing here imports ``datasets``, which is slow.
+"""
 
 import json
 import mmap
@@ -14,7 +17,17 @@ import numpy as np
 from xxhash import xxh3_64
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.packing.document_index import CHECKSUM, row_checksums
+from fabric_train.tokenization.manifest import SourceLedger
+from fabric_train.tokenization.packing.document_index import (
+    ARRAYS,
+    CHECKSUM,
+    CHECKSUMS,
+    CONTINUATION,
+    ROW,
+    SourceTable,
+    row_checksums,
+)
+from fabric_train.tokenization.packing.document_index import FOLDER as INDEX_FOLDER
 from fabric_train.tokenization.packing.rows import RowPlan, joined_ranges
 from fabric_train.tokenization.workers import ThrottledLog, WorkerPool
 
@@ -256,6 +269,55 @@ def _write_files(files: _SplitFiles, num_proc: int) -> Iterator[tuple[int, tuple
         return
     with WorkerPool(files.write, min(num_proc, num_files), files.describe) as workers:
         yield from (result for result in workers.run(iter(range(num_files)), _TICK_SECONDS) if result is not None)
+
+
+def write_index(folder: Path, plan: RowPlan, documents: np.ndarray, checksums: np.ndarray) -> None:
+    """Write the index of the split ``folder``; ``documents`` are DOCUMENT [entries of ``plan.order``]."""
+    begins = plan.begins
+    begun = plan.entries[begins]
+    is_left = np.ones(len(documents), dtype=bool)
+    is_left[begun] = False
+    in_order = np.concatenate([begun, np.flatnonzero(is_left)])
+    numbers = np.empty(len(documents), dtype=np.int64)
+    numbers[in_order] = np.arange(len(documents))
+
+    rows = np.empty(plan.num_rows + 1, dtype=ROW)
+    rows["documents"] = np.concatenate([[0], np.cumsum(begins)])[plan.row_offsets]
+    rows["continuations"] = plan.row_offsets - rows["documents"].astype(np.int64)
+    continued = np.flatnonzero(~begins)
+    continuations = np.empty(len(continued), dtype=CONTINUATION)
+    continuations["document"] = numbers[plan.entries[continued]]
+    continuations["start"], continuations["repeated"] = plan.starts[continued], plan.repeated[continued]
+    own_rows = np.searchsorted(plan.row_offsets, continued, side="right") - 1
+    continuations["ordinal"] = continued - plan.row_offsets[own_rows]
+    (folder / INDEX_FOLDER).mkdir()
+    for name, array in zip(ARRAYS, (documents[in_order], rows, continuations), strict=True):
+        np.save(folder / INDEX_FOLDER / f"{name}.npy", array, allow_pickle=False)
+    np.save(folder / INDEX_FOLDER / CHECKSUMS, checksums, allow_pickle=False)
+
+
+def count_sources(plan: RowPlan, documents: np.ndarray, sources: SourceTable) -> dict[str, SourceLedger]:
+    """Return the ledger of each source in the plan, by name; ``documents`` are DOCUMENT [entries of ``plan.order``]."""
+    numbers = sources.sources_of(documents["file"])
+
+    def total(of: np.ndarray, values: np.ndarray | None = None) -> list[int]:
+        return np.bincount(of, weights=values, minlength=len(sources.names)).astype(np.int64).tolist()
+
+    of_pieces = numbers[plan.entries]
+    counts = zip(
+        sources.names,
+        total(numbers),
+        total(numbers, documents["bytes"]),
+        total(numbers, documents["tokens"]),
+        total(of_pieces, plan.repeated),
+        total(of_pieces, plan.lengths),
+        strict=True,
+    )
+    return {
+        name: SourceLedger(num, num_bytes, tokens_in, repeated, in_rows, tokens_in + repeated - in_rows)
+        for name, num, num_bytes, tokens_in, repeated, in_rows in counts
+        if num
+    }
 
 
 def write_dataset_dict(folder: Path, splits: Iterable[str]) -> None:

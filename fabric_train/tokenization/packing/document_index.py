@@ -1,4 +1,4 @@
-"""The document index of a split: which documents are in which row, and where each document comes from.
+"""The document index of a split: which documents are in which row, where each comes from, and how to find one.
 
 Four arrays lie beside the rows, in numpy's files, which are memory-mapped and never read as a whole::
 
@@ -14,6 +14,7 @@ The names of files and sources are in ``manifest.json``: ``file`` counts the fil
 checksums.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,10 +25,9 @@ import numpy as np
 from xxhash import xxh3_64
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.manifest import Manifest, SourceLedger, SourceRecord
-from fabric_train.tokenization.packing.joined_records import JoinedRecords, Segment
-from fabric_train.tokenization.packing.parts import Parts, is_of_parts, map_array, open_parts
-from fabric_train.tokenization.packing.rows import RowPlan, joined_ranges
+from fabric_train.tokenization.manifest import Manifest, SourceRecord
+from fabric_train.tokenization.packing.parts import JoinedRecords, Parts, Segment, is_of_parts, map_array, open_parts
+from fabric_train.tokenization.packing.rows import joined_ranges
 
 FOLDER = "index"
 # row: from 1, a line of JSON lines, a record of json, csv and parquet, a row of a split; 1 for a txt or md file.
@@ -37,8 +37,8 @@ ROW = np.dtype([("documents", "<u8"), ("continuations", "<u8")])
 # start: position of the piece's first token in the document; the first ``repeated`` tokens are in a row before as well
 CONTINUATION = np.dtype([("document", "<u8"), ("start", "<u4"), ("repeated", "<u4"), ("ordinal", "<u4")])
 CHECKSUM = np.dtype("<u8")  # of a row
-_FILES = {"documents": DOCUMENT, "rows": ROW, "continuations": CONTINUATION}
-_CHECKSUMS = "checksums.npy"
+ARRAYS = {"documents": DOCUMENT, "rows": ROW, "continuations": CONTINUATION}
+CHECKSUMS = "checksums.npy"
 _ROWS_AT_ONCE = 1 << 16
 _RECORDS_PER_CHUNK = 1 << 20  # bounds memory, however large the index is
 ShowSearched = Callable[[int], None]  # further records searched
@@ -116,10 +116,10 @@ class DocumentIndex:
     def __init__(self, folder: Path, sources: SourceTable, max_length: int, num_documents: int, num_rows: int) -> None:
         self.sources = sources
         self.documents, self.rows, self.continuations = (
-            map_array(folder / FOLDER / f"{name}.npy", dtype) for name, dtype in _FILES.items()
+            map_array(folder / FOLDER / f"{name}.npy", dtype) for name, dtype in ARRAYS.items()
         )
         self._folder, self._max_length = folder, max_length
-        file = folder / FOLDER / _CHECKSUMS
+        file = folder / FOLDER / CHECKSUMS
         self.checksums = map_array(file, CHECKSUM) if file.exists() else None
         num_sums = num_rows if self.checksums is None else len(self.checksums)
         found, expected = (len(self.documents), len(self.rows), num_sums), (num_documents, num_rows + 1, num_rows)
@@ -266,110 +266,82 @@ def row_checksums(
     return np.array([row_checksum(*row) for row in zip(rows, of_labels, starts, strict=True)], dtype=CHECKSUM)
 
 
-def write_index(folder: Path, plan: RowPlan, documents: np.ndarray, checksums: np.ndarray) -> None:
-    """Write the index of the split ``folder``; ``documents`` are DOCUMENT [entries of ``plan.order``]."""
-    begins = plan.begins
-    begun = plan.entries[begins]
-    is_left = np.ones(len(documents), dtype=bool)
-    is_left[begun] = False
-    in_order = np.concatenate([begun, np.flatnonzero(is_left)])
-    numbers = np.empty(len(documents), dtype=np.int64)
-    numbers[in_order] = np.arange(len(documents))
-
-    rows = np.empty(plan.num_rows + 1, dtype=ROW)
-    rows["documents"] = np.concatenate([[0], np.cumsum(begins)])[plan.row_offsets]
-    rows["continuations"] = plan.row_offsets - rows["documents"].astype(np.int64)
-    continued = np.flatnonzero(~begins)
-    continuations = np.empty(len(continued), dtype=CONTINUATION)
-    continuations["document"] = numbers[plan.entries[continued]]
-    continuations["start"], continuations["repeated"] = plan.starts[continued], plan.repeated[continued]
-    own_rows = np.searchsorted(plan.row_offsets, continued, side="right") - 1
-    continuations["ordinal"] = continued - plan.row_offsets[own_rows]
-    (folder / FOLDER).mkdir()
-    for name, array in zip(_FILES, (documents[in_order], rows, continuations), strict=True):
-        np.save(folder / FOLDER / f"{name}.npy", array, allow_pickle=False)
-    np.save(folder / FOLDER / _CHECKSUMS, checksums, allow_pickle=False)
-
-
-def join_indexes(
-    folder: Path, indexes: Sequence[DocumentIndex], first_files: Sequence[int], rows_before: Sequence[int]
-) -> None:
-    """Write the index of the split ``folder``, whose rows come from several splits, joined in order.
-
-    ``first_files`` has the number of each one's first file in the new manifest, and ``rows_before`` how many rows of
-    this file are in the splits before.
-    """
-    (folder / FOLDER).mkdir()
-    num_placed = [int(index.rows["documents"][-1]) for index in indexes]
-    sizes = (
-        sum(len(index.documents) for index in indexes),
-        sum(len(index.rows) - 1 for index in indexes) + 1,
-        sum(len(index.continuations) for index in indexes),
-    )
-    documents, rows, continuations = (
-        np.lib.format.open_memmap(folder / FOLDER / f"{name}.npy", "w+", dtype, (size,))
-        for (name, dtype), size in zip(_FILES.items(), sizes, strict=True)
-    )
-    row = document = continuation = 0
-    left = sum(num_placed)
-    for index, first_file, before, placed in zip(indexes, first_files, rows_before, num_placed, strict=True):
-        _copy(index.documents[:placed], documents[document:], {"file": first_file}, before)
-        _copy(index.documents[placed:], documents[left:], {"file": first_file}, before)
-        _copy(index.rows[:-1], rows[row:], {"documents": document, "continuations": continuation})
-        _copy(index.continuations, continuations[continuation:], {"document": document})
-        row += len(index.rows) - 1
-        document += placed
-        left += len(index.documents) - placed
-        continuation += len(index.continuations)
-    rows[-1] = (document, continuation)
-    for array in (documents, rows, continuations):
-        array.flush()
-    checksums = [index.checksums for index in indexes if index.checksums is not None]
-    if len(checksums) == len(indexes):
-        np.save(folder / FOLDER / _CHECKSUMS, np.concatenate(checksums), allow_pickle=False)
-
-
-def _copy(records: np.ndarray, target: np.ndarray, added: dict[str, int], rows_before: int = 0) -> None:
-    """Copy records to the beginning of ``target``, with numbers added to some of their fields.
-
-    ``rows_before`` are added to the rows of file 0.
-    """
-    for begin, mapped in chunks(records, lambda _: None):
-        part = np.array(mapped)
-        if rows_before:
-            part["row"][part["file"] == 0] += rows_before
-        for name, number in added.items():
-            part[name] += number
-        target[begin : begin + len(part)] = part
-
-
-def count_sources(plan: RowPlan, documents: np.ndarray, sources: SourceTable) -> dict[str, SourceLedger]:
-    """Return the ledger of each source in the plan, by name; ``documents`` are DOCUMENT [entries of ``plan.order``]."""
-    numbers = sources.sources_of(documents["file"])
-
-    def total(of: np.ndarray, values: np.ndarray | None = None) -> list[int]:
-        return np.bincount(of, weights=values, minlength=len(sources.names)).astype(np.int64).tolist()
-
-    of_pieces = numbers[plan.entries]
-    counts = zip(
-        sources.names,
-        total(numbers),
-        total(numbers, documents["bytes"]),
-        total(numbers, documents["tokens"]),
-        total(of_pieces, plan.repeated),
-        total(of_pieces, plan.lengths),
-        strict=True,
-    )
-    return {
-        name: SourceLedger(num, num_bytes, tokens_in, repeated, in_rows, tokens_in + repeated - in_rows)
-        for name, num, num_bytes, tokens_in, repeated, in_rows in counts
-        if num
-    }
-
-
 def chunks(records: np.ndarray, show: ShowSearched) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the number of the first record and the records of one part of an array after another."""
     for first in range(0, len(records), _RECORDS_PER_CHUNK):
         part = records[first : first + _RECORDS_PER_CHUNK]
         yield first, part
         show(len(part))
+
+
+def num_records(index: DocumentIndex) -> int:
+    """Return how many records a search for a document and for its rows reads."""
+    return len(index.documents) + len(index.continuations)
+
+
+def files_named(sources: SourceTable, name: str) -> dict[str, list[int]]:
+    """Return, by whole name, the numbers of files called ``name`` or else ending with ``/name``; one may come again."""
+    exact, ending = dict[str, list[int]](), dict[str, list[int]]()
+    for file in range(sources.num_files):
+        whole = sources.file_name(file)
+        if whole == name or whole.endswith(f"/{name.removeprefix('./')}"):
+            (exact if whole == name else ending).setdefault(whole, []).append(file)
+    return exact or ending
+
+
+def find_documents(index: DocumentIndex, files: Sequence[int], row: int, show: ShowSearched) -> list[int]:
+    """Return the numbers of the documents at a row, from 1, of some files: several if it is packed several times."""
+    found = list[int]()
+    for first, part in chunks(index.documents, show):
+        places = np.flatnonzero(part["row"] == row)
+        found += (first + places[np.isin(part["file"][places], files)]).tolist()
+    return found
+
+
+def find_rows(index: DocumentIndex, documents: Sequence[int], show: ShowSearched) -> dict[int, tuple[int, int]]:
+    """Return the rows that hold tokens of some documents, each with the number of these tokens and of repeated ones."""
+    rows = {_row_with(index.rows["documents"], document) for document in documents}
+    for first, part in chunks(index.continuations, show):
+        places = np.flatnonzero(np.isin(part["document"], np.array(documents, dtype=np.uint64)))
+        rows |= {_row_with(index.rows["continuations"], place) for place in (first + places).tolist()}
+    chosen = np.array(sorted(rows - {len(index.rows) - 1}), dtype=np.int64)  # those in no row follow the last one
+    pieces = index.pieces(chosen)
+    own = np.isin(pieces.documents, documents)
+    tokens, repeated = (
+        np.bincount(pieces.rows[own], weights=values[own], minlength=len(chosen)).astype(int).tolist()
+        for values in (pieces.lengths, pieces.repeated)
+    )
+    return dict(zip(chosen.tolist(), zip(tokens, repeated, strict=True), strict=True))
+
+
+def _row_with(first_of_rows: np.ndarray, number: int) -> int:
+    return bisect_right(first_of_rows, number) - 1  # reads only a few records; numpy's search may copy all
+
+
+def rows_of_sources(index: DocumentIndex, manifest: Manifest) -> dict[str, list[range]] | None:
+    """Return the rows that each source has, as ranges in their order; None if ``--weights`` mixed the sources.
+
+    A row is one of the source of its first token. Documents are in the order of the sources and their files, so the
+    file of a row's first document never decreases, and binary search finds where each source begins.
+    """
+    settings = [part.settings for part in manifest.parts] or [manifest.settings]
+    if any(one.weights for one in settings):
+        return None
+    rows: dict[str, list[range]] = {name: [] for name in index.sources.names}
+    first_files = np.cumsum([0, *(record.num_files for record in manifest.sources)])
+    for record, borders in zip(manifest.sources, pairwise(_first_rows(index, first_files)), strict=True):
+        if borders[0] < borders[1]:
+            rows[record.name].append(range(*borders))
+    return {name: ranges for name, ranges in rows.items() if ranges}
+
+
+def _first_rows(index: DocumentIndex, files: np.ndarray) -> list[int]:
+    """Return the first row whose first document is in a file or one after it, for each of some files [n]."""
+    low, high = np.zeros(len(files), np.int64), np.full(len(files), len(index.rows) - 1)
+    while (open_ := low < high).any():
+        middle = (low + high)[open_] // 2
+        pieces = index.pieces(middle)
+        is_before = index.documents["file"][pieces.documents[pieces.positions == 0]] < files[open_]
+        low[open_] = np.where(is_before, middle + 1, low[open_])
+        high[open_] = np.where(is_before, high[open_], middle)
+    return low.tolist()

@@ -17,7 +17,9 @@ import functools
 import hashlib
 import json
 import mmap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -124,10 +126,6 @@ class Parts:
     def split_names(self) -> list[str]:
         return list(dict.fromkeys(name for part in self.record.parts for name in part.splits))
 
-    def read_index(self, split: str, part: int, name: str, dtype: np.dtype, places: np.ndarray) -> np.ndarray:
-        """Return records of an array of a part's document index."""
-        return _map_index(self, split, part).read(name, dtype, places)
-
     def _name(self, part: int) -> str:
         return f"{self.folder}: part {part + 1} of {len(self.record.parts):,}, {self.record.parts[part].path},"
 
@@ -186,6 +184,16 @@ def _map_index(parts: Parts, split: str, part: int) -> _MappedIndex:
     return _MappedIndex(parts, split, part)
 
 
+def map_file(path: Path) -> mmap.mmap:
+    """Return the memory map of a file; InputError if there is none."""
+    try:
+        with path.open("rb") as opened:
+            return mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+    except (OSError, ValueError) as error:
+        raise_reached_limit(error)
+        raise InputError(f"{path}: {first_line(error)}; {TOKENIZE_AGAIN}") from None
+
+
 def map_array(file: Path, dtype: np.dtype, fix: str = "tokenize again") -> np.ndarray:
     """Return the records in a file of numpy, memory-mapped; InputError if it is missing or damaged."""
     return _map_records(file, dtype, fix)[0]
@@ -206,3 +214,90 @@ def _map_records(file: Path, dtype: np.dtype, fix: str) -> tuple[np.ndarray, mma
     except (OSError, ValueError, EOFError) as error:
         raise_reached_limit(error)
         raise InputError(f"{file}: damaged, {first_line(error)}; {fix}") from None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Records ``begin`` to ``end - 1`` of a part's array, to whose fields numbers are added."""
+
+    part: int
+    begin: int
+    end: int
+    added: dict[str, int]
+
+
+class JoinedRecords:
+    """The records of an array in the document indexes of the parts, which are read like one array when asked for.
+
+    Indices are whole numbers, arrays of them, slices, or the name of a field. The first record of each part may be
+    known to be zeros.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        split: str,
+        name: str,
+        dtype: np.dtype,
+        segments: Sequence[Segment],
+        begins_with_zeros: bool = False,
+    ) -> None:
+        self._begins_with_zeros = begins_with_zeros
+        self.dtype = dtype
+        self._parts, self._split, self._name, self._segments = parts, split, name, tuple(segments)
+        self._starts = np.array([0, *accumulate(one.end - one.begin for one in segments)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, key: "str | int | slice | Sequence[int] | np.ndarray") -> "np.ndarray | JoinedField":
+        return JoinedField(self, key) if isinstance(key, str) else self.at(key)
+
+    def at(self, key: "int | slice | Sequence[int] | np.ndarray") -> np.ndarray:
+        if isinstance(key, slice):
+            return self._read(np.arange(*key.indices(len(self))))
+        indices = np.asarray(key)
+        found = self._read(indices.reshape(-1).astype(np.int64))
+        whole: np.ndarray = found.reshape(indices.shape) if indices.ndim else found[0]
+        return whole
+
+    def _read(self, indices: np.ndarray) -> np.ndarray:
+        indices = np.where(indices < 0, indices + len(self), indices)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"record {indices.max()} of {len(self)}")
+        found = np.empty(len(indices), self.dtype)
+        owners = np.searchsorted(self._starts, indices, side="right") - 1
+        for owner in np.unique(owners).tolist():
+            own, one = np.flatnonzero(owners == owner), self._segments[owner]
+            records = self._records_of(one.part, indices[own] - self._starts[owner] + one.begin)
+            first = records["file"] == 0 if "file" in one.added else None
+            for name, number in one.added.items():
+                if name == "row":  # lines of a file that began in a part before
+                    records[name][first] += number
+                else:
+                    records[name] += number
+            found[own] = records
+        return found
+
+    def _records_of(self, part: int, places: np.ndarray) -> np.ndarray:
+        records = np.zeros(len(places), self.dtype)
+        unknown = places > 0 if self._begins_with_zeros else np.ones(len(places), bool)
+        if unknown.any():  # a row ends where the next one begins, which may be the first one of another part
+            own = places[unknown]
+            index = _map_index(self._parts, self._split, part)
+            records[unknown] = index.read(self._name, self.dtype, own)
+        return records
+
+
+@dataclass(frozen=True)
+class JoinedField:
+    """A field of joined records."""
+
+    records: JoinedRecords
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, key: "int | slice | Sequence[int] | np.ndarray") -> np.ndarray:
+        return self.records.at(key)[self.name]

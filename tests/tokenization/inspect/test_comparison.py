@@ -30,7 +30,7 @@ from fabric_train.tokenization.inspect.comparison import (
     sample_documents,
     words_more_often,
 )
-from fabric_train.tokenization.inspect.comparison_tables import amount
+from fabric_train.tokenization.inspect.rendering import amount
 from fabric_train.tokenization.packing.token_folder import open_splits
 from tests.support.token_datasets import tokenize, write_jsonl
 
