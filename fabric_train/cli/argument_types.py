@@ -311,7 +311,7 @@ class PushArguments:
     """Card and publication on the Hugging Face hub"""
 
     push_to_hub: str | None = None
-    """Push the finished folder to the repository OWNER/NAME. If --output_dir has it already, it is only pushed."""
+    """Push the finished folder to the repository OWNER/NAME. A folder that is finished already is only pushed."""
     private: bool = True
     """Make a repository that the push creates private."""
     revision: str | None = None

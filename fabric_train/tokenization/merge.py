@@ -1,7 +1,6 @@
 # PYTHON_ARGCOMPLETE_OK
 """Merge token datasets, or slices, into one:  python -m fabric_train.tokenization.merge DIR DIR ... --output_dir OUT"""
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,6 @@ from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, 
 from fabric_train.files.regular_file import copy_folder
 from fabric_train.tokenization.cleaning.dropped import CONTAMINATION_FILE, join_samples
 from fabric_train.tokenization.manifest import (
-    FILE_NAME,
     Ledger,
     Manifest,
     MergedPart,
@@ -29,8 +27,8 @@ from fabric_train.tokenization.manifest import (
     read_manifest,
     write_manifest,
 )
-from fabric_train.tokenization.merge_rows import without_parts, write_parts, write_rows
-from fabric_train.tokenization.packing.token_folder import Split, open_splits
+from fabric_train.tokenization.merge_rows import MergeInput, without_parts, write_parts, write_rows
+from fabric_train.tokenization.packing.token_folder import open_splits
 from fabric_train.tokenization.reading.sources import open_each
 from fabric_train.tokenization.shards import SIZES, ShardSizes
 from fabric_train.tokenization.slice_folder import (
@@ -70,28 +68,6 @@ class MergeArguments:
     def faults(self) -> list[str]:
         """Return a fault for a folder that is given again."""
         return [f"--dataset_dirs: {fault}" for _, fault in given_twice(self.dataset_dirs)]
-
-
-@dataclass(frozen=True)
-class MergeInput:
-    folder: Path
-    manifest: Manifest
-    splits: dict[str, Split]
-
-    def parts(self) -> tuple[MergedPart, ...]:
-        """Return the parts that were merged into this token dataset, or the dataset itself as the only part."""
-        if self.manifest.parts:
-            return self.manifest.parts
-        return (
-            MergedPart(
-                name=str(self.folder),
-                manifest_sha256=hashlib.sha256((self.folder / FILE_NAME).read_bytes()).hexdigest(),
-                rows={name: split.num_rows for name, split in self.splits.items()},
-                settings=self.manifest.settings,
-                versions=self.manifest.versions,
-                cleaning=self.manifest.cleaning,
-            ),
-        )
 
 
 def open_inputs(

@@ -8,9 +8,9 @@ import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from rich.progress import DownloadColumn, TimeRemainingColumn
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.regular_file import read_json
 from fabric_train.tokenization.manifest import FILE_NAME as MANIFEST_NAME
-from fabric_train.tokenization.manifest import Manifest
+from fabric_train.tokenization.manifest import Manifest, MergedPart
 from fabric_train.tokenization.packing.arrow_folder import write_dataset_dict, write_json
 from fabric_train.tokenization.packing.document_index import (
     ARRAYS,
@@ -49,8 +49,29 @@ from fabric_train.tokenization.packing.token_folder import Split, read_arrow
 from fabric_train.tokenization.slice_folder import count_rows_before
 from fabric_train.tokenization.workers import ThrottledLog, transient_bar
 
-if TYPE_CHECKING:
-    from fabric_train.tokenization.merge import MergeInput
+
+@dataclass(frozen=True)
+class MergeInput:
+    """A token dataset to merge."""
+
+    folder: Path
+    manifest: Manifest
+    splits: dict[str, Split]
+
+    def parts(self) -> tuple[MergedPart, ...]:
+        """Return the parts that were merged into this token dataset, or the dataset itself as the only part."""
+        if self.manifest.parts:
+            return self.manifest.parts
+        return (
+            MergedPart(
+                name=str(self.folder),
+                manifest_sha256=hashlib.sha256((self.folder / MANIFEST_NAME).read_bytes()).hexdigest(),
+                rows={name: split.num_rows for name, split in self.splits.items()},
+                settings=self.manifest.settings,
+                versions=self.manifest.versions,
+                cleaning=self.manifest.cleaning,
+            ),
+        )
 
 
 def without_parts(folders: Sequence[Path]) -> list[Path]:
@@ -65,7 +86,7 @@ def _parts_of(folder: Path) -> list[Path]:
 
 
 def write_rows(
-    merged: Sequence["MergeInput"],
+    merged: Sequence[MergeInput],
     manifest: Manifest,
     folder: Path,
     place: Callable[[Path, Path], object] = shutil.copyfile,
@@ -118,7 +139,7 @@ def _copy_with_labels(file: Path, target: Path, schema: pa.Schema) -> None:
             writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
 
 
-def _join_indexes(merged: Sequence["MergeInput"], split: str, folder: Path) -> None:
+def _join_indexes(merged: Sequence[MergeInput], split: str, folder: Path) -> None:
     """Join the document indexes of a split; the files of each dataset follow the files of the datasets before it."""
     num_files = [sum(source.num_files for source in dataset.manifest.sources) for dataset in merged]
     first_files = np.cumsum([0, *num_files]).tolist()
@@ -184,7 +205,7 @@ def _copy(records: np.ndarray, target: np.ndarray, added: dict[str, int], rows_b
         target[begin : begin + len(part)] = part
 
 
-def write_parts(folder: Path, target: Path, merged: Sequence["MergeInput"], manifest: Manifest) -> None:
+def write_parts(folder: Path, target: Path, merged: Sequence[MergeInput], manifest: Manifest) -> None:
     """Write into ``folder``, which will be ``target``, where the parts and their record batches are."""
     faults = [
         f"{one.folder} has no document index, because an older version wrote it: merge without --parts"
