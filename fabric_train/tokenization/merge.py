@@ -275,19 +275,30 @@ def _settings_that_differ(parts: Sequence[MergedPart]) -> Iterator[str]:
     for name in settings[0]:
         values = list(dict.fromkeys(json.dumps(given[name]) for given in settings))
         if len(values) > 1:
-            yield f"--{name} differs: {', '.join(values)}; manifest.json keeps each part's"
+            shown = [*values[:_MOST_NAMED], *["…"] * (len(values) > _MOST_NAMED)]
+            yield f"--{name} differs: {', '.join(shown)}; manifest.json keeps each part's"
     if len({json.dumps(part.cleaning, sort_keys=True) for part in parts}) > 1:
         yield "the parts were cleaned differently; manifest.json has the settings of each part"
 
 
 def _sources_in_common(merged: Sequence[MergeInput]) -> Iterator[str]:
-    found: dict[str, tuple[Path, str]] = {}
+    """Yield a line for each token dataset whose files were also read for later ones."""
+    first: dict[str, tuple[Path, str]] = {}
+    again: dict[Path, tuple[dict[str, None], dict[Path, None]]] = {}  # by folder, its files and the other folders
     for dataset in merged:
         for source in () if is_slice(dataset.folder) else dataset.manifest.sources:  # slices share files, not documents
             for file in source.files:
-                folder, path = found.setdefault(file.sha256, (dataset.folder, file.path))
+                folder, path = first.setdefault(file.sha256, (dataset.folder, file.path))
                 if folder != dataset.folder:
-                    yield f"{path} of {folder} was also read for {dataset.folder}: its documents may come twice"
+                    files, others = again.setdefault(folder, ({}, {}))
+                    files[path] = others[dataset.folder] = None
+    for folder, (files, others) in again.items():
+        read, verb = _first_of([*files]), "was" if len(files) == 1 else "were"
+        yield f"{read} of {folder} {verb} also read for {_first_of([*others])}: documents may come twice"
+
+
+def _first_of(values: Sequence[object]) -> str:
+    return str(values[0]) if len(values) == 1 else f"{values[0]} and {len(values) - 1:,} more"
 
 
 if __name__ == "__main__":

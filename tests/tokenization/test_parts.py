@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -199,6 +200,17 @@ def test_at_most_64_parts_are_open(made: Path, tmp_path: Path) -> None:
     indexes = {path.parent for path in maps_in(tmp_path) if path.parent.name == "index"}
     assert (len(data), len(indexes)) == (parts_module.MOST_OPEN, parts_module.MOST_OPEN)
     assert folders[0] not in {path.parents[1] for path in data}
+
+
+def test_a_file_in_many_parts_is_one_note(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [tmp_path / f"{number:02d}" for number in range(20)]
+    for folder in folders:
+        shutil.copytree(made / "part-0", folder)
+    capsys.readouterr()
+    merge_all(folders, tmp_path / "parts", "--parts", "true")
+    (note,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("note "))
+    read = r"\S*es0\.jsonl and 1 more of \S+/00 were also read for \S+/01 and 18 more"
+    assert re.fullmatch(rf"note     {read}: documents may come twice", note)
 
 
 def test_parts_that_cannot_be_joined_are_refused(made: Path, tmp_path: Path) -> None:
