@@ -14,8 +14,9 @@ from fabric_train.distributed.precision import compute_dtype
 from fabric_train.distributed.strategy import why_not_compiled
 from fabric_train.model.flops import peak_flops
 from fabric_train.model.parallelize import TILE_SIZE
+from fabric_train.preflight.memory_forecast import make_request
 from fabric_train.preflight.memory_layout import why_no_tiles
-from fabric_train.preflight.memory_plan import change_to_tiles, make_request
+from fabric_train.preflight.memory_plan import change_to_tiles
 from fabric_train.training.prepared_run import PreparedRun
 
 _USABLE_SHARE = 0.9

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,23 +9,20 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.data.streaming import Stream
-from fabric_train.distributed.memory import device_memory, machine_memory
-from fabric_train.files.atomic_folder import nearest_existing
+from fabric_train.distributed.memory import machine_memory
 from fabric_train.model.context_parallel import borders_of, count_keys, deal_chunks
 from fabric_train.model.flops import ModelFlops
 from fabric_train.model.parallelize import TILE_SIZE
-from fabric_train.preflight.memory_forecast import Forecast, RunRequest
-from fabric_train.preflight.memory_layout import bytes_of_states, read_units, why_no_tiles
+from fabric_train.preflight.memory_forecast import DOES_NOT_FIT, Forecast, RunRequest, faults_of_disk, make_request
+from fabric_train.preflight.memory_layout import why_no_tiles
 from fabric_train.preflight.steps import describe_saves
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_mixture, describe_parts, describe_phases, facts_table
 
-_PAGE = "docs/reference/errors.md#does-not-fit"
 _BALANCED = 64  # micro-batches in which the work of ranks that share rows is compared
 _KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations", "communication")
 
@@ -91,24 +87,6 @@ def _show_balance(run: PreparedRun) -> str:
     )
 
 
-def make_request(run: PreparedRun) -> RunRequest:
-    """Return what the forecast of a run needs to know."""
-    arguments, on_gpu = run.arguments, run.devices.accelerator == "cuda"
-    given = parse_size(arguments.planning.device_memory or "")
-    share_of_machine = machine_memory() // (run.plan.world_size // arguments.device.num_nodes)
-    return RunRequest(
-        arguments=arguments,
-        shapes=(*run.models.values(),) or (run.model,),
-        plan=run.plan,
-        parallelism=run.devices.parallelism,
-        isolates=run.data.isolates,
-        on_gpu=on_gpu,
-        device_memory=given or (device_memory() if on_gpu else None) or share_of_machine,
-        is_elsewhere=arguments.planning.plans_for_others,
-        validates=run.data.validation is not None,
-    )
-
-
 def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
     """Return a line for what does not fit into a device, host memory or disk, and what to change."""
     faults = []
@@ -117,50 +95,13 @@ def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
         listed = ", ".join(f"{name} {show_size(size)}" for name, size in parts.items() if size)
         needed, there = show_size(forecast.device_bytes), show_size(request.device_memory)
         where, change = "a device" if forecast.on_gpu else "a rank", _change_that_fits(request)
-        faults.append(f"the run needs {needed} on {where}, which has {there}: {listed}; {change} ({_PAGE})")
+        faults.append(f"the run needs {needed} on {where}, which has {there}: {listed}; {change} ({DOES_NOT_FIT})")
     if request.is_elsewhere:
         return faults
     if request.on_gpu and forecast.host_bytes > machine_memory():
         needed, there = show_size(forecast.host_bytes), show_size(machine_memory())
         faults.append(f"the ranks of a machine need {needed} of its {there} of memory; give --async_save false")
-    return [*faults, *_faults_of_disk(request, request.num_checkpoints() + 1)]
-
-
-def check_memory(run: PreparedRun) -> None:
-    """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk."""
-    request = make_request(run)
-    layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
-    num_parts = layout.num_shards * layout.world_size // layout.num_gradients
-    states, _ = bytes_of_states(request.largest, request.arguments)
-    if request.largest.adapter:  # each rank has all of it, in fp32
-        base = read_units(request.largest, request.arguments).total
-        least = layout.held * base // num_parts + 8 * request.largest.num_trained + states
-    else:
-        least = (layout.held * (request.largest.num_parameters + request.largest.num_trained) + states) // num_parts
-    faults = []
-    if not layout.offloads and least > request.device_memory:
-        faults.append(
-            f"weights, gradients and optimizer are {show_size(least)} a rank, and {ranks} ranks have "
-            f"{show_size(request.device_memory)} each: --plan true says what would fit ({_PAGE})"
-        )
-    if faults := [*faults, *_faults_of_disk(request, 1)]:
-        raise InputError(*faults)
-
-
-def _faults_of_disk(request: RunRequest, number: int) -> list[str]:
-    layout, folder = request.layout(), Path(request.arguments.save.output_dir)
-    shape = request.largest
-    of_states = bytes_of_states(shape, request.arguments)[1]
-    has_adapter = shape.adapter is not None  # whose base is not in a checkpoint
-    size = (4 * shape.num_trained if has_adapter else layout.held * shape.num_parameters) + of_states
-    free = free_bytes(nearest_existing(folder))
-    if size * number <= free:
-        return []
-    fitting = free // size - 2  # besides the best by validation loss and the one being written
-    fix = f"give --keep_checkpoints {fitting}, or make room" if fitting > 0 else "make room there"
-    fix += " (docs/reference/errors.md#disk-full)"
-    checkpoints = "a checkpoint needs" if number == 1 else f"{number} checkpoints, one being written, need"
-    return [f"--output_dir {folder}: {checkpoints} {show_size(size * number)}, {show_size(free)} are free; {fix}"]
+    return [*faults, *faults_of_disk(request, request.num_checkpoints() + 1)]
 
 
 def _change_that_fits(request: RunRequest) -> str:
