@@ -110,7 +110,7 @@ def _train(arguments: "TrainArguments", counter: "StepCounter", reference: Path)
 
     from fabric_train.distributed.signals import Heartbeat
     from fabric_train.distributed.strategy import build_fabric
-    from fabric_train.preflight.memory_plan import make_request
+    from fabric_train.preflight.memory_forecast import make_request
     from fabric_train.preflight.prepare import prepare
     from fabric_train.training.build_run import build_loop, set_up_model, set_up_optimizer
     from fabric_train.training.loggers import Logger, Outputs

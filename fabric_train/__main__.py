@@ -73,7 +73,8 @@ def run_training(arguments: TrainArguments, console: "Console") -> int:
     progress.info("importing torch and transformers")
 
     from fabric_train.distributed.strategy import note_on_unused_gpus
-    from fabric_train.preflight.memory_plan import check_memory, print_plan
+    from fabric_train.preflight.memory_forecast import check_memory
+    from fabric_train.preflight.memory_plan import print_plan
     from fabric_train.preflight.prepare import prepare
     from fabric_train.training import summary
 

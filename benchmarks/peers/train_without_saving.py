@@ -10,7 +10,7 @@ from unittest.mock import patch
 from fabric_train.__main__ import main as train
 from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.cli.errors import run_program
-from fabric_train.preflight import memory_plan as plan
+from fabric_train.preflight import memory_forecast as plan
 
 MEMORY_CHECK = "check_memory"
 

@@ -1,100 +1,43 @@
-"""The forecast of a run: parameters, memory, traffic and FLOPs."""
+"""The forecast of a run: parameters, memory, traffic and FLOPs; and the check of it that needs no tracing."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fabric_train.distributed.memory import process_memory
+from fabric_train.checkpoint.manager import free_bytes
+from fabric_train.cli.argument_types import parse_size, show_size
+from fabric_train.cli.errors import InputError
+from fabric_train.distributed.memory import device_memory, machine_memory, process_memory
 from fabric_train.distributed.precision import compute_dtype, gathered_dtype, weights_dtype
+from fabric_train.files.atomic_folder import nearest_existing
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.preflight.memory_activations import Activations, MicroBatch, trace_activations
-from fabric_train.preflight.memory_layout import REDUCED_BYTES, Layout, Units, make_layout, offloaded_bytes, read_units
-from fabric_train.training.prepared_run import StepPlan
+from fabric_train.preflight.memory_layout import (
+    REDUCED_BYTES,
+    Collective,
+    Layout,
+    Units,
+    bytes_of_states,
+    collectives_of_slices,
+    collectives_of_step,
+    make_layout,
+    offloaded_bytes,
+    read_units,
+)
+from fabric_train.training.prepared_run import PreparedRun, StepPlan
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
 
+DOES_NOT_FIT = "docs/reference/errors.md#does-not-fit"
+"""The page for a run that needs more memory than there is."""
 _DDP_BUCKET = 25 * 1024 * 1024
 CUDA_ALLOWANCE = 2_000_000_000
 """Bytes of a GPU reserved for the CUDA context, NCCL and gaps of the allocator. An allowance, not a measurement."""
 LATER_BYTES = 60_000_000
 """Resident bytes of a CPU rank beyond this process's: threads, connections and later imports."""
-
-
-@dataclass(frozen=True)
-class Collective:
-    """All collectives of one kind in a step."""
-
-    what: str
-    num_ranks: int
-    sent: int  # bytes of each rank
-    leaving_machine: int  # bytes from all ranks of a machine
-
-    def seconds(self, interconnect: float | None, network: float | None) -> float:
-        """Return the least time in seconds, from bytes per second in one direction; None does not count.
-
-        ``interconnect`` is from a device to the others of its machine, ``network`` from a machine to the others.
-        """
-        return max(self.sent / (interconnect or math.inf), self.leaving_machine / (network or math.inf))
-
-
-def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
-    """Return the collectives of a step, without losses and counts (a few bytes) and without tensor parallelism."""
-    units = units.reduced_by(layout.name)
-    copies, shards, total = layout.num_copies, layout.num_shards, units.total
-    if not layout.is_sharded:
-        sent = 2 * _ring(REDUCED_BYTES * (units.trained + units.adapter), copies)
-        return [Collective("all-reduce of gradients", copies, sent, _leaving(sent, layout))] if sent else []
-    again = 0 if layout.gathers_at_once else units.layer * units.num_layers  # the backward pass gathers layers again
-    passes = layout.accumulation
-    if layout.gathers_at_once and layout.name == "fsdp" and not layout.reduces_each:
-        passes = 1  # FSDP1 keeps weights gathered while it accumulates unsharded gradients
-    gathered = passes * _ring(layout.computed * (total + again), shards)
-    reductions = layout.accumulation if layout.reduces_each else 1
-    reduced = reductions * _ring(REDUCED_BYTES * units.trained, shards)
-    result = [
-        Collective("all-gather of weights", shards, gathered, 0 if copies > 1 else _leaving(gathered, layout)),
-        Collective("reduce-scatter of gradients", shards, reduced, 0 if copies > 1 else _leaving(reduced, layout)),
-    ]
-    if units.adapter:
-        result = [each for each in result if each.sent]  # a frozen base has no gradients
-        ranks, sent = layout.num_gradients, 2 * _ring(units.adapter_bytes, layout.num_gradients)
-        result.append(Collective("all-reduce of the adapter's gradients", ranks, sent, _leaving(sent, layout)))
-    if copies > 1 and units.trained:
-        sent = reductions * 2 * _ring(REDUCED_BYTES * units.trained // shards, copies)
-        result.append(Collective("all-reduce of gradients between machines", copies, sent, shards * sent))
-    return result
-
-
-def _collectives_of_slices(
-    shape: ModelShape, arguments: "TrainArguments", layout: Layout, batch: MicroBatch
-) -> list[Collective]:
-    """Return the exchange of keys and values, and of their gradients in fp32, in a step.
-
-    Layers that are recomputed gather them again. Tensor parallelism divides the heads among the ranks.
-    """
-    config: Any = shape.config.get_text_config()
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    of_layer = 2 * num_heads // arguments.fsdp.tensor_parallel_size * head_size * batch.length
-    numel = of_layer * config.num_hidden_layers * layout.accumulation * (batch.context_size - 1)
-    passes = 1 if arguments.fsdp.activation_checkpointing == "none" else 2
-    itemsize = (batch.autocast or batch.dtype).itemsize
-    is_inside = layout.world_size // layout.num_nodes % arguments.fsdp.ranks_of_rows == 0
-    found = (("all-gather of keys and values", passes * itemsize), ("reduce-scatter of their gradients", REDUCED_BYTES))
-    return [
-        Collective(what, batch.context_size, num_bytes * numel, 0 if is_inside else _leaving(num_bytes * numel, layout))
-        for what, num_bytes in found
-    ]
-
-
-def _leaving(sent: int, layout: Layout) -> int:
-    return sent if layout.num_nodes > 1 else 0
-
-
-def _ring(num_bytes: int, num_ranks: int) -> int:
-    return num_bytes * (num_ranks - 1) // num_ranks
 
 
 @dataclass(frozen=True)
@@ -287,7 +230,7 @@ class RunRequest:
         activations = trace_activations(shape, self.arguments, batch := self._micro_batch())
         sent = (*collectives_of_step(units.part(plan.world_size // layout.num_gradients), layout),)
         if batch.context_size > 1:
-            sent = (*sent, *_collectives_of_slices(shape, self.arguments, layout, batch))
+            sent = (*sent, *collectives_of_slices(shape, self.arguments, layout, batch))
         saves_in_background = self.arguments.save.async_save and min(set.union(*self._saved_steps())) < plan.num_steps
         return Forecast(
             units=units,
@@ -335,3 +278,58 @@ class RunRequest:
             on_gpu=self.on_gpu,
             by_unit=self.layout().is_sharded,
         )
+
+
+def make_request(run: PreparedRun) -> RunRequest:
+    """Return what the forecast of a run needs to know."""
+    arguments, on_gpu = run.arguments, run.devices.accelerator == "cuda"
+    given = parse_size(arguments.planning.device_memory or "")
+    share_of_machine = machine_memory() // (run.plan.world_size // arguments.device.num_nodes)
+    return RunRequest(
+        arguments=arguments,
+        shapes=(*run.models.values(),) or (run.model,),
+        plan=run.plan,
+        parallelism=run.devices.parallelism,
+        isolates=run.data.isolates,
+        on_gpu=on_gpu,
+        device_memory=given or (device_memory() if on_gpu else None) or share_of_machine,
+        is_elsewhere=arguments.planning.plans_for_others,
+        validates=run.data.validation is not None,
+    )
+
+
+def check_memory(run: PreparedRun) -> None:
+    """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk."""
+    request = make_request(run)
+    layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
+    num_parts = layout.num_shards * layout.world_size // layout.num_gradients
+    states, _ = bytes_of_states(request.largest, request.arguments)
+    if request.largest.adapter:  # each rank has all of it, in fp32
+        base = read_units(request.largest, request.arguments).total
+        least = layout.held * base // num_parts + 8 * request.largest.num_trained + states
+    else:
+        least = (layout.held * (request.largest.num_parameters + request.largest.num_trained) + states) // num_parts
+    faults = []
+    if not layout.offloads and least > request.device_memory:
+        faults.append(
+            f"weights, gradients and optimizer are {show_size(least)} a rank, and {ranks} ranks have "
+            f"{show_size(request.device_memory)} each: --plan true says what would fit ({DOES_NOT_FIT})"
+        )
+    if faults := [*faults, *faults_of_disk(request, 1)]:
+        raise InputError(*faults)
+
+
+def faults_of_disk(request: RunRequest, number: int) -> list[str]:
+    layout, folder = request.layout(), Path(request.arguments.save.output_dir)
+    shape = request.largest
+    of_states = bytes_of_states(shape, request.arguments)[1]
+    has_adapter = shape.adapter is not None  # whose base is not in a checkpoint
+    size = (4 * shape.num_trained if has_adapter else layout.held * shape.num_parameters) + of_states
+    free = free_bytes(nearest_existing(folder))
+    if size * number <= free:
+        return []
+    fitting = free // size - 2  # besides the best by validation loss and the one being written
+    fix = f"give --keep_checkpoints {fitting}, or make room" if fitting > 0 else "make room there"
+    fix += " (docs/reference/errors.md#disk-full)"
+    checkpoints = "a checkpoint needs" if number == 1 else f"{number} checkpoints, one being written, need"
+    return [f"--output_dir {folder}: {checkpoints} {show_size(size * number)}, {show_size(free)} are free; {fix}"]

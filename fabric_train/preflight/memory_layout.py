@@ -1,5 +1,6 @@
-"""How a run shards the model: parameters per FSDP unit, shards per rank, bytes per parameter."""
+"""How a run shards the model: parameters per FSDP unit, shards per rank, bytes per parameter, and what ranks send."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from fabric_train.model.adapter import NF4Linear, is_of_adapter, quantize_layers
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.parallelize import why_not_tiled
 from fabric_train.optim.optimizer import build_optimizer
+from fabric_train.preflight.memory_activations import MicroBatch
 from fabric_train.training.prepared_run import StepPlan
 
 if TYPE_CHECKING:
@@ -209,6 +211,81 @@ def make_layout(arguments: "TrainArguments", plan: StepPlan, parallelism: str) -
         offloads=fsdp.cpu_offload,
         reduces_each=fsdp.gradient_reduction == "micro_batch",
     )
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All collectives of one kind in a step."""
+
+    what: str
+    num_ranks: int
+    sent: int  # bytes of each rank
+    leaving_machine: int  # bytes from all ranks of a machine
+
+    def seconds(self, interconnect: float | None, network: float | None) -> float:
+        """Return the least time in seconds, from bytes per second in one direction; None does not count.
+
+        ``interconnect`` is from a device to the others of its machine, ``network`` from a machine to the others.
+        """
+        return max(self.sent / (interconnect or math.inf), self.leaving_machine / (network or math.inf))
+
+
+def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
+    """Return the collectives of a step, without losses and counts (a few bytes) and without tensor parallelism."""
+    units = units.reduced_by(layout.name)
+    copies, shards, total = layout.num_copies, layout.num_shards, units.total
+    if not layout.is_sharded:
+        sent = 2 * _ring(REDUCED_BYTES * (units.trained + units.adapter), copies)
+        return [Collective("all-reduce of gradients", copies, sent, _leaving(sent, layout))] if sent else []
+    again = 0 if layout.gathers_at_once else units.layer * units.num_layers  # the backward pass gathers layers again
+    passes = layout.accumulation
+    if layout.gathers_at_once and layout.name == "fsdp" and not layout.reduces_each:
+        passes = 1  # FSDP1 keeps weights gathered while it accumulates unsharded gradients
+    gathered = passes * _ring(layout.computed * (total + again), shards)
+    reductions = layout.accumulation if layout.reduces_each else 1
+    reduced = reductions * _ring(REDUCED_BYTES * units.trained, shards)
+    result = [
+        Collective("all-gather of weights", shards, gathered, 0 if copies > 1 else _leaving(gathered, layout)),
+        Collective("reduce-scatter of gradients", shards, reduced, 0 if copies > 1 else _leaving(reduced, layout)),
+    ]
+    if units.adapter:
+        result = [each for each in result if each.sent]  # a frozen base has no gradients
+        ranks, sent = layout.num_gradients, 2 * _ring(units.adapter_bytes, layout.num_gradients)
+        result.append(Collective("all-reduce of the adapter's gradients", ranks, sent, _leaving(sent, layout)))
+    if copies > 1 and units.trained:
+        sent = reductions * 2 * _ring(REDUCED_BYTES * units.trained // shards, copies)
+        result.append(Collective("all-reduce of gradients between machines", copies, sent, shards * sent))
+    return result
+
+
+def collectives_of_slices(
+    shape: ModelShape, arguments: "TrainArguments", layout: Layout, batch: MicroBatch
+) -> list[Collective]:
+    """Return the exchange of keys and values, and of their gradients in fp32, in a step.
+
+    Layers that are recomputed gather them again. Tensor parallelism divides the heads among the ranks.
+    """
+    config: Any = shape.config.get_text_config()
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    of_layer = 2 * num_heads // arguments.fsdp.tensor_parallel_size * head_size * batch.length
+    numel = of_layer * config.num_hidden_layers * layout.accumulation * (batch.context_size - 1)
+    passes = 1 if arguments.fsdp.activation_checkpointing == "none" else 2
+    itemsize = (batch.autocast or batch.dtype).itemsize
+    is_inside = layout.world_size // layout.num_nodes % arguments.fsdp.ranks_of_rows == 0
+    found = (("all-gather of keys and values", passes * itemsize), ("reduce-scatter of their gradients", REDUCED_BYTES))
+    return [
+        Collective(what, batch.context_size, num_bytes * numel, 0 if is_inside else _leaving(num_bytes * numel, layout))
+        for what, num_bytes in found
+    ]
+
+
+def _leaving(sent: int, layout: Layout) -> int:
+    return sent if layout.num_nodes > 1 else 0
+
+
+def _ring(num_bytes: int, num_ranks: int) -> int:
+    return num_bytes * (num_ranks - 1) // num_ranks
 
 
 def _build_on_meta(shape: ModelShape, itemsize: int) -> tuple[Any, list[nn.Module]]:

@@ -1,34 +1,56 @@
-"""Whether a run fits: ``--plan`` prints what it takes and what would fit, a start checks the obvious."""
+"""Whether a run fits: ``--plan`` prints what it takes and what would fit, and ``auto`` becomes what fits and pays.
 
+``auto`` stands for compiled or not, how much is computed again, and tiles along the row or not.
+"""
+
+import importlib.util
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.data.streaming import Stream
-from fabric_train.distributed.memory import device_memory, machine_memory
-from fabric_train.files.atomic_folder import nearest_existing
+from fabric_train.distributed.decoder_layers import missing_compiler
+from fabric_train.distributed.memory import machine_memory
+from fabric_train.distributed.precision import compute_dtype
+from fabric_train.distributed.strategy import why_not_compiled
 from fabric_train.model.context_parallel import borders_of, count_keys, deal_chunks
-from fabric_train.model.flops import ModelFlops
+from fabric_train.model.flops import ModelFlops, peak_flops
 from fabric_train.model.parallelize import TILE_SIZE
-from fabric_train.preflight.memory_forecast import Forecast, RunRequest
-from fabric_train.preflight.memory_layout import bytes_of_states, read_units, why_no_tiles
+from fabric_train.preflight.memory_forecast import DOES_NOT_FIT, Forecast, RunRequest, faults_of_disk, make_request
+from fabric_train.preflight.memory_layout import why_no_tiles
 from fabric_train.preflight.steps import describe_saves
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_mixture, describe_parts, describe_phases, facts_table
 
-_PAGE = "docs/reference/errors.md#does-not-fit"
 _BALANCED = 64  # micro-batches in which the work of ranks that share rows is compared
 _KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations", "communication")
+_USABLE_SHARE = 0.9
+"""Of a device's memory. The rest is for what the plan does not know, such as gaps between the allocator's blocks."""
+_CHOICES: list[dict[str, Any]] = [
+    {"activation_checkpointing": "none"},
+    *({"activation_checkpointing": "selective", "activation_memory_budget": tenths / 10} for tenths in range(9, 0, -1)),
+    {"activation_checkpointing": "full"},
+]
+"""What ``--activation_checkpointing auto`` chooses from; each takes less memory than the one before."""
+
+# On an H200 (docs/performance.md, "Measured on a GPU"), the first compiled step took 7 s more and each later one a
+# fifth less; without compiling, MFU was 46 %. Evaluation and rows of several documents are compiled again, and not
+# every host is that fast.
+_SECONDS_TO_COMPILE = 30.0
+_SHARE_SAVED = 0.15
+_UTILIZATION = 0.45
+_PEAK_OF_A100 = 312e12  # FLOP/s, taken for a GPU whose peak is not known
 
 
 def print_plan(run: PreparedRun) -> None:
@@ -91,24 +113,6 @@ def _show_balance(run: PreparedRun) -> str:
     )
 
 
-def make_request(run: PreparedRun) -> RunRequest:
-    """Return what the forecast of a run needs to know."""
-    arguments, on_gpu = run.arguments, run.devices.accelerator == "cuda"
-    given = parse_size(arguments.planning.device_memory or "")
-    share_of_machine = machine_memory() // (run.plan.world_size // arguments.device.num_nodes)
-    return RunRequest(
-        arguments=arguments,
-        shapes=(*run.models.values(),) or (run.model,),
-        plan=run.plan,
-        parallelism=run.devices.parallelism,
-        isolates=run.data.isolates,
-        on_gpu=on_gpu,
-        device_memory=given or (device_memory() if on_gpu else None) or share_of_machine,
-        is_elsewhere=arguments.planning.plans_for_others,
-        validates=run.data.validation is not None,
-    )
-
-
 def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
     """Return a line for what does not fit into a device, host memory or disk, and what to change."""
     faults = []
@@ -117,50 +121,13 @@ def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
         listed = ", ".join(f"{name} {show_size(size)}" for name, size in parts.items() if size)
         needed, there = show_size(forecast.device_bytes), show_size(request.device_memory)
         where, change = "a device" if forecast.on_gpu else "a rank", _change_that_fits(request)
-        faults.append(f"the run needs {needed} on {where}, which has {there}: {listed}; {change} ({_PAGE})")
+        faults.append(f"the run needs {needed} on {where}, which has {there}: {listed}; {change} ({DOES_NOT_FIT})")
     if request.is_elsewhere:
         return faults
     if request.on_gpu and forecast.host_bytes > machine_memory():
         needed, there = show_size(forecast.host_bytes), show_size(machine_memory())
         faults.append(f"the ranks of a machine need {needed} of its {there} of memory; give --async_save false")
-    return [*faults, *_faults_of_disk(request, request.num_checkpoints() + 1)]
-
-
-def check_memory(run: PreparedRun) -> None:
-    """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk."""
-    request = make_request(run)
-    layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
-    num_parts = layout.num_shards * layout.world_size // layout.num_gradients
-    states, _ = bytes_of_states(request.largest, request.arguments)
-    if request.largest.adapter:  # each rank has all of it, in fp32
-        base = read_units(request.largest, request.arguments).total
-        least = layout.held * base // num_parts + 8 * request.largest.num_trained + states
-    else:
-        least = (layout.held * (request.largest.num_parameters + request.largest.num_trained) + states) // num_parts
-    faults = []
-    if not layout.offloads and least > request.device_memory:
-        faults.append(
-            f"weights, gradients and optimizer are {show_size(least)} a rank, and {ranks} ranks have "
-            f"{show_size(request.device_memory)} each: --plan true says what would fit ({_PAGE})"
-        )
-    if faults := [*faults, *_faults_of_disk(request, 1)]:
-        raise InputError(*faults)
-
-
-def _faults_of_disk(request: RunRequest, number: int) -> list[str]:
-    layout, folder = request.layout(), Path(request.arguments.save.output_dir)
-    shape = request.largest
-    of_states = bytes_of_states(shape, request.arguments)[1]
-    has_adapter = shape.adapter is not None  # whose base is not in a checkpoint
-    size = (4 * shape.num_trained if has_adapter else layout.held * shape.num_parameters) + of_states
-    free = free_bytes(nearest_existing(folder))
-    if size * number <= free:
-        return []
-    fitting = free // size - 2  # besides the best by validation loss and the one being written
-    fix = f"give --keep_checkpoints {fitting}, or make room" if fitting > 0 else "make room there"
-    fix += " (docs/reference/errors.md#disk-full)"
-    checkpoints = "a checkpoint needs" if number == 1 else f"{number} checkpoints, one being written, need"
-    return [f"--output_dir {folder}: {checkpoints} {show_size(size * number)}, {show_size(free)} are free; {fix}"]
+    return [*faults, *faults_of_disk(request, request.num_checkpoints() + 1)]
 
 
 def _change_that_fits(request: RunRequest) -> str:
@@ -328,3 +295,97 @@ def _numbers(*columns: str) -> Table:
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:,.2f}" if size else ""
+
+
+def resolve_automatic(run: PreparedRun) -> PreparedRun:
+    """Return the run with ``auto`` replaced in its arguments, and a note on each choice.
+
+    Nothing is recomputed or compiled without a GPU, or for evaluation alone, and there is no note.
+    """
+    fsdp, evaluation = run.arguments.fsdp, run.arguments.evaluation
+    is_trivial = run.devices.accelerator != "cuda" or evaluation.eval_only
+    if fsdp.compile == "auto":
+        run = _with(run, compile=False) if is_trivial or evaluation.self_check else _choose_compile(run)
+    if fsdp.activation_checkpointing == "auto":  # compiled layers keep less
+        run = _with(run, activation_checkpointing="none") if is_trivial else _choose_checkpointing(run)
+    if fsdp.mlp_tile_size == "auto":
+        run = _with(run, mlp_tile_size="none") if is_trivial else _choose_tiles(run)
+    elif fsdp.mlp_tile_size != "none" and (obstacle := why_no_tiles(run.model)):
+        run = _with(run, f"--mlp_tile_size {fsdp.mlp_tile_size}: none, since {obstacle}", mlp_tile_size="none")
+    return run
+
+
+def _choose_checkpointing(run: PreparedRun) -> PreparedRun:
+    """Take the least recomputation with which the plan fits into the memory of a device."""
+    usable = round(_USABLE_SHARE * make_request(run).device_memory)
+
+    @cache
+    def needed(choice: int) -> int:
+        return make_request(_with(run, **_CHOICES[choice])).forecast().device_bytes
+
+    try:
+        choice = 0
+        if needed(0) > usable:  # the last one is taken if nothing fits
+            choice = 1 + bisect_left(range(1, len(_CHOICES) - 1), True, key=lambda each: needed(each) <= usable)
+        reason = f"which needs {show_size(needed(choice))} of the {show_size(usable)} that a run may take of a device"
+        more = f"; none would need {show_size(needed(0))}" if choice else ""
+    except RuntimeError:
+        reason = "the memory of the model's activations cannot be computed"
+        return _with(run, f"--activation_checkpointing auto: none, since {reason}", activation_checkpointing="none")
+    options = _CHOICES[choice]
+    chosen = " --activation_memory_budget ".join(map(str, options.values()))
+    return _with(run, f"--activation_checkpointing auto: {chosen}, {reason}{more}", **options)
+
+
+def _choose_tiles(run: PreparedRun) -> PreparedRun:
+    """Take tiles if all layers are recomputed and the run would still not fit."""
+    fsdp, request, whole = run.arguments.fsdp, make_request(run), _with(run, mlp_tile_size="none")
+    usable = round(_USABLE_SHARE * request.device_memory)
+    is_compiled = fsdp.compile is True and run.given.fsdp.compile != "auto"
+    if fsdp.activation_checkpointing != "full" or is_compiled or not (change := change_to_tiles(request)):
+        return whole
+    try:
+        without = request.forecast().device_bytes
+        if without <= usable:
+            return whole
+        needed = make_request(_with(run, **change)).forecast().device_bytes
+    except RuntimeError:
+        return whole
+    text = f"--mlp_tile_size auto: {TILE_SIZE} without compiling, which needs {show_size(needed)} of the "
+    text += f"{show_size(usable)} that a run may take of a device; none would need {show_size(without)}"
+    return _with(run, text, **change)
+
+
+def _choose_compile(run: PreparedRun) -> PreparedRun:
+    fsdp = run.arguments.fsdp
+    if run.arguments.model.float8:
+        return _with(run, "--compile auto: true, since float8 needs it", compile=True)
+    if isinstance(fsdp.mlp_tile_size, int):
+        return _with(run, f"--compile auto: false, since --mlp_tile_size {fsdp.mlp_tile_size} is given", compile=False)
+    if obstacle := why_not_compiled(fsdp, run.devices.parallelism):
+        return _with(run, f"--compile auto: false, since fsdp cannot with {obstacle}, but fsdp2 can", compile=False)
+    missing = missing_compiler() or (None if importlib.util.find_spec("triton") else "package triton")
+    if missing and not run.arguments.planning.plans_for_others:
+        return _with(run, f"--compile auto: false, since there is no {missing}", compile=False)
+    seconds = _seconds_of_training(run)
+    pays = _SHARE_SAVED * seconds > _SECONDS_TO_COMPILE
+    reason = f"the run takes about {_show_time(seconds)} and compiling about {_show_time(_SECONDS_TO_COMPILE)}"
+    return _with(run, f"--compile auto: {str(pays).lower()}, since {reason}", compile=pays)
+
+
+def _seconds_of_training(run: PreparedRun) -> float:
+    """Estimate how long the run's steps take without compiling, also those before a resume: nothing changes by it."""
+    plan, precision = run.plan, run.arguments.model.precision
+    name = "" if run.arguments.planning.plans_for_others else torch.cuda.get_device_name()
+    peak = peak_flops(name, compute_dtype(precision)) or _PEAK_OF_A100
+    flops_of_step = run.model.flops.of([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size
+    return plan.num_steps * flops_of_step / (peak * _UTILIZATION)
+
+
+def _show_time(seconds: float) -> str:
+    return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:,.1f} minutes"
+
+
+def _with(run: PreparedRun, note: str | None = None, **options: Any) -> PreparedRun:
+    arguments = replace(run.arguments, fsdp=replace(run.arguments.fsdp, **options))
+    return replace(run, arguments=arguments, notes=(*run.notes, *([note] if note else [])))

@@ -37,13 +37,13 @@ from fabric_train.model.init_weights import new_shape
 from fabric_train.model.parallelize import check_tensor_parallel
 from fabric_train.model.rope import RopeChange, note_on_rope
 from fabric_train.model.trained_parts import ALL_PARTS, rates_by_name, splits_layers
-from fabric_train.preflight.automatic import resolve_automatic
 from fabric_train.preflight.dataset_check import (
     check_deciding_sources,
     faults_of_objective,
     longest_row,
     note_on_added_tokens,
 )
+from fabric_train.preflight.memory_plan import resolve_automatic
 from fabric_train.preflight.phases import (
     GivenPhase,
     Stretch,

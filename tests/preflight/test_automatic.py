@@ -14,9 +14,8 @@ from arguments import TrainArguments, parse
 from fabric_train.checkpoint import TrainerState
 from fabric_train.cli.errors import InputError
 from fabric_train.model.hf_model import ModelShape, shape_from_config
-from fabric_train.preflight.automatic import resolve_automatic
-from fabric_train.preflight.memory_forecast import RunRequest
-from fabric_train.preflight.memory_plan import make_request
+from fabric_train.preflight.memory_forecast import RunRequest, make_request
+from fabric_train.preflight.memory_plan import resolve_automatic
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, StepPlan
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows

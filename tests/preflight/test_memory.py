@@ -21,9 +21,9 @@ from fabric_train.model.hf_model import ModelShape, read_shape, with_parts
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.trained_parts import Parts
 from fabric_train.preflight.memory_activations import MicroBatch, _kinds, _trace, trace_activations
-from fabric_train.preflight.memory_forecast import RunRequest, collectives_of_step
+from fabric_train.preflight.memory_forecast import RunRequest
 from fabric_train.preflight.memory_gpu import compile_for_trace
-from fabric_train.preflight.memory_layout import Layout, Units, offloaded_bytes
+from fabric_train.preflight.memory_layout import Layout, Units, collectives_of_step, offloaded_bytes
 from fabric_train.preflight.memory_plan import busiest_rank, faults_of
 from fabric_train.training.prepared_run import StepPlan
 from tests.support import plan_accuracy

@@ -13,7 +13,7 @@ from arguments import TrainArguments, parse
 from fabric_train.export.convert import convert
 from fabric_train.export.model_card import CardFacts
 from fabric_train.export.source import ExportSource
-from fabric_train.preflight.memory_plan import make_request
+from fabric_train.preflight.memory_forecast import make_request
 from fabric_train.preflight.prepare import prepare
 from tests.support.checkpoint_examples import write_checksums
 from tests.support.exports import verify_in_this_process
