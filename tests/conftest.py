@@ -115,6 +115,7 @@ if TYPE_CHECKING:
 
 def pytest_sessionfinish() -> None:
     """Kill data workers that a failed test has left: they ignore SIGTERM, and Python would wait for them at exit."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error here for each of its workers
     for worker in multiprocessing.active_children():
         worker.kill()
 
