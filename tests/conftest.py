@@ -1,6 +1,7 @@
 """Fixtures of all tests: real data, a tiny model, and ways to run the programs; the order of the files."""
 
 import ctypes
+import fcntl
 import gc
 import json
 import logging
@@ -36,7 +37,8 @@ from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import RunProgram, run_python
 from tests.support.tiny_model import write_llama3_like_tokenizer, write_sentencepiece_tokenizer, write_tiny_model
 
-hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+# a busy machine is no failure, and every run draws other examples
+hypothesis.settings.register_profile("untimed", deadline=None, max_examples=50)
 hypothesis.settings.load_profile("untimed")
 sys.dont_write_bytecode = False  # for this process, see above
 # imports make objects that stay: looking for garbage among them costs a tenth of the time until the first test
@@ -139,8 +141,12 @@ def _no_progress_of_an_earlier_test() -> Iterator[None]:
 
 
 def _fetch(fetch: Callable[[], Path]) -> Path:
+    """Return real data; one worker downloads it, and the others wait, which takes less time than to do it as well."""
+    real_data.CACHE.mkdir(exist_ok=True)
     try:
-        return fetch()
+        with (real_data.CACHE / ".tests.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return fetch()
     except real_data.FetchError as error:
         pytest.fail(f"this test's real data: {error}", pytrace=False)
 

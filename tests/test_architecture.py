@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator, Sequence
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -38,13 +39,18 @@ def read(path: Path) -> str:
     return (PACKAGE / path).read_text(encoding="utf-8")
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def dotted(path: Path) -> str:
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
 def imports(source: str) -> Iterator[tuple[str, ast.stmt]]:
     """Yield every absolute name that a module imports from, wherever the statement is."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -101,12 +107,12 @@ def test_cleaning_steps_do_not_import_the_cleaner_that_imports_them() -> None:
 def test_every_subpackage_says_what_it_holds() -> None:
     for path in MODULES:
         if path.name == "__init__.py":
-            assert ast.get_docstring(ast.parse(read(path))), path
+            assert ast.get_docstring(parsed(read(path))), path
 
 
 def test_only_programs_import_the_arguments_of_training_at_run_time() -> None:
     for path in MODULES:
-        imported = [node.module for node in ast.parse(read(path)).body if isinstance(node, ast.ImportFrom)]
+        imported = [node.module for node in parsed(read(path)).body if isinstance(node, ast.ImportFrom)]
         assert "arguments" not in imported or dotted(path) in READ_ARGUMENTS_OF_TRAINING, path
         if path.parts[0] in ("cli", "files"):
             assert all(name.partition(".")[0] != "arguments" for name, _ in imports(read(path))), path
@@ -138,7 +144,7 @@ def packages_behind(module: str) -> set[str]:
             for file in files:
                 if name not in seen and (PACKAGE / file).is_file():
                     seen.add(name)
-                    waiting += at_import(ast.parse(read(file)).body)
+                    waiting += at_import(parsed(read(file)).body)
     return found
 
 

@@ -63,8 +63,7 @@ def names_of_tests(file: str) -> set[str] | None:
     path = next((path for path in (ROOT / "tests" / file, ROOT / file) if path.is_file()), None)
     if path is None:
         return None
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return set(re.findall(r"^ *(?:async )?def (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def test_every_test_that_a_document_names_exists() -> None:
@@ -145,8 +144,11 @@ def test_the_first_page_and_each_tutorial_have_at_most_900_words() -> None:
 
 
 def test_every_option_that_the_documents_name_exists() -> None:
-    sources = [*ROOT.glob("*.py"), *(ROOT / "fabric_train").rglob("*.py")]
-    every = [node for path in sources for node in ast.parse(path.read_text(encoding="utf-8")).body]
+    sources = [
+        path.read_text(encoding="utf-8") for path in (*ROOT.glob("*.py"), *(ROOT / "fabric_train").rglob("*.py"))
+    ]
+    with_arguments = [source for source in sources if re.search(r"^class \w+Arguments\b", source, re.MULTILINE)]
+    every = [node for source in with_arguments for node in ast.parse(source).body]
     classes = [node for node in every if isinstance(node, ast.ClassDef) and node.name.endswith("Arguments")]
     fields = [node for kind in classes for node in kind.body]
     known = {node.target.id for node in fields if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}

@@ -5,6 +5,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -48,6 +49,12 @@ from fabric_train.tokenization.shards import HASH_BYTES, SIZES, InputSlice, Shar
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
 _VERSIONS_OF = ("fabric-train", "gigatoken", "tokenizers", "transformers", "datasets", "numpy")
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Return the versions of the libraries that decide what a dataset has; each is a line of a long file."""
+    return {name: version(name) for name in _VERSIONS_OF}
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ def write_token_dataset(
         sources=tuple(_with_shares(sources, collections, splits, arguments)),
         tokenizer=tokenizer,
         settings=Settings(**settings),
-        versions={name: version(name) for name in _VERSIONS_OF},
+        versions=_versions(),
         has_index=True,
         cleaning={} if corpus.cleaner is None else corpus.cleaner.settings(),
         has_pairs=any(format_.pairs is not None for format_ in corpus.formats),

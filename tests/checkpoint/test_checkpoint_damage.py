@@ -121,12 +121,12 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_used(
 def test_every_program_refuses_a_damaged_checkpoint_given_by_name(
     damaged: Path, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path, damage: Callable[[Path], None]
 ) -> None:
-    newest, target = damaged / "checkpoints" / "step-00000004", damaged.parent / "target"
+    newest, targets = damaged / "checkpoints" / "step-00000004", [damaged.parent / name for name in ("run 2", "export")]
     damage(newest)
-    train = argv(tiny_tokens_dir, tiny_model_dir, target, max_step=6, checkpoint=newest)
+    train = argv(tiny_tokens_dir, tiny_model_dir, targets[0], max_step=6, checkpoint=newest)
     programs = {
         "fabric_train.__main__": train,
-        "convert_to_hf": ["--checkpoint", newest, "--output_dir", target],
+        "convert_to_hf": ["--checkpoint", newest, "--output_dir", targets[1]],
         "generate": ["--model_name", newest, "--prompt", "To be"],
     }
     started = [forked_runs.start(words, 1, program=program) for program, words in programs.items()]
@@ -135,7 +135,7 @@ def test_every_program_refuses_a_damaged_checkpoint_given_by_name(
         (line,) = program.stderr(0).splitlines()
         assert line.startswith(f"error: {newest} is damaged: ")
         assert line.endswith("; use another checkpoint")
-    assert not target.exists()
+    assert not any(target.exists() for target in targets)
 
 
 def test_generate_uses_the_checkpoint_before_a_damaged_one_too(damaged: Path, forked_runs: ForkedRuns) -> None:

@@ -51,7 +51,7 @@ def check_parsed(program: type, argv: list[str]) -> Any:
 
 
 @given(data=st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_word_of_the_command_line_is_accepted_or_refused(data: st.DataObject) -> None:
     program = data.draw(st.sampled_from(PROGRAMS))
     names = data.draw(st.lists(st.sampled_from(list(types_of(program))) | TEXTS, min_size=1, max_size=4))
@@ -59,7 +59,7 @@ def test_any_word_of_the_command_line_is_accepted_or_refused(data: st.DataObject
 
 
 @given(data=st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_value_of_a_file_is_accepted_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
@@ -79,7 +79,7 @@ def test_any_bytes_as_config_are_accepted_or_refused(tmp_path_factory: pytest.Te
 
 
 @given(data=st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_accepted_arguments_are_saved_and_read_back_equal(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

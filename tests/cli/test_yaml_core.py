@@ -136,7 +136,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 @given(st.lists(PIECES, max_size=30).map("".join) | st.text(max_size=20))
 def test_any_text_is_a_value_or_a_fault(text: str) -> None:
     fault = ""

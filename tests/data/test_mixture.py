@@ -40,7 +40,7 @@ def epoch_of(mixture: Mixture, epoch: int) -> list[np.ndarray]:
     return [mixture.rows_in(epoch, window) for window in range(mixture.windows_per_epoch)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(mixtures())
 def test_every_window_has_each_source_in_its_share_to_within_a_row(mixture: Mixture) -> None:
     total = sum(mixture.rows_per_epoch)
@@ -50,7 +50,7 @@ def test_every_window_has_each_source_in_its_share_to_within_a_row(mixture: Mixt
             assert math.floor(share) <= count <= math.ceil(share)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(mixtures())
 def test_counts_before_a_window_are_those_of_the_windows(mixture: Mixture) -> None:
     seen, steps = np.zeros(len(mixture.num_rows), int), 0
@@ -65,7 +65,7 @@ def test_counts_before_a_window_are_those_of_the_windows(mixture: Mixture) -> No
     assert mixture.rows_until(steps) == seen.tolist()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(mixtures())
 def test_no_row_is_read_again_before_all_of_its_source_are_read(mixture: Mixture) -> None:
     read = np.concatenate([rows for epoch in range(3) for rows in epoch_of(mixture, epoch)]).tolist()

@@ -40,7 +40,7 @@ def phases_of(order: MixtureOrder) -> list[tuple[Mixture, range]]:
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(orders())
 def test_every_window_of_a_phase_has_each_source_in_its_share(order: MixtureOrder) -> None:
     seen = np.zeros(len(order.num_rows), int)
@@ -56,7 +56,7 @@ def test_every_window_of_a_phase_has_each_source_in_its_share(order: MixtureOrde
     assert order.rows_until(NUM_STEPS) == seen.tolist()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(orders())
 def test_a_phase_goes_on_in_the_passes_of_the_phase_before(order: MixtureOrder) -> None:
     read = np.concatenate([order.rows_of(step) for step in range(1, NUM_STEPS + 1)]).tolist()
@@ -74,7 +74,7 @@ def test_a_phase_goes_on_in_the_passes_of_the_phase_before(order: MixtureOrder) 
         first += num_rows
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(orders())
 def test_a_phase_begins_an_epoch(order: MixtureOrder) -> None:
     epoch, epochs, ends = -1, [], []
@@ -117,7 +117,7 @@ def test_an_appended_phase_leaves_the_steps_before_it_as_they_were() -> None:
     assert order.followed_by(5, (0, 11)).starts_after == (0, 5)  # in place of a phase without a step
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(orders(), st.integers(1, NUM_STEPS))
 def test_steps_of_a_row_are_those_whose_windows_have_it(mixture: MixtureOrder, num_steps: int) -> None:
     num_rows, rows_per_window = sum(mixture.num_rows), mixture.mixtures[0].rows_per_window
@@ -130,7 +130,7 @@ def test_steps_of_a_row_without_a_mixture_are_those_whose_windows_have_it(num_ro
         check_inverse(WindowOrder(num_rows, rows_per_window, 1, 1, 0, seed=9), num_rows, num_steps)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=13)
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(0, 2**64 - 1))
 def test_an_order_by_index_reads_each_row_once_an_epoch(num_rows: int, rows_per_window: int, seed: int) -> None:
     order = WindowOrder(num_rows, rows_per_window, 1, 1, 0, seed, version=KEYED)

@@ -111,7 +111,7 @@ some_texts = st.lists(st.text("abcdé", min_size=1, max_size=12), min_size=8, ma
 cuts = st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 2), (8, 1), (1, 8)])  # of windows of 8 rows
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(some_texts, cuts)
 def test_each_document_is_in_one_lane_once_a_pass_in_order(texts: list[str], cut: tuple[int, int]) -> None:
     rows, after = all_ranks(texts, 12, 8, *cut)
@@ -125,7 +125,7 @@ def test_each_document_is_in_one_lane_once_a_pass_in_order(texts: list[str], cut
         assert after[-1][lane].next.epoch in (len(taken) // len(one_pass), (len(taken) - 1) // len(one_pass))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(some_texts, cuts, cuts, st.integers(0, 7))
 def test_other_ranks_resume_with_the_same_windows_at_any_step(
     texts: list[str], cut: tuple[int, int], other: tuple[int, int], step: int

@@ -200,7 +200,7 @@ def changed(content: Any, path: tuple[Any, ...], value: Any, *, removes: bool) -
 
 @pytest.mark.parametrize("name", READERS)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_content_is_read_or_refused_in_one_line(place: Path, name: str, data: st.DataObject) -> None:
     file = place / name
     original = file.read_bytes()

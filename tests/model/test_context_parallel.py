@@ -86,7 +86,7 @@ def test_short_documents_are_not_cut_more_than_the_balance_needs() -> None:
 )
 def test_a_run_has_the_losses_of_one_rank(forked_runs: ForkedRuns, tmp_path: Path, options: dict[str, object]) -> None:
     model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
-    given = {"max_step": 3, "micro_batch_size": 2, **options}
+    given = {"max_step": 2, "micro_batch_size": 4, **options}
     ranks = {"parallelism": "fsdp2", "devices": 2, "context_parallel_size": 2}
     forked_runs.start(argv(model, tokens, tmp_path / "one", **given)).finish()
     forked_runs.start(argv(model, tokens, tmp_path / "two", **given, **ranks), 2).finish()

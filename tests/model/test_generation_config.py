@@ -91,7 +91,7 @@ def test_a_tampered_file_is_refused_in_one_line(tmp_path: Path, content: bytes) 
     assert "\n" not in fault
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.dictionaries(st.sampled_from(NAMES), json_values, max_size=4) | json_values)
 def test_any_json_is_read_or_refused(tmp_path: Path, content: Any) -> None:
     (tmp_path / GENERATION_CONFIG).write_text(json.dumps(content))

@@ -303,7 +303,7 @@ def test_pages_that_findings_name_exist() -> None:
         assert not anchor or anchor in {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}, page
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(2, 60))
 def test_a_sampled_curve_keeps_its_ends_and_extremes(values: list[float], most: int) -> None:
     y, x = np.array(values), np.arange(len(values), dtype=np.float64)

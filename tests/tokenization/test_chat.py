@@ -159,7 +159,7 @@ conversations = st.builds(
 
 
 @pytest.mark.parametrize("kind", ["llama3", "chatml"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=13, deadline=None)
 @given(messages=conversations)
 def test_only_the_assistants_contents_and_ends_of_turn_are_supervised(
     small_llama3_dir: Path, chatml_dir: Path, kind: str, messages: Chat
@@ -181,7 +181,7 @@ def test_only_the_assistants_contents_and_ends_of_turn_are_supervised(
 _without_special_text = st.text(max_size=8).filter(lambda text: not re.search("</?s>|<unk>", text))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=13, deadline=None)
 @given(turns=st.lists(_without_special_text, min_size=2, max_size=8).filter(lambda turns: len(turns) % 2 == 0))
 def test_template_without_control_token_in_the_header_is_marked(inst_dir: Path, turns: list[str]) -> None:
     messages = exchanges(*turns, "end", "it")
@@ -192,7 +192,7 @@ def test_template_without_control_token_in_the_header_is_marked(inst_dir: Path, 
     assert ["".join(piece.split()) for piece in pieces] == ["".join(content.split()) for content in said] + [""]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=13, deadline=None)
 @given(
     roles=st.lists(st.sampled_from(["user", "assistant", "system", "tool"]), min_size=1, max_size=8),
     content=st.text(max_size=4),
@@ -510,7 +510,7 @@ def test_long_row_is_shortened_in_the_message(chatml_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(messages=conversations, max_length=st.integers(10, 150))
 def test_cut_end_keeps_the_most_whole_turns_that_fit(
     chatml_dir: Path, train_on: str, messages: Chat, max_length: int
@@ -533,7 +533,7 @@ def test_cut_end_keeps_the_most_whole_turns_that_fit(
     assert cut.num_tokens_cut == len(document.input_ids) - len(fitting[-1])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(messages=conversations, max_length=st.integers(10, 150))
 def test_cut_start_keeps_the_system_message_and_begins_with_a_user(
     chatml_dir: Path, messages: Chat, max_length: int

@@ -159,7 +159,7 @@ templates = st.binary(max_size=60) | st.lists(pieces, max_size=25).map(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=templates, whole=st.booleans())
 def test_any_file_is_a_template_or_is_refused_in_one_line(
     tmp_path: Path, tokenizer: CorpusTokenizer, monkeypatch: pytest.MonkeyPatch, content: bytes, whole: bool

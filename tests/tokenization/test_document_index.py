@@ -86,7 +86,7 @@ def check_pieces(index: DocumentIndex, task: Task, first_row: int, file: int) ->
         assert num_bytes.sum() == 3 * plan.order.sum()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(task=tasks(), other=tasks())
 def test_the_index_of_any_plan_gives_back_its_pieces_also_joined(task: Task, other: Task) -> None:
     other = Task(other.lengths, other.order, other.packing, task.max_length, min(other.overlap, task.max_length - 1))

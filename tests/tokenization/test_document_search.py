@@ -29,7 +29,7 @@ def small_chunks() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(task=tasks())
 def test_rows_of_a_document_are_those_that_have_its_pieces(task: Task) -> None:
     searched = list[int]()

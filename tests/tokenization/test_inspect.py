@@ -92,7 +92,7 @@ def test_counts_and_lengths_are_those_of_the_rows(tiny_tokens_dir: Path) -> None
     assert counts.documents_cut == (ids[-1] != EOS)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
     max_length=st.integers(2, 16),

@@ -209,7 +209,7 @@ pairs = st.builds(
 
 
 @pytest.mark.parametrize("kind", ["llama3", "chatml"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(pair=pairs, max_length=st.integers(20, 200))
 def test_a_pair_is_two_chats_with_as_many_turns_of_one_prompt_as_fit(
     chats_of: Callable[[str], ChatEncoder], kind: str, pair: Pair, max_length: int
@@ -294,7 +294,7 @@ def test_a_pair_is_kept_if_both_conversations_are_and_its_prompt_is_changed_once
 # ------------------------------------------------------------------------------------------------ rows
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(3, 20), st.integers(3, 20)), min_size=1, max_size=30),
     seed=st.integers(0, 9),

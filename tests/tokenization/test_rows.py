@@ -85,7 +85,7 @@ def all_tokens(task: Task) -> list[Place]:
     return [(document, i) for document in task.order for i in range(task.lengths[document])]
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(task=tasks())
 def test_every_token_is_new_in_one_row_or_counted_as_dropped(task: Task) -> None:
     plan = task.plan()
@@ -100,7 +100,7 @@ def test_every_token_is_new_in_one_row_or_counted_as_dropped(task: Task) -> None
         assert not plan.tokens_dropped
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(task=tasks())
 def test_counts_of_a_plan_balance(task: Task) -> None:
     plan = task.plan()
@@ -111,7 +111,7 @@ def test_counts_of_a_plan_balance(task: Task) -> None:
     assert task.packing != "concat" or not plan.tokens_padding
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(task=tasks())
 def test_pieces_fit_into_their_row_and_each_has_a_new_token(task: Task) -> None:
     for row in rows_of(task.plan()):
@@ -120,7 +120,7 @@ def test_pieces_fit_into_their_row_and_each_has_a_new_token(task: Task) -> None:
         assert all(piece.new for piece in row)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(task=tasks("concat"))
 def test_a_concat_row_repeats_the_end_of_the_row_before(task: Task) -> None:
     before: list[Piece] = []
@@ -133,7 +133,7 @@ def test_a_concat_row_repeats_the_end_of_the_row_before(task: Task) -> None:
         before = row
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(task=tasks("best_fit", "none"))
 def test_documents_that_fit_are_whole_and_longer_ones_are_windows(task: Task) -> None:
     plan = task.plan()
@@ -181,7 +181,7 @@ def first_fit(lengths: list[int], max_length: int) -> int:
     return num_rows
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data(), max_length=st.integers(1, 60))
 def test_best_fit_equals_a_plain_implementation_in_any_order(data: st.DataObject, max_length: int) -> None:
     lengths = data.draw(st.lists(st.integers(1, max_length), max_size=60))
@@ -301,7 +301,7 @@ def expected_rows(task: Task, masked: set[int], with_labels: bool) -> list[dict[
     return rows
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(task=tasks(), files=st.lists(st.tuples(st.integers(0, 8), st.booleans()), max_size=4))
 def test_datasets_loads_exactly_the_planned_rows(
     tmp_path_factory: pytest.TempPathFactory, task: Task, files: list[tuple[int, bool]]

@@ -137,7 +137,7 @@ TEXTS = st.lists(st.sampled_from([*PIECES, *RARE]) | st.text(max_size=3), max_si
 
 
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_documents_have_the_tokenizers_ids_alone_and_joined(
     chatml_dir: Path, small_llama3_dir: Path, spm_file: Path, texts: list[str]
 ) -> None:
