@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from arguments import TrainArguments, parse
-from fabric_train.bundle.parts import read_recipe
+from fabric_train.bundle.recipe import read_recipe
 from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, run_program
 from fabric_train.cli.parser import parse_arguments
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     recipe.check(data)
 
     from fabric_train.bundle.collect import Request, collect, find_adapter  # slow
-    from fabric_train.bundle.parts import Target
+    from fabric_train.bundle.recipe import Target
     from fabric_train.checkpoint import find_whole_checkpoint, means_checkpoint
 
     if means_checkpoint(Path(model)):

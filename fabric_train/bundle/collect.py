@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fabric_train.bundle.parts import (
+from fabric_train.bundle.recipe import (
     ADAPTER,
     CONFIGURATION,
     MODEL,

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from arguments import TrainArguments, parse
 from fabric_train.bundle import collect
 from fabric_train.bundle.__main__ import main
-from fabric_train.bundle.parts import Target, pip_download, reason_in, requirements_with
+from fabric_train.bundle.recipe import Target, pip_download, reason_in, requirements_with
 from fabric_train.cli.errors import InputError
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.preflight.prepare import prepare

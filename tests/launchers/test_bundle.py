@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fabric_train.bundle.parts import Target, pip_download
+from fabric_train.bundle.recipe import Target, pip_download
 from tests.support.environments import environment_with
 from tests.support.network_namespaces import OFFLINE, skip_without_namespaces
 from tests.support.programs import ROOT, run_python

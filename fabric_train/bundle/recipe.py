@@ -1,4 +1,4 @@
-"""Make the parts of a bundle that are no copies: the recipe, which names the places in it, and the wheels."""
+"""Write and read the recipe of a bundle, which names the places in it, and fetch the wheels that it needs."""
 
 import importlib.metadata
 import json
