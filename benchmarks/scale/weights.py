@@ -1,7 +1,7 @@
 """Open the weights of models up to 405B, read one rank's part of them, and export: seconds, memory and files opened.
 
 The files are sparse: their headers are real, their weights a hole, which reads as zeros. The export of a large model is
-written in full, and :class:`HolePuncher` gives its zeros back to the file system meanwhile.
+written in full, and :func:`holes_for_zeros` gives its zeros back to the file system meanwhile.
 """
 
 import ctypes
@@ -11,14 +11,15 @@ import shutil
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from benchmarks.large_checkpoint import write_checkpoint
-from benchmarks.measure import ROOT, Command, run
+from benchmarks.measure import ROOT, Command, Measurement, run
 from benchmarks.scale.series import Point, Series
 from sample_data import real_data
 
@@ -186,6 +187,10 @@ def _export(work: Path, billions: int) -> float:
     measured = run(Command(words))
     for folder in (checkpoint, target):
         shutil.rmtree(ROOT / folder)
+    return _anonymous_megabytes(measured)
+
+
+def _anonymous_megabytes(measured: Measurement) -> float:
     if measured.peak_anonymous_bytes is None:
         raise ChildProcessError("this system does not tell the memory of a process without pages of files")
     return measured.peak_anonymous_bytes / 1e6
@@ -198,13 +203,12 @@ def _export_holes(work: Path, sizes: tuple[int, ...]) -> list[Series]:
         checkpoint, target = work / f"checkpoint-{billions}", work / f"export-{billions}"
         _write_sparse_checkpoint(ROOT / checkpoint, billions)
         words = ("python", "-m", "benchmarks.peers.export_step", "ours", str(checkpoint), str(target))
-        with HolePuncher(ROOT / work):
+        with holes_for_zeros(ROOT / work):
             measured = run(Command(words))
-        assert measured.peak_anonymous_bytes is not None
         index = json.loads((ROOT / target / "model.safetensors.index.json").read_text(encoding="utf-8"))
         sizes_of_files = [file.stat().st_size for file in (ROOT / target).glob("*.safetensors")]
         values = {
-            ("export of zeros: memory without pages of files", "MB"): measured.peak_anonymous_bytes / 1e6,
+            ("export of zeros: memory without pages of files", "MB"): _anonymous_megabytes(measured),
             ("export of zeros: CPU", "s"): measured.cpu_seconds,
             ("export of zeros: written", "GB"): sum(sizes_of_files) / 1e9,
             ("export of zeros: files of weights", "files"): len(set(index["weight_map"].values())),
@@ -238,38 +242,46 @@ def _write_sparse_checkpoint(folder: Path, billions: int) -> None:
     shutil.copytree(real_data.smollm2(), folder / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors"))
 
 
-class HolePuncher:
-    """Give the space of zeros in growing safetensors files below a folder back to the file system, in a thread.
+@contextmanager
+def holes_for_zeros(folder: Path) -> Iterator[None]:
+    """Give the space of zeros in growing exports below a folder back to the file system, in a thread.
 
-    Pages of the checkpoint, which is read from there, leave memory, too. Use it only where everything after the first
-    ``_KEPT_BYTES`` of each file is 0: a hole reads as zeros (fallocate(2)).
+    Pages of the checkpoints there leave memory, too: to use pages again costs less than new ones. Use it only where
+    everything after the first ``_KEPT_BYTES`` of each file is 0: a hole reads as zeros (fallocate(2)).
+
+    Raises:
+        OSError: the file system has no holes.
     """
+    probe, ended = folder / "probe", threading.Event()
+    probe.write_bytes(bytes(2 * _KEPT_BYTES))
+    _punch(probe)  # before an export fills the disk
+    with ThreadPoolExecutor(1) as thread:
+        punching = thread.submit(_punch_until, ended, folder)
+        try:
+            yield
+        finally:
+            ended.set()
+        punching.result()
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._ended = folder, threading.Event()
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-        self._thread = threading.Thread(target=self._punch, daemon=True)
 
-    def __enter__(self) -> None:
-        self._thread.start()
+def _punch_until(ended: threading.Event, folder: Path) -> None:
+    while not ended.wait(0.05):
+        for file in folder.glob("checkpoint-*/model/*.safetensors"):
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for file in folder.glob(".export-*/*.safetensors"):  # the folder has its name when it is complete
+            with suppress(FileNotFoundError):
+                _punch(file)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
 
-    def _punch(self) -> None:
-        while not self._ended.wait(0.05):
-            for file in self._folder.glob("checkpoint-*/model/*.safetensors"):
-                with file.open("rb") as opened:  # pages that are used again cost less than new ones
-                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            for file in self._folder.glob(".export-*/*.safetensors"):  # the folder has its name when it is complete
-                with suppress(FileNotFoundError), file.open("r+b") as opened:
-                    size = os.fstat(opened.fileno()).st_size - _KEPT_BYTES
-                    if size > 0 and self._libc.fallocate(opened.fileno(), _PUNCH_HOLE, _KEPT_BYTES, size):
-                        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(file))
+def _punch(file: Path) -> None:
+    """Make a hole of everything after the first ``_KEPT_BYTES`` of a file."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    with file.open("r+b") as opened:
+        size = os.fstat(opened.fileno()).st_size - _KEPT_BYTES
+        if size > 0 and libc.fallocate(opened.fileno(), _PUNCH_HOLE, _KEPT_BYTES, size):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(file))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _TASKS = "decontaminate"
 _WHAT_BECAME = {"drop": "left out", "mark": "kept"}
-# the first two are written anew; the others hold texts that were left out of the rows
+# two files that are written again, and two with texts that cleaning removed
 _NOT_SENT = (FILE_NAME, "README.md", DROPPED_FILE, CONTAMINATION_FILE)
 
 

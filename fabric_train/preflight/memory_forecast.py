@@ -320,6 +320,7 @@ def check_memory(run: PreparedRun) -> None:
 
 
 def faults_of_disk(request: RunRequest, number: int) -> list[str]:
+    """Return a line if the disk of --output_dir has no room for ``number`` checkpoints of this run, else nothing."""
     layout, folder = request.layout(), Path(request.arguments.save.output_dir)
     shape = request.largest
     of_states = bytes_of_states(shape, request.arguments)[1]

@@ -53,7 +53,7 @@ _VERSIONS_OF = ("fabric-train", "gigatoken", "tokenizers", "transformers", "data
 
 @cache
 def _versions() -> dict[str, str]:
-    """Return the versions of the libraries that decide what a dataset has; each is a line of a long file."""
+    """Return the versions of the libraries that decide the rows; to look them up reads a file of each."""
     return {name: version(name) for name in _VERSIONS_OF}
 
 
@@ -151,7 +151,7 @@ def _collect(corpus: OpenedCorpus, encoded: EncodedSources, near: NearDuplicates
 def _with_own_files(
     sources: Sequence[SourceRecord], collections: Sequence[Collection], encoded: EncodedSources
 ) -> tuple[list[SourceRecord], list[Collection]]:
-    """Leave only the files in the records of the sources that the shards have read, and number them anew.
+    """Keep only the files that the shards have read in the records of the sources, and number them from 0.
 
     The SHA-256 of a file that another slice has hashed is empty; a merge fills it in.
     """
