@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and docs/ name only what exists; README and the ways through the code are short."""
+"""README, CONTRIBUTING and docs/ name only files, tests, options and sections that exist."""
 
 import ast
 import re
@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import foreign_tables, reading_list
-from tests.support.forked_runs import ForkedRuns
+from tests import foreign_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
@@ -32,8 +31,6 @@ FOLDERS = (
     "sample_data",
     "docs_build",
 )
-WRITTEN = ("benchmarks", "demo", "docs", "fabric_train", "install", "sample_data", "tests")
-"""The folders whose documents and Python files have prose."""
 FOREIGN_OPTIONS = {
     "help", "dest", "first_hour", "time", "init", "rm", "gpus", "ipc", "ulimit", "volume", "shm-size", "nv", "bind",
     "sandbox", "strict", "follow", "selector", "max-restarts", "nproc-per-node", "nnodes", "node-rank", "master-addr",
@@ -46,7 +43,6 @@ FOREIGN_OPTIONS = {
 
 _TEST = re.compile(r"(?P<file>(?:[\w-]+/)*test_\w+\.py)?::(?P<name>test_\w+)|(?P<alone>(?:[\w-]+/)*test_\w+\.py)")
 _CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
-_CHAIN = re.compile(r"\b(?:(?:those|that)\s+of|of\s+which|what\s+(?:is|was))\b[^.?!\n]{0,70}\??", re.IGNORECASE)
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 
 
@@ -123,26 +119,6 @@ def test_every_link_to_a_section_leads_to_its_heading() -> None:
     assert not missing, "sections that do not exist:\n" + "\n".join(missing)
 
 
-def test_sentences_name_things_again() -> None:
-    """No sentence has a chain with "that of" or "of which", or a "what is" that is no question."""
-    texts = [path for folder in WRITTEN for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".md", ".py")]
-    texts += [*ROOT.glob("*.md"), *ROOT.glob("*.py")]
-    found = [
-        f"{path.relative_to(ROOT)}: {' '.join(hit[0].split())}"
-        for path in texts
-        if path != Path(__file__)
-        for hit in _CHAIN.finditer(path.read_text(encoding="utf-8"))
-        if not hit[0].endswith("?")
-    ]
-    assert not found, "write these sentences without the chain:\n" + "\n".join(found)
-
-
-def test_the_first_page_and_each_tutorial_have_at_most_900_words() -> None:
-    pages = [ROOT / "README.md", ROOT / "docs/es/primer_entrenamiento.md", *(ROOT / "docs/tutorials").glob("*.md")]
-    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in pages}
-    assert {name: number for name, number in words.items() if number > 900} == {}
-
-
 def test_every_option_that_the_documents_name_exists() -> None:
     sources = [
         path.read_text(encoding="utf-8") for path in (*ROOT.glob("*.py"), *(ROOT / "fabric_train").rglob("*.py"))
@@ -168,25 +144,3 @@ def test_the_tables_of_other_programs_are_those_of_foreign_names(page: str) -> N
     _, begins, written = foreign_tables.path_of(page).read_text(encoding="utf-8").partition(foreign_tables.BEGIN)
     assert begins
     assert written.strip() == foreign_tables.tables_of(page).strip(), "run python -m tests.foreign_tables --write"
-
-
-def test_the_page_of_the_rehearsal_counts_its_own_cases() -> None:
-    page = (ROOT / "docs" / "cuda_rehearsal.md").read_text(encoding="utf-8")
-    found = re.search(r": (\d+) of (\d+) cases in ", page)
-    assert found is not None
-    rows = [line for line in page.splitlines() if line.endswith((" passed |", " failed |"))]
-    assert (int(found[1]), int(found[2])) == (len(rows), len(rows))
-
-
-@pytest.mark.slow
-def test_the_reading_list_is_that_of_the_code_and_each_way_is_short(forked_runs: ForkedRuns) -> None:
-    run = forked_runs.start([], 1, program="tests.reading_list", draws=True)
-    run.finish()
-    written = reading_list.written_list(reading_list.DOCUMENT.read_text(encoding="utf-8"))
-    listed, found = (
-        sorted(re.sub(r"^\d+\.", "", text.strip(), flags=re.M).split("\n")) for text in (written, run.stdout())
-    )
-    assert listed == found, "run python -m tests.reading_list --write"
-    number_of_files = [int(number) for number in re.findall(r"\*\*: (\d+) files", run.stdout())]
-    limits = [way.limit for way in reading_list.WAYS.values()]
-    assert all(number <= limit for number, limit in zip(number_of_files, limits, strict=True)), number_of_files
