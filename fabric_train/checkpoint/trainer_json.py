@@ -141,7 +141,8 @@ def to_content(record: Any) -> dict[str, Any]:
 class TrainerState:
     """The counters of a run after ``step`` optimizer steps.
 
-    ``epoch`` and the losses are the last step's. ``skipped_steps`` had a loss or gradient that was not finite.
+    ``epoch`` and the losses are the last step's. ``skipped_steps`` had a loss or gradient that was not finite. In
+    ``steps_without_targets`` the objective counted nothing, such as no supervised token, so the optimizer took no step.
     ``rows_hash`` is the hash of consumed rows, see ``WindowOrder.rows_hash``; None for a stream. ``rows_of_sources``
     counts the consumed rows of each token dataset of a mixture. ``val_loss`` and ``evaluation`` are None if the step
     had no evaluation. ``first_evaluation`` is the first one of the rows that the run evaluates now, for a branch the
@@ -154,6 +155,7 @@ class TrainerState:
     num_tokens: NonNegativeInt = 0
     num_samples: NonNegativeInt = 0
     skipped_steps: NonNegativeInt = 0
+    steps_without_targets: NonNegativeInt = 0
     rows_hash: str | None = None
     rows_of_sources: list[NonNegativeInt] | None = None
     train_loss: float | None = None
@@ -335,7 +337,7 @@ class _SavedArguments(BaseModel):
 _ADDED_LATER = {
     *("base_model", "rows_of_sources", "evaluation", "first_evaluation", "progress", "schedule_steps", "lineage"),
     *("phase_schedules", "phase_parts", "trained_modules", "device", "mixture_sources", "mixture_tokens", "sessions"),
-    *("stages", "adapter_base", "reference"),
+    *("stages", "adapter_base", "reference", "steps_without_targets"),
 }
 """Fields that checkpoints of earlier versions lack: then they have the default of their class, or are None."""
 _FIELDS: dict[str, Any] = {

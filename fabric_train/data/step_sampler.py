@@ -276,6 +276,12 @@ def _share_equally(most: Sequence[int], total: int) -> list[int]:
     return shares
 
 
+def select_validation_rows(rows: IndexedRows, batch_size: int, limit: int | None, seed: int) -> list[int]:
+    """Return the rows of a split that ``limit`` batches of an evaluation read, all without a limit."""
+    sources = rows.main_sources() if limit else np.zeros(len(rows), dtype=np.int64)
+    return validation_rows(sources, limit and limit * batch_size, seed).tolist()
+
+
 def validation_batches(
     rows: IndexedRows, batch_size: int, world_size: int, rank: int, limit: int | None, seed: int, num_workers: int
 ) -> DataLoader:
@@ -283,8 +289,7 @@ def validation_batches(
 
     The ranks together read each of the :func:`validation_rows` once, so their number does not change the rows.
     """
-    sources = rows.main_sources() if limit else np.zeros(len(rows), dtype=np.int64)
-    chosen = validation_rows(sources, limit and limit * batch_size, seed).tolist()
+    chosen = select_validation_rows(rows, batch_size, limit, seed)
     num_batches = math.ceil(len(chosen) / (batch_size * world_size))
     places = [positions(batch, batch_size, world_size, rank) for batch in range(num_batches)]
     indices = [chosen[place.start : place.stop] for place in places]

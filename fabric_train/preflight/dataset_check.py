@@ -5,7 +5,7 @@ Faults stop the run. Notes are differences that the user should know.
 
 import hashlib
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL
+from fabric_train.data.step_sampler import select_validation_rows
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.files.regular_file import read_json
@@ -24,7 +25,7 @@ from fabric_train.tokenization.tokenizers.text_encoder import load_fast
 from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
 from fabric_train.tokenization.tokenizers.vocabulary import ADDED, AddedVocabulary, compare_tokenizers
 from fabric_train.training.evaluation import METRICS, EarlyStopping, parse_early_stopping
-from fabric_train.training.objective import objective_of
+from fabric_train.training.objective import Objective, objective_of
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -148,6 +149,60 @@ def check_deciding_sources(arguments: "TrainArguments", data: "TrainingData") ->
     if faults:
         raise InputError(*faults)
     return stopping
+
+
+def faults_of_validation(
+    arguments: "TrainArguments", data: "TrainingData", objective: Objective, stopping: EarlyStopping | None
+) -> list[str]:
+    """Return a fault if the validation rows that a run evaluates have nothing to predict.
+
+    Neither a loss nor a best checkpoint would come of such rows. The same holds for the rows of a source that
+    ``--best_by`` or ``--early_stopping`` decides by. Rows are read until one of each is found that has targets.
+    """
+    rows, evaluation = data.validation, arguments.evaluation
+    if rows is None or evaluation.self_check:
+        return []
+    chosen = select_validation_rows(rows, evaluation.eval_batch_size, evaluation.eval_iters, arguments.data.seed)
+    deciding = {"--best_by": evaluation.best_by, "--early_stopping": stopping.source if stopping else "all"}
+    wanted = {source: option for option, name in deciding.items() if (source := _source_of(name, rows.source_names))}
+    has_targets = False
+    for row in chosen:
+        batch = rows.__getitems__([row])
+        if int(objective.count(batch)) == 0:
+            continue
+        has_targets = True
+        if wanted and batch.pieces is not None:
+            with_targets = batch.pieces.sources[batch.pieces.num_targets > 0]
+            for source in with_targets.unique().tolist():
+                wanted.pop(rows.source_names[source], None)
+        if not wanted:
+            return []
+    return [_nothing_to_predict(evaluation.eval_iters, len(chosen), len(rows), None if not has_targets else wanted)]
+
+
+def _source_of(name: str, source_names: Sequence[str]) -> str | None:
+    """Return the source that SOURCE or METRIC/SOURCE names, None for the whole split."""
+    if name in source_names:
+        return name
+    source = name.partition("/")[2]
+    return source if source in source_names else None
+
+
+def _nothing_to_predict(limit: int | None, num_chosen: int, num_rows: int, wanted: Mapping[str, str] | None) -> str:
+    """Return the fault of validation rows without targets; ``wanted`` are the options by source, None for all."""
+    rows = f"none of the {num_chosen} validation rows"
+    whose = "a supervised token"
+    if wanted is not None:
+        whose += f" of {', '.join(wanted)}, by whose loss {' and '.join(wanted.values())} decide"
+    if limit is not None and num_chosen < num_rows:
+        return (
+            f"{rows} that --eval_iters {limit} selects has {whose}, so there would be no validation loss; give a "
+            f"larger --eval_iters, or leave it out to evaluate all {num_rows} rows"
+        )
+    return (
+        f"{rows} has {whose}, so there would be no validation loss; tokenize with a larger --validation_split or "
+        "--max_length, so that answers are in it, or with --validation_split 0"
+    )
 
 
 def _can_decide(source: str, names: list[str], figures: Collection[str]) -> bool:

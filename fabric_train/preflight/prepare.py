@@ -40,6 +40,7 @@ from fabric_train.model.trained_parts import ALL_PARTS, rates_by_name, splits_la
 from fabric_train.preflight.dataset_check import (
     check_deciding_sources,
     faults_of_objective,
+    faults_of_validation,
     longest_row,
     note_on_added_tokens,
 )
@@ -56,6 +57,7 @@ from fabric_train.preflight.resume_check import check_branch, check_resume, choo
 from fabric_train.preflight.steps import choose_beginning, named_checkpoint, plan_steps, rows_at_once, starting_point
 from fabric_train.training.evaluation import SamplePrompts
 from fabric_train.training.metrics import find_lost_rows
+from fabric_train.training.objective import objective_of
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
 from fabric_train.training.reference import check_reference
 from fabric_train.training.trackers import check_trackers
@@ -150,6 +152,9 @@ def _prepare_stretch(
         start, starts_after = replace(start, checkpoint=checkpoint), checkpoints.data_starts_after(start.lineage)
     version = order.version if isinstance(order, DataOrder) else SHUFFLED
     plan = plan_steps(arguments, model, data, devices.world_size, starts_after, phases, stretch.last_step, version)
+    early_stopping = check_deciding_sources(arguments, data)
+    if faults := faults_of_validation(arguments, data, objective_of(arguments), early_stopping):
+        raise InputError(*faults)
     reads_base = model.adapter is not None and not arguments.planning.plan  # a plan reads no weights
     run = PreparedRun(
         given=given,
@@ -163,7 +168,7 @@ def _prepare_stretch(
         order=order,
         versions=package_versions() | own_versions(model, data),
         notes=plan.notes,
-        early_stopping=check_deciding_sources(arguments, data),
+        early_stopping=early_stopping,
         sample_prompts=_open_sample_prompts(arguments, data, model, checkpoint),
         adapter_base=find_base(arguments.model.model_name, checkpoint) if reads_base else None,
         models=models,

@@ -25,6 +25,7 @@ from fabric_train.cli.errors import RunError
 from fabric_train.data.step_sampler import Window, WindowSource
 from fabric_train.distributed.ranks import StepSync, sync_step
 from fabric_train.distributed.signals import Heartbeat, RunStopped, StepPhase
+from fabric_train.training import summary
 from fabric_train.training.evaluation import Validation
 from fabric_train.training.loggers import Outputs
 from fabric_train.training.metrics import (
@@ -35,7 +36,7 @@ from fabric_train.training.metrics import (
     with_objective,
 )
 from fabric_train.training.prepared_run import PreparedRun
-from fabric_train.training.run_log import warn
+from fabric_train.training.run_log import note, warn
 from fabric_train.training.step import Stepper, TakenStep, own_flags
 
 _COLLECTED_STEPS = 50
@@ -141,6 +142,8 @@ class Loop:
                 return End(state, self._save_unless_saved(state, checkpoint, cursors), heartbeat.stop_border.signal)
             if step.check.fault is not None:
                 self._report(step.check.fault, state, checkpoint, cursors)
+            if not step.check.has_targets and state.steps_without_targets == 0:  # the end of the run has their number
+                note(summary.describe_step_without_targets(window.step, self.stepper.objective))
             if window.step % _COLLECTED_STEPS == 0:
                 gc.collect()  # while the device is busy with the optimizer's step
             heartbeat.enter(StepPhase.COMPLETING)
@@ -214,7 +217,7 @@ class Loop:
             for name, of_source in zip(sources, report.metrics_of_sources, strict=True)
             if of_source
         }
-        means = dict(zip(names, report.metrics, strict=True))
+        means = dict(zip(names, report.metrics, strict=True)) if step.check.has_targets else {}
         return with_objective(metrics, means, dict(zip(sources, report.of_sources, strict=True)), further)
 
     def _evaluate_and_log(self, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
@@ -297,6 +300,7 @@ def _state_after(state: TrainerState, window: Window, step: TakenStep) -> Traine
         num_tokens=state.num_tokens + step.report.num_tokens,
         num_samples=state.num_samples + window.num_rows,
         skipped_steps=state.skipped_steps + has_fault,
+        steps_without_targets=state.steps_without_targets + (not step.check.has_targets),
         train_loss=None if has_fault else step.check.loss,
         rows_hash=window.rows_hash,
         rows_of_sources=rows,

@@ -25,7 +25,7 @@ class Metrics:
     """Number: pass over the training rows, counted from 0."""
     train_loss: float | None = None
     """Nats per token: mean over the supervised tokens of the step, all rows on all ranks; of preference pairs, per
-    pair.
+    pair. Empty if the step has none: then the optimizer takes no step.
     """
     val_loss: float | None = None
     """Nats per token: the same mean over the validation split, after the step."""
@@ -38,7 +38,7 @@ class Metrics:
     learning_rate: float | None = None
     """Number: learning rate of the step."""
     grad_norm: float | None = None
-    """Number: 2-norm of the gradient before clipping, summed in fp64."""
+    """Number: 2-norm of the gradient before clipping, summed in fp64; empty if train_loss is."""
     num_tokens: int | None = None
     """Tokens: of documents, without padding, since the first step of the run. Padding is the last run of one
     unsupervised token in a row, if it is two tokens or longer.

@@ -259,5 +259,6 @@ class _Recorder(Logger):
 
     def log(self, metrics: Metrics) -> None:
         progress.info("")
-        log.info("step %d of %d: loss %.6f", metrics.step, self._last_step, metrics.train_loss)
+        loss = "none" if metrics.train_loss is None else f"{metrics.train_loss:.6f}"
+        log.info("step %d of %d: loss %s", metrics.step, self._last_step, loss)
         self.steps.append(metrics)

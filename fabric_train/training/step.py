@@ -45,7 +45,7 @@ _MARKS_OF_STEP = 4  # both ends of what precedes the first exchange, and of the 
 
 @dataclass(frozen=True)
 class TakenStep:
-    """One optimizer step, taken or left out as its ``check`` says."""
+    """One optimizer step: taken, or left out because of a fault or because the window has no targets."""
 
     check: "StepCheck"
     report: "StepReport"
@@ -70,7 +70,10 @@ class Stepper:
     own_time: "OwnTime"
 
     def take_step(self, window: Window) -> TakenStep:
-        """Compute the gradient of a window, clip and check it, and take the step unless the check finds a fault.
+        """Compute the gradient of a window, clip and check it, and take the step.
+
+        The optimizer does not step if the check finds a fault, or if the objective counts nothing in the window: the
+        gradient is zero then, and momentum and weight decay alone would move the weights.
 
         Raises:
             RunStopped: The ranks have agreed to stop before one of the micro-batches.
@@ -89,9 +92,12 @@ class Stepper:
         work = (sum(lengths), self.flops.of(lengths), self.own_time.seconds)
         report = exchange_step(fabric, loss, grad_norm, *work, own_flags(self.checkpoints))
         self.own_time.restart()
-        losses = partial(gather_losses, fabric, loss)
-        check = self.guard.check(window, report.loss, report.grad_norm, report.of_pieces, losses)
-        if check.fault is None:
+        if report.count == 0:
+            check = StepCheck(loss=None, grad_norm=None, fault=None)
+        else:
+            losses = partial(gather_losses, fabric, loss)
+            check = self.guard.check(window, report.loss, report.grad_norm, report.of_pieces, losses)
+        if check.is_taken:
             started = time.monotonic()
             self.checkpoints.wait_until_copied()
             self.heartbeat.count_as(StepPhase.SAVING, time.monotonic() - started)
@@ -241,14 +247,16 @@ def gather_losses(fabric: Fabric, loss: LocalLoss) -> WindowLoss:
 class StepReport:
     """What all ranks know of a step before the optimizer takes it. Tensors are on the CPU.
 
-    ``loss``, fp64 [], is the mean over the window, such as nats per supervised token; 0 if nothing is counted.
-    ``metrics`` are the means of the objective's metrics over the window, ``of_sources`` the mean losses of the sources,
-    None for one without supervised tokens, and ``metrics_of_sources`` their means of an objective of pieces, NaN for
-    such a source. ``of_pieces``, fp64 [P], are the losses of the pieces on this rank.
-    ``grad_norm``, fp64 [], is the norm before clipping. ``num_tokens`` are without padding, and take ``flops`` of the
-    model. ``own_seconds`` are of each rank in the step before, see :class:`OwnTime`.
+    ``count`` is the number of things that the loss sums over in the window, such as supervised tokens. ``loss``, fp64
+    [], is the mean over them; 0 if there are none. ``metrics`` are the means of the objective's metrics over the
+    window, ``of_sources`` the mean losses of the sources, None for one without supervised tokens, and
+    ``metrics_of_sources`` their means of an objective of pieces, NaN for such a source. ``of_pieces``, fp64 [P], are
+    the losses of the pieces on this rank. ``grad_norm``, fp64 [], is the norm before clipping. ``num_tokens`` are
+    without padding, and take ``flops`` of the model. ``own_seconds`` are of each rank in the step before, see
+    :class:`OwnTime`.
     """
 
+    count: int
     loss: torch.Tensor
     metrics: list[float]
     of_pieces: torch.Tensor
@@ -298,6 +306,7 @@ def exchange_step(
     own_times, signals = by_rank.view(-1, 2).T.tolist()
     is_saving, save_failed = (flags > 0).tolist()
     return StepReport(
+        count=int(count),
         loss=(total / count.clamp(min=1))[0],
         metrics=(metrics / count.clamp(min=1)).tolist(),
         of_pieces=of_pieces if is_there else loss.of_pieces,
@@ -315,11 +324,24 @@ def exchange_step(
 
 @dataclass(frozen=True)
 class StepCheck:
-    """A window's mean ``loss`` and ``grad_norm``; ``fault`` says why its step must not be taken, None if it may."""
+    """A window's mean ``loss`` and ``grad_norm``; ``fault`` says why its step must not be taken, None if it may.
 
-    loss: float
-    grad_norm: float
+    Loss and norm are None if the objective counts nothing in the window, such as no supervised token.
+    """
+
+    loss: float | None
+    grad_norm: float | None
     fault: str | None
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether the objective counts something in the window."""
+        return self.loss is not None
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the optimizer takes the step."""
+        return self.fault is None and self.has_targets
 
 
 class StepGuard:

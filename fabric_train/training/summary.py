@@ -22,6 +22,7 @@ from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.optimizer import decay_form, num_decay_steps
 from fabric_train.training.loggers import describe_loggers
+from fabric_train.training.objective import Objective, counts_pieces
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_times import read_times
 from fabric_train.training.statistics import accuracy_interval
@@ -108,6 +109,9 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
         table.add_row("goodput", times)
     if state.skipped_steps:
         table.add_row("left out", f"{counted(state.skipped_steps, 'step')}, whose loss or gradient was not finite")
+    if state.steps_without_targets:
+        without = counted(state.steps_without_targets, "step")
+        table.add_row("not taken", f"{without}, whose rows had nothing to predict")
     if state.train_loss is not None:
         table.add_row("training loss", f"{state.train_loss:.4f}")
     if state.val_loss is not None:
@@ -136,6 +140,15 @@ def _times(run: PreparedRun) -> str | None:
     except InputError as error:
         return f"not known: {error}"
     return times.describe() if times else None
+
+
+def describe_step_without_targets(step: int, objective: Objective) -> str:
+    """Return the note on the first step of a run in which the objective counts nothing."""
+    lacking = "no preference pair" if counts_pieces(objective) else "no supervised token"
+    return (
+        f"step {step}: its rows have {lacking}, so the optimizer takes no step and the loss is empty; later such steps "
+        "are counted, and the end of the run has their number"
+    )
 
 
 def describe_evaluation(now: Evaluation, first: Evaluation | None = None) -> Table:
