@@ -12,10 +12,10 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from arguments import TrainArguments, parse
 from benchmarks.measure import Command
 from benchmarks.plan_table import DEVICE_MEMORY, INTERCONNECT, NETWORK, read_model
 from benchmarks.report import Report
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.model.attention import VARLEN
 from fabric_train.model.context_parallel import CONTEXT_VARLEN

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
     from benchmarks.op_counts import StepCounter, StepCounts
+    from fabric_train.arguments import TrainArguments
     from fabric_train.data.step_sampler import Window
 
 LENGTH, DOCUMENTS = 8192, 4
@@ -62,7 +62,7 @@ def run_fake_rank(argv: list[str], work: Path, length: int = LENGTH, documents: 
         length: tokens of a row.
         documents: in a row, of equal length.
     """
-    from arguments import TrainArguments, parse
+    from fabric_train.arguments import TrainArguments, parse
 
     added = f"--train_data_dir {work / 'tokens'} --output_dir {work / 'run'} --accelerator cuda --num_workers 0"
     added += " --log_step_interval 1 --save_step_interval 1000 --compile false"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from arguments import TrainArguments, parse
 from benchmarks.gpu import (
     ACCUMULATION,
     LENGTH,
@@ -28,6 +27,7 @@ from benchmarks.gpu import (
 )
 from benchmarks.measure import ROOT, Command, CommandError, CommandTimeoutError, run, spread
 from benchmarks.packages import install_packages
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.files.atomic_folder import complete_folder
 from fabric_train.model.flops import peak_flops
 from fabric_train.model.hf_model import ModelShape

@@ -18,12 +18,12 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from arguments import TrainArguments, parse
 from benchmarks.large_checkpoint import write_checkpoint
 from benchmarks.measure import ROOT, Command, CommandError, Spread, interleave, run, spread
 from benchmarks.packages import install_packages
 from benchmarks.pair_rows import TEMPLATE_TOKENS, write_chat_tokenizer, write_pairs
 from benchmarks.report import Report
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.token_dataset import open_dataset

@@ -6,7 +6,7 @@ with and without tiles.
 
 from dataclasses import dataclass
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.checkpoint.adapter_folder import choose_adapter
 from fabric_train.cli.argument_types import parse_size
 from fabric_train.model.hf_model import ModelShape, shape_from_config

@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.model.hf_model import ModelShape, read_shape
 from fabric_train.preflight.memory_forecast import Forecast, RunRequest

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 import vl_convert
 
-from arguments import TrainingArguments
 from benchmarks import plan_table
 from docs_build.site import DOCS
+from fabric_train.arguments import TrainingArguments
 from fabric_train.optim.adamw import round_stochastically
 from fabric_train.optim.optimizer import learning_rate
 from fabric_train.pages import charts

@@ -16,20 +16,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, TYPE_CHECKING, Any
 
-# ``fabric run`` puts this package's folder first on the path, where its modules would shadow others of the same name.
-# ``python -m`` puts the current folder first, where a user may have a file arguments.py. The project's own comes first
-_PACKAGE = Path(__file__).resolve().parent
-sys.path[:] = [str(_PACKAGE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != _PACKAGE)]
+# ``fabric run`` puts this package's folder first on the path, where its modules would shadow others of the same name,
+# and this package would not be found
+if __name__ == "__main__":
+    _PACKAGE = Path(__file__).resolve().parent
+    sys.path[:] = [str(_PACKAGE.parent) if Path(entry).resolve() == _PACKAGE else entry for entry in sys.path]
 
-from fabric_train.cli.output import keep_streams_writable  # noqa: E402
-from fabric_train.distributed.signals import stop_signals  # noqa: E402
+from fabric_train.cli.output import keep_streams_writable
+from fabric_train.distributed.signals import stop_signals
 
 if __name__ == "__main__":
     keep_streams_writable()
     stop_signals.listen()  # before the other imports
 
-from arguments import TrainArguments, parse  # noqa: E402
-from fabric_train.cli.errors import (  # noqa: E402
+from fabric_train.arguments import TrainArguments, parse
+from fabric_train.cli.errors import (
     INPUT_ERROR,
     STOPPED,
     InputError,
@@ -37,11 +38,11 @@ from fabric_train.cli.errors import (  # noqa: E402
     run_program,
     set_memory_advice,
 )
-from fabric_train.cli.fabric_command import project_first  # noqa: E402
-from fabric_train.cli.launcher import as_launcher, global_rank  # noqa: E402
-from fabric_train.cli.parser import flatten, to_yaml  # noqa: E402
-from fabric_train.files.atomic_folder import check_not_held, hold_lock  # noqa: E402
-from fabric_train.training.run_log import log, note, progress, quiet_libraries, show, start_log  # noqa: E402
+from fabric_train.cli.fabric_command import project_first
+from fabric_train.cli.launcher import as_launcher, global_rank
+from fabric_train.cli.parser import flatten, to_yaml
+from fabric_train.files.atomic_folder import check_not_held, hold_lock
+from fabric_train.training.run_log import log, note, progress, quiet_libraries, show, start_log
 
 if TYPE_CHECKING:
     from rich.console import Console

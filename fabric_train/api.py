@@ -20,23 +20,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
+from fabric_train.__main__ import run_ranks, run_training
+from fabric_train.arguments import TrainArguments
 from fabric_train.cli.argument_types import default_of, groups_of, is_required
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.cli.launcher import find_launcher, launcher_arguments
 from fabric_train.cli.parser import build_arguments
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.inference.arguments import GenerateArguments
+from fabric_train.programs import convert_to_hf, tokenize_dataset
 from fabric_train.tokenization.arguments import TokenizeArguments
-
-_PATH = list(sys.path)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before a file of the user that has the same name
-try:
-    import convert_to_hf
-    import tokenize_dataset
-    from arguments import TrainArguments
-    from fabric_train.__main__ import run_ranks, run_training
-finally:
-    sys.path[:] = _PATH
 
 if TYPE_CHECKING:
     from fabric_train.export.verification import VerificationReport

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     keep_streams_writable()
     stop_signals.listen()  # before the other imports
 
-from arguments import DeviceArguments, TrainArguments, parse
+from fabric_train.arguments import DeviceArguments, TrainArguments, parse
 from fabric_train.cli.argument_types import POSITIONAL, PositiveInt, range_of_steps
 from fabric_train.cli.errors import FAILURE, InputError, missing_folder, run_program, set_memory_advice
 from fabric_train.cli.launcher import global_rank

@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from arguments import TrainArguments
+from fabric_train.arguments import TrainArguments
 from fabric_train.cli.argument_types import types_of
 from fabric_train.cli.parser import advice_for_name
 from fabric_train.cli.yaml_core import load

@@ -8,6 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "fabric_train"
 FROM_THE_TOP = (
+    "programs",
     "report",
     "bundle",
     "trace",
@@ -25,10 +26,11 @@ FROM_THE_TOP = (
     "tokenization",
     "distributed",
     "pages",
+    "arguments",
     "files",
     "cli",
 )
-"""A subpackage imports only those after it."""
+"""A subpackage, or the module ``arguments``, imports only those after it."""
 
 TOP_LEVEL_MODULES = {"__init__", "__main__", "api", "doctor", "replay", "runs"}
 READ_ARGUMENTS_OF_TRAINING = {"__main__", "api", "bundle.__main__", "replay", "export.model_card"}
@@ -60,9 +62,10 @@ def imports(source: str) -> Iterator[tuple[str, ast.stmt]]:
 
 def upward_imports(path: Path, source: str) -> list[str]:
     """Return the imports of a module that point to a subpackage above its own."""
-    if len(path.parts) == 1:
+    own_name = path.with_suffix("").parts[0]
+    if own_name in TOP_LEVEL_MODULES:
         return []
-    own = FROM_THE_TOP.index(path.parts[0])
+    own = FROM_THE_TOP.index(own_name)
     names = [name.split(".") for name, _ in imports(source)]
     return [
         ".".join(name)
@@ -73,8 +76,9 @@ def upward_imports(path: Path, source: str) -> list[str]:
 
 def test_every_subpackage_has_a_place_in_the_import_order() -> None:
     folders = {path.parts[0] for path in MODULES if len(path.parts) > 1}
-    assert folders == set(FROM_THE_TOP)
-    assert {path.stem for path in MODULES if len(path.parts) == 1} == TOP_LEVEL_MODULES
+    modules = {path.stem for path in MODULES if len(path.parts) == 1}
+    assert modules >= TOP_LEVEL_MODULES
+    assert folders | modules - TOP_LEVEL_MODULES == set(FROM_THE_TOP)
 
 
 def test_modules_import_only_from_their_own_subpackage_and_those_below() -> None:
@@ -113,9 +117,15 @@ def test_every_subpackage_says_what_it_holds() -> None:
 def test_only_programs_import_the_arguments_of_training_at_run_time() -> None:
     for path in MODULES:
         imported = [node.module for node in parsed(read(path)).body if isinstance(node, ast.ImportFrom)]
-        assert "arguments" not in imported or dotted(path) in READ_ARGUMENTS_OF_TRAINING, path
-        if path.parts[0] in ("cli", "files"):
-            assert all(name.partition(".")[0] != "arguments" for name, _ in imports(read(path))), path
+        assert "fabric_train.arguments" not in imported or dotted(path) in READ_ARGUMENTS_OF_TRAINING, path
+
+
+def test_the_package_imports_no_file_beside_it() -> None:
+    """An installation has the package alone."""
+    beside = {path.stem for path in PACKAGE.parent.glob("*.py")}
+    assert beside >= {"arguments", "evaluate"}
+    for path in MODULES:
+        assert beside.isdisjoint(name.partition(".")[0] for name, _ in imports(read(path))), path
 
 
 def at_import(body: Sequence[ast.stmt]) -> Iterator[str]:

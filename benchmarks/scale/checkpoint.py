@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from arguments import TrainArguments, parse
 from benchmarks.measure import ROOT
 from benchmarks.scale.series import Point, Series
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.checkpoint.discovery import (
     lowest_loss,
     newest_checkpoint,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.bundle.recipe import read_recipe
 from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, run_program

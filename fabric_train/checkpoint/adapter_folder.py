@@ -44,7 +44,7 @@ from fabric_train.model.origin import AdapterBase
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights, open_weights
 
 if TYPE_CHECKING:
-    from arguments import AdapterArguments
+    from fabric_train.arguments import AdapterArguments
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

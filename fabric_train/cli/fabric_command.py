@@ -29,7 +29,7 @@ from fabric_train.cli.launcher import LOOPBACK, as_launcher, serve_on_loopback
 from fabric_train.cli.output import keep_streams_writable
 
 PROGRAMS = {
-    "tokenize": "tokenize_dataset",
+    "tokenize": "fabric_train.programs.tokenize_dataset",
     "inspect": "fabric_train.tokenization.inspect",
     "merge": "fabric_train.tokenization.merge",
     "publish": "fabric_train.export.publish",
@@ -39,11 +39,11 @@ PROGRAMS = {
     "trace": "fabric_train.trace",
     "replay": "fabric_train.replay",
     "report": "fabric_train.report",
-    "convert": "convert_to_hf",
+    "convert": "fabric_train.programs.convert_to_hf",
     "merge_models": "fabric_train.merge_models",
-    "generate": "generate",
-    "evaluate": "evaluate",
-    "download": "download_model",
+    "generate": "fabric_train.programs.generate",
+    "evaluate": "fabric_train.programs.evaluate",
+    "download": "fabric_train.programs.download_model",
     "bundle": "fabric_train.bundle",
     "doctor": "fabric_train.doctor",
 }
@@ -54,6 +54,7 @@ called_as: str | None = None
 
 _PROGRAM = Path(__file__).resolve().parents[1]
 _PROJECT = _PROGRAM.parent
+_OF_SCRIPTS = "fabric_train.programs"  # its modules have the names of the files at the top of a checkout
 _OF_GIT_HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -140,10 +141,16 @@ def command_from_here(name: str) -> str:
     in_project = Path(_PROGRAM.name).resolve() == _PROGRAM
     if not in_project and _beside_python("fabric-train").exists():
         return f"{_found('fabric-train')} {name}"
-    script = _PROJECT / f"{module}.py"
-    if not script.is_file():
+    script = script_of(name)
+    if script is None or not (_PROJECT / script).is_file():
         return f"{_found('python')} -m {module}"
-    return f"{_found('python')} {script.name if in_project else shortest_path(script)}"
+    return f"{_found('python')} {script if in_project else shortest_path(_PROJECT / script)}"
+
+
+def script_of(name: str) -> str | None:
+    """Return the file at the top of a checkout that starts a program of :data:`PROGRAMS`; None if none does."""
+    package, _, stem = PROGRAMS[name].rpartition(".")
+    return f"{stem}.py" if package == _OF_SCRIPTS else None
 
 
 def shortest_path(path: Path) -> str:

@@ -22,7 +22,7 @@ from fabric_train.tokenization.tokenizers.parity_check import Reference, find_di
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer, set_chat_template
 
 if TYPE_CHECKING:
-    from arguments import DataArguments
+    from fabric_train.arguments import DataArguments
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
 _COMPARED_DOCUMENTS, _COMPARED_CHARACTERS = 8, 50_000

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from fabric_train.cli.errors import InputError
 
 if TYPE_CHECKING:
-    from arguments import FSDPArguments
+    from fabric_train.arguments import FSDPArguments
 
 Forward = Callable[..., Any]
 Call = tuple[Any, int]

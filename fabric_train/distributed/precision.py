@@ -19,7 +19,7 @@ from torch import nn
 from fabric_train.cli.errors import InputError
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from fabric_train.arguments import TrainArguments
 
 _MIN_CAPABILITY = (8, 9)  # Ada, the first with float8 units
 _MULTIPLE = 16  # torch's scaled product needs both dimensions of a matrix to be multiples of it

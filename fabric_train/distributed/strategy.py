@@ -27,7 +27,7 @@ from fabric_train.distributed.watchdog import SLOW_PHASE_FACTOR
 from fabric_train.distributed.xla import OneDeviceXLAStrategy, OneXLADevice, check_xla_arguments, check_xla_device
 
 if TYPE_CHECKING:
-    from arguments import FSDPArguments, TrainArguments
+    from fabric_train.arguments import FSDPArguments, TrainArguments
 
 LayerClasses = frozenset[type[nn.Module]]
 _MAX_PROCESSES_PER_CORE = 16  # each process has a model of its own, so a larger number is a mistake

@@ -18,7 +18,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.distributed.precision import compute_dtype
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from fabric_train.arguments import TrainArguments
 
 NOTE = (
     "XLA: the loss is computed from logits, not in the head, and at every position, so that its shape is always the "

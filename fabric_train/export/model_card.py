@@ -19,8 +19,8 @@ import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoConfig
 
-from arguments import TrainingArguments
 from fabric_train import checkpoint as checkpoints
+from fabric_train.arguments import TrainingArguments
 from fabric_train.checkpoint.adapter_folder import is_adapter
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact

@@ -27,7 +27,7 @@ except ImportError:  # the torch of torch-xla is too old; only GPUs take this ke
     varlen_attn: Any = None  # type: ignore[no-redef]
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from fabric_train.arguments import TrainArguments
     from fabric_train.model.hf_model import ModelShape
 
 VARLEN = "sdpa_varlen"

@@ -26,7 +26,7 @@ from fabric_train.model.load_weights import MetaModel, build_on_meta, tied_weigh
 from fabric_train.model.weight_files import StoredTensors, Weights
 
 if TYPE_CHECKING:
-    from arguments import ModelArguments
+    from fabric_train.arguments import ModelArguments
 
 _CHUNK = 1 << 18  # elements; a different number changes the weights
 _SIZES = {  # names of a size in the configurations of model families

@@ -39,7 +39,7 @@ from fabric_train.model.load_weights import read_weights
 from fabric_train.model.weight_files import Weights
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from fabric_train.arguments import TrainArguments
 
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _SHARDED_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")

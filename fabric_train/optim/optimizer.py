@@ -17,7 +17,7 @@ from fabric_train.optim.adamw import MOMENTS, AdamW, LocalElements, LowPrecision
 from fabric_train.optim.states import DeclaredStates, TensorTable
 
 if TYPE_CHECKING:
-    from arguments import TrainingArguments
+    from fabric_train.arguments import TrainingArguments
 
 SCHEDULES_VERSION = "2"
 """Of the schedules below. In version 1 the last step had ``min_lr``, so it changed nothing if that was 0."""

@@ -28,7 +28,7 @@ from fabric_train.training.evaluation import METRICS, EarlyStopping, parse_early
 from fabric_train.training.objective import Objective, objective_of
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from fabric_train.arguments import TrainArguments
     from fabric_train.training.prepared_run import TrainingData
 
 _MOST_TOKENS = 1 << 28

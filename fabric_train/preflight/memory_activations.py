@@ -33,7 +33,7 @@ from fabric_train.preflight.memory_gpu import attention_of_slices, attention_on_
 from fabric_train.training.objective import CrossEntropy
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from fabric_train.arguments import TrainArguments
 
 _TRACED_LAYERS = 3
 LayerKind = frozenset[str] | None

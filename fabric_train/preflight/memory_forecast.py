@@ -29,7 +29,7 @@ from fabric_train.preflight.memory_layout import (
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from fabric_train.arguments import TrainArguments
 
 DOES_NOT_FIT = "docs/reference/errors.md#does-not-fit"
 """The page for a run that needs more memory than there is."""

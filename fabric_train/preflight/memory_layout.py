@@ -17,7 +17,7 @@ from fabric_train.preflight.memory_activations import MicroBatch
 from fabric_train.training.prepared_run import StepPlan
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from fabric_train.arguments import TrainArguments
 
 REDUCED_BYTES = 4
 """Gradients are reduced over ranks in fp32, see ``distributed.precision``."""

@@ -19,7 +19,7 @@ from fabric_train.preflight.steps import fault_of_decay
 from fabric_train.training.prepared_run import RunPhase, TrainingData
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments, TrainingArguments
+    from fabric_train.arguments import TrainArguments, TrainingArguments
 
 _SHARES = ("shares", "token_shares")
 

@@ -63,7 +63,7 @@ from fabric_train.training.reference import check_reference
 from fabric_train.training.trackers import check_trackers
 
 if TYPE_CHECKING:
-    from arguments import CheckpointArguments, DataArguments, TrainArguments
+    from fabric_train.arguments import CheckpointArguments, DataArguments, TrainArguments
 
 _PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
 """The packages that a run's losses depend on."""

@@ -27,7 +27,7 @@ from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.replay_certificate import Replay, RunLayout
 
 if TYPE_CHECKING:
-    from arguments import DeviceArguments, FSDPArguments, TrainArguments
+    from fabric_train.arguments import DeviceArguments, FSDPArguments, TrainArguments
 
 _ROWS_PER_READ = 1024
 _LISTED_DOCUMENTS = 3

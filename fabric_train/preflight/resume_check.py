@@ -23,7 +23,7 @@ from fabric_train.training.metrics import read_metrics
 from fabric_train.training.prepared_run import PreparedRun, StepPlan, TrainingData
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from fabric_train.arguments import TrainArguments
 
 _HASHED_AGAIN = 1 << 26  # rows of the steps before a checkpoint; to shuffle so many takes some seconds
 _ROPE = ("rope_scaling", "rope_theta")

@@ -34,7 +34,7 @@ from fabric_train.training.run_times import RunTimes, describe_seconds, read_tim
 from fabric_train.training.summary import facts_table
 
 if TYPE_CHECKING:
-    from arguments import CheckpointArguments, TrainArguments, TrainingArguments
+    from fabric_train.arguments import CheckpointArguments, TrainArguments, TrainingArguments
 
 LLAMA_3_HOURS = 16_384 * 54 * 24 / 419
 """Hours between two failures of a GPU in the pretraining of Llama 3: 419 unexpected interruptions in 54 days on 16,384

@@ -23,7 +23,7 @@ from fabric_train.model.context_parallel import whole_losses
 from fabric_train.model.lm_head_loss import has_loss_in_head
 
 if TYPE_CHECKING:
-    from arguments import PreferenceArguments, TrainArguments
+    from fabric_train.arguments import PreferenceArguments, TrainArguments
 
 
 @dataclass(frozen=True)

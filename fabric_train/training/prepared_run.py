@@ -20,7 +20,7 @@ from fabric_train.optim.optimizer import Schedule, Schedules
 from fabric_train.training.evaluation import EarlyStopping, SamplePrompts
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from fabric_train.arguments import TrainArguments
 
 TrainingData: TypeAlias = TokenDataset | TokenMixture | Stream
 

@@ -37,7 +37,7 @@ from fabric_train.training.objective import CrossEntropy, Objective, WindowLoss,
 from fabric_train.training.statistics import SpikeRule
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from fabric_train.arguments import TrainArguments
 
 _LISTED_ROWS = 64
 _MARKS_OF_STEP = 4  # both ends of what precedes the first exchange, and of the passes

@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.bundle import collect
 from fabric_train.bundle.__main__ import main
 from fabric_train.bundle.recipe import Target, pip_download, reason_in, requirements_with

@@ -126,8 +126,8 @@ def test_every_program_refuses_a_damaged_checkpoint_given_by_name(
     train = argv(tiny_tokens_dir, tiny_model_dir, targets[0], max_step=6, checkpoint=newest)
     programs = {
         "fabric_train.__main__": train,
-        "convert_to_hf": ["--checkpoint", newest, "--output_dir", targets[1]],
-        "generate": ["--model_name", newest, "--prompt", "To be"],
+        "fabric_train.programs.convert_to_hf": ["--checkpoint", newest, "--output_dir", targets[1]],
+        "fabric_train.programs.generate": ["--model_name", newest, "--prompt", "To be"],
     }
     started = [forked_runs.start(words, 1, program=program) for program, words in programs.items()]
     for program in started:
@@ -142,7 +142,7 @@ def test_generate_uses_the_checkpoint_before_a_damaged_one_too(damaged: Path, fo
     newest = damaged / "checkpoints" / "step-00000004"
     flip_a_weight(newest)
     words = ["--model_name", damaged, "--prompt", "To be", "--num_tokens", 2]
-    generated = forked_runs.start(words, 1, program="generate")
+    generated = forked_runs.start(words, 1, program="fabric_train.programs.generate")
     generated.finish()
     assert f"note: {newest} is damaged: " in generated.stderr(0)
     assert "; step-00000002 is used" in generated.stderr(0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import NumberRange, WrongValueError, convert, types_of
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import to_yaml

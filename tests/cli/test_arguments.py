@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arguments import (
+from fabric_train.arguments import (
     DataArguments,
     DecayForm,
     DeviceArguments,
@@ -24,10 +24,10 @@ from arguments import (
     TrainingArguments,
     parse,
 )
-from convert_to_hf import ConvertArguments
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten, parse_arguments, to_yaml
 from fabric_train.inference.arguments import GenerateArguments
+from fabric_train.programs.convert_to_hf import ConvertArguments
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.inspect.__main__ import InspectArguments
 from fabric_train.tokenization.merge import MergeArguments

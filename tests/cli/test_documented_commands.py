@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from tests.support.program_arguments import PROGRAM_ARGUMENTS
 from tests.support.programs import ROOT
 

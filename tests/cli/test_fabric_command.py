@@ -3,7 +3,6 @@
 The programs are found from any folder, and the commands that they print are for the folder they were started in.
 """
 
-import json
 import os
 import shlex
 import shutil
@@ -132,7 +131,6 @@ def test_a_clones_folder_is_started_with_its_own_code(tmp_path: Path, monkeypatc
     clone = tmp_path / "second"
     clone.mkdir()
     shutil.copytree(ROOT / "fabric_train", clone / "fabric_train")
-    shutil.copy(ROOT / "arguments.py", clone)
     with (clone / "fabric_train" / "cli" / "parser.py").open("a") as module:
         module.write("print('second', __file__)\n")
     monkeypatch.chdir(clone)
@@ -168,7 +166,7 @@ def test_another_folder_named_fabric_train_is_not_ours(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("name", ["convert", "merge", "train"])
 def test_fabric_train_runs_a_program_from_any_folder(name: str, own_folder: Path) -> None:
     program = "from fabric_train.cli.fabric_command import fabric_train; fabric_train()"
-    command = [sys.executable, "-c", f"import sys; del sys.path[0]; {program}", name, "--help"]
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = filter(None, sys.path); {program}", name, "--help"]
     env = {**os.environ, **project_first()}
     ended = subprocess.run(command, cwd=own_folder, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -246,10 +244,24 @@ def test_without_the_command_a_program_is_named_by_its_path(
 def test_processes_of_our_own_get_the_projects_modules(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that verifies an export, and the one of lm_eval, are started with ``python -m``."""
     monkeypatch.chdir(own_folder)
-    finds = "import json, arguments, evaluate; print(json.dumps([arguments.__file__, evaluate.__file__]))"
+    (own_folder / "fabric_train.py").write_text("raise RuntimeError('the file of a user')")
+    finds = "import fabric_train; print(fabric_train.__file__)"
     env = {**os.environ, **project_first()}
     found = subprocess.run([sys.executable, "-c", finds], env=env, capture_output=True, text=True, check=True).stdout
-    assert json.loads(found) == [str(ROOT / "arguments.py"), str(ROOT / "evaluate.py")]
+    assert found == f"{ROOT / 'fabric_train' / '__init__.py'}\n"
+
+
+def test_evaluate_means_hugging_faces_package_in_the_checkout_too(tmp_path: Path) -> None:
+    """Tasks of lm_eval import it, in processes that have the checkout first on their path."""
+    package = tmp_path / "packages" / "evaluate"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from evaluate.loading import load\n")
+    (package / "loading.py").write_text("def load(name: str) -> str:\n    return f'the metric {name}'\n")
+    loads = "import sys; import evaluate; print(evaluate.load('rouge'), sys.modules['evaluate'] is evaluate)"
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{package.parent}"}
+    command = [sys.executable, "-c", loads]
+    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+    assert found == "the metric rouge True\n"
 
 
 IMPORTS_NOTHING = """

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import convert, types_of
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import read_table

@@ -13,10 +13,11 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import groups_of, title_of
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import PROGRAMS as MODULES
+from fabric_train.cli.fabric_command import script_of
 from fabric_train.cli.help import PROGRAM, examples_of
 from tests.support.program_arguments import PROGRAM_ARGUMENTS as PROGRAMS
 from tests.support.programs import ROOT
@@ -191,6 +192,6 @@ def test_every_program_has_the_mark_that_the_shell_looks_for(words: str) -> None
 
 
 def test_every_program_is_tested() -> None:
-    every = {f"{name}.py" if (ROOT / f"{name}.py").is_file() else f"-m {name}" for name in MODULES.values()}
+    every = {script_of(name) or f"-m {module}" for name, module in MODULES.items()}
     assert every == {" ".join(words.split()[:2]) for words in PROGRAMS}  # without the command after a module
     assert all(get_type_hints(kind) for kind in PROGRAMS.values())

@@ -171,10 +171,11 @@ def test_evaluation_export_and_generation_run_on_a_device(rehearsal: Rehearsal) 
     trained, export = rehearsal.checkpoint("sharded", 2), rehearsal.folder / "export"
     evaluated = rehearsal.run("evaluated", {"eval_only": "true", "checkpoint": trained, "precision": "bf16-true"})
     assert "validation loss" in evaluated.stdout
-    words = ["convert_to_hf", "--checkpoint", trained, "--output_dir", export]
+    words = ["fabric_train.programs.convert_to_hf", "--checkpoint", trained, "--output_dir", export]
     converted = run_pretended(words, 1, before=VERIFY_IN_PROCESS)
     assert converted.returncode == 0, converted.stderr
-    generated = run_pretended(["generate", "--model_name", export, "--prompt", "To be", "--num_tokens", 8], 1)
+    words = ["fabric_train.programs.generate", "--model_name", export, "--prompt", "To be", "--num_tokens", 8]
+    generated = run_pretended(words, 1)
     assert generated.returncode == 0, generated.stderr
     assert "(cuda, bfloat16)" in generated.stderr
     assert generated.stdout.startswith("To be")
@@ -185,7 +186,7 @@ def test_a_model_too_large_for_a_gpu_is_spread_over_two_and_the_host(tmp_path: P
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     for name in TOKENIZER_FILES:
         shutil.copy(tiny_model_dir / name, tmp_path)
-    argv = ["generate", "--model_name", tmp_path, "--prompt", "To be", "--num_tokens", 8]
+    argv = ["fabric_train.programs.generate", "--model_name", tmp_path, "--prompt", "To be", "--num_tokens", 8]
     whole = run_pretended(argv)
     two, host = (run_pretended([*argv, "--device_memory", size]) for size in ("500KB", "300KB"))
     assert [run.returncode for run in (whole, two, host)] == [0, 0, 0], two.stderr + host.stderr

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arguments import DataArguments
+from fabric_train.arguments import DataArguments
 from fabric_train.cli.errors import InputError
 from fabric_train.data.stream_batches import LaneCursor, LaneOrder, StreamBatches
 from fabric_train.data.stream_documents import (

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arguments import DataArguments, TrainArguments, parse
+from fabric_train.arguments import DataArguments, TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, hash_of
 from fabric_train.data.step_sampler import Window

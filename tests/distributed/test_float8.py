@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoModelForCausalLM
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.precision import check_float8, convert_to_float8
 from fabric_train.model.adapter import Adapter, attach, without_adapters

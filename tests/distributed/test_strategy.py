@@ -7,7 +7,7 @@ import pytest
 from lightning.fabric.accelerators import CUDAAccelerator
 from transformers import LlamaConfig
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.strategy import count_devices, resolve_parallelism
 from fabric_train.distributed.watchdog import SLOW_PHASE_FACTOR

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import tokenize_dataset
+from fabric_train.programs import tokenize_dataset
 from tests.support.downstream_uses import OPTIONS, Checked, Used, use_in_transformers
 from tests.support.environments import downstream_environment
 from tests.support.exports import convert_run

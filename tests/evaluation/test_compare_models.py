@@ -141,7 +141,7 @@ def test_models_are_compared_with_the_first_by_source(
     tmp_path: Path, tiny_model_dir: Path, run: Path, texts: list[str], forked_runs: ForkedRuns
 ) -> None:
     words = ["--models", tiny_model_dir, run, "--texts", *texts, "--max_length", 64, "--output_dir", tmp_path / "out"]
-    program = forked_runs.start(words, 1, program="evaluate")
+    program = forked_runs.start(words, 1, program="fabric_train.programs.evaluate")
     program.finish()
     found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert list(found) == [str(tiny_model_dir), str(run)]

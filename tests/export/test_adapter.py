@@ -13,7 +13,6 @@ from huggingface_hub import metadata_load
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-import convert_to_hf
 from fabric_train.checkpoint.adapter_folder import AdapterTensors, read_adapter
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
@@ -29,6 +28,7 @@ from fabric_train.inference.load_model import load_for_inference, load_onto_devi
 from fabric_train.merge_models.__main__ import main as merge_models
 from fabric_train.model.adapter import NF4Linear
 from fabric_train.model.load_weights import layered_forward
+from fabric_train.programs import convert_to_hf
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.exports import verify_in_this_process
 from tests.support.forked_runs import ForkedRuns

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import convert_to_hf
 from fabric_train.cli.errors import InputError
 from fabric_train.export import convert, source
 from fabric_train.export.convert import write_export
 from fabric_train.export.source import AveragedTensors, AveragePart, PlainAverage
+from fabric_train.programs import convert_to_hf
 from tests.support.bad_input_folder import edit_json
 from tests.support.checkpoint_examples import (
     run_with_two_checkpoints,

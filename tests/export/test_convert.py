@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import convert_to_hf
 from fabric_train.cli.errors import FAILURE, InputError
 from fabric_train.export import convert, verification
 from fabric_train.export.card_facts import read_exports
@@ -24,6 +23,7 @@ from fabric_train.export.convert import plan_targets, write_export
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.export.source import ExportSource
 from fabric_train.export.verification import VerificationError, verify_in_fresh_process
+from fabric_train.programs import convert_to_hf
 from tests.support.checkpoint_examples import CHAT_TEMPLATE, run_with_two_checkpoints, trained_weights, write_full
 from tests.support.exports import verify_in_this_process
 from tests.support.forked_commands import run_in_fork

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-import convert_to_hf
 from fabric_train.cli.errors import FAILURE, InputError
 from fabric_train.export.hub import PushError, PushRequest, _shown_progress, check_push, push
+from fabric_train.programs import convert_to_hf
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.exports import verify_in_this_process
 from tests.support.stand_in_hub import TOKEN, Fault, StandInHub, account

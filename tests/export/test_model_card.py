@@ -17,7 +17,6 @@ from huggingface_hub import ModelCard, constants
 from huggingface_hub.utils import validate_repo_id
 from markdown_it import MarkdownIt
 
-from convert_to_hf import ConvertArguments, print_gaps
 from fabric_train.checkpoint import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
@@ -27,6 +26,7 @@ from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts, draw_card_picture, write_model_card
 from fabric_train.export.source import ExportSource
 from fabric_train.model.origin import ModelOrigin, find_origin
+from fabric_train.programs.convert_to_hf import ConvertArguments, print_gaps
 from fabric_train.tokenization import merge
 from fabric_train.training.loggers import CSVLogger
 from fabric_train.training.metrics import Metrics

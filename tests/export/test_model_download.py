@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-import download_model
 from fabric_train.cli.errors import InputError
+from fabric_train.programs import download_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 Download = Callable[..., None]

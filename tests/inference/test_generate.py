@@ -164,7 +164,7 @@ def test_the_program_prints_prompt_and_text_and_one_line_on_the_speed(
     run: Path, loaded: tuple[Any, Any], forked_runs: ForkedRuns
 ) -> None:
     argv = ["--model_name", run, "--prompt", PROMPT, "--num_tokens", 20]
-    program = forked_runs.start(argv, 1, program="generate")
+    program = forked_runs.start(argv, 1, program="fabric_train.programs.generate")
     program.finish()
     assert program.stdout() == PROMPT + _generate(loaded).text + "\n"
     note, speed = program.stderr().splitlines()

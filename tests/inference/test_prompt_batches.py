@@ -36,7 +36,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _start(runs: ForkedRuns, run: Path, prompts: Path, output: Path, *more: object) -> ForkedRun:
     argv = ["--model_name", run, "--prompts", prompts, "--output", output, "--num_tokens", 8, "--temperature", 1, *more]
-    return runs.start(argv, 1, program="generate")
+    return runs.start(argv, 1, program="fabric_train.programs.generate")
 
 
 def test_texts_are_in_order_resumed_and_the_same_for_any_batch_size(

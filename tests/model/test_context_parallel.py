@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from transformers import GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, Stretch
 from fabric_train.distributed.ranks import ContextGroup

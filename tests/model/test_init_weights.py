@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from arguments import ModelArguments, TrainArguments, parse
+from fabric_train.arguments import ModelArguments, TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.model.hf_model import DEFAULT_LAYER_CLASS
 from fabric_train.model.init_weights import new_shape, open_new

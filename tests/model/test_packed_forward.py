@@ -31,7 +31,7 @@ from transformers import (
     modeling_flash_attention_utils,
 )
 
-from arguments import DataArguments, ModelArguments, TrainArguments, parse
+from fabric_train.arguments import DataArguments, ModelArguments, TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised, find_targets, isolate
 from fabric_train.data.step_sampler import Window

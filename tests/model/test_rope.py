@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from arguments import ModelArguments
+from fabric_train.arguments import ModelArguments
 from fabric_train.cli.errors import InputError
 from fabric_train.model.hf_model import ModelShape, read_shape, shape_from_config
 from fabric_train.model.load_weights import open_pretrained

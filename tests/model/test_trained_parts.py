@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from arguments import TrainArguments, TrainingArguments, parse
+from fabric_train.arguments import TrainArguments, TrainingArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.model.hf_model import ModelShape, read_shape, with_parts
 from fabric_train.model.trained_parts import Parts, rates_by_name

@@ -22,7 +22,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.data.batch import Batch, find_targets, isolate
 from fabric_train.distributed.decoder_layers import checkpoint_layers
 from fabric_train.model import attention

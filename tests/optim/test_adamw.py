@@ -10,7 +10,7 @@ from lightning import Fabric
 from safetensors.torch import load_file
 from torch import nn
 
-from arguments import TrainArguments, TrainingArguments, parse
+from fabric_train.arguments import TrainArguments, TrainingArguments, parse
 from fabric_train.optim.adamw import AdamW, LocalElements, LowPrecisionAdamW, random_bits, round_stochastically, salt
 from fabric_train.optim.optimizer import build_optimizer
 from fabric_train.training.build_run import set_up_optimizer

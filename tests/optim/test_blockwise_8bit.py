@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from arguments import TrainingArguments
+from fabric_train.arguments import TrainingArguments
 from fabric_train.optim.adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer
 from fabric_train.optim.states import BLOCK, Blockwise8Bit

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.model.hf_model import read_shape
 from fabric_train.optim import optimizer
 from fabric_train.optim.optimizer import use_optimizer

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from arguments import TrainingArguments
+from fabric_train.arguments import TrainingArguments
 from fabric_train.optim.adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer, use_triton
 from fabric_train.optim.states import Row, TensorTable

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import parse_size
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.decoder_layers import compile_layers

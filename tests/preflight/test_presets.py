@@ -2,7 +2,7 @@
 
 import pytest
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.model.hf_model import DEFAULT_LAYER_CLASS
 from fabric_train.model.init_weights import new_shape
 from tests.support.programs import ROOT

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-import tokenize_dataset
 from fabric_train.__main__ import main
+from fabric_train.programs import tokenize_dataset
 from tests.support.programs import ROOT
 
 RECIPES = ROOT / "configs" / "recipes"

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import arguments
 import fabric_train
-from fabric_train import InputError, api
+from fabric_train import InputError, api, arguments
 from fabric_train.cli.parser import parse_arguments
 from tests.api_stub import STUB, written_stub
 from tests.support import api_examples, short_runs

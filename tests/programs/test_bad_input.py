@@ -18,7 +18,7 @@ from stat import S_ISREG
 import pytest
 import torch
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.preflight.prepare import prepare
 from tests.support.bad_input_folder import MODULES, make_folder

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import LlamaConfig
 
-from arguments import TrainArguments, parse
 from benchmarks import (
     defects,
     export,
@@ -39,6 +38,7 @@ from benchmarks.measure import ROOT, Command, Spread, interleave
 from benchmarks.peers import export_step, train_without_saving
 from benchmarks.token_rows import read_datatrove, read_litdata
 from benchmarks.tokenization_systems import PEERS, our_command, peer_command
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.fabric_command import checked_out_commit
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.export.model_comparison import compare

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, pipeline
 
-import tokenize_dataset
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.generate import generate
 from fabric_train.inference.load_model import load_for_inference
 from fabric_train.inference.prompts import encode_text
+from fabric_train.programs import tokenize_dataset
 from tests.support.exports import VERIFY_IN_PROCESS
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv
@@ -71,7 +71,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, base: Path, forked_runs: F
     options = {"number_epochs": 5, "max_step": 40, "lr": 0.02, "eval_iters": None, "save_step_interval": 1000}
     forked_runs.start(argv(base, folder / "tokens", folder / "run", **options), 1).finish()
     words = f"--checkpoint {folder / 'run'} --output_dir {folder / 'export'} --dtype float32"
-    forked_runs.start(words.split(), 1, program="convert_to_hf", before=VERIFY_IN_PROCESS).finish()
+    program = "fabric_train.programs.convert_to_hf"
+    forked_runs.start(words.split(), 1, program=program, before=VERIFY_IN_PROCESS).finish()
     return ChatModel(folder / "run" / "checkpoints" / "step-00000040", folder / "export")
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.bundle import __main__ as bundle
 from fabric_train.bundle import collect
 from fabric_train.checkpoint import read_trainer_json

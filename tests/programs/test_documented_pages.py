@@ -69,10 +69,10 @@ STAND_INS = {
     "fabric_train.__main__": "--devices 1 --accelerator cpu --precision 32-true --max_step 2 --micro_batch_size 1 "
     "--total_batch_size 2 --warmup_steps 0 --eval_iters 1 --eval_step_interval 2 --save_step_interval 2 --loggers csv "
     "--report false --compile false --num_workers 0 --context_parallel_size 1 --max_length 128",
-    "tokenize_dataset": "--num_proc 1 --max_length 128 --validation_split 0.2",
-    "generate": "--num_tokens 4",
-    "evaluate": "--max_length 128",
-    "convert_to_hf": "",
+    "fabric_train.programs.tokenize_dataset": "--num_proc 1 --max_length 128 --validation_split 0.2",
+    "fabric_train.programs.generate": "--num_tokens 4",
+    "fabric_train.programs.evaluate": "--max_length 128",
+    "fabric_train.programs.convert_to_hf": "",
     "fabric_train.merge_models.__main__": "",
     "fabric_train.tokenization.inspect.__main__": "",
     "fabric_train.report.__main__": "",
@@ -112,7 +112,9 @@ def module_of(line: str) -> str | None:
     words = next((words for name, words in PROGRAMS.items() if f"{line} ".startswith(f"{name} ")), None)
     if words is None:
         return None
-    name = words.removeprefix("-m ").split()[0].removesuffix(".py")
+    if words.endswith(".py"):
+        return f"fabric_train.programs.{words.removesuffix('.py')}"
+    name = words.removeprefix("-m ").split()[0]
     return f"{name}.__main__" if (ROOT / name.replace(".", "/") / "__main__.py").is_file() else name
 
 

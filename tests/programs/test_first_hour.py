@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from arguments import TrainArguments, parse
 from benchmarks import first_hour
 from benchmarks.first_hour import Part, run_first_hour
 from benchmarks.first_hour_parts import SIZES, Attempt, Outcome, training_command
 from benchmarks.gpu import MIDDLE, SMALL
 from benchmarks.report import Machine
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError, RunError
 
 MACHINE = Machine("a-gpu", "A GPU", 2, "a CPU", 1, "Linux", "3.11", 0.0)

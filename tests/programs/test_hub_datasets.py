@@ -20,6 +20,7 @@ from tests.support.stand_in_hub import Repository, StandInHub
 from tests.support.token_datasets import documents_in, manifest_of, tokenize
 
 Start = Callable[..., ForkedRun]
+TOKENIZE = "fabric_train.programs.tokenize_dataset"
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
 README = """---
 configs:
@@ -132,7 +133,7 @@ def test_a_part_of_a_hub_dataset_is_read_at_its_commit_and_cleaned(
     options += ["--boilerplate", tmp_path / "lines"]
     names = ["owner/texts:en", "owner/texts:en:test@v1", "owner/texts:es"]
     out = tmp_path / "out"
-    done = online("tokenize_dataset", "--dataset", *names, *options, "--stream", stream, "--output_dir", out)
+    done = online(TOKENIZE, "--dataset", *names, *options, "--stream", stream, "--output_dir", out)
     assert done.codes() == [0], done.report()
     found = documents_in(datasets.load_from_disk(out)["train"]["input_ids"][:], out)
     expected = [text for what in ("new en 0", "new en 1", "old en test", "new es") for text in texts(what)]
@@ -152,7 +153,7 @@ def test_pairs_of_a_hub_dataset_are_streamed(online: Start, tmp_path: Path, pair
     model, out = pair_datasets.write_model(tmp_path / "model"), tmp_path / "out"
     options = ["--tokenizer_name", model, "--max_length", 192, "--num_proc", 1, "--validation_split", 0]
     options += ["--packing", "none", "--stream", "true", "--output_dir", out]
-    done = online("tokenize_dataset", "--dataset", "owner/pairs", *options)
+    done = online(TOKENIZE, "--dataset", "owner/pairs", *options)
     assert done.codes() == [0], done.report()
     pair_datasets.tokenize(tmp_path / "local", model, [pairs], validation_split=0, packing="none")
     streamed, read = (datasets.load_from_disk(folder)["train"].to_list() for folder in (out, tmp_path / "local"))
@@ -173,7 +174,7 @@ def test_parts_that_the_hub_does_not_have_are_refused_with_those_there_are(
         "owner/nothing:en": f"{nothing} has nothing of this name that this login may read",
     }
     argv = ["--tokenizer_name", tiny_model_dir, "--output_dir", tmp_path / "out", "--dataset", *faults]
-    done = online("tokenize_dataset", *argv)
+    done = online(TOKENIZE, *argv)
     assert done.codes() == [2]
     printed = [line for line in done.stderr().splitlines() if line.startswith("error: ")]
     assert printed == [f"error: --dataset {name}: {fault}" for name, fault in faults.items()]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-import tokenize_dataset
 from fabric_train.cli.errors import InputError
 from fabric_train.data.token_dataset import open_dataset
+from fabric_train.programs import tokenize_dataset
 from fabric_train.tokenization.chats import chat_template
 from fabric_train.tokenization.inspect.report import make_report
 from fabric_train.tokenization.merge import merge

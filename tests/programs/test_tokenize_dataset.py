@@ -472,7 +472,8 @@ def test_a_full_disk_ends_the_run_with_one_error_line(tmp_path: Path, tiny_model
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"  # a write fails as on a full disk
         "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\n"
-        "import tokenize_dataset; from fabric_train.cli.errors import run_program; run_program(tokenize_dataset.main)"
+        "from fabric_train.cli.errors import run_program; from fabric_train.programs.tokenize_dataset import main\n"
+        "run_program(main)"
     )
     argv = ["--dataset", source, "--tokenizer_name", tiny_model_dir, "--output_dir", tmp_path / "out"]
     done = subprocess.run(

@@ -10,10 +10,10 @@ import datasets
 import numpy as np
 import pytest
 
-import tokenize_dataset
 from fabric_train.cli.errors import InputError
 from fabric_train.data.row_documents import documents_in
 from fabric_train.data.token_dataset import open_dataset
+from fabric_train.programs import tokenize_dataset
 from fabric_train.tokenization import merge as merging
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.inspect.report import make_report

@@ -20,7 +20,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from arguments import TrainingArguments
+from fabric_train.arguments import TrainingArguments
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.optim.optimizer import learning_rate

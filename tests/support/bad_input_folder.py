@@ -17,9 +17,9 @@ from tests.support.checkpoint_examples import trained_weights, write_checksums, 
 
 MODULES = {
     "train": "fabric_train.__main__",
-    "tokenize": "tokenize_dataset",
-    "convert": "convert_to_hf",
-    "generate": "generate",
+    "tokenize": "fabric_train.programs.tokenize_dataset",
+    "convert": "fabric_train.programs.convert_to_hf",
+    "generate": "fabric_train.programs.generate",
     "inspect": "fabric_train.tokenization.inspect.__main__",
     "merge": "fabric_train.tokenization.merge",
 }

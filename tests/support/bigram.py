@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers.modeling_outputs import CausalLMOutput
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.data.batch import IGNORED_LABEL, Batch
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed.ranks import clip_grad_norm

@@ -24,7 +24,7 @@ def verify_in_this_process() -> AbstractContextManager[Any]:
 def convert_run(runs: ForkedRuns, folder: Path, *words: object) -> Path:
     """Run ``convert_to_hf.py --output_dir FOLDER WORDS``; return the folder."""
     given = ["--output_dir", folder, *words]
-    runs.start(given, 1, program="convert_to_hf", before=VERIFY_IN_PROCESS).finish(900)
+    runs.start(given, 1, program="fabric_train.programs.convert_to_hf", before=VERIFY_IN_PROCESS).finish(900)
     return folder
 
 

@@ -333,7 +333,7 @@ def serve() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # standard output is for answers alone
     prepares, *imports = sys.argv[1:]
-    for module in ("arguments", "fabric_train.__main__", *imports):
+    for module in ("fabric_train.__main__", *imports):
         importlib.import_module(module)
     if "transformers.conversion_mapping" in sys.modules:
         # compiles the patterns of every family, which takes a third of a small run
@@ -384,7 +384,7 @@ def _prepare(argv: list[str]) -> None:
     from torchmetrics import Metric
     from transformers import AutoModelForCausalLM
 
-    from arguments import TrainArguments, parse
+    from fabric_train.arguments import TrainArguments, parse
     from fabric_train.files.regular_file import type_adapter
     from fabric_train.preflight.prepare import prepare
 

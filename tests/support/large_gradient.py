@@ -6,7 +6,7 @@ import sys
 import torch
 from torch import nn
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.distributed.ranks import clip_grad_norm
 from fabric_train.distributed.strategy import LayerClasses, build_fabric
 from fabric_train.model.parallelize import setup_model

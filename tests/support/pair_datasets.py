@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import tokenize_dataset
+from fabric_train.programs import tokenize_dataset
 from tests.support.tiny_model import write_tiny_model
 
 TEMPLATE = (

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from arguments import TrainingArguments
+from fabric_train.arguments import TrainingArguments
 from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.optim.optimizer import learning_rate

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from arguments import TrainArguments
-from convert_to_hf import ConvertArguments
-from download_model import DownloadArguments
+from fabric_train.arguments import TrainArguments
 from fabric_train.bundle.__main__ import BundleArguments
 from fabric_train.doctor import DoctorArguments
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.export.publish import PublishArguments
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.merge_models.__main__ import MergeModelsArguments
+from fabric_train.programs.convert_to_hf import ConvertArguments
+from fabric_train.programs.download_model import DownloadArguments
 from fabric_train.replay import ReplayArguments
 from fabric_train.report.__main__ import ReportArguments
 from fabric_train.runs import RunsArguments

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from arguments import TrainArguments, parse
 from fabric_train import checkpoint as checkpoints
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.checkpoint.tensors import restore_optimizer
 from fabric_train.data import DataOrder

@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 from transformers import AutoTokenizer
 
-import tokenize_dataset
+from fabric_train.programs import tokenize_dataset
 from fabric_train.tokenization.manifest import Manifest, read_manifest
 from fabric_train.tokenization.shards import SIZES
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import tokenize_dataset
+from fabric_train.programs import tokenize_dataset
 
 
 def start(tmp_path: Path, tokenizer: Path, sources: Sequence[Path], *options: object) -> "subprocess.Popen[str]":

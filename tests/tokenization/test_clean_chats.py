@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-import tokenize_dataset
 from fabric_train.cli.errors import InputError
+from fabric_train.programs import tokenize_dataset
 from fabric_train.tokenization import merge
 from fabric_train.tokenization.cleaning.cleaner import (
     Cleaner,

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tokenize_dataset
 from fabric_train.cli.errors import InputError
+from fabric_train.programs import tokenize_dataset
 from fabric_train.tokenization import merge, slice_folder
 from fabric_train.tokenization.cleaning import boilerplate
 from fabric_train.tokenization.cleaning.boilerplate import (

@@ -153,10 +153,10 @@ def run_limited(limit: str, *argv: object) -> "subprocess.CompletedProcess[str]"
     """Run tokenize_dataset.py after ``limit``, a statement of Python."""
     program = (
         "import resource\n"
-        "import tokenize_dataset\n"
         "from fabric_train.cli.errors import run_program\n"
+        "from fabric_train.programs.tokenize_dataset import main\n"
         f"{limit}\n"
-        "run_program(tokenize_dataset.main)"
+        "run_program(main)"
     )
     command = [sys.executable, "-c", program, *map(str, argv)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)

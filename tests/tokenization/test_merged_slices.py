@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tokenize_dataset
 from fabric_train.cli.errors import InputError
 from fabric_train.data.token_dataset import open_dataset
+from fabric_train.programs import tokenize_dataset
 from fabric_train.tokenization import encoding, merge, slice_folder
 from fabric_train.tokenization.corpus import unfinished_folder
 from fabric_train.tokenization.packing.arrow_folder import write_index

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arguments import TrainingArguments
+from fabric_train.arguments import TrainingArguments
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.optim.optimizer import learning_rate

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from arguments import TrainArguments, TrainingArguments
+from fabric_train.arguments import TrainArguments, TrainingArguments
 from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.export.convert import convert
 from fabric_train.export.model_card import CardFacts
 from fabric_train.export.source import ExportSource

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-from arguments import PreferenceArguments, TrainArguments, parse
+from fabric_train.arguments import PreferenceArguments, TrainArguments, parse
 from fabric_train.checkpoint import Evaluation, TokenLoss, TrainerState, find_checkpoint
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch

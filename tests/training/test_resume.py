@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from arguments import TrainArguments, TrainingArguments, parse
+from fabric_train.arguments import TrainArguments, TrainingArguments, parse
 from fabric_train.cli.parser import flatten
 from fabric_train.optim.optimizer import learning_rate
 from fabric_train.preflight.resume_check import OWN_VERSIONS, Change, _decides, find_changes

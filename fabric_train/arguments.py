@@ -1,0 +1,859 @@
+"""The arguments of training, by group: type, default, help text and checks. Other programs have theirs beside them.
+
+A field's docstring is its help text, and the lines below the first one of a program's docstring are examples of its
+use. ``faults`` of a group returns what the types cannot check; the programs report all faults of the command line and
+the ``--config`` file at once. It has the names and defaults of the system that this project continues.
+"""
+
+import re
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+from fabric_train.cli.argument_types import (
+    LayerSize,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NonNegativeInt64,
+    NumLayers,
+    NumWorkers,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    RowLength,
+    Seconds,
+    Shares,
+    UnitInterval,
+    given_twice,
+    named_numbers,
+    parse_size,
+    range_of_steps,
+)
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.launcher import launcher_arguments
+from fabric_train.cli.parser import parse_arguments
+
+T = TypeVar("T")
+
+Precision = Literal["auto", "bf16-true", "bf16-mixed", "32-true", "16-mixed"]
+Parallelism = Literal["auto", "fsdp", "fsdp2", "ddp", "single", "xla"]
+ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
+Schedule = Literal["cosine", "linear", "constant", "step", "exponential", "wsd"]
+DecayForm = Literal["1-sqrt", "linear", "cosine"]
+OptimizerStates = Literal["float32", "bfloat16", "8bit"]
+LoggerName = Literal["csv", "tensorboard", "wandb", "trackio", "mlflow"]
+PROJECT = "fabric_llama"
+_TRACKERS = {"wandb", "trackio", "mlflow"}
+_OF_TRACKERS = ("project", "run_name", "tags", "group", "notes")
+_OF_MIXTURES = ("shares", "token_shares", "phases")
+_OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
+    "sft": (),
+    "dpo": ("dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "reference"),
+    "ipo": ("dpo_beta", "sft_weight", "reference"),
+    "simpo": ("dpo_beta", "label_smoothing", "sft_weight", "simpo_gamma"),
+    "orpo": ("dpo_beta",),
+}
+"""The arguments that each objective uses."""
+PARTS = ("train_only", "freeze")
+_SCALING = r"(llama3|yarn|linear):([0-9]{1,6}(?:\.[0-9]{1,6})?)"
+_SIZES = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_context_width", "vocab_size")
+_FURTHER_SIZES = ("num_key_value_heads", "architecture")
+
+
+@dataclass(frozen=True)
+class DeviceArguments:
+    """Devices"""
+
+    devices: int | str = "auto"
+    """Number of devices on each machine, or their indices (0,2,3); auto or -1 takes all GPUs, or one process on CPU."""
+    accelerator: Literal["auto", "cpu", "cuda", "gpu", "tpu"] = "auto"
+    """Device type; auto takes CUDA if there is a GPU, else the CPU. tpu is one device of PyTorch/XLA."""
+    num_nodes: PositiveInt = 1
+    """Number of machines."""
+    tpu: bool = False
+    """The same as --accelerator tpu."""
+    rank_timeout: Seconds = 120.0
+    """Seconds after which the run ends because a rank is silent or keeps the others waiting; ten times as long while
+    loading, while saving and in a process's first step. 0 waits forever, for a debugger. A rank that dies ends the run
+    at once.
+    """
+
+    def __post_init__(self) -> None:
+        """Let --tpu choose the accelerator."""
+        if self.tpu and self.accelerator == "auto":
+            object.__setattr__(self, "accelerator", "tpu")
+
+    def faults(self) -> list[str]:
+        """Return invalid values of --devices, and an accelerator that contradicts --tpu."""
+        faults = []
+        if not re.fullmatch(r"auto|-1|[1-9][0-9]{0,5}|[0-9]{1,4}(,[0-9]{1,4})+", str(self.devices)):
+            faults.append(f"--devices: expected auto, a number above 0 or indices such as 0,2,3; got {self.devices!r}")
+        if self.tpu and self.accelerator != "tpu":
+            faults.append(f"--tpu true and --accelerator {self.accelerator}: give one of them")
+        return faults
+
+
+@dataclass(frozen=True)
+class DataArguments:
+    """Data"""
+
+    train_data_dir: str | list[str] | None = None
+    """Token datasets from tokenize_dataset.py: folders with train/ and validation/. Several with one tokenizer and
+    --max_length can be trained on together; then every optimizer step has rows of each in its share.
+    """
+    shares: list[PositiveFloat] | list[dict[str, Any]] | list[str] | None = None
+    """How much of each --train_data_dir an epoch reads: 1 is every row once, 2 twice, 0.15 is 15 % of the rows, in the
+    next epoch other 15 %. Default: 1. By name as FOLDER=1 or, of a source in it, FOLDER:SOURCE=0.15; 0 leaves it out.
+    Of each --streaming_dataset, also by name, how much a pass reads; its documents are mixed then.
+    """
+    token_shares: list[PositiveFloat] | list[dict[str, Any]] | list[str] | None = None
+    """Instead of --shares: the share of each in the tokens of every step, such as 0.7 0.2 0.1 or by name; an epoch has
+    as many rows as all of them together.
+    """
+    phases: str | None = None
+    """YAML file with parts of the run, each from a step or share of the run on, that have other shares or another
+    learning rate: a list such as [{from: 0.9, token_shares: [0.5, 0.5], lr: 1e-5}]. The run then has --max_step steps.
+    """
+    streaming_dataset: list[str] | None = None
+    """Train on texts or chats without a token dataset, tokenized on the fly: files, globs, folders, save_to_disk
+    folders or hub names, also as NAME:SUBSET:SPLIT@REVISION; es=PLACE names a source. They are read one after the
+    other, or with --shares together. With --train_data_dir as well, only its validation/ is used.
+    """
+    shuffle_buffer: NonNegativeInt = 0
+    """Draw the next document of --streaming_dataset from a buffer of this number of documents, which every worker
+    holds in memory; 0 keeps their order.
+    """
+    text_column: str = "text"
+    """Column with the text in --streaming_dataset; sources without it have chats or instructions. NAME:SEPARATOR joins
+    lists of texts.
+    """
+    max_length: RowLength = 2048
+    """Tokens per row of --streaming_dataset; 8k is 8192."""
+    isolate_documents: bool = True
+    """Keep the documents of a packed row apart: no attention between them, and each starts again at position 0; false
+    joins them.
+    """
+    num_workers: NumWorkers = 1
+    """Processes on each rank that read batches ahead of the training loop; 0 reads in the loop."""
+    seed: NonNegativeInt64 = 0
+    """Seed of the sample order, dropout, stochastic rounding and the random weights of a new model. The order of a
+    stream depends on it only with --shares or --shuffle_buffer.
+    """
+
+    def faults(self) -> list[str]:
+        """Return missing data, and sources that cannot be streamed."""
+        faults = self._faults_of_shares() + self._faults_of_folders()
+        if self.streaming_dataset is None:
+            if self.shuffle_buffer:
+                faults.append(
+                    "--shuffle_buffer is of --streaming_dataset; the rows of a token dataset are shuffled anyway"
+                )
+            missing = "--train_data_dir is required, or --streaming_dataset"
+            return faults if self.data_dirs else [missing, *faults]
+        faults += [
+            f"--streaming_dataset {name}: a URL is not streamed; download it, or tokenize it with tokenize_dataset.py"
+            for name in self.streaming_dataset
+            if "://" in name
+        ]
+        if not self.streaming_dataset:
+            faults.append("--streaming_dataset names nothing: give files or hub names")
+        if self.max_length < 2:
+            faults.append("--max_length 1 leaves no token to predict: give 2 or more")
+        return faults
+
+    @property
+    def data_dirs(self) -> list[str]:
+        """The folders of --train_data_dir."""
+        given = self.train_data_dir or []
+        return [given] if isinstance(given, str) else given
+
+    @property
+    def mixes(self) -> bool:
+        """Whether rows of token datasets come from several, or from a share of one, which may change."""
+        has_shares = self.streaming_dataset is None and any(getattr(self, name) is not None for name in _OF_MIXTURES)
+        return len(self.data_dirs) > 1 or has_shares
+
+    @property
+    def shares_of_epochs(self) -> Shares:
+        """What --shares or --token_shares says, or that an epoch reads every row once."""
+        of_tokens = self.token_shares is not None
+        given = self.token_shares if of_tokens else self.shares
+        return Shares("--token_shares" if of_tokens else "--shares", given, of_tokens)
+
+    def _faults_of_folders(self) -> list[str]:
+        """Return a fault for a folder of --train_data_dir that is given again, also by another path."""
+        advice = "--shares {}=2 reads its rows twice in an epoch"
+        return [f"--train_data_dir: {fault}, {advice.format(name)}" for name, fault in given_twice(self.data_dirs)]
+
+    def _faults_of_shares(self) -> list[str]:
+        if self.shares is not None and self.token_shares is not None:
+            return ["--shares and --token_shares contradict each other: give one of them"]
+        places, option = self.data_dirs, "folders of --train_data_dir"
+        if self.streaming_dataset is not None:
+            places, option = self.streaming_dataset, "places of --streaming_dataset"
+            if self.token_shares is not None:
+                return ["--token_shares: how many tokens a stream has is known when it is read; give --shares"]
+            if self.phases is not None:
+                return ["--phases: a stream has the same shares in all steps; tokenize it and give --train_data_dir"]
+        shares = self.shares_of_epochs
+        try:
+            if shares.given is not None and shares.by_name() is None and len(shares.given) != len(places):
+                return [f"{shares.option} has {len(shares.given)} numbers for {len(places)} {option}; give one each"]
+        except InputError as error:
+            return list(error.faults)
+        return []
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """Model"""
+
+    model_name: str = "meta-llama/Meta-Llama-3-8B"
+    """Causal language model of Hugging Face: a hub name or a folder; or a checkpoint, RUN, RUN/best, RUN/latest or
+    RUN/step-500, whose weights a new run begins with.
+    """
+    attention: Literal["sdpa", "flash_attention_2", "flex_attention", "eager"] = "sdpa"
+    """Attention implementation: sdpa is torch's own, on a GPU its kernel for documents; flash_attention_2 needs a GPU
+    and the package flash-attn.
+    """
+    precision: Precision = "auto"
+    """bf16-true keeps weights and optimizer states in bfloat16; mixed keeps them in fp32 and computes in 16 bits. auto
+    is bf16-true, and bf16-mixed with --accelerator tpu.
+    """
+    float8: bool = False
+    """Compute matrix products of decoder layers in float8; needs torchao, --compile true and an Ada or newer GPU."""
+    from_scratch: str | None = None
+    """Train a new model of this family (llama, gpt2, gpt_neox, mistral, mixtral, qwen3, gemma, ...) with random weights
+    and the sizes below; --model_name is then only the tokenizer of --streaming_dataset. Sizes without a family make a
+    Llama.
+    """
+    hidden_width: LayerSize | None = None
+    """New model: hidden size."""
+    num_layers: NumLayers | None = None
+    """New model: number of decoder layers."""
+    num_heads: LayerSize | None = None
+    """New model: number of attention heads."""
+    num_key_value_heads: LayerSize | None = None
+    """New model: number of key and value heads (grouped-query attention); default: --num_heads."""
+    intermediate_size: LayerSize | None = None
+    """New model: size of the feed-forward layer."""
+    max_context_width: RowLength | None = None
+    """New model: number of positions, the largest length of a row."""
+    vocab_size: LayerSize | None = None
+    """New model: rows of the embedding, at least as many as the tokenizer has ids."""
+    architecture: dict[str, Any] | None = None
+    """New model: other values of its config.json, such as {tie_word_embeddings: true}; see configs/."""
+
+    rope_scaling: str | None = None
+    """Extend the positions of the model for longer rows: llama3:8, yarn:8 or linear:8 for 8 times as many as it had
+    originally; none removes a scaling. Default: as its config.json says (docs/long_rows.md).
+    """
+    rope_theta: PositiveFloat | None = None
+    """Base of the rotary positions, such as 500000; without --rope_scaling, the model then takes as many positions as
+    the rows have. Default: as its config.json says.
+    """
+    train_only: list[str] | None = None
+    """Train only these parts and leave the others as they are: names of modules or parameters (embed_tokens lm_head),
+    or regular expressions ('layers.(0|1|31)'); all is the whole model.
+    """
+    freeze: list[str] | None = None
+    """Leave these parts as they are and train the others, of --train_only if that is given; named as there."""
+
+    def faults(self) -> list[str]:
+        """Return wrong values, lists of parts that are empty, and sizes that are missing or do not fit together."""
+        faults = [f"--{name} names nothing: give parts, or leave it out" for name in PARTS if getattr(self, name) == []]
+        if self.rope_scaling is not None and self.scaling is None:
+            expected = "llama3:FACTOR, yarn:FACTOR or linear:FACTOR with a factor above 1, or none"
+            faults.append(f"--rope_scaling: expected {expected}; got {self.rope_scaling!r}")
+        return faults + self._faults_of_sizes()
+
+    @property
+    def scaling(self) -> tuple[str, float] | None:
+        """Kind and factor of --rope_scaling, 1 for none; None if it is not given or wrong."""
+        if self.rope_scaling == "none":
+            return "none", 1.0
+        found = re.fullmatch(_SCALING, self.rope_scaling or "")
+        return (found[1], float(found[2])) if found and float(found[2]) > 1 else None
+
+    def _faults_of_sizes(self) -> list[str]:
+        if self.family is None:
+            return []
+        given = [f"--{name}" for name in (*_SIZES, *_FURTHER_SIZES) if self._has(name)]
+        missing = [f"--{name}" for name in _SIZES if not self._has(name)]
+        if missing and self.from_scratch is None:
+            return [f"{given[0]} makes a new model, which needs {', '.join(missing)} too; or leave it out"]
+        if missing:
+            return [f"--from_scratch {self.from_scratch} needs {', '.join(missing)} too"]
+        assert self.hidden_width is not None
+        assert self.num_heads is not None
+        heads = self.num_key_value_heads or self.num_heads
+        faults = []
+        if self.hidden_width % self.num_heads:
+            faults.append(f"--hidden_width {self.hidden_width} is not a multiple of --num_heads {self.num_heads}")
+        if self.num_heads % heads:
+            faults.append(f"--num_heads {self.num_heads} is not a multiple of --num_key_value_heads {heads}")
+        return faults
+
+    @property
+    def family(self) -> str | None:
+        """Family of the new model; None for a pretrained one."""
+        return self.from_scratch or ("llama" if any(map(self._has, (*_SIZES, *_FURTHER_SIZES))) else None)
+
+    def _has(self, name: str) -> bool:
+        return getattr(self, name) is not None
+
+
+@dataclass(frozen=True)
+class AdapterArguments:
+    """Adapter"""
+
+    adapter: Literal["lora", "dora"] | None = None
+    """Train an adapter beside the frozen weights of the model, instead of all weights: lora, or dora, which also trains
+    the norms of the weights' rows. The other arguments of this group need it; --lora_rank alone means lora.
+    """
+    lora_rank: PositiveInt | None = None
+    """Inner dimension of the adapter's matrices; default: 16."""
+    lora_alpha: PositiveFloat | None = None
+    """The adapter's change of a layer is scaled by alpha / rank; default: twice the rank."""
+    lora_dropout: UnitInterval = 0.0
+    """Share of a layer's inputs that the adapter does not see in a step."""
+    lora_targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Linear layers with an adapter, by name (q_proj v_proj), or by a regular expression of the whole name; all-linear
+    are all except the head.
+    """
+    lora_rslora: bool = False
+    """Scale by alpha / √rank, with which higher ranks learn as fast as lower ones."""
+    base_weights: Literal["nf4"] | None = None
+    """Keep the frozen matrices of the decoder layers in 4 bits by bitsandbytes (QLoRA): 4.5 bits a weight in memory.
+    Default: as --precision says.
+    """
+    train_also: list[str] | None = None
+    """Modules of the model that train as a whole beside the adapter, such as embed_tokens lm_head."""
+    init_adapter: str | None = None
+    """Folder of an adapter, of a run or of peft, with whose weights the new adapter begins."""
+
+    def __post_init__(self) -> None:
+        """Fill in values that depend on others, unless --init_adapter has them."""
+        if self.init_adapter is None and (self.adapter or self.lora_rank):
+            rank = self.lora_rank or 16
+            for name, default in (("adapter", "lora"), ("lora_rank", rank), ("lora_alpha", 2.0 * rank)):
+                object.__setattr__(self, name, getattr(self, name) or default)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether an adapter trains."""
+        return self.adapter is not None or self.init_adapter is not None
+
+    def faults(self) -> list[str]:
+        """Return values that are of an adapter where there is none, and values that no adapter has."""
+        faults = ["--lora_dropout must be below 1"] if self.lora_dropout == 1 else []
+        faults += ["--lora_targets names nothing: give layers, or leave it out"] if not self.lora_targets else []
+        if not self.is_given:
+            defaults = asdict(AdapterArguments())
+            given = [name for name, value in asdict(self).items() if value != defaults[name]]
+            faults += [f"--{name} needs --adapter lora or dora: without it all weights train" for name in given]
+        return faults
+
+
+@dataclass(frozen=True)
+class PreferenceArguments:
+    """Preference"""
+
+    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo"] = "sft"
+    """The loss: sft is the cross entropy of the supervised tokens; the others train on preference pairs, so that the
+    chosen answer becomes more likely than the rejected one. dpo and ipo compare with a reference model.
+    """
+    dpo_beta: PositiveFloat = 0.1
+    """Factor of the rewards of dpo, ipo and simpo, and of the odds ratio in orpo; simpo's authors take 2 to 10."""
+    length_normalised: bool = False
+    """With dpo: divide the log-probability of each answer by its number of tokens, as Tülu 3 does, with a larger
+    --dpo_beta such as 5.
+    """
+    label_smoothing: UnitInterval = 0.0
+    """With dpo and simpo: the share of pairs whose answers may be the wrong way round, below 0.5."""
+    sft_weight: NonNegativeFloat = 0.0
+    """With dpo, ipo and simpo: factor of the chosen answer's cross entropy per token, which is added; orpo has it with
+    factor 1.
+    """
+    simpo_gamma: NonNegativeFloat = 0.5
+    """With simpo: by how much the reward of the chosen answer is to be the higher one."""
+    reference: str | None = None
+    """With dpo and ipo: the reference model, a hub name, folder, checkpoint, RUN or RUN/best; default: the weights that
+    the run starts from, without a new adapter.
+    """
+
+    @property
+    def needs_pairs(self) -> bool:
+        """Whether the objective is one of preference pairs."""
+        return self.objective != "sft"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the objective compares with a reference model."""
+        return self.objective in ("dpo", "ipo")
+
+    def faults(self) -> list[str]:
+        """Return values that the objective does not use."""
+        faults = [] if self.label_smoothing < 0.5 else ["--label_smoothing must be below 0.5"]
+        defaults, used = asdict(PreferenceArguments()), _OF_OBJECTIVES[self.objective]
+        for name, value in asdict(self).items():
+            if name != "objective" and name not in used and value != defaults[name]:
+                users = ", ".join(one for one, names in _OF_OBJECTIVES.items() if name in names)
+                faults.append(f"--{name} is of --objective {users}, not {self.objective}; leave it out")
+        return faults
+
+
+@dataclass(frozen=True)
+class FSDPArguments:
+    """FSDP and other parallelism"""
+
+    parallelism: Parallelism = "auto"
+    """fsdp is Fabric's FSDPStrategy, fsdp2 is fully_shard; auto takes fsdp for several processes, else single. xla is
+    Fabric's XLAFSDPStrategy, the only one with --accelerator tpu.
+    """
+    auto_wrap_policy: str = "LlamaDecoderLayer"
+    """Layer class that FSDP shards as one unit; the default is replaced for models of other families."""
+    sharding_strategy: ShardingStrategy = "FULL_SHARD"
+    """Shard all; gradients and optimizer states (SHARD_GRAD_OP); nothing; or within each machine all
+    (HYBRID_SHARD), or gradients and optimizer states (_HYBRID_SHARD_ZERO2, as torch names it).
+    """
+    tensor_parallel_size: PositiveInt = 1
+    """Number of devices that each matrix of a decoder layer is split over; needs --parallelism fsdp2."""
+    context_parallel_size: PositiveInt = 1
+    """Number of devices that each compute a part of the same rows, for rows that one has no memory for; needs
+    --parallelism fsdp2.
+    """
+    state_dict_type: Literal["full", "sharded"] = "full"
+    """Checkpoint files: full is one for weights and one for optimizer states, sharded is one of each per rank."""
+    limit_all_gathers: bool = True
+    """Limit the layers whose gathered parameters are in memory at the same time; of --parallelism fsdp."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer states in host memory between uses (slow)."""
+    gradient_reduction: Literal["step", "micro_batch"] = "step"
+    """With fsdp and fsdp2: step reduces gradients once per step and keeps them unsharded on each device until then;
+    micro_batch reduces them after each micro-batch, with less memory and more communication (with --cpu_offload, in
+    fsdp2 only).
+    """
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """Recompute decoder layers in the backward pass instead of storing their activations: full stores only a layer's
+    input, selective also what fits into --activation_memory_budget; auto takes the least that fits into a GPU's memory
+    as --plan computes it, and none on CPU.
+    """
+    activation_memory_budget: UnitInterval = 0.5
+    """With selective: the share of all activations that is stored, results of the most expensive operations first; auto
+    sets it.
+    """
+    activation_offload: bool = False
+    """With full: keep the stored inputs in pinned host memory until the backward pass."""
+    mlp_tile_size: RowLength | Literal["auto", "none"] = "auto"
+    """Compute MLP and norms in tiles of so many tokens, and again in the backward pass, so that longer rows fit; not in
+    compiled layers. auto takes tiles of 4096 on a GPU if the run does not fit with all layers recomputed.
+    """
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the decoder layers and a bf16 optimizer step: the first step takes a minute longer, others are faster;
+    auto compiles on a GPU if the run takes so long that this pays.
+    """
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether each machine has a whole copy of the model."""
+        return self.sharding_strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+
+    @property
+    def ranks_of_rows(self) -> int:
+        """The number of ranks that compute the same rows together."""
+        return self.tensor_parallel_size * self.context_parallel_size
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether gathered weights stay from the forward to the backward pass."""
+        return self.sharding_strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+
+    def faults(self) -> list[str]:
+        """Return combinations that no strategy supports."""
+        faults = []
+        if self.cpu_offload and self.parallelism in ("ddp", "single"):
+            faults.append(f"--cpu_offload true needs --parallelism fsdp or fsdp2, not {self.parallelism}")
+        if self.activation_offload and self.activation_checkpointing != "full":
+            faults.append("--activation_offload true needs --activation_checkpointing full: it moves what that stores")
+        faults += self._faults_of_tiles()
+        if self.gradient_reduction == "micro_batch" and self.parallelism in ("ddp", "single"):
+            faults.append(f"--gradient_reduction micro_batch needs --parallelism fsdp or fsdp2, not {self.parallelism}")
+        if self.parallelism == "fsdp2" and self.sharding_strategy == "NO_SHARD":
+            faults.append("--sharding_strategy NO_SHARD needs --parallelism fsdp, not fsdp2")
+        for name in ("tensor_parallel_size", "context_parallel_size"):
+            if self.parallelism != "fsdp2" and (size := getattr(self, name)) > 1:
+                faults.append(f"--{name} {size} needs --parallelism fsdp2, not {self.parallelism}")
+        return faults
+
+    def _faults_of_tiles(self) -> list[str]:
+        given = f"--mlp_tile_size {self.mlp_tile_size}"
+        if not isinstance(self.mlp_tile_size, int):
+            return []
+        faults = [f"{given} does not work with --compile true; leave one out"] if self.compile is True else []
+        if self.activation_checkpointing == "selective":
+            faults.append(f"{given} does not work with --activation_checkpointing selective; give full or none")
+        if self.tensor_parallel_size > 1:
+            faults.append(
+                f"{given} does not work with --tensor_parallel_size {self.tensor_parallel_size}; leave one out"
+            )
+        return faults
+
+
+@dataclass(frozen=True)
+class CheckpointArguments:
+    """Checkpoint"""
+
+    resume: bool = False
+    """Continue from the newest complete checkpoint in --output_dir, or from --checkpoint; without one, start a run."""
+    checkpoint: str | None = None
+    """Start from this checkpoint instead of the newest in --output_dir: RUN (its newest one), RUN/best (by validation
+    loss), RUN/latest, RUN/step-500, or its folder.
+    """
+    branch: str | None = None
+    """Start a new run from a checkpoint of another: RUN@STEP such as runs/1@5000, RUN@latest, RUN/best or its folder.
+    Weights, optimizer and counters go on; data, schedule and length may differ. With --resume true, continue the branch
+    in --output_dir if there is one.
+    """
+    weights_only: bool = False
+    """Load only the weights of --checkpoint; optimizer, step and data order start from the beginning."""
+    allow_changes: bool = False
+    """Continue from a checkpoint even if arguments that change the losses differ, such as lr; with more steps than
+    before, stretch the learning rate schedule.
+    """
+
+    def faults(self) -> list[str]:
+        """Return contradictions."""
+        if self.weights_only and self.checkpoint is None:
+            return ["--weights_only true needs --checkpoint: the checkpoint whose weights to start from"]
+        if self.weights_only and self.resume:
+            return ["--weights_only true starts a new run and --resume true continues one: give one of them"]
+        if self.branch is None:
+            return []
+        if self.checkpoint is not None:
+            return [f"--branch {self.branch} and --checkpoint {self.checkpoint}: give one of them"]
+        if not re.fullmatch(r".+(@(latest|best|[0-9]{1,18})|/(latest|best|step-[0-9]{1,18})/*)", self.branch):
+            return [f"--branch: expected RUN@STEP such as runs/1@5000, RUN@latest or RUN/best; got {self.branch!r}"]
+        return []
+
+    def faults_on_line(self, names: Collection[str]) -> list[str]:
+        """Return a fault if the command line, which has ``names``, says --resume false beside a checkpoint.
+
+        A config.yaml that a run has written has the default there.
+        """
+        if "resume" not in names or self.resume or self.checkpoint is None or self.weights_only:
+            return []
+        return [
+            f"--resume false and --checkpoint {self.checkpoint}: leave --resume out to continue from the checkpoint; "
+            "to start a new run, add --weights_only true for its weights, or leave --checkpoint out for --model_name"
+        ]
+
+
+@dataclass(frozen=True)
+class TrainingArguments:
+    """Training"""
+
+    number_epochs: PositiveInt = 2
+    """Passes over the rows; a stream is read until --max_step."""
+    max_step: PositiveInt | None = None
+    """Number of optimizer steps; default: all rows of all epochs."""
+    micro_batch_size: PositiveInt = 1
+    """Rows per forward pass on each device."""
+    gradient_accumulation_steps: PositiveInt = 64
+    """Micro-batches per optimizer step on each device."""
+    total_batch_size: PositiveInt | None = None
+    """Rows per optimizer step over all devices; sets gradient_accumulation_steps."""
+    grad_clip: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    lr: PositiveFloat = 2e-5
+    """Peak learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate that the schedule reaches one step after the last."""
+    lr_decay: bool = True
+    """Decay the learning rate; false keeps it at lr after the warm-up."""
+    lr_schedule: Schedule = "cosine"
+    """Learning rate schedule; all except constant fall to min_lr. wsd (warm-up, stable, decay) stays at lr until its
+    last --decay_steps.
+    """
+    decay_steps: PositiveInt | None = None
+    """With wsd: number of steps at the end of the run in which the learning rate falls."""
+    decay_share: PositiveShare | None = None
+    """With wsd, instead of --decay_steps: their share of all steps, such as 0.1."""
+    decay_form: DecayForm | None = None
+    """With wsd: how the learning rate falls; default: 1-sqrt, one minus the square root of the decay's progress."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises linearly to lr."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Weight decay of AdamW, for matrices only, not for norms and biases."""
+    beta1: UnitInterval = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: UnitInterval = 0.95
+    """Decay of AdamW's second moment."""
+    optimizer_states: OptimizerStates | None = None
+    """Type of AdamW's moments; default: the type of the weights. 8bit keeps the moments of norms and biases in fp32."""
+    stochastic_rounding: bool = True
+    """Round bfloat16 weights and moments stochastically, which keeps small updates; false rounds to nearest."""
+    lr_of: list[str] | list[dict[str, Any]] | None = None
+    """Peak learning rates of parts of the model, as PATTERN=RATE, such as embed_tokens=1e-4 'layers.*=1e-5', with
+    patterns as for --train_only; of several that match, the last counts. The schedule scales all rates alike.
+    """
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """If the loss or a gradient is NaN or infinite: save the state before that step and stop, or skip the step."""
+
+    def faults(self) -> list[str]:
+        """Return values that contradict each other."""
+        faults = []
+        if self.min_lr > self.lr:
+            faults.append(f"--min_lr {self.min_lr:g} is above --lr {self.lr:g}")
+        if self.lr_schedule == "exponential" and self.lr_decay and self.min_lr == 0:
+            faults.append("--lr_schedule exponential never reaches 0: give a --min_lr above 0")
+        faults += self._faults_of_wsd()
+        if self.max_step is not None and self.warmup_steps > self.max_step:
+            faults.append(f"--warmup_steps {self.warmup_steps} is more than --max_step {self.max_step}")
+        faults += [f"--{name} must be below 1" for name in ("beta1", "beta2") if getattr(self, name) == 1]
+        wrong = any(not name or not rate for name, rate in named_numbers(self.lr_of or [])) or self.lr_of == []
+        return faults + [f"--lr_of: expected PATTERN=RATE, rates above 0; got {self.lr_of}"] * wrong
+
+    @property
+    def rates_of_parts(self) -> dict[str, float]:
+        """The peak learning rates of --lr_of by pattern."""
+        return {name: rate for name, rate in named_numbers(self.lr_of or []) if rate}
+
+    def _faults_of_wsd(self) -> list[str]:
+        names = [name for name in ("decay_steps", "decay_share", "decay_form") if getattr(self, name) is not None]
+        if self.lr_schedule != "wsd":
+            return [f"--{name} needs --lr_schedule wsd, not {self.lr_schedule}" for name in names]
+        if self.decay_steps is not None and self.decay_share is not None:
+            return [f"--decay_steps {self.decay_steps} and --decay_share {self.decay_share:g}: give one of them"]
+        if self.lr_decay and self.decay_steps is None and self.decay_share is None:
+            return ["--lr_schedule wsd needs --decay_steps or --decay_share, such as 0.1: the steps of the decay"]
+        return []
+
+
+@dataclass(frozen=True)
+class EvaluationArguments:
+    """Evaluation"""
+
+    eval_batch_size: PositiveInt = 1
+    """Rows per forward pass of the evaluation on each device."""
+    eval_iters: PositiveInt | None = None
+    """Number of validation batches, over all devices together: rows from all over the validation split, equally many of
+    each source, the same each time; default: the whole split.
+    """
+    eval_step_interval: PositiveInt = 500
+    """Optimizer steps between evaluations; the end of each epoch and of the run has one too."""
+    eval_at_start: bool = True
+    """Evaluate a new run before its first step too, so that it shows what it learned and what it forgot."""
+    best_by: str = "all"
+    """Source whose validation loss says which checkpoint is the best (RUN/best, and what --keep_checkpoints keeps); all
+    is the whole validation split.
+    """
+    sample_prompts: str | None = None
+    """File of prompts (.txt with one on each line, or .jsonl with a text "prompt" or the "messages" of a chat) that the
+    model continues at each evaluation, by the most likely tokens: RUN/samples.jsonl, TensorBoard, W&B.
+    """
+    sample_tokens: RowLength = 64
+    """Largest number of new tokens for each of --sample_prompts; each takes one forward pass."""
+    early_stopping: str | None = None
+    """Source, or all, such as es or es:5: end the run after 5 evaluations (default: 3) in which its validation loss is
+    not lower than before.
+    """
+    eval_only: bool = False
+    """Evaluate the model (or --checkpoint) on the validation split and exit."""
+    self_check: bool = False
+    """Compute loss and gradients of a few rows, split in several ways, and exit: 0 if they agree, else 1."""
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether nothing is trained, so that a run in --output_dir does not change."""
+        return self.eval_only or self.self_check
+
+    def faults(self) -> list[str]:
+        """Return contradictions."""
+        both = self.eval_only and self.self_check
+        return ["--eval_only true and --self_check true: give one of them"] if both else []
+
+
+@dataclass(frozen=True)
+class SaveArguments:
+    """Save"""
+
+    output_dir: str = "runs/fabric_llama"
+    """Run folder: config.yaml, metrics.csv, run.log, checkpoints/. A run in it is never overwritten."""
+    save_step_interval: PositiveInt = 1000
+    """Optimizer steps between checkpoints; the end of each epoch and of the run has one too."""
+    keep_checkpoints: PositiveInt | None = None
+    """Number of newest checkpoints to keep, next to the best by validation loss; default: all."""
+    save_best: bool = True
+    """After an evaluation with the lowest validation loss so far, save a checkpoint, whatever the interval; it replaces
+    the one that the lowest loss before was saved in, unless that is one of the interval.
+    """
+    async_save: bool = True
+    """Write checkpoints in the background, from a copy of model and optimizer in host memory."""
+
+
+@dataclass(frozen=True)
+class LoggingArguments:
+    """Logging"""
+
+    log_step_interval: PositiveInt = 1
+    """Optimizer steps between lines of metrics."""
+    loggers: list[LoggerName] | None = None
+    """Where metrics are logged, in addition to RUN/metrics.csv, which is always written; csv adds nothing. trackio and
+    mlflow need pip install 'fabric-train[trackio]' or 'fabric-train[mlflow]'. Default: csv tensorboard, and wandb
+    (Weights & Biases) too if --entity or --project is given.
+    """
+    entity: str | None = None
+    """Team or user of Weights & Biases (wandb)."""
+    project: str = PROJECT
+    """Project of wandb and trackio, experiment of mlflow."""
+    run_name: str | None = None
+    """Name of the run in wandb, trackio and mlflow; default: the folder's name; wandb makes one up."""
+    tags: list[str] | None = None
+    """Tags of the run in wandb and mlflow; in the configuration of trackio."""
+    group: str | None = None
+    """Group of the run in wandb and trackio, a tag of this name in mlflow."""
+    notes: str | None = None
+    """Notes on the run in wandb and mlflow; in the configuration of trackio."""
+    log_model: Literal["none", "last", "all"] = "none"
+    """Checkpoints to upload to wandb, trackio and mlflow; if --loggers has none of them, last and all add wandb."""
+    report: bool = True
+    """Write RUN/report.html and report.md at the end: curves, results, health, data, checkpoints."""
+    profile: str | None = None
+    """Steps first:last to trace into RUN/profile/, such as 10:12; on a GPU, with a memory history."""
+    profile_ranks: Literal["first", "all"] = "first"
+    """Ranks that --profile traces."""
+
+    @property
+    def opened_loggers(self) -> list[LoggerName]:
+        """The loggers of --loggers, and wandb if other arguments need it."""
+        chosen: list[LoggerName] = ["csv", "tensorboard"] if self.loggers is None else self.loggers
+        uploads = self.log_model != "none" and not _TRACKERS & set(chosen)
+        return [*chosen, "wandb"] if uploads or (self._turns_wandb_on and "wandb" not in chosen) else chosen
+
+    @property
+    def note(self) -> str | None:
+        """Why --loggers has wandb, or which arguments no logger uses; else None."""
+        if self._turns_wandb_on and self.log_model == "none":
+            words = " ".join(self._turns_wandb_on)
+            return f"{words}: metrics go to Weights & Biases too, as with --loggers csv tensorboard wandb"
+        opened = set(self.opened_loggers)
+        used = {*(_OF_TRACKERS if _TRACKERS & opened else ()), *(["entity"] if "wandb" in opened else [])}
+        given = [name for name in ("entity", *_OF_TRACKERS) if getattr(self, name) not in (None, PROJECT)]
+        unused = ", ".join(f"--{name}" for name in given if name not in used)
+        return f"{unused}: no logger uses this; add wandb to --loggers" if unused else None
+
+    @property
+    def _turns_wandb_on(self) -> list[str]:
+        entity = [] if self.entity is None else [f"--entity {self.entity}"]
+        project = [] if self.project == PROJECT else [f"--project {self.project}"]
+        return [*entity, *project] if self.loggers is None else []
+
+    @property
+    def profiled_steps(self) -> tuple[int, int] | None:
+        """First and last step to trace, both included; None to trace nothing."""
+        return range_of_steps(self.profile or "")
+
+    def faults(self) -> list[str]:
+        """Return invalid steps, and names that Weights & Biases, Trackio or MLflow refuses."""
+        faults = [
+            f"--{name}: expected a name of 1 to {longest} characters on one line, got {value!r}"
+            for name, longest in (("project", 128), ("run_name", 128), ("group", 128), ("tags", 64))
+            for value in self._values_of(name)
+            if not value.strip() or len(value) > longest or not value.isprintable()
+        ]
+        if found := re.findall(r"[/\\#?%:]", self.project):
+            faults.append(f"--project {self.project!r}: a project has no {found[0]} in its name; leave it out")
+        if self.profile is not None and self.profiled_steps is None:
+            faults.append(f"--profile: expected a first and a last step such as 10:12, got {self.profile!r}")
+        return faults
+
+    def _values_of(self, name: str) -> list[str]:
+        value: str | list[str] | None = getattr(self, name)
+        return [] if value is None else [value] if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """Plan"""
+
+    plan: bool | Literal["check"] = False
+    """Print the memory, disk space, communication and steps that the run will need, and exit; it is an error if they do
+    not fit. With --device_memory, the --devices need not be on this machine. check only says whether arguments, files
+    and data are in order, also where the --devices are not.
+    """
+    device_memory: str | None = None
+    """Memory of each GPU to plan for, such as 80GB; default: the memory of the GPUs here, or of this machine on CPU."""
+    interconnect: str | None = None
+    """Bandwidth in one direction between the devices of a machine, to plan for: 450GB/s is NVLink 4."""
+    network: str | None = None
+    """Bandwidth in one direction from a machine to the others, to plan for: 50GB/s is one port of 400 Gbit/s."""
+    mtbf_hours: PositiveFloat | None = None
+    """Mean hours between two failures of one device, with its part of machine and network; the plan says which interval
+    of saves loses the least. Default: 50,677, the rate of Llama 3's 16,384 GPUs (419 interruptions in 54 days).
+    """
+
+    @property
+    def plans_for_others(self) -> bool:
+        """Whether the plan is for GPUs that need not be on this machine."""
+        return self.checks or (bool(self.plan) and self.device_memory is not None)
+
+    @property
+    def checks(self) -> bool:
+        """Whether the run is only checked, as far as that needs no device."""
+        return self.plan == "check"
+
+    def faults(self) -> list[str]:
+        """Return invalid sizes, and arguments that need --plan."""
+        examples = {"device_memory": "80GB", "interconnect": "450GB/s", "network": "50GB/s"}
+        given = {name: getattr(self, name) for name in examples if getattr(self, name) is not None}
+        faults = [
+            f"--{name}: expected a size such as {examples[name]}, got {value!r}"
+            for name, value in given.items()
+            if parse_size(value) is None
+        ]
+        given |= {} if self.mtbf_hours is None else {"mtbf_hours": self.mtbf_hours}
+        faults += [f"--{name} needs --plan true" for name in given if not self.plan]
+        return faults
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """Train a Hugging Face causal language model on a token dataset
+
+    PROGRAM --devices 8 --train_data_dir data/tokens --model_name meta-llama/Meta-Llama-3-8B --output_dir runs/1
+    PROGRAM --devices 8 --config configs/recipes/llama-3-8b-pretraining.yaml --plan true --device_memory 80GB
+    PROGRAM --devices 8 --config runs/1/config.yaml --resume true
+    """
+
+    device: DeviceArguments
+    data: DataArguments
+    model: ModelArguments
+    adapter: AdapterArguments
+    preference: PreferenceArguments
+    fsdp: FSDPArguments
+    checkpoint: CheckpointArguments
+    training: TrainingArguments
+    evaluation: EvaluationArguments
+    save: SaveArguments
+    logging: LoggingArguments
+    planning: PlanArguments
+
+    def __post_init__(self) -> None:
+        """Let the accelerator choose the precision."""
+        if self.model.precision == "auto":
+            precision: Precision = "bf16-mixed" if self.device.accelerator == "tpu" else "bf16-true"
+            object.__setattr__(self, "model", replace(self.model, precision=precision))
+
+
+def parse(arguments: type[T], argv: list[str] | None = None) -> T:
+    """Parse the command line of a program that a launcher may start; see :func:`parse_arguments`.
+
+    Raises:
+        InputError: every fault at once, including contradictions with the launcher's variables.
+    """
+    try:
+        launcher = launcher_arguments()
+    except ValueError as error:
+        raise InputError(*error.args) from error
+    return parse_arguments(arguments, argv, launcher)

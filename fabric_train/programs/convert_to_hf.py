@@ -1,0 +1,229 @@
+# PYTHON_ARGCOMPLETE_OK
+"""Convert a checkpoint to a verified Hugging Face folder:  python convert_to_hf.py --checkpoint RUN --output_dir DIR"""
+
+import os
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from fabric_train.cli.argument_types import REPOSITORY, PositiveShare, PushArguments, not_language_codes
+from fabric_train.cli.errors import FAILURE, InputError, RunError, describe_os_error, print_errors, run_program
+from fabric_train.cli.parser import parse_arguments
+
+if TYPE_CHECKING:
+    from fabric_train.export.hub import PushRequest
+    from fabric_train.export.source import ExportSource
+    from fabric_train.export.verification import VerificationReport
+
+
+@dataclass(frozen=True)
+class ConvertArguments(PushArguments):
+    """Convert checkpoints to verified Hugging Face folders
+
+    PROGRAM --checkpoint runs/1/best --output_dir exports/1 --push_to_hub OWNER/NAME
+    PROGRAM --checkpoint runs/1/all --dtype float32 --output_dir exports/all
+    PROGRAM --checkpoint runs/1 --average last:5 --output_dir exports/average
+    """
+
+    checkpoint: list[str]
+    """Checkpoints: RUN (its newest one), RUN/best (by validation loss), RUN/latest, RUN/step-500, or their folders;
+    RUN/all means each checkpoint of the run.
+    """
+    output_dir: str
+    """Folder to write; with several checkpoints, it gets one folder for each, named step-...; those that are there from
+    an earlier command are kept.
+    """
+    average: str | None = None
+    """Export one model, the average of weights: last:5, of the 5 newest checkpoints of a run, without those that a
+    signal saved; all, of the checkpoints that --checkpoint lists, or of the whole run that it names.
+    """
+    average_decay: PositiveShare = 1.0
+    """Weight of each checkpoint in --average, relative to the next newer one (or the next in the list), such as 0.8; 1
+    weighs all the same.
+    """
+    merge: bool = False
+    """Of a run with an adapter, export the whole model, with the adapter merged into its weights; without this, export
+    the adapter as a folder of peft.
+    """
+    merge_into: Literal["original", "dequantized"] = "original"
+    """With --merge true, of an adapter that was trained on weights in 4 bits: merge it into the original weights, or
+    into what the 4 bits stand for. The difference from the model as it was trained is measured.
+    """
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type of the exported weights; an adapter keeps its own, float32."""
+    max_shard_size: str = "5GB"
+    """Largest safetensors file."""
+    base_model: str | None = None
+    """For the model card: OWNER/NAME of the model that training began with; default: the one in the checkpoint."""
+    language: list[str] | None = None
+    """For the card: ISO 639 codes, such as es ca."""
+
+    def faults(self) -> list[str]:
+        """Return an invalid size or name, and several checkpoints that would be pushed to one place."""
+        faults = [*super().faults(), *not_language_codes("--language", self.language)]
+        if not self.checkpoint:
+            faults.append("--checkpoint names nothing: give a checkpoint or a run")
+        if self.base_model is not None and not re.fullmatch(REPOSITORY, self.base_model):
+            faults.append(f"--base_model: expected OWNER/NAME on the hub, got {self.base_model!r}")
+        if not re.fullmatch(r"(?=.*[1-9])[0-9]{1,6}(\.[0-9]{1,6})?[KMGT]B", self.max_shard_size):
+            faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
+        if self.average is not None and not re.fullmatch(r"all|last:(?!1$)[1-9][0-9]{0,5}", self.average):
+            faults.append(f"--average: expected last:K such as last:5, or all; got {self.average!r}")
+        if self.average_decay != 1 and self.average is None:
+            faults.append(f"--average_decay {self.average_decay:g} needs --average: last:K, or all")
+        if self.merge_into != "original" and not self.merge:
+            faults.append(f"--merge_into {self.merge_into} needs --merge true")
+        are_several = len(self.checkpoint) > 1 or any(os.path.basename(path) == "all" for path in self.checkpoint)
+        if are_several and self.average is None and (self.revision or self.create_pr):
+            faults.append(
+                "--revision and --create_pr take one checkpoint: several are pushed to branches of their names, such "
+                "as step-00000500"
+            )
+        return faults
+
+
+def main() -> None:
+    """Convert and verify each checkpoint, or the average; a failure of one of several does not stop the others."""
+    arguments = parse_arguments(ConvertArguments)
+    targets, damaged, request = plan_exports(arguments)
+    output_dir, failed = Path(arguments.output_dir), []
+    for target, source in targets.items():
+        try:
+            report, is_new = export(source, target, arguments)
+            if is_new:
+                print_report(report, f"{target}: {source.describe()}")
+                print_gaps(source, target)
+            else:
+                print(f"{target} is a verified export already, of {source.describe()}: it is only pushed")
+            if request:
+                print(f"pushed to {publish(source, target, request, arguments)}")
+        except (RunError, InputError, OSError) as error:
+            if len(targets) == 1 and isinstance(error, InputError | OSError):
+                raise  # with an exit code of its own
+            failed.append(target.name)
+            print_errors(f"error: {describe_os_error(error) if isinstance(error, OSError) else error}")
+    number = len(targets) + len(damaged)
+    if number > 1:
+        pushed = " and pushed" if request else ""
+        print(f"{len(targets) - len(failed)} of {number} checkpoints exported to {output_dir}{pushed}")
+    if damaged:
+        print_errors(f"error: not exported, since damaged: {', '.join(damaged)}; remove them, or restore their files")
+    if failed and number > 1:
+        missing = "not exported or not pushed" if request else "not exported"
+        print_errors(f"error: {missing}: {', '.join(failed)}; the same command tries them again")
+    if failed or damaged:
+        sys.exit(FAILURE)
+
+
+def plan_exports(
+    arguments: ConvertArguments,
+) -> "tuple[dict[Path, ExportSource], list[str], PushRequest | None]":
+    """Return what to export for each folder to write, the names of damaged checkpoints, and where to push.
+
+    An InputError if something cannot be exported, or nothing can be pushed there.
+    """
+    import torch  # slow, like those below
+
+    from fabric_train.export.convert import plan_average, plan_targets
+    from fabric_train.export.hub import PushRequest, check_push
+    from fabric_train.model.hf_model import quiet_transformers
+
+    damaged: list[str] = []
+    paths, output_dir = [Path(path) for path in arguments.checkpoint], Path(arguments.output_dir)
+    dtype = getattr(torch, arguments.dtype)
+    request = PushRequest.of(arguments, "model") if arguments.push_to_hub else None
+    merges = arguments.merge_into if arguments.merge else None
+    if arguments.average:
+        targets = plan_average(
+            paths, output_dir, arguments.average, arguments.average_decay, dtype, request is not None, merges
+        )
+    else:
+        targets, damaged = plan_targets(paths, output_dir, dtype, request is not None, merges)
+    if request:
+        check_push(request)
+    quiet_transformers()
+    return targets, damaged, request
+
+
+def export(source: "ExportSource", target: Path, arguments: ConvertArguments) -> "tuple[VerificationReport, bool]":
+    """Convert and verify a checkpoint or an average; a finished export only gets a new card.
+
+    Return the report and whether the export is new. A RunError if it does not match the checkpoint.
+    """
+    import torch
+
+    from fabric_train.export.convert import convert, write_adapter_config
+    from fabric_train.export.model_card import CardFacts, renew_card
+    from fabric_train.export.verification import is_verified_export, read_report
+
+    facts = CardFacts(
+        name=arguments.push_to_hub or target.absolute().name,
+        license=arguments.license,
+        languages=tuple(arguments.language) if arguments.language else None,
+        base_model=arguments.base_model,
+    )
+    dtype = torch.float32 if source.is_adapter else getattr(torch, arguments.dtype)
+    if not is_verified_export(target, source, dtype):
+        return convert(source, target, dtype, arguments.max_shard_size, facts), True
+    renew_card(source, target, facts)
+    if source.is_adapter:
+        write_adapter_config(source, target, facts)
+    return read_report(target), False
+
+
+def publish(source: "ExportSource", target: Path, request: "PushRequest", arguments: ConvertArguments) -> str:
+    """Push an export to the hub and return its address there; a RunError if the hub does not take it."""
+    from fabric_train.export.hub import push
+
+    branch = request.revision if target == Path(arguments.output_dir) else target.name
+    message = arguments.commit_message or f"{source.describe().capitalize()}, exported by Fabric Train"
+    return push(target, replace(request, revision=branch), message)
+
+
+def print_gaps(source: "ExportSource", target: Path) -> None:
+    """Print a note on standard error about what the model card does not say."""
+    from huggingface_hub import metadata_load
+
+    from fabric_train.checkpoint import read_trainer_json
+
+    metadata = metadata_load(target / "README.md") or {}
+    trainer = read_trainer_json(source.checkpoint).content
+    is_from_scratch = "base_model" in trainer and trainer["base_model"] is None
+    asked = ("license", "language") if is_from_scratch else ("base_model", "license", "language")
+    missing = [f"--{name}" for name in asked if name not in metadata]
+    if missing:
+        print(f"note: the model card lacks what {' and '.join(missing)} would add", file=sys.stderr)
+
+
+def print_report(report: "VerificationReport", name: str) -> None:
+    """Print the comparisons and the differences found."""
+    from rich.table import Table
+
+    from fabric_train.cli.output import open_console
+
+    tensors, logits = report.tensors, report.logits
+    faulty = f"{len(tensors.missing)}, {len(tensors.unexpected)}, {len(tensors.different)}"
+    table = Table("compared with the checkpoint", "found", title=f"{name}, verified by a fresh process")
+    table.add_row("tensors, bit for bit", f"{tensors.compared} ({tensors.parameters:,} parameters, {report.dtype})")
+    table.add_row("missing, unexpected, different", faulty)
+    table.add_row("largest difference of a weight", f"{tensors.max_difference:g}")
+    table.add_row("how the models were run", report.method)
+    if report.layers:
+        difference = max(layer.max_difference for layer in report.layers)
+        table.add_row("largest difference of a layer's output", f"{difference:g} in {len(report.layers)} layers")
+    if report.adapted and report.rounded:
+        table.add_row("a logit, adapter merged in fp32", f"{report.adapted.max_difference:g} from base + adapter")
+        table.add_row(f"a logit, then rounded to {report.dtype}", f"{report.rounded.max_difference:g} from them")
+    if report.trained:
+        table.add_row("the same", f"{report.trained.max_difference:g} from base in 4 bits + adapter")
+    if logits:
+        table.add_row("largest difference of a logit", f"{logits.max_difference:g} of {logits.compared:,} logits")
+    table.add_row("settings that differ", ", ".join(report.settings) or "none")
+    table.add_row("tokenizer", report.tokenizer)
+    open_console().print(table)
+
+
+if __name__ == "__main__":
+    run_program(main)
