@@ -16,6 +16,7 @@ import xxhash
 from pydantic import BaseModel, Field
 from torch import nn
 
+from fabric_train.checkpoint.peft_settings import depends_on_documents, uncomputed_settings
 from fabric_train.checkpoint.trainer_json import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.ranks import original_name
@@ -51,10 +52,6 @@ PREFIX = "base_model.model."
 """What peft's names begin with, before the name in transformers' model."""
 TIED = "tied"
 """The key in the file's metadata for second names of tied weights: peft takes embedding and head for two modules."""
-_NOT_COMPUTED = (
-    *("rank_pattern", "alpha_pattern", "layer_replication", "target_parameters", "trainable_token_indices"),
-    *("lora_bias", "use_qalora", "eva_config", "corda_config"),
-)
 _ADVICE = "save the adapter again with peft's save_pretrained"
 
 
@@ -83,8 +80,17 @@ def is_exported_adapter(folder: Path) -> bool:
 def can_be_taken_off(folder: Path) -> bool:
     """Return whether an adapter only adds matrices beside its base's, which peft can take off again."""
     config = read_json(folder / CONFIG, dict, _ADVICE)
-    others = any(config.get(name) for name in ("modules_to_save", *_NOT_COMPUTED))
-    return config.get("peft_type") == "LORA" and config.get("bias", "none") == "none" and not others
+    is_lora = config.get("peft_type") == "LORA"
+    return is_lora and not config.get("modules_to_save") and not uncomputed_settings(config)
+
+
+def check_keeps_documents_apart(folder: Path) -> None:
+    """Raise an InputError if peft computes an adapter for a row as a whole, whose documents would change each other."""
+    if depends_on_documents(read_json(folder / CONFIG, dict, _ADVICE)):
+        raise InputError(
+            f"{folder / CONFIG}: alora_invocation_tokens is not supported here: a row has several documents; "
+            "evaluate that adapter with peft"
+        )
 
 
 def files_of_adapter(folder: Path) -> list[Path]:
@@ -146,10 +152,7 @@ def read_adapter(folder: Path) -> Adapter:
     config = read_json(file, _LoraConfig, _ADVICE)
     if config.peft_type != "LORA":
         raise InputError(f"{file}: it is of a {config.peft_type} adapter; give one of LORA")
-    others = config.model_extra or {}
-    unknown = [name for name in _NOT_COMPUTED if others.get(name)]
-    unknown += [f"bias {others['bias']}"] if others.get("bias", "none") != "none" else []
-    if unknown:
+    if unknown := uncomputed_settings(config.model_extra or {}):
         raise InputError(f"{file}: {', '.join(unknown)} is not supported here; merge that adapter with peft")
     # peft's own rule for modules_to_save is the end of a name, also within a word
     whole = {name.rpartition(".")[0] for name in AdapterTensors(folder) if not is_of_adapter(name)}

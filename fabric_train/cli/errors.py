@@ -143,6 +143,23 @@ def announce(line: str) -> None:
     _log.error(line)
 
 
+_notes: set[str] = set()
+
+
+def note(line: str) -> None:
+    """Tell the user something once: in the log of a training run, on standard error in every other program.
+
+    For modules that several programs share; rank 0 speaks for all.
+    """
+    if global_rank() or line in _notes:
+        return
+    _notes.add(line)
+    if all(isinstance(handler, logging.NullHandler) for handler in _log.handlers):
+        print(redact(escape_controls(f"note: {line}")), file=sys.stderr, flush=True)
+    else:
+        _log.warning("note: %s", line)
+
+
 def print_errors(*lines: str) -> None:
     """Print lines on standard error without tokens, keys and passwords, and log them."""
     if _end_display is not None:

@@ -27,7 +27,7 @@ from fabric_train.checkpoint import (
     means_all,
     read_trainer_json,
 )
-from fabric_train.checkpoint.adapter_folder import is_exported_adapter, read_base_name
+from fabric_train.checkpoint.adapter_folder import check_keeps_documents_apart, is_exported_adapter, read_base_name
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.cli.output import open_console
 from fabric_train.data.batch import Batch
@@ -89,6 +89,7 @@ def find_model(name: str) -> ComparedModel:
     try:
         if not is_exported_adapter(folder):
             return _find_whole(name)
+        check_keeps_documents_apart(folder)
         base = find_model(read_base_name(folder))
         identity = f"{identity_of_files(folder)}\n{base.identity}"
         own = replace(base, name=name, source=name, checkpoint=False, identity=identity)

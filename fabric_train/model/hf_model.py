@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_no_pipes, read_json
 from fabric_train.model.adapter import Adapter, attach
+from fabric_train.model.computed_settings import fault_of_quantization
 from fabric_train.model.flops import ModelFlops, model_flops
 from fabric_train.model.trained_parts import ALL_PARTS, Parts, choose_trained, describe_parts, names_of_parameters
 from fabric_train.model.weight_files import check_weight_files, shard_names
@@ -200,7 +201,7 @@ def _read_config(source: str) -> PretrainedConfig:
     if not folder.is_dir() and (source.startswith(("/", ".", "~")) or source.count("/") > 1):
         raise InputError(f"{name}: no such folder")  # no hub name looks like this
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except StrictDataclassError as error:  # the first line of its text names the field, the last line the fault
         reason = " ".join(str(error).split())
         raise InputError(f"{name}: its config.json is invalid: {reason}; {advice}") from error
@@ -215,6 +216,9 @@ def _read_config(source: str) -> PretrainedConfig:
             f"{name}: no such folder, and the hub does not provide it: {reason}; check the name and the network "
             "(docs/reference/errors.md#no-internet)"
         ) from error
+    if fault := fault_of_quantization(config):
+        raise InputError(f"{name}: {fault}")
+    return config
 
 
 def _layer_classes(model: PreTrainedModel, wanted: str, source: str) -> frozenset[type[nn.Module]]:

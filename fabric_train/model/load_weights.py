@@ -1,7 +1,7 @@
 """Build a model on the meta device, and later read its weights: each rank's part, or all, or a layer at a time.
 
 If a Hugging Face folder uses other names or splits of weights than transformers does now (Mixtral's experts), its own
-mapping is applied to one weight at a time. Pickles, quantized weights, and some kept in fp32 are loaded in full.
+mapping is applied to one weight at a time. Models with weights that must stay in fp32 are loaded in full.
 """
 
 import copy
@@ -9,7 +9,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -20,19 +20,26 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.cli.argument_types import counted, show_size
+from fabric_train.cli.errors import InputError, first_line, note, raise_reached_limit
 from fabric_train.distributed.ranks import FlatShard, flat_shards, local_part, original_name
 from fabric_train.model import weight_files
 from fabric_train.model.hf_model import ModelShape, check_readable
-from fabric_train.model.weight_files import Weights
+from fabric_train.model.pickled_weights import PickledTensors, find_pickles
+from fabric_train.model.weight_files import StoredTensors, Weights
 
 _progress = logging.getLogger("fabric_train.progress")
 _VOCABULARY_BLOCK = 8192  # rows of the output layer
+_COMPARED = 1 << 22  # numbers of two weights that are compared at once
+_COMPUTED_BUFFER = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\.(attn|attention)\.bias)$")
+"""Buffers in older files, which transformers computes: rotary frequencies and causal masks."""
+_MOST_NAMED = 6
+_SHOWN_AS_MB = 100_000
 
 
 @dataclass(frozen=True)
@@ -57,18 +64,39 @@ def open_pretrained(shape: ModelShape, dtype: torch.dtype) -> MetaModel:
 
 def open_in_parts(shape: ModelShape, dtype: torch.dtype) -> MetaModel | None:
     """Do as :func:`open_pretrained` does, but return None if the model has to be loaded in full."""
-    files = find_safetensors(shape.source)
+    stored = open_stored(shape.source)
     model = build_on_meta(shape, dtype)
     keeps_fp32 = dtype != torch.float32 and model._keep_in_fp32_modules_strict
-    if not files or getattr(shape.config, "quantization_config", None) or keeps_fp32:
+    if stored is None or keeps_fp32:
         return None
-    weights = _PretrainedWeights(model, weight_files.CheckpointTensors(files, "fetch the model again"))
+    weights = _PretrainedWeights(model, stored)
+    if weights.has_different_duplicates():
+        # as transformers does: tied weights that are stored with different values are not tied
+        model = build_on_meta(replace(shape, config=_untied(shape.config)), dtype)
+        weights = _PretrainedWeights(model, stored)
+        if weights.has_different_duplicates():
+            return None
     missing = weights.missing()
     if any(re.search(pattern, name) for name in missing for pattern in model._keys_to_ignore_on_load_missing or ()):
         return None
     check_loaded_weights(shape.source, [*missing, *weights.mismatched()])
-    # transformers compares tied weights that are stored under two names, and unties them if they differ
-    return None if weights.has_tied_duplicates() else MetaModel(model, weights)
+    if line := describe_unused(shape.source, weights.unused()):
+        note(line)
+    return MetaModel(model, weights)
+
+
+def open_stored(source: str) -> StoredTensors | None:
+    """Open the tensors of a hub name or folder as they are stored; None if there are no files of weights."""
+    if files := find_safetensors(source):
+        return weight_files.CheckpointTensors(files, "fetch the model again")
+    pickles = find_pickles(source)
+    return PickledTensors(pickles) if pickles else None
+
+
+def _untied(config: PretrainedConfig) -> PretrainedConfig:
+    changed = copy.deepcopy(config)
+    changed.tie_word_embeddings = False
+    return changed
 
 
 def open_checkpoint(shape: ModelShape, checkpoint: Path, dtype: torch.dtype) -> MetaModel:
@@ -140,6 +168,9 @@ def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
     model, report = loaded
     mismatched = [key if isinstance(key, str) else key[0] for key in report.get("mismatched_keys", ())]
     check_loaded_weights(shape.source, [*report["missing_keys"], *mismatched])
+    stored = open_stored(shape.source)
+    if stored is not None and (line := describe_unused(shape.source, _PretrainedWeights(model, stored).unused())):
+        note(line)
     head = model.get_output_embeddings()
     if model.config.tie_word_embeddings and head is not None and head.weight is not model.get_input_embeddings().weight:
         # stored with different values, so transformers does not tie them; a checkpoint's configuration must say so
@@ -173,6 +204,42 @@ def check_weights_fit(source: str, model: PreTrainedModel, shapes: dict[str, tor
         raise InputError(f"{source}: {len(wrong)} weights do not fit its config.json, {wrong[0]} first")
 
 
+def describe_unused(source: str, unused: dict[str, int]) -> str | None:
+    """Return a line on the tensors in a model's files that the model does not take; None if it takes them all.
+
+    Args:
+        source: the hub name or folder.
+        unused: the bytes of these tensors, by name.
+    """
+    if not unused:
+        return None
+    groups: dict[str, list[int]] = {}
+    for name, num_bytes in unused.items():
+        groups.setdefault(name if len(unused) <= _MOST_NAMED else _module_of(name), []).append(num_bytes)
+    by_size = sorted(groups, key=lambda group: -sum(groups[group]))
+    shown = [_describe_group(group, groups[group]) for group in by_size[:_MOST_NAMED]]
+    more = f", and {len(by_size) - _MOST_NAMED} more" if len(by_size) > _MOST_NAMED else ""
+    return (
+        f"{source}: the model does not take {counted(len(unused), 'tensor')} of its files, which are left out of what "
+        f"is trained, computed and saved: {', '.join(shown)}{more}"
+    )
+
+
+def _describe_group(name: str, sizes: Sequence[int]) -> str:
+    total = sum(sizes)
+    size = show_size(total) if total >= _SHOWN_AS_MB else f"{total:,} bytes"
+    return f"{name} ({counted(len(sizes), 'tensor')}, {size})" if len(sizes) > 1 else f"{name} ({size})"
+
+
+def _module_of(name: str) -> str:
+    """Return the first components of a tensor's name: ``model.vision_tower``, or ``model.layers.61`` for a layer."""
+    components = name.split(".")
+    length = 2 if components[0] in ("model", "language_model", "transformer") else 1
+    if len(components) > length + 1 and components[length].isdecimal():
+        length += 1
+    return ".".join(components[:length])
+
+
 def tied_weight_names(model: PreTrainedModel) -> set[str]:
     """Return the names in the state dict that are second names of a parameter, such as a tied ``lm_head.weight``."""
     seen: dict[int, str] = {}
@@ -184,7 +251,7 @@ def tied_weight_names(model: PreTrainedModel) -> set[str]:
 
 
 def find_safetensors(source: str) -> list[Path]:
-    """Return the safetensors files of a hub name or folder; none if its weights are a pickle."""
+    """Return the safetensors files of a hub name or folder; none if its weights are pickles."""
     if Path(source).is_dir():
         return weight_files.safetensors_files(Path(source))
     try:
@@ -227,10 +294,10 @@ class _Recipe:
 class _PretrainedWeights:
     """The weights of Hugging Face files under the model's names, mapped as ``from_pretrained`` maps them.
 
-    Unknown tensors are ignored, as there. The files may store a tied weight under any of its names.
+    Unknown tensors are ignored, as there (see ``unused``). The files may store a tied weight under any of its names.
     """
 
-    def __init__(self, model: PreTrainedModel, tensors: weight_files.CheckpointTensors) -> None:
+    def __init__(self, model: PreTrainedModel, tensors: StoredTensors) -> None:
         self._model, self._tensors = model, tensors
         self._names: dict[str, list[str]] = {}  # each name of a parameter → all its names
         by_parameter: dict[int, list[str]] = {}
@@ -256,11 +323,40 @@ class _PretrainedWeights:
         expected = self._model.state_dict()
         return [name for name, shape in self._shapes.items() if name in expected and expected[name].shape != shape]
 
-    def has_tied_duplicates(self) -> bool:
-        return any(len(self._stored_names(name)) > 1 for name in self._names)
+    def unused(self) -> dict[str, int]:
+        """Return the stored tensors that the model does not take, and their bytes; without buffers that it computes."""
+        taken = {stored for recipe in self._recipes.values() for _, stored in recipe.stored}
+        return {
+            name: self._tensors.shape(name).numel() * self._tensors.dtype(name).itemsize
+            for name in self._tensors
+            if name not in taken and not _COMPUTED_BUFFER.search(name)
+        }
+
+    def has_different_duplicates(self) -> bool:
+        """Return whether a tied weight is stored under two names with different values."""
+        for name in self._names:
+            first, *others = self._stored_names(name) or [name]
+            if any(not self._are_equal(first, other) for other in others):
+                return True
+        return False
+
+    def _are_equal(self, first: str, other: str) -> bool:
+        shape = self._shapes[first]
+        if self._shapes[other] != shape:
+            return False
+        rows = max(1, _COMPARED // max(shape[1:].numel(), 1)) if shape else 1
+        for begin in range(0, shape[0] if shape else 1, rows):
+            offsets = (begin, *(0 for _ in shape[1:])) if shape else ()
+            block = (min(rows, shape[0] - begin), *shape[1:]) if shape else ()
+            pair = [self._read_stored(name, offsets, block) for name in (first, other)]
+            if not torch.equal(*pair):
+                return False
+        return True
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        stored_name = self._stored_names(name)[0]
+        return self._read_stored(self._stored_names(name)[0], offsets, shape)
+
+    def _read_stored(self, stored_name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         recipe = self._recipes[stored_name]
         if recipe.converter is None:
             return self._tensors.read_block(recipe.stored[0][1], offsets, shape)

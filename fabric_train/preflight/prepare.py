@@ -32,6 +32,7 @@ from fabric_train.files.regular_file import check_regular_or_absent
 from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts, read_prompts
 from fabric_train.model.adapter import check_installed
 from fabric_train.model.attention import check_attention, choose_attention
+from fabric_train.model.computed_settings import terms_left_out
 from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape, with_parts
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.parallelize import check_tensor_parallel
@@ -215,6 +216,8 @@ def _warnings(run: PreparedRun, masks_because: str | None) -> Iterator[str | Non
     ):
         yield "only some parts of a layer train: fsdp reduces gradients of whole layers, and fsdp2 theirs alone"
     yield run.arguments.logging.note
+    if run.start.checkpoint and (terms := terms_left_out(run.model.config)):
+        yield f"its config.json adds a term to the loss, which was and is left out: {terms}"
     if not isinstance(run.data, Stream) and not global_rank():
         yield note_on_added_tokens(run.model, run.data.parts)
     if masks_because and run.data.isolates:
@@ -333,6 +336,11 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
         tokenizer = data.tokenizer if isinstance(data, Stream) else data.manifest and data.manifest.tokenizer
         ends = (tokenizer.bos_token_id, tokenizer.eos_token_id) if tokenizer else ()
         shape = new_shape(given, layer_class, *ends)
+    if not checkpoint and (terms := terms_left_out(shape.config)):
+        raise InputError(
+            f"--model_name {given.model_name}: its config.json adds a term to the loss, which is not computed here: "
+            f"{terms}; set output_router_logits to false or the factor to 0 in config.json to train without it"
+        )
     check_tensor_parallel(shape.config, shape.source, arguments.fsdp.tensor_parallel_size)
     if not checkpoint and not shape.is_new:
         check_readable(shape.source)

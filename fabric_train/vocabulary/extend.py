@@ -6,7 +6,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from fabric_train.export.hub_format import add_former_names, blocks, write_weigh
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.regular_file import read_json
 from fabric_train.model import hf_model
-from fabric_train.model.load_weights import build_on_meta, find_safetensors
+from fabric_train.model.load_weights import build_on_meta, open_stored
 from fabric_train.model.origin import find_origin
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, safetensors_files
 from fabric_train.tokenization.tokenizers.parity_check import HARD_STRINGS
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 PADDED_TO = 64
 """Rows are a multiple of this: matrix products of other sizes are slower, and tensor parallelism needs even parts."""
 
+_ROWS_COMPARED = 4096
 _MOST_CHARACTERS = 4_000_000
 _SHOWN = 60
 
@@ -77,14 +78,14 @@ class Extension:
         self.name = model
         try:
             self.shape = hf_model.read_shape(model)
-            files = find_safetensors(model)
+            stored = open_stored(model)
             tokenizer = load_tokenizer(model)
         except InputError as error:
             names = ("--model_name", "--tokenizer_name")
             raise InputError(*(_renamed(fault, names) for fault in error.faults)) from None
-        if not files or getattr(self.shape.config, "quantization_config", None):
-            raise InputError(f"--model {model}: its weights must be safetensors that are not quantized")
-        self.tensors = CheckpointTensors(files, "fetch the model again")
+        if stored is None:
+            raise InputError(f"--model {model}: no weights in it (model.safetensors); fetch the model again")
+        self.tensors: StoredTensors = stored
         self.tokenizer = ExtendableTokenizer(tokenizer, folder, _sentencepiece_of(model))
         self.first_id = self.tokenizer.first_id
         if self.first_id > self.shape.vocab_size:
@@ -102,6 +103,10 @@ class Extension:
         """Return the rows of embedding and head with the new tokens, never fewer than before."""
         needed = max(self.first_id + len(new.texts), self.shape.vocab_size)
         return -(-needed // PADDED_TO) * PADDED_TO
+
+    def num_taken(self, new: NewTokens) -> int:
+        """Return how many rows that the model has without a token the new tokens take."""
+        return min(len(new.texts), self.shape.vocab_size - self.first_id)
 
     def bytes_of_rows(self, num_rows: int) -> int:
         """Return the bytes of so many rows of the embedding and, if it is not tied, of the head."""
@@ -228,6 +233,9 @@ def _print_plan(extension: Extension, new: NewTokens, saved: Sequence[Saved]) ->
         print(f"{one.language:<10} {one.describe()}")
     print(f"tokens     {extension.first_id:,} → {extension.first_id + len(new.texts):,}: {kinds}")
     print(f"rows       {rows:,} → {num_rows:,} (vocab_size in config.json), padded to a multiple of {PADDED_TO}")
+    if taken := extension.num_taken(new):
+        without_token = f"{rows - extension.first_id:,} stored rows without a token"
+        print(f"           the new tokens take {taken:,} of {without_token}; the others stay as they are")
     print(f"costs      {show_size(after - before)} more in {matrices}: {show_size(before)} → {show_size(after)}")
 
 
@@ -255,7 +263,7 @@ def _write(
         verify_weights(extension.tensors, tensors, folder)
     for name, norm in norms.items():
         print(f"norms      {name}: {norm.old:.3g} of old rows, {norm.new:.3g} of new rows, on average")
-    print(f"written    {target}, verified: old rows bit-equal, texts without a new token keep their ids")
+    print(f"written    {target}, verified: only rows of new tokens changed, texts without a new token keep their ids")
     print(f"next       python tokenize_dataset.py --tokenizer_name {target} --dataset … --output_dir …")
 
 
@@ -286,7 +294,7 @@ def _write_card(
         "continue the training before use. Text without a new token has the same ids as before.",
         f"- Tokens: {extension.first_id:,} of the base model, {extension.first_id + len(new.texts):,} now.",
         f"- Rows of embedding and head: {extension.num_rows(new):,}, padded to a multiple of {PADDED_TO}.",
-        f"- A new row is {how}.",
+        f"- A new row is {how}.{_described_rows(extension, new)}",
         *(
             f"- Mean norm of `{name}`: {one.old:.3g} of old rows, {one.new:.3g} of new rows."
             for name, one in norms.items()
@@ -302,6 +310,12 @@ def _write_card(
     )
     text = "\n\n".join(lines).replace("\n\n- ", "\n- ")
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n").save(folder / "README.md")
+
+
+def _described_rows(extension: Extension, new: NewTokens) -> str:
+    if not (taken := extension.num_taken(new)):
+        return ""
+    return f" {taken:,} of them take the place of rows that the base model has without a token; its other rows stay."
 
 
 def verify_tokenizer(before: "Tokenizer", folder: Path, new: NewTokens, documents: Sequence[str]) -> "Tokenizer":
@@ -344,11 +358,22 @@ def verify_weights(old: StoredTensors, written: ExtendedTensors, folder: Path) -
     for name in written:
         if name not in names or found.shape(name) != written.shape(name) or found.dtype(name) != old.dtype(name):
             raise RunError(f"{folder}: {name} is missing, or has another shape or type than it was written with")
-        matrix = written.matrices.get(name)
-        kept = old.shape(name) if matrix is None else torch.Size((matrix.first_id, matrix.width))
-        for wanted, block in zip(blocks(old, name, kept), blocks(found, name, kept), strict=True):
+        for wanted, block in zip(_kept_blocks(old, name, written), _kept_blocks(found, name, written), strict=True):
             if not torch.equal(_bits(wanted), _bits(block)):
                 raise RunError(f"{folder}: {name} differs from the model's")
+
+
+def _kept_blocks(tensors: StoredTensors, name: str, written: ExtendedTensors) -> Iterator[torch.Tensor]:
+    """Yield blocks of what an extension does not change of a tensor."""
+    matrix = written.matrices.get(name)
+    if matrix is None:
+        yield from blocks(tensors, name, tensors.shape(name))
+        return
+    old_tokens, without_token = matrix.kept_rows()
+    yield from blocks(tensors, name, torch.Size((len(old_tokens), matrix.width)))
+    for first in range(without_token.start, without_token.stop, _ROWS_COMPARED):
+        count = min(_ROWS_COMPARED, without_token.stop - first)
+        yield tensors.read_block(name, (first, 0), (count, matrix.width))
 
 
 def _bits(block: torch.Tensor) -> torch.Tensor:

@@ -236,7 +236,10 @@ class Norms:
 
 
 class ExtendedMatrix:
-    """A matrix [V, d] whose rows from ``first_id`` on are new: one for each of ``pieces``, then padding.
+    """A matrix [V, d] with a new row for each of ``pieces``, from ``first_id`` on; all other stored rows stay.
+
+    Many models have more rows than tokens, so a new row may take the place of a stored one without a token. Rows after
+    the stored and the new ones are padding.
 
     A new row is the mean of the rows of its pieces, the old ids that the token replaces. With a ``seed``, it is drawn
     from the normal distribution with the mean and the covariance of all old rows (Mundra et al. 2024, arXiv:2407.05841,
@@ -256,22 +259,35 @@ class ExtendedMatrix:
         self._tensors, self._name, self.first_id, self._pieces = tensors, name, first_id, pieces
         self._seed = seed
         self._new_norms: dict[int, float] = {}
-        self.width = tensors.shape(name)[1]
+        self.num_stored, self.width = tensors.shape(name)
         self.shape = torch.Size((num_rows, self.width))
 
     def read_block(self, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Return the block of ``shape`` that begins at ``offsets``, in the stored dtype."""
         begin, end = offsets[0], offsets[0] + shape[0]
-        num_old = max(0, min(end, self.first_id) - begin)
         columns = slice(offsets[1], offsets[1] + shape[1])
         block = torch.empty(tuple(shape), dtype=self._tensors.dtype(self._name))
-        if num_old:
-            block[:num_old] = self._tensors.read_block(self._name, offsets, (num_old, shape[1]))
-        for row in range(begin + num_old, end):
+        for kept in self.kept_rows():
+            first, last = max(begin, kept.start), min(end, kept.stop)
+            if first < last:
+                stored = self._tensors.read_block(self._name, (first, offsets[1]), (last - first, shape[1]))
+                block[first - begin : last - begin] = stored
+        for row in range(max(begin, self.first_id), end):
+            if self.end_of_new <= row < self.num_stored:
+                continue
             new = self._new_row(row).to(block.dtype)
             self._new_norms[row] = new.float().norm().item()
             block[row - begin] = new[columns]
         return block
+
+    @property
+    def end_of_new(self) -> int:
+        """The first row after the new tokens'."""
+        return self.first_id + len(self._pieces)
+
+    def kept_rows(self) -> tuple[range, range]:
+        """Return the stored rows that stay as they are: those of the old tokens, and those without a token."""
+        return range(self.first_id), range(self.end_of_new, self.num_stored)
 
     def norms(self) -> Norms:
         """Return the mean norms of the old and the new rows; the new ones must have been read."""

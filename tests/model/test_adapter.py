@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.checkpoint.adapter_folder import read_adapter
+from fabric_train.checkpoint.peft_settings import uncomputed_settings
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, Targets
 from fabric_train.export.source import MergedTensors
@@ -295,8 +296,16 @@ def test_dropout_is_of_training_alone() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is not supported here; merge that adapter with peft"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern .* is not supported here; merge that adapter with peft"),
         ({"bias": "all"}, "bias all is not supported here"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights pissa is not supported here"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights pissa_niter_4 is not supported here"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights olora is not supported here"),
+        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens .* is not supported here"),
+        ({"layers_to_transform": 0}, "layers_to_transform 0 is not supported here"),
+        ({"exclude_modules": ["q_proj"]}, "exclude_modules .* is not supported here"),
+        ({"task_type": "SEQ_CLS"}, "task_type SEQ_CLS is not supported here"),
+        ({"setting_of_tomorrow": True}, "setting_of_tomorrow True is not supported here"),
         ({"peft_type": "IA3"}, "it is of a IA3 adapter; give one of LORA"),
         ({"r": 0}, "damaged"),
     ],
@@ -308,6 +317,10 @@ def test_adapters_of_peft_that_are_computed_otherwise_are_refused(
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=message):
         read_adapter(tmp_path)
+
+
+def test_every_default_of_peft_is_accepted() -> None:
+    assert uncomputed_settings(json.loads(json.dumps(peft.LoraConfig().to_dict()))) == []
 
 
 @pytest.mark.slow

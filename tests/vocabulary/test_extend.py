@@ -210,7 +210,7 @@ def test_transformers_gives_old_tokens_the_logits_of_the_old_model(extended: Pat
 
 def test_a_tied_model_stays_tied(tmp_path: Path, chatml_dir: Path, catalan: Path) -> None:
     base = Path(shutil.copytree(chatml_dir, tmp_path / "base"))
-    write_llama(base, 2048, tied=True)  # rows beyond the tokenizer's ids are overwritten
+    write_llama(base, 2048, tied=True)
     words = f"--model {base} --texts ca={catalan} --num_tokens 20 --output_dir {tmp_path / 'out'} --init normal"
     main(["extend", *words.split()])
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -221,6 +221,25 @@ def test_a_tied_model_stays_tied(tmp_path: Path, chatml_dir: Path, catalan: Path
     main(["extend", *words.replace(f"{tmp_path / 'out'}", f"{tmp_path / 'again'}").split()])
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("init", ["mean", "normal"])
+def test_only_rows_that_get_a_token_change(
+    tmp_path: Path, chatml_dir: Path, capsys: pytest.CaptureFixture[str], init: str
+) -> None:
+    base = Path(shutil.copytree(chatml_dir, tmp_path / "base"))
+    write_llama(base, 2064, tied=False)  # 64 rows after the tokenizer's last id
+    (tmp_path / "tokens.txt").write_text("qqzx\nxzqq\n")
+    words = f"--model {base} --tokens {tmp_path / 'tokens.txt'} --init {init} --output_dir {tmp_path / 'out'}"
+    main(["extend", *words.split()])
+    old, new = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        is_equal = (old[name] == new[name][:2064]).all(dim=1)
+        assert torch.nonzero(~is_equal).flatten().tolist() == [2000, 2001]
+        assert new[name].shape == (2112, WIDTH)
+    said = f"{capsys.readouterr().out} {(tmp_path / 'out' / 'README.md').read_text()}"
+    assert "the new tokens take 2 of 64 stored rows without a token" in said
+    assert "2 of them take the place of rows that the base model has without a token" in said
 
 
 def test_normal_rows_have_the_mean_and_the_covariance_of_the_old_ones(tmp_path: Path) -> None:
