@@ -28,6 +28,7 @@ FOLDERS = (
     "launch",
     "docker",
     "demo",
+    "examples",
     "sample_data",
     "docs_build",
 )
