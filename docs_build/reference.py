@@ -55,7 +55,6 @@ PROGRAMS = {
     "trace": Program("-m fabric_train.trace", ("reliability", "mixture")),
     "replay": Program("-m fabric_train.replay", ("reliability",)),
     "download": Program("download_model.py", ("launch", "publish")),
-    "bundle": Program("-m fabric_train.bundle", ("launch",)),
     "doctor": Program("-m fabric_train.doctor", ("launch",)),
 }
 """By the names of ``fabric-train NAME``."""

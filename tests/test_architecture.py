@@ -10,7 +10,6 @@ PACKAGE = Path(__file__).parents[1] / "fabric_train"
 FROM_THE_TOP = (
     "programs",
     "report",
-    "bundle",
     "trace",
     "vocabulary",
     "preflight",
@@ -33,7 +32,7 @@ FROM_THE_TOP = (
 """A subpackage, or the module ``arguments``, imports only those after it."""
 
 TOP_LEVEL_MODULES = {"__init__", "__main__", "api", "doctor", "replay", "runs"}
-READ_ARGUMENTS_OF_TRAINING = {"__main__", "api", "bundle.__main__", "replay", "export.model_card"}
+READ_ARGUMENTS_OF_TRAINING = {"__main__", "api", "replay", "export.model_card"}
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 

@@ -44,7 +44,6 @@ PROGRAMS = {
     "generate": "fabric_train.programs.generate",
     "evaluate": "fabric_train.programs.evaluate",
     "download": "fabric_train.programs.download_model",
-    "bundle": "fabric_train.bundle",
     "doctor": "fabric_train.doctor",
 }
 """What ``fabric-train`` calls each program, and its module."""

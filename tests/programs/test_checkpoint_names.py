@@ -2,16 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fabric_train.arguments import TrainArguments, parse
-from fabric_train.bundle import __main__ as bundle
-from fabric_train.bundle import collect
 from fabric_train.checkpoint import read_trainer_json
 from fabric_train.export.convert import plan_targets
 from fabric_train.inference.load_model import load_for_inference
@@ -95,28 +91,3 @@ def test_a_run_from_the_weights_of_a_checkpoint_can_be_resumed(
 def test_a_replay_of_a_checkpoints_name_is_that_of_its_run(run: Path, forked_runs: ForkedRuns) -> None:
     forked_runs.start([run / "best", "--steps", "2:3"], 1, program="fabric_train.replay").finish()
     assert (run / "replay.json").is_file()
-
-
-def check_in_this_process(_target: object, folder: Path) -> None:
-    """Check the run as the bundle's process does, without the seconds of its start; test_collect.py starts one."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(folder)
-        prepare(parse(TrainArguments, ["--config", collect.CONFIGURATION, "--accelerator", "cpu"]))
-
-
-def test_a_bundled_checkpoint_is_a_model_with_its_tokenizer(
-    run: Path, tiny_tokens_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(collect, "download_wheels", lambda *_: (tmp_path / "wheels").mkdir())  # from the internet
-    monkeypatch.setattr(collect, "_check_inside", check_in_this_process)
-    monkeypatch.setattr(collect, "estimated_bytes", lambda _: 0)
-    monkeypatch.setattr(collect, "installed_bytes", lambda _: 0)
-    bundle.main(["--model", str(run / "best"), "--data", str(tiny_tokens_dir), "--output", str(tmp_path / "bundle")])
-    folder = tmp_path / "bundle" / "model"
-    assert not (folder / "trainer.json").exists()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    weights = load_file(checkpoint_of(run, "best") / "model.safetensors")
-    assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
-    assert AutoTokenizer.from_pretrained(folder)("a")["input_ids"]
-    words = argv(folder, tiny_tokens_dir, tmp_path / "new", max_step=1)
-    assert prepare(parse(TrainArguments, words)).start.checkpoint is None

@@ -3,7 +3,6 @@
 from typing import Any
 
 from fabric_train.arguments import TrainArguments
-from fabric_train.bundle.__main__ import BundleArguments
 from fabric_train.doctor import DoctorArguments
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.export.publish import PublishArguments
@@ -35,7 +34,6 @@ PROGRAM_ARGUMENTS: dict[str, Any] = {
     "-m fabric_train.replay": ReplayArguments,
     "-m fabric_train.report": ReportArguments,
     "-m fabric_train.runs": RunsArguments,
-    "-m fabric_train.bundle": BundleArguments,
     "-m fabric_train.trace": TraceArguments,
     "-m fabric_train.vocabulary report": VocabularyReportArguments,
     "-m fabric_train.vocabulary extend": VocabularyExtendArguments,
