@@ -13,7 +13,7 @@ import fabric_train
 from docs_build.site import DOCS, documents, pages_of, read_settings, slug
 from fabric_train import checkpoint
 from fabric_train.cli import errors
-from fabric_train.cli.argument_types import describe, is_required, positional_of, title_of, types_of
+from fabric_train.cli.argument_types import describe, is_required, positional_of, shown_name, title_of, types_of
 from fabric_train.cli.help import PROGRAM, examples_of, fields_by_section, shown_default, texts_of
 from fabric_train.report import health
 from fabric_train.training.metrics import COLUMNS, Metrics, grouped_name
@@ -56,6 +56,7 @@ PROGRAMS = {
     "replay": Program("-m fabric_train.replay", ("reliability",)),
     "download": Program("download_model.py", ("launch", "publish")),
     "doctor": Program("-m fabric_train.doctor", ("launch",)),
+    "translate": Program("-m fabric_train.translate", ("how-to/from_axolotl",)),
 }
 """By the names of ``fabric-train NAME``."""
 
@@ -117,7 +118,7 @@ def _page_of_program(name: str) -> str:
     for title, fields in fields_by_section(arguments).items():
         rows = (
             (
-                f"`{argument.upper() if argument == positional else f'--{argument}'}`",
+                f"`{argument.upper() if argument == positional else f'--{shown_name(argument)}'}`",
                 describe(types[argument]).removesuffix(" or null") + _default_in_words(field),
                 f"{_SINCE.sub('', text).strip()} {_explained(argument, program.pages)}".strip(),
                 found[1] if (found := _SINCE.search(text)) else FIRST_VERSION,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fabric_train.arguments import TrainArguments
 from fabric_train.cli.argument_types import types_of
-from fabric_train.cli.parser import advice_for_name
+from fabric_train.cli.foreign_names import advice_for_name
 from fabric_train.cli.yaml_core import load
 
 ROOT = Path(__file__).resolve().parents[1]

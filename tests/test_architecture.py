@@ -11,6 +11,7 @@ FROM_THE_TOP = (
     "programs",
     "report",
     "trace",
+    "translate",
     "vocabulary",
     "preflight",
     "merge_models",
@@ -32,7 +33,10 @@ FROM_THE_TOP = (
 """A subpackage, or the module ``arguments``, imports only those after it."""
 
 TOP_LEVEL_MODULES = {"__init__", "__main__", "api", "doctor", "replay", "runs"}
-READ_ARGUMENTS_OF_TRAINING = {"__main__", "api", "replay", "export.model_card"}
+READ_ARGUMENTS_OF_TRAINING = {
+    *("__main__", "api", "replay", "export.model_card"),
+    *("translate.__main__", "translate.method", "translate.translation", "translate.write_config"),
+}
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fabric_train.cli.argument_types import shown_name
 from tests import foreign_tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,6 +131,7 @@ def test_every_option_that_the_documents_name_exists() -> None:
     classes = [node for node in every if isinstance(node, ast.ClassDef) and node.name.endswith("Arguments")]
     fields = [node for kind in classes for node in kind.body]
     known = {node.target.id for node in fields if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    known = {shown_name(name) for name in known}
     known |= FOREIGN_OPTIONS | {"config", "debug", "version"}
     documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     missing = [

@@ -208,6 +208,11 @@ def types_of(arguments: type) -> dict[str, Any]:
     }
 
 
+def shown_name(name: str) -> str:
+    """Return an argument's name as users write it: one that is a keyword of Python ends in _ in its dataclass."""
+    return name.rstrip("_")
+
+
 def positional_of(arguments: type) -> str | None:
     """Return the argument that may be given without its name."""
     fields = [field for group in groups_of(arguments).values() for field in dataclasses.fields(group)]

@@ -45,6 +45,7 @@ PROGRAMS = {
     "evaluate": "fabric_train.programs.evaluate",
     "download": "fabric_train.programs.download_model",
     "doctor": "fabric_train.doctor",
+    "translate": "fabric_train.translate",
 }
 """What ``fabric-train`` calls each program, and its module."""
 

@@ -20,6 +20,7 @@ from fabric_train.cli.argument_types import (
     groups_of,
     is_required,
     positional_of,
+    shown_name,
     takes_list,
     title_of,
     types_of,
@@ -113,7 +114,7 @@ def _parser(
     for title, options in sections.items():
         section = parser.add_argument_group(title)
         for name, settings in options.items():
-            section.add_argument(f"--{name}", **settings)
+            section.add_argument(f"--{shown_name(name)}", **settings)
     return parser
 
 

@@ -7,17 +7,17 @@ the nearest argument, also for the names and values that other programs have (``
 
 import dataclasses
 import difflib
-import functools
+import keyword
 import os
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 from fabric_train.cli import argument_types, yaml_core
 from fabric_train.cli.errors import InputError, print_errors
+from fabric_train.cli.foreign_names import advice_for_name, advice_for_value
 from fabric_train.cli.help import complete_words, print_help, print_version
 from fabric_train.cli.launcher import GivenValue, GivenValues, global_rank
 
@@ -25,62 +25,6 @@ _COMMAND_LINE_ONLY = ("config", "debug")  # arguments of every program that a fi
 _LONGEST_VALUE, _LONGEST_FAULT = 100, 2000  # characters of what a user gave in an error message, and of the message
 _PROJECT, _INSTALLED = Path(__file__).resolve().parents[2], "share/fabric-train"
 T = TypeVar("T")
-
-
-def advice_for_name(program: str, name: str, known: Collection[str]) -> str | None:
-    """Return what another program's argument is here, or what to do without one; None if the table does not have it.
-
-    ``program`` is the name of the class of arguments. Of a ``name`` such as a.b, the table may have only b or a.
-    """
-    if program not in read_table()["names"]:
-        return None
-    name = name.lower()
-    for section in (program, "TrainArguments"):
-        here = next((ours for ours, names in read_table()["names"][section].items() if name in names.split()), None)
-        if here is not None:
-            argument = re.match(r"--(\w+)", here)  # None: it begins with the name of another program
-            is_here = section == program or argument is None or argument[1] in known
-            return f"here it is {here}" if is_here else f"in training it is {here}"
-    absent = {one: advice for advice, names in read_table()["absent"].items() for one in names.split()}
-    pattern = name if name in absent else next((one for one in absent if fnmatchcase(name, one)), None)
-    if pattern is not None:
-        return absent[pattern]
-    first, dot, rest = name.partition(".")
-    last = rest.rpartition(".")[2]
-    if last in known:
-        return f"here it is --{last}"
-    return (advice_for_name(program, last, known) or advice_for_name(program, first, known)) if dot else None
-
-
-def advice_for_value(argument: str, kind: Any, value: Any) -> str | None:
-    """Return what another program's value, or another spelling of our own, is here; None for unknown values."""
-    values = read_table()["values"]
-    parts = _parts(kind)
-    same = {_plain(choice): choice for part in parts if get_origin(part) is Literal for choice in get_args(part)}
-    rows = [values.get(argument, {}), *([values["true or false"]] if bool in parts else [])]
-    for one in value if isinstance(value, list) else [value]:
-        found = (ours for row in rows for ours, theirs in row.items() if _plain(one) in _plain(theirs).split())
-        here = next(found, None)
-        here = same.get(_plain(one), here)
-        if here is not None and here != one:
-            return f"here it is {here}"
-    return None
-
-
-@functools.cache
-def read_table() -> dict[str, Any]:
-    """Return the names and values of other programs."""
-    return yaml_core.load(yaml_core.read_text(str(Path(__file__).with_name("foreign_names.yaml"))))
-
-
-def _parts(kind: Any) -> list[Any]:
-    """Return a type, and the types that a list or union of them has, at any depth."""
-    inner = () if get_origin(kind) is Literal else get_args(kind)
-    return [kind, *(part for one in inner for part in _parts(one))]
-
-
-def _plain(value: Any) -> str:
-    return str(value).lower().replace("-", "_")
 
 
 def parse_arguments(arguments: type[T], argv: list[str] | None = None, launcher: GivenValues | None = None) -> T:
@@ -242,7 +186,10 @@ def _from_command_line(
     for token in argv:
         if re.match("--[^=]", token):
             name, equals, text = token[2:].partition("=")
-            flag = (name.replace("-", "_"), [text] if equals else [])
+            name = name.replace("-", "_")
+            if keyword.iskeyword(name):  # such as --from, whose field in the dataclass is from_
+                name += "_"
+            flag = (name, [text] if equals else [])
             items.append(flag)
         elif positional and (flag is None or (flag[1] and not argument_types.takes_list(types.get(flag[0])))):
             if not unnamed:
@@ -255,10 +202,11 @@ def _from_command_line(
     given: dict[str, GivenValue] = {}
     for name, values in items:
         value = values[0] if len(values) == 1 else (values or True)
+        shown = argument_types.shown_name(name)
         if name in given and not global_rank():
             twice = f"{_in_words(given[name].value)}, then {_in_words(value)}, which is used"
-            print_errors(_in_one_line(f"note: --{name} is given twice: {twice}"))
-        given[name] = GivenValue(value, f"--{name}")
+            print_errors(_in_one_line(f"note: --{shown} is given twice: {twice}"))
+        given[name] = GivenValue(value, f"--{shown}")
     return given
 
 

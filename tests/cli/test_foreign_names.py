@@ -12,7 +12,7 @@ import pytest
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import convert, types_of
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.parser import read_table
+from fabric_train.cli.foreign_names import read_table
 from fabric_train.cli.yaml_core import load
 from fabric_train.inference.arguments import GenerateArguments
 from tests.support.program_arguments import PROGRAM_ARGUMENTS

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from fabric_train.arguments import TrainArguments, parse
-from fabric_train.cli.argument_types import groups_of, title_of
+from fabric_train.cli.argument_types import groups_of, shown_name, title_of
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import PROGRAMS as MODULES
 from fabric_train.cli.fabric_command import script_of
@@ -89,7 +89,7 @@ def test_help_describes_every_argument_in_its_group(program: Any, capsys: pytest
     for group in filter(dataclasses.is_dataclass, chain.from_iterable(bases)):
         position = text.index("Arguments: --" if group is program else f"{title_of(group)}: --", position)
         for name in inspect.get_annotations(group):
-            position = text.index(f"--{name} ", position)
+            position = text.index(f"--{shown_name(name)} ", position)
             source = Path(inspect.getfile(group)).read_text()
             described = re.split(rf"class {group.__name__}\b.*:\n", source)[1].split(f"    {name}: ")[1]
             wanted = " ".join(described.split('"""')[1].split()).replace("- ", "-")  # a line may end at a hyphen

@@ -17,6 +17,7 @@ from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.inspect.__main__ import InspectArguments
 from fabric_train.tokenization.merge import MergeArguments
 from fabric_train.trace.__main__ import TraceArguments
+from fabric_train.translate.__main__ import TranslateArguments
 from fabric_train.vocabulary.__main__ import VocabularyExtendArguments, VocabularyReportArguments
 
 PROGRAM_ARGUMENTS: dict[str, Any] = {
@@ -35,6 +36,7 @@ PROGRAM_ARGUMENTS: dict[str, Any] = {
     "-m fabric_train.report": ReportArguments,
     "-m fabric_train.runs": RunsArguments,
     "-m fabric_train.trace": TraceArguments,
+    "-m fabric_train.translate": TranslateArguments,
     "-m fabric_train.vocabulary report": VocabularyReportArguments,
     "-m fabric_train.vocabulary extend": VocabularyExtendArguments,
 }

@@ -1,0 +1,1 @@
+"""Translate the training file of another program into one of this project and the command that tokenizes its data."""

@@ -1,0 +1,152 @@
+# PYTHON_ARGCOMPLETE_OK
+"""Translate another program's training file: ``fabric-train translate FILE.yaml --output OUR.yaml``."""
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fabric_train.arguments import TrainArguments
+from fabric_train.cli.argument_types import POSITIONAL, PositiveInt, counted
+from fabric_train.cli.errors import InputError, run_program
+from fabric_train.cli.output import escape_controls
+from fabric_train.cli.parser import build_arguments, parse_arguments
+from fabric_train.tokenization.arguments import TokenizeArguments
+from fabric_train.translate.foreign_file import Program, read_foreign_file
+from fabric_train.translate.intervals import translate_intervals
+from fabric_train.translate.method import translate_method
+from fabric_train.translate.optimization import rows_per_step, translate_optimization
+from fabric_train.translate.parallelism import translate_parallelism
+from fabric_train.translate.remaining import translate_remaining
+from fabric_train.translate.run_length import RunLength, count_rows, length_by_epochs
+from fabric_train.translate.tokenizing import tokenize_command, translate_tokenizing
+from fabric_train.translate.translation import Translation
+from fabric_train.translate.write_config import config_text, set_by_length, train_command
+
+
+@dataclass(frozen=True)
+class TranslateArguments:
+    """Translate a training file of axolotl, TRL, LLaMA-Factory or torchtune, and print the command that tokenizes
+
+    PROGRAM axolotl.yaml --output ours.yaml
+    PROGRAM sft.yaml --from trl --output ours.yaml
+    PROGRAM axolotl.yaml --train_data_dir data/tokens --devices 8 --output ours.yaml
+    """
+
+    file: str = field(metadata=POSITIONAL)
+    """The other program's YAML file."""
+    output: str
+    """The training file to write; must not exist yet."""
+    from_: Program | None = None
+    """The program whose file it is; default: recognised by its names."""
+    train_data_dir: str | None = None
+    """The token dataset that the printed command has written: with its number of rows, shares of steps and fractions of
+    epochs are written as numbers. Without it they stand as formulas in comments.
+    """
+    devices: PositiveInt | None = None
+    """Number of devices of the run, over all machines; it decides total_batch_size and the number of steps."""
+
+
+@dataclass(frozen=True)
+class Translated:
+    """A translation with the text that is to be written."""
+
+    translation: Translation
+    config: str
+    devices: int | None
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the training file and the chat template, and print what has become of the settings, and the commands."""
+    arguments = parse_arguments(TranslateArguments, argv)
+    output = Path(arguments.output).expanduser()
+    template_file = output.with_suffix(".chat_template.jinja")
+    if os.path.lexists(output):
+        raise InputError(f"--output {arguments.output}: it exists already; give another file")
+    if not output.parent.is_dir():
+        raise InputError(f"--output {arguments.output}: its folder does not exist; create it")
+    translated = translate(arguments, str(template_file))
+    template = translated.translation.templates.get("jinja")
+    if template is not None:
+        if os.path.lexists(template_file):
+            raise InputError(f"{template_file}: it exists already; move it, or give another --output")
+        template_file.write_text(template, encoding="utf-8")
+    output.write_text(translated.config, encoding="utf-8")
+    _print_summary(translated, arguments)
+
+
+def translate(arguments: TranslateArguments, template_file: str) -> Translated:
+    """Translate a file; InputError if it cannot be read or is for something that this project does not train."""
+    file = read_foreign_file(arguments.file, arguments.from_)
+    devices = arguments.devices
+    translation = Translation(file)
+    if devices is None and file.program == "trl" and translation.number("num_processes"):
+        devices = int(translation.number("num_processes") or 1)
+        translation.ignore("num_processes")
+    objective = translate_method(translation)
+    translate_parallelism(translation)
+    translate_optimization(translation, objective, devices)
+    translate_intervals(translation)
+    translate_tokenizing(translation, objective, arguments.train_data_dir)
+    if translation.templates:
+        translation.tokenize("chat_template", template_file)
+    translate_remaining(translation)
+    _compute_by_length(translation, arguments.train_data_dir, devices)
+    _check(translation)
+    return Translated(translation, config_text(translation, arguments.output, devices), devices)
+
+
+def _compute_by_length(translation: Translation, folder: str | None, devices: int | None) -> None:
+    """Compute what depends on the number of steps, as soon as that is known."""
+    max_step = translation.training.get("max_step")
+    if not translation.by_length:
+        return
+    if max_step is not None:
+        set_by_length(translation, RunLength(max_step.value, f"{max_step.value:,} steps"))
+        return
+    if folder is None:
+        return
+    if devices is None:
+        waiting = ", ".join(translation.by_length)
+        raise InputError(f"--train_data_dir: the number of steps depends on the devices; give --devices for {waiting}")
+    epochs = translation.number("num_epochs", "num_train_epochs", "epochs")
+    if epochs is None:
+        epochs = float(translation.training["number_epochs"].value)
+    set_by_length(translation, length_by_epochs(count_rows(folder), rows_per_step(translation, devices), epochs))
+
+
+def _check(translation: Translation) -> None:
+    """Raise an InputError if our programs would refuse the values."""
+    path = translation.file.path
+    try:
+        build_arguments(TrainArguments, {name: setting.value for name, setting in translation.training.items()})
+        if translation.tokenizing:
+            values = {name: setting.value for name, setting in translation.tokenizing.items()}
+            build_arguments(TokenizeArguments, values)
+    except InputError as error:
+        raise InputError(*(f"{path}: translated, but refused: {fault}" for fault in error.faults)) from None
+
+
+def _print_summary(translated: Translated, arguments: TranslateArguments) -> None:
+    translation = translated.translation
+    devices = translated.devices
+    file = translation.file
+    counts = Counter(translation.outcomes.values())
+    print(f"{file.path} is a file of {file.program} with {counted(len(file.settings), 'setting')}:")
+    print(f"  {counts['training']:>4}  are arguments of training in {arguments.output}")
+    print(f"  {counts['tokenizing']:>4}  are arguments of tokenizing")
+    print(f"  {counts['no counterpart']:>4}  have no counterpart: comments at the end of {arguments.output}")
+    print(f"  {counts['off']:>4}  are empty, off, or always so here")
+    if translation.by_length:
+        waiting = ", ".join(translation.by_length)
+        print(f"the number of steps decides {waiting}: translate again with --train_data_dir and --devices")
+    for note in translation.notes:
+        print(escape_controls(f"note: {note}"))
+    command = tokenize_command(translation)
+    if command:
+        print(escape_controls(f"tokenize  {command}"))
+    print(f"train     {train_command(arguments.output, devices)}")
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,179 @@
+"""Translate when a run evaluates, saves and logs, and where it logs to."""
+
+import functools
+import math
+from typing import Any
+
+from fabric_train.cli.errors import InputError
+from fabric_train.translate.run_length import RunLength
+from fabric_train.translate.translation import Translation
+
+_NEVER = 1_000_000_000
+"""An interval that no run reaches; the end of each epoch and of the run counts all the same."""
+_OFF = (None, False, "no", "none", "None", "")
+_LOGGERS = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "DiskLogger": "csv",
+    "StdoutLogger": "csv",
+    "WandBLogger": "wandb",
+    "TensorBoardLogger": "tensorboard",
+}
+_WORDS_OF_PROJECTS = (
+    "wandb_project",
+    "trackio_project_name",
+    "mlflow_experiment_name",
+    "project",
+    "metric_logger.project",
+)
+
+
+def translate_intervals(translation: Translation) -> None:
+    """Translate evaluation, saving and logging."""
+    _translate_evaluation(translation)
+    _translate_saving(translation)
+    _translate_log_interval(translation)
+    _translate_loggers(translation)
+    file = translation.file
+    output = file.get("output_dir", "checkpointer.output_dir")
+    if isinstance(output, str):
+        translation.train("output_dir", output, *file.names("output_dir", "checkpointer.output_dir"))
+    translation.ignore(*file.names("logging_dir", "metric_logger.log_dir", "overwrite_output_dir"))
+
+
+def _translate_evaluation(translation: Translation) -> None:
+    file = translation.file
+    size = file.names("per_device_eval_batch_size", "eval_batch_size", "batch_size_val")
+    if size:
+        translation.train("eval_batch_size", file.get(*size), *size)
+    strategy_names = file.names("eval_strategy", "evaluation_strategy")
+    strategy = str(file.get("eval_strategy", "evaluation_strategy"))
+    interval_names = file.names("eval_steps", "run_val_every_n_steps")
+    interval = file.get("eval_steps", "run_val_every_n_steps")
+    per_epoch = translation.number("evals_per_epoch")
+    if per_epoch:
+        _train_per_epoch(translation, "eval_step_interval", per_epoch, "evals_per_epoch")
+    elif interval not in _OFF and strategy not in ("no", "epoch"):
+        _train_interval(translation, "eval_step_interval", interval, *interval_names, *strategy_names)
+    elif strategy == "epoch":
+        translation.train("eval_step_interval", _NEVER, *strategy_names, comment="at the end of each epoch")
+    elif strategy == "steps":  # every logging_steps there
+        logging_steps = file.get("logging_steps") or 500
+        _train_interval(translation, "eval_step_interval", logging_steps, *strategy_names)
+    else:
+        words = "no evaluation in between; one at the end of each epoch"
+        translation.train("eval_step_interval", _NEVER, *strategy_names, comment=words)
+    translation.ignore(*interval_names, "evals_per_epoch")
+    if file.names("eval_on_start"):
+        translation.train("eval_at_start", file.is_on("eval_on_start"), "eval_on_start")
+    translation.ignore(*file.names("do_eval", "do_train"))
+
+
+def _translate_saving(translation: Translation) -> None:
+    file = translation.file
+    strategy = str(file.get("save_strategy"))
+    interval_names = file.names("save_steps", "save_strategy")
+    interval = file.get("save_steps")
+    per_epoch = translation.number("saves_per_epoch")
+    ends = "at the end of each epoch and of the run"
+    if per_epoch:
+        _train_per_epoch(translation, "save_step_interval", per_epoch, "saves_per_epoch")
+    elif strategy in ("no", "epoch", "best"):
+        translation.train("save_step_interval", _NEVER, *interval_names, comment=ends)
+    elif interval not in _OFF:
+        _train_interval(translation, "save_step_interval", interval, *interval_names)
+    elif file.program in ("axolotl", "torchtune"):
+        translation.default("save_step_interval", _NEVER, ends)
+    else:
+        translation.default("save_step_interval", 500)
+    translation.ignore(*interval_names, "saves_per_epoch")
+    if translation.number("save_total_limit"):
+        translation.train("keep_checkpoints", file.get("save_total_limit"), "save_total_limit")
+    if file.names("load_best_model_at_end"):
+        translation.train("save_best", file.is_on("load_best_model_at_end"), "load_best_model_at_end")
+    if file.get("metric_for_best_model") in ("loss", "eval_loss"):
+        translation.ignore("metric_for_best_model")
+
+
+def _translate_log_interval(translation: Translation) -> None:
+    file = translation.file
+    names = file.names("logging_steps", "log_every_n_steps")
+    if names and file.get("logging_strategy") not in ("no", "epoch"):
+        _train_interval(translation, "log_step_interval", file.get(*names), *names)
+    if file.get("logging_strategy") in ("steps", "no", "epoch"):
+        translation.ignore("logging_strategy")
+
+
+def _train_interval(translation: Translation, argument: str, interval: Any, *origins: str) -> None:
+    """Set an interval in steps; transformers takes a number below 1 for a share of all steps."""
+    try:
+        number = float(interval)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"{translation.file.path}: {origins[0]}: expected a number of steps, got {interval!r}"
+        ) from None
+    if number <= 0:
+        raise InputError(f"{translation.file.path}: {origins[0]}: expected a number above 0, got {number:g}")
+    if number < 1 or origins[0] in ("evals_per_epoch", "saves_per_epoch"):
+        compute = functools.partial(_share_of_steps, share=number)
+        translation.train_by_length(argument, f"ceil({number:g} × steps)", compute, *origins)
+    else:
+        translation.train(argument, math.ceil(number), *origins)
+
+
+def _train_per_epoch(translation: Translation, argument: str, times: float, origin: str) -> None:
+    """Set an interval of axolotl's, which divides all steps by the number of epochs and the times in an epoch."""
+    epochs = translation.number("num_epochs") or 1
+    _train_interval(translation, argument, 1 / (times * epochs), origin)
+
+
+def _share_of_steps(length: RunLength, *, share: float) -> int:
+    return max(1, math.ceil(round(share * length.steps, 9)))
+
+
+def _translate_loggers(translation: Translation) -> None:
+    """Translate the trackers; a project or a team alone turns Weights & Biases on in axolotl."""
+    file = translation.file
+    names = file.names("report_to", "metric_logger._component_")
+    reported = file.get("report_to")
+    if isinstance(reported, str):
+        reported = reported.replace(",", " ").split()
+    if file.names("metric_logger._component_"):
+        reported = [str(file.get("metric_logger._component_")).rpartition(".")[2]]
+    project = file.names(*_WORDS_OF_PROJECTS)
+    loggers = ["csv"]
+    unknown = list[str]()
+    for logger in reported or []:
+        if logger in _LOGGERS:
+            loggers.append(_LOGGERS[logger])
+        elif logger == "all":
+            loggers.append("tensorboard")
+        elif logger not in ("none", "None"):
+            unknown.append(str(logger))
+    if file.program == "axolotl":
+        if file.names("use_wandb", "wandb_project") and file.get("use_wandb") is not False:
+            loggers.append("wandb")
+        if file.names("use_mlflow", "mlflow_tracking_uri") and file.get("use_mlflow") is not False:
+            loggers.append("mlflow")
+        if file.is_on("use_tensorboard"):
+            loggers.append("tensorboard")
+    if unknown:
+        translation.leave_out(f"no logger for {', '.join(unknown)}: --loggers has the others", *names)
+    loggers = list(dict.fromkeys(loggers))
+    is_named = bool(reported) or len(loggers) > 1
+    if is_named:
+        translation.train("loggers", [name for name in loggers if name != "csv"] or ["csv"], *names)
+    uses_tracker = {"wandb", "mlflow", "trackio"} & set(loggers)
+    names_by_argument = {
+        "project": project,
+        "entity": file.names("wandb_entity"),
+        "run_name": file.names("wandb_name", "run_name", "metric_logger.name"),
+        "group": file.names("wandb_group", "metric_logger.group"),
+    }
+    for argument, keys in names_by_argument.items():
+        if keys and uses_tracker:
+            translation.train(argument, file.get(*keys), *keys)
+        else:
+            translation.ignore(*keys)

@@ -1,0 +1,411 @@
+"""Translate what is trained, and by which loss: objective, model, precision, adapter and 4-bit weights."""
+
+from pathlib import PurePath
+from typing import Any
+
+from fabric_train.arguments import TrainArguments
+from fabric_train.cli.argument_types import types_of
+from fabric_train.cli.errors import InputError
+from fabric_train.translate.foreign_file import ForeignFile, as_bool
+from fabric_train.translate.translation import Translation, takes_value
+
+_OBJECTIVES = {
+    "sigmoid": "dpo",
+    "dpo": "dpo",
+    "sigmoid_norm": "dpo",
+    "ipo": "ipo",
+    "simpo": "simpo",
+    "orpo": "orpo",
+}
+"""Our objective by the name of a preference loss."""
+_LOSSES_OF_TORCHTUNE = {"DPOLoss": "dpo", "SimPOLoss": "simpo"}
+_OTHER_LOSSES_OF_TORCHTUNE = ("RSOLoss", "PPOLoss", "GRPO", "ForwardKL", "ReverseKL", "SymmetricKL", "JensenShannon")
+_KEYS_OF_PAIRS = (
+    *("beta", "max_prompt_length", "max_prompt_len", "precompute_ref_log_probs", "ref_model", "sync_ref_model"),
+    *("f_divergence_type", "rpo_alpha", "disable_dropout", "loss_weights", "dataset_splits"),
+)
+"""Settings of TRL by which a file of DPO is told from one of SFT, which its command line names."""
+_OTHER_TRAINERS = {
+    "reward_funcs": "GRPO or RLOO",
+    "num_generations": "GRPO or RLOO",
+    "desirable_weight": "KTO",
+    "center_rewards_coefficient": "a reward model",
+    "reward_model_path": "PPO",
+    "kl_coef": "PPO",
+    "diffusion": "a diffusion model",
+    "reward_model": "a reward model",
+    "process_reward_model": "a reward model",
+    "kd_trainer": "distillation",
+}
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_TARGETS_OF_TORCHTUNE = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+TRAINING_TYPES = types_of(TrainArguments)
+_LORA_DEFAULTS: dict[str, dict[str, Any]] = {
+    "axolotl": {"lora_dropout": 0.0},
+    "trl": {"lora_rank": 16, "lora_alpha": 32.0, "lora_dropout": 0.05},
+    "llama-factory": {"lora_rank": 8, "lora_dropout": 0.0},
+    "torchtune": {"lora_rank": 8, "lora_alpha": 16.0, "lora_dropout": 0.0},
+}
+_OF_ADAPTERS = (
+    *("lora_r", "lora_alpha", "lora_rank", "lora_dropout", "lora_target", "lora_target_linear", "lora_target_modules"),
+    *("lora_modules_to_save", "lora_fan_in_fan_out", "lora_model_dir", "peft_use_dora", "peft_use_rslora", "use_dora"),
+    *("use_rslora", "additional_target", "loraplus_lr_ratio", "loraplus_lr_embedding", "lora_task_type"),
+)
+
+
+def translate_method(translation: Translation) -> str:
+    """Translate objective, model, adapter and precision, and return the objective."""
+    objective = _translate_objective(translation)
+    _translate_model(translation)
+    trains_adapter = _translate_adapter(translation)
+    _translate_precision(translation, trains_adapter)
+    return objective
+
+
+def _translate_objective(translation: Translation) -> str:
+    file = translation.file
+    _refuse_other_trainers(file)
+    objective, origins = _objective_of(translation)
+    if objective == "sft":
+        translation.ignore(*origins)
+        return objective
+    translation.train("objective", objective, *origins)
+    if "sigmoid_norm" in translation.texts("loss_type"):
+        translation.train("length_normalised", True, "loss_type")
+    beta = translation.number("trl.beta", "rl_beta", "dpo_beta", "beta", "pref_beta", "loss.beta", "orpo_alpha")
+    beta_names = file.names("trl.beta", "rl_beta", "dpo_beta", "beta", "pref_beta", "loss.beta", "orpo_alpha")
+    if beta is not None:
+        translation.train("dpo_beta", beta, *beta_names)
+    else:
+        translation.default("dpo_beta", 2.0 if file.program == "torchtune" and objective == "simpo" else 0.1)
+    _translate_extras_of_pairs(translation, objective)
+    return objective
+
+
+def _refuse_other_trainers(file: ForeignFile) -> None:
+    ours = "this project trains with cross entropy, dpo, ipo, simpo or orpo"
+    for name, trainer in _OTHER_TRAINERS.items():
+        heads = [setting for setting in file.settings if setting.split(".")[0] == name]
+        if any(file.settings[setting] not in (None, False) for setting in heads):
+            raise InputError(f"{file.path}: {name}: a file for {trainer}; {ours}")
+    if file.program == "torchtune":
+        component = str(file.settings.get("loss._component_", ""))
+        is_other = any(name in component for name in _OTHER_LOSSES_OF_TORCHTUNE)
+        others = ("kd_loss", "teacher_model", "policy_model", "reward_and_value_model", "num_classes")
+        named = [name for name in file.settings if name.split(".")[0] in others]
+        if is_other or named:
+            what = f"loss._component_: {component}" if is_other else named[0]
+            raise InputError(f"{file.path}: {what}: another training method; {ours}")
+
+
+def _objective_of(translation: Translation) -> tuple[str, tuple[str, ...]]:
+    """Return the objective of a file, and the settings that say so."""
+    file = translation.file
+    if file.program == "axolotl":
+        loss = file.get("rl")
+        if loss in (None, False, ""):
+            return "sft", ("rl",)
+        return _named_objective(translation, "rl", str(loss)), ("rl",)
+    if file.program == "llama-factory":
+        stage = file.get("stage") or "sft"
+        if stage in ("sft", "pt"):
+            return "sft", ("stage",)
+        if stage != "dpo":
+            raise translation.fault("stage", "this project trains the stages pt, sft and dpo")
+        loss = file.get("pref_loss") or "sigmoid"
+        return _named_objective(translation, "pref_loss", str(loss)), ("stage", "pref_loss")
+    if file.program == "torchtune":
+        component = str(file.get("loss._component_") or "").rpartition(".")[2]
+        return _LOSSES_OF_TORCHTUNE.get(component, "sft"), ("loss._component_",)
+    return _objective_of_trl(translation)
+
+
+def _objective_of_trl(translation: Translation) -> tuple[str, tuple[str, ...]]:
+    file = translation.file
+    losses = [loss for loss in translation.texts("loss_type") if loss not in ("nll", "sft", "chunked_nll")]
+    named = file.names(*_KEYS_OF_PAIRS)
+    if losses:
+        return _named_objective(translation, "loss_type", losses[0]), ("loss_type",)
+    if named and not file.names("assistant_only_loss", "completion_only_loss", "packing", "dataset_text_field"):
+        translation.notes.append(
+            f"{', '.join(named)}: taken for a file of trl dpo; if it is one of trl orpo, write objective: orpo"
+        )
+        return "dpo", ("loss_type",)
+    return "sft", ("loss_type",)
+
+
+def _named_objective(translation: Translation, name: str, loss: str) -> str:
+    objective = _OBJECTIVES.get(loss.lower())
+    if objective is None:
+        raise translation.fault(name, "of preference losses this project has dpo, ipo, simpo and orpo")
+    return objective
+
+
+def _translate_extras_of_pairs(translation: Translation, objective: str) -> None:
+    """Translate label smoothing, the weight of cross entropy, SimPO's margin and the reference model."""
+    file = translation.file
+    smoothing = translation.number("dpo_label_smoothing", "label_smoothing", "loss.label_smoothing")
+    smoothing_names = file.names("dpo_label_smoothing", "label_smoothing", "loss.label_smoothing")
+    if smoothing and objective in ("dpo", "simpo"):
+        translation.train("label_smoothing", smoothing, *smoothing_names)
+    elif smoothing:
+        translation.leave_out(f"--objective {objective} has no label smoothing", *smoothing_names)
+    else:
+        translation.ignore(*smoothing_names)
+    weight_names = file.names("rpo_alpha", "pref_ftx", "cpo_alpha")
+    weight = translation.number("rpo_alpha", "pref_ftx", "cpo_alpha")
+    losses = translation.texts("loss_type")
+    if "sft" in losses:
+        weights = file.get("loss_weights") or [1.0] * len(losses)
+        weight, weight_names = float(weights[losses.index("sft")]), ["loss_type", "loss_weights"]
+    if weight and objective != "orpo":
+        translation.train("sft_weight", weight, *weight_names)
+    elif weight:
+        translation.leave_out("--objective orpo has the cross entropy with factor 1", *weight_names)
+    elif objective == "simpo" and file.program == "axolotl":
+        translation.default("sft_weight", 1.0, "TRL's cpo_alpha")
+    margin_names = file.names("simpo_gamma", "loss.gamma")
+    if objective == "simpo":
+        margin = translation.number("simpo_gamma", "loss.gamma")
+        if margin is not None:
+            translation.train("simpo_gamma", margin, *margin_names)
+    else:
+        translation.ignore(*margin_names)
+    reference = file.get("ref_model")
+    if reference and objective in ("dpo", "ipo"):
+        translation.train("reference", reference, "ref_model")
+
+
+def _translate_model(translation: Translation) -> None:
+    file = translation.file
+    names = ("base_model", "model_name_or_path", "checkpointer.checkpoint_dir", "model")
+    model = file.get(*names)
+    if not isinstance(model, str):
+        raise InputError(f"{file.path}: {' or '.join(names[:3])} is missing: the model to train")
+    translation.train("model_name", model, *file.names(*names))
+    revision = file.get("model_revision", "revision_of_model")
+    if revision not in (None, "main"):
+        advice = f"download it first: fabric-train download --repo {model} --revision {revision}"
+        translation.leave_out(f"{advice}, and give its folder as model_name", "model_revision", "revision_of_model")
+    else:
+        translation.ignore(*file.names("model_revision", "revision_of_model"))
+    from_scratch = [name for name in ("reinit_weights", "train_from_scratch") if file.is_on(name)]
+    if from_scratch:
+        words = (
+            "--from_scratch FAMILY with the sizes of the model begins with random weights; this begins with the model's"
+        )
+        translation.leave_out(words, *from_scratch)
+        translation.notes.append(f"{from_scratch[0]}: {words}")
+    translation.ignore(*file.names("base_model_config", "tokenizer_type", "checkpointer.model_type"))
+    if file.program != "llama-factory":
+        translation.ignore(*file.names("model_type"))
+    _translate_attention(translation)
+
+
+def _translate_attention(translation: Translation) -> None:
+    file = translation.file
+    switches = {
+        "flash_attention": "flash_attention_2",
+        "sdp_attention": "sdpa",
+        "eager_attention": "eager",
+        "flex_attention": "flex_attention",
+    }
+    named = {name: file.get(name) for name in file.names("attn_implementation", "flash_attn")}
+    if file.program == "axolotl":
+        named |= {name: value for name, value in switches.items() if file.is_on(name)}
+    for name, value in named.items():
+        if value in ("auto", "disabled"):
+            translation.ignore(name)
+        elif takes_value("attention", value):
+            translation.train("attention", value, name)
+        else:
+            translation.leave_out("attention is sdpa, flash_attention_2, flex_attention or eager", name)
+
+
+def _translate_adapter(translation: Translation) -> bool:
+    """Translate the adapter and its frozen weights; return whether one trains."""
+    file = translation.file
+    is_adapter, origins = _adapter_of(translation)
+    four_bits = file.names("load_in_4bit", "quantization_bit", "model.quantize_base", "adapter")
+    if not is_adapter:
+        translation.ignore(*origins, *file.names(*_OF_ADAPTERS))
+        if file.is_on("load_in_4bit", "load_in_8bit") or file.get("quantization_bit"):
+            reason = "frozen weights in 4 bits need an adapter here: --adapter lora"
+            translation.leave_out(reason, *file.names("load_in_4bit", "load_in_8bit", "quantization_bit"))
+        return False
+    kind = "dora" if file.is_on("use_dora", "peft_use_dora", "model.use_dora") else "lora"
+    translation.train("adapter", kind, *origins, *file.names("use_dora", "peft_use_dora", "model.use_dora"))
+    bits = file.get("quantization_bit")
+    component = str(file.settings.get("model._component_", ""))
+    if _is_in_4_bits(file, component):
+        translation.train("base_weights", "nf4", *four_bits, comment="" if four_bits else "model._component_")
+    elif file.is_on("load_in_8bit") or bits is not None:
+        reason = "the frozen weights are in bfloat16 here, which takes more memory; --base_weights nf4 takes less"
+        translation.leave_out(reason, *file.names("load_in_8bit", "quantization_bit"))
+    _translate_quantization(translation)
+    _translate_rank(translation)
+    _translate_targets(translation)
+    rslora = file.names("use_rslora", "peft_use_rslora")
+    if file.is_on("use_rslora", "peft_use_rslora"):
+        translation.train("lora_rslora", True, *rslora)
+    whole = file.names("lora_modules_to_save", "additional_target")
+    if whole:
+        translation.train("train_also", translation.texts(whole[0]), *whole)
+    beginning = file.names("lora_model_dir", "adapter_name_or_path")
+    if beginning:
+        translation.train("init_adapter", file.get(*beginning), *beginning)
+        translation.notes.append("init_adapter: rank, alpha and targets come from that adapter")
+    _translate_lora_plus(translation)
+    translation.ignore(*file.names("lora_task_type", "lora_fan_in_fan_out", "peft.lora_fan_in_fan_out"))
+    return True
+
+
+def _is_in_4_bits(file: ForeignFile, component: str) -> bool:
+    named = file.is_on("load_in_4bit", "model.quantize_base") or file.get("quantization_bit") == 4
+    return named or file.get("adapter") == "qlora" or ".qlora_" in component
+
+
+def _adapter_of(translation: Translation) -> tuple[bool, tuple[str, ...]]:
+    """Return whether a file trains LoRA or DoRA, and the settings that say so."""
+    file = translation.file
+    if file.program == "axolotl":
+        adapter = file.get("adapter")
+        if adapter not in (None, "", "lora", "qlora"):
+            raise translation.fault("adapter", "of adapters this project has lora and dora")
+        return bool(adapter), ("adapter",)
+    if file.program == "llama-factory":
+        kind = file.get("finetuning_type") or "lora"
+        if kind == "freeze":
+            why = "name the trained layers: --train_only 'layers.(30|31)'; without it all weights train"
+            translation.leave_out(why, "finetuning_type")
+        elif kind not in ("lora", "full"):
+            raise translation.fault("finetuning_type", "this project trains lora or all weights (full)")
+        return kind == "lora", ("finetuning_type",)
+    if file.program == "torchtune":
+        component = str(file.get("model._component_") or "")
+        model = component.rpartition(".")[2]
+        translation.ignore("model._component_")
+        return model.startswith(("lora_", "qlora_", "dora_", "qdora_")), ("model._component_",)
+    return file.is_on("use_peft"), ("use_peft",)
+
+
+def _translate_quantization(translation: Translation) -> None:
+    file = translation.file
+    kind = file.names("bnb_4bit_quant_type", "bnb_config_kwargs.bnb_4bit_quant_type", "quantization_type")
+    for name in kind:
+        if file.get(name) == "nf4":
+            translation.ignore(name)
+        else:
+            translation.leave_out("of 4-bit types this project has nf4", name)
+    method = file.get("quantization_method")
+    if method in ("bnb", "bitsandbytes"):
+        translation.ignore("quantization_method")
+
+
+def _translate_rank(translation: Translation) -> None:
+    file, program = translation.file, translation.file.program
+    rank = translation.number("lora_r", "lora_rank", "model.lora_rank")
+    rank_names = file.names("lora_r", "lora_rank", "model.lora_rank")
+    if rank is not None:
+        translation.train("lora_rank", int(rank) if rank == int(rank) else rank, *rank_names)
+    alpha = translation.number("lora_alpha", "model.lora_alpha")
+    if alpha is not None:
+        translation.train("lora_alpha", alpha, *file.names("lora_alpha", "model.lora_alpha"))
+    dropout = translation.number("lora_dropout", "model.lora_dropout")
+    if dropout is not None:
+        translation.train("lora_dropout", dropout, *file.names("lora_dropout", "model.lora_dropout"))
+    for argument, value in _LORA_DEFAULTS[program].items():
+        translation.default(argument, value)
+    if program == "llama-factory" and "lora_alpha" not in translation.training:
+        translation.default("lora_alpha", 2.0 * translation.training["lora_rank"].value, "twice the rank")
+
+
+def _translate_targets(translation: Translation) -> None:
+    file = translation.file
+    if file.program == "torchtune":
+        _translate_targets_of_torchtune(translation)
+        return
+    names = file.names("lora_target_linear", "lora_target_modules", "lora_target")
+    listed = file.names("lora_target_modules", "lora_target")
+    targets = list[str]()
+    for name in listed:
+        value = file.get(name)
+        is_pattern = isinstance(value, str) and any(sign in value for sign in "\\|*[]()^$")
+        targets += [value] if is_pattern else translation.texts(name)
+    if file.is_on("lora_target_linear") or targets in (["all"], ["all-linear"]):
+        translation.train("lora_targets", ["all-linear"], *names)
+    elif targets:
+        translation.train("lora_targets", targets, *names)
+    elif file.program == "llama-factory":
+        translation.default("lora_targets", ["all-linear"])
+    else:
+        translation.default(
+            "lora_targets", ["q_proj", "v_proj"], "peft's choice for a Llama; other families have others"
+        )
+
+
+def _translate_targets_of_torchtune(translation: Translation) -> None:
+    file = translation.file
+    names = file.names("model.lora_attn_modules", "model.apply_lora_to_mlp", "model.apply_lora_to_output")
+    targets = [_TARGETS_OF_TORCHTUNE.get(name, name) for name in translation.texts("model.lora_attn_modules")]
+    if file.is_on("model.apply_lora_to_mlp"):
+        targets += _MLP
+    if file.is_on("model.apply_lora_to_output"):
+        targets.append("lm_head")
+    translation.train("lora_targets", targets or ["all-linear"], *names)
+
+
+def _translate_lora_plus(translation: Translation) -> None:
+    file = translation.file
+    ratio = translation.number("loraplus_lr_ratio")
+    lr = translation.number("learning_rate")
+    if ratio is not None and lr is not None:
+        rate = f"lora_B={ratio * lr:g}"
+        translation.train("lr_of", [rate], "loraplus_lr_ratio", comment="the ratio times lr")
+    embedding = file.names("loraplus_lr_embedding")
+    if embedding and ratio is None:
+        translation.ignore(*embedding)
+
+
+def _translate_precision(translation: Translation, trains_adapter: bool) -> None:
+    """Translate the types of weights and matrix products.
+
+    Whether weights stay in fp32 beside ``bf16: true`` differs: axolotl and TRL load the model in the type that they
+    are told, LLaMA-Factory keeps trained weights in fp32, and DeepSpeed keeps fp32 copies of them.
+    """
+    file = translation.file
+    names = file.names("bf16", "fp16", "bfloat16", "float16", "pure_bf16", "dtype", "torch_dtype", "tf32")
+    dtype = str(file.get("dtype", "torch_dtype") or "").removeprefix("torch.")
+    uses_16_bits = file.is_on("fp16", "float16") or dtype in ("float16", "fp16")
+    uses_bf16 = file.is_on("bf16", "bfloat16", "pure_bf16") or dtype in ("bfloat16", "bf16")
+    if file.program == "trl" and not uses_16_bits and file.get("bf16") is None:
+        uses_bf16 = True  # its default
+    if "tf32" in names:
+        translation.ignore("tf32")
+        names.remove("tf32")
+    if uses_16_bits and not uses_bf16:
+        translation.train("precision", "16-mixed", *names)
+        return
+    if not uses_bf16:
+        translation.train("precision", "32-true", *names, comment="" if names else "no bf16")
+        return
+    keeps_fp32 = not trains_adapter and _keeps_fp32_weights(file, dtype)
+    why = "trained weights stay in fp32 there" if keeps_fp32 else ""
+    translation.train("precision", "bf16-mixed" if keeps_fp32 else "bf16-true", *names, comment=why)
+
+
+def _keeps_fp32_weights(file: ForeignFile, dtype: str) -> bool:
+    if file.is_on("pure_bf16"):
+        return False
+    if file.get("deepspeed") and not as_bool(file.get("bfloat16")):
+        return True
+    if file.program == "llama-factory":
+        return True
+    return file.program == "trl" and dtype in ("", "float32", "fp32")
+
+
+def run_name_of(translation: Translation) -> str:
+    """Return a short name for folders, from the run's output folder or the model's name."""
+    output = translation.training.get("output_dir")
+    name = output.value if output else translation.training["model_name"].value
+    return PurePath(str(name)).name or "translated"

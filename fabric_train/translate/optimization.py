@@ -1,0 +1,332 @@
+"""Translate the steps of a run: batches, epochs, learning rate, schedule, optimizer and seed."""
+
+import functools
+import math
+from typing import Any
+
+from fabric_train.cli.errors import InputError
+from fabric_train.translate.run_length import RunLength
+from fabric_train.translate.translation import Translation
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "axolotl": {
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "number_epochs": 1,
+        "lr_schedule": "cosine",
+        "weight_decay": 0.0,
+        "beta2": 0.999,
+        "seed": 42,
+    },
+    "trl": {
+        "micro_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "number_epochs": 3,
+        "lr_schedule": "linear",
+        "weight_decay": 0.0,
+        "beta2": 0.999,
+        "seed": 42,
+    },
+    "llama-factory": {
+        "micro_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "number_epochs": 3,
+        "lr": 5e-5,
+        "lr_schedule": "linear",
+        "weight_decay": 0.0,
+        "beta2": 0.999,
+        "seed": 42,
+    },
+    "torchtune": {
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "number_epochs": 1,
+        "grad_clip": 0.0,
+        "lr_schedule": "constant",
+        "beta2": 0.999,
+    },
+}
+_EPOCHS = ("num_epochs", "num_train_epochs", "epochs")
+_MAX_STEPS = ("max_steps", "num_steps")
+_MANY_EPOCHS = 1000
+_SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "cosine_warmup_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "warmup_stable_decay": "wsd",
+    "get_cosine_schedule_with_warmup": "cosine",
+}
+_ADAMW = (
+    *("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_hf", "adamw_apex_fused", "adamw_torch_npu_fused"),
+    *("AdamW", "optimi_adamw"),
+)
+_ADAMW_IN_FP32 = ("paged_adamw_32bit", "paged_adamw", "PagedAdamW32bit", "PagedAdamW", "AdamW32bit")
+_ADAMW_IN_8_BITS = (
+    *("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "PagedAdamW8bit", "AdamW8bit"),
+)
+
+
+def translate_optimization(translation: Translation, objective: str, devices: int | None) -> None:
+    """Translate what a step is, how many there are, and what the optimizer does."""
+    _translate_batch(translation, devices)
+    _translate_length(translation)
+    _translate_rate(translation, objective)
+    _translate_schedule(translation)
+    _translate_warmup(translation)
+    _translate_optimizer(translation)
+    clip = translation.number("max_grad_norm", "clip_grad_norm")
+    if clip is not None:
+        translation.train("grad_clip", max(clip, 0.0), *translation.file.names("max_grad_norm", "clip_grad_norm"))
+    seeds = translation.file.names("seed", "data_seed")
+    if seeds:
+        translation.train("seed", translation.file.get(*seeds), *seeds)
+    for argument, value in _DEFAULTS[translation.file.program].items():
+        translation.default(argument, value)
+
+
+def _translate_batch(translation: Translation, devices: int | None) -> None:
+    """Translate the batch of a device and the accumulation; with the number of devices, the rows of a step."""
+    file = translation.file
+    batch_names = ["micro_batch_size", "per_device_train_batch_size"]
+    if file.program == "torchtune":
+        batch_names = ["batch_size"]
+    elif file.program == "axolotl" and file.names("batch_size"):
+        translation.leave_out("micro_batch_size × gradient_accumulation_steps × devices decides it", "batch_size")
+    micro_batch = _whole_number(translation, *batch_names)
+    if micro_batch is not None:
+        translation.train("micro_batch_size", micro_batch, *file.names(*batch_names))
+    accumulation = _whole_number(translation, "gradient_accumulation_steps")
+    if accumulation is not None:
+        translation.train("gradient_accumulation_steps", accumulation, "gradient_accumulation_steps")
+    defaults = _DEFAULTS[file.program]
+    translation.default("micro_batch_size", defaults["micro_batch_size"])
+    translation.default("gradient_accumulation_steps", defaults["gradient_accumulation_steps"])
+    if devices is not None:
+        rows = rows_per_step(translation, devices)
+        words = f"micro_batch_size × gradient_accumulation_steps × {devices} devices"
+        translation.train("total_batch_size", rows, comment=words)
+
+
+def rows_per_step(translation: Translation, devices: int) -> int:
+    """Return the rows of an optimizer step over all devices; those of a parallel group read the same rows."""
+    values = translation.training
+    together = 1
+    for argument in ("tensor_parallel_size", "context_parallel_size"):
+        if argument in values:
+            together *= values[argument].value
+    if devices % together:
+        raise InputError(f"--devices {devices}: not a multiple of the {together} devices that compute a row together")
+    micro_batch: int = values["micro_batch_size"].value
+    accumulation: int = values["gradient_accumulation_steps"].value
+    return micro_batch * accumulation * (devices // together)
+
+
+def _translate_length(translation: Translation) -> None:
+    """Translate epochs, of which there may be fractions, and the largest number of steps."""
+    file = translation.file
+    epochs = translation.number(*_EPOCHS)
+    names = file.names(*_EPOCHS)
+    max_step = _max_step(translation)
+    if epochs is not None and epochs <= 0:
+        raise InputError(f"{file.path}: {names[0]}: expected a number above 0, got {epochs:g}")
+    if epochs is not None:
+        whole = math.ceil(epochs)
+        translation.train("number_epochs", whole, *names, comment="" if whole == epochs else f"{epochs:g} there")
+        if whole != epochs and max_step is None:
+            formula = f"ceil({epochs:g} × ceil(rows / rows of a step))"
+            translation.train_by_length("max_step", formula, lambda length: length.steps, *names)
+    if max_step is not None:
+        # the other programs go on with further epochs until that step; here both numbers are limits
+        translation.training.pop("number_epochs", None)
+        _train_max_step(translation, max_step)
+    if file.program == "torchtune" and file.get("max_steps_per_epoch") is not None:
+        per_epoch = _whole_number(translation, "max_steps_per_epoch") or 1
+        words = "max_steps_per_epoch × epochs; each epoch begins with other rows there"
+        translation.train("max_step", per_epoch * math.ceil(epochs or 1), "max_steps_per_epoch", comment=words)
+
+
+def _train_max_step(translation: Translation, max_step: int) -> None:
+    epochs = translation.file.names(*_EPOCHS)
+    translation.train("number_epochs", _MANY_EPOCHS, *epochs, comment="max_step ends the run, whatever the epochs")
+    translation.train("max_step", max_step, *translation.file.names(*_MAX_STEPS))
+
+
+def _max_step(translation: Translation) -> int | None:
+    """Return the number of steps; None where 0, -1 or nothing means that epochs decide."""
+    if not translation.file.names(*_MAX_STEPS):
+        return None
+    steps = _whole_number(translation, *_MAX_STEPS)
+    if steps is None or steps <= 0:
+        translation.ignore(*_MAX_STEPS)
+        return None
+    return steps
+
+
+def _translate_rate(translation: Translation, objective: str) -> None:
+    file = translation.file
+    rate = translation.number("learning_rate", "optimizer.lr")
+    if rate is not None:
+        translation.train("lr", rate, *file.names("learning_rate", "optimizer.lr"))
+    elif file.program == "trl":
+        translation.default("lr", 2e-5 if objective == "sft" else 1e-6)
+    elif file.program == "torchtune":
+        raise InputError(f"{file.path}: optimizer.lr is missing: the learning rate")
+    elif file.program == "axolotl":
+        raise InputError(f"{file.path}: learning_rate is missing")
+    decay = translation.number("weight_decay", "optimizer.weight_decay")
+    if decay is not None:
+        translation.train("weight_decay", decay, *file.names("weight_decay", "optimizer.weight_decay"))
+    elif file.program == "torchtune":
+        translation.default("weight_decay", 0.01)
+
+
+def _translate_schedule(translation: Translation) -> None:
+    """Translate the schedule, its lowest learning rate and the decay of warmup_stable_decay."""
+    file = translation.file
+    names = file.names("lr_scheduler", "lr_scheduler_type", "lr_scheduler._component_")
+    named = str(file.get(*names) or "").rpartition(".")[2].lower() if names else ""
+    options = _schedule_options(translation)
+    power = float(options.get("power", 1.0))
+    cycles = float(options.get("num_cycles", 0.5 if named != "cosine_with_restarts" else 1))
+    if named == "polynomial" and power == 1.0:
+        translation.train("lr_schedule", "linear", *names)
+        options.setdefault("lr_end", 1e-7)
+    elif named == "cosine_with_restarts" and cycles == 1.0:
+        translation.train("lr_schedule", "cosine", *names)
+    elif named in _SCHEDULES and (cycles == 0.5 or _SCHEDULES[named] != "cosine"):
+        translation.train("lr_schedule", _SCHEDULES[named], *names)
+    elif named:
+        translation.leave_out("lr_schedule is cosine, linear, constant, step, exponential or wsd; cosine here", *names)
+        translation.notes.append(f"{names[0]}: {file.get(*names)}: there is no such schedule; the result has cosine")
+        translation.default("lr_schedule", "cosine", "")
+    _translate_lowest_rate(translation, options)
+    if named == "warmup_stable_decay":
+        _translate_decay(translation, options)
+
+
+def _schedule_options(translation: Translation) -> dict[str, Any]:
+    """Return the arguments of the schedule, such as min_lr_rate."""
+    file = translation.file
+    options = file.get("lr_scheduler_kwargs", "lr_scheduler_args")
+    if options is None:
+        nested = {name: value for name, value in file.settings.items() if name.startswith("lr_scheduler.")}
+        options = {name.partition(".")[2]: value for name, value in nested.items() if value is not None}
+        translation.ignore("lr_scheduler.num_cycles")
+    elif not isinstance(options, dict):
+        raise InputError(f"{file.path}: lr_scheduler_kwargs: expected names with values")
+    return dict(options)
+
+
+def _translate_lowest_rate(translation: Translation, options: dict[str, Any]) -> None:
+    file = translation.file
+    rate = translation.number("learning_rate", "optimizer.lr")
+    if rate is None:
+        default = translation.training.get("lr")
+        rate = default.value if default else _DEFAULTS[file.program].get("lr", 2e-5)
+    ratio = options.get("min_lr_rate", options.get("min_lr_ratio", file.get("cosine_min_lr_ratio")))
+    lowest = options.get("min_lr", options.get("lr_end", file.get("min_lr")))
+    origins = file.names("lr_scheduler_kwargs", "lr_scheduler_args", "cosine_min_lr_ratio", "min_lr")
+    if ratio is not None:
+        translation.train("min_lr", float(ratio) * rate, *origins, comment=f"{float(ratio):g} × lr")
+    elif lowest is not None:
+        translation.train("min_lr", float(lowest), *origins)
+    elif origins:
+        translation.ignore(*origins)
+    if translation.number("cosine_constant_lr_ratio"):
+        translation.leave_out("the cosine falls until the last step here", "cosine_constant_lr_ratio")
+    else:
+        translation.ignore("cosine_constant_lr_ratio")
+
+
+def _translate_decay(translation: Translation, options: dict[str, Any]) -> None:
+    origins = translation.file.names("lr_scheduler_kwargs", "lr_scheduler_args")
+    if "num_decay_steps" in options:
+        translation.train("decay_steps", options["num_decay_steps"], *origins)
+    else:
+        raise InputError(f"{translation.file.path}: lr_scheduler_kwargs: num_decay_steps is missing")
+    form = {"linear": "linear", "cosine": "cosine", "1-sqrt": "1-sqrt"}.get(str(options.get("decay_type", "cosine")))
+    if form is None:
+        translation.leave_out("decay_form is 1-sqrt, linear or cosine", *origins)
+    else:
+        translation.train("decay_form", form, *origins)
+
+
+def _translate_warmup(translation: Translation) -> None:
+    """Translate steps of warm-up, or their share of all steps."""
+    file = translation.file
+    step_names = file.names("warmup_steps", "lr_scheduler.num_warmup_steps")
+    steps = translation.number("warmup_steps", "lr_scheduler.num_warmup_steps")
+    ratio = translation.number("warmup_ratio")
+    ratio_names = file.names("warmup_ratio")
+    if file.get("lr_scheduler_type", "lr_scheduler") == "constant" and (steps or ratio):
+        words = "the schedule constant has no warm-up there; here it has one with warmup_steps above 0"
+        translation.leave_out(words, *step_names, *ratio_names)
+        return
+    if steps is not None and 0 < steps < 1:  # transformers 5 has both in one name
+        ratio, ratio_names, steps = steps, step_names, None
+    if steps:
+        translation.train("warmup_steps", int(steps), *step_names)
+        if ratio is not None:
+            translation.leave_out("warmup_steps counts", *ratio_names)
+    elif ratio:
+        if not 0 <= ratio <= 1:
+            raise InputError(f"{file.path}: {ratio_names[0]}: expected a share of the steps from 0 to 1, got {ratio:g}")
+        is_axolotl = file.program == "axolotl"
+        formula = f"{'floor' if is_axolotl else 'ceil'}({ratio:g} × steps)"
+        compute = functools.partial(_share_of_steps, share=ratio, rounds_up=not is_axolotl)
+        translation.train_by_length("warmup_steps", formula, compute, *ratio_names)
+    elif file.program == "axolotl" and steps is None and not ratio_names:
+        comment = "the default of axolotl"
+        translation.train_by_length(
+            "warmup_steps", "min(floor(0.03 × steps), 100)", _warmup_of_axolotl, comment=comment
+        )
+    else:
+        translation.ignore(*step_names, *ratio_names)
+
+
+def _share_of_steps(length: RunLength, *, share: float, rounds_up: bool) -> int:
+    exact = round(share * length.steps, 9)  # 0.1 × 30 is 3.0000000000000004
+    return math.ceil(exact) if rounds_up else math.floor(exact)
+
+
+def _warmup_of_axolotl(length: RunLength) -> int:
+    return min(math.floor(0.03 * length.steps), 100)
+
+
+def _translate_optimizer(translation: Translation) -> None:
+    file = translation.file
+    names = file.names("optim", "optimizer", "optimizer._component_")
+    named = str(file.get(*names)).rpartition(".")[2] if names else ""
+    if named in _ADAMW:
+        translation.ignore(*names)
+    elif named in _ADAMW_IN_FP32:
+        translation.train("optimizer_states", "float32", *names)
+    elif named in _ADAMW_IN_8_BITS:
+        translation.train("optimizer_states", "8bit", *names)
+    elif named:
+        translation.leave_out("the optimizer is AdamW here; another one may need another learning rate", *names)
+        translation.notes.append(f"{names[0]}: {file.get(*names)}: the optimizer is AdamW here, with the same lr")
+    for name, argument in (("adam_beta1", "beta1"), ("adam_beta2", "beta2")):
+        if file.get(name) is not None:
+            translation.train(argument, translation.number(name), name)
+    betas = file.get("optimizer.betas")
+    if isinstance(betas, list) and len(betas) == 2:
+        translation.train("beta1", betas[0], "optimizer.betas")
+        translation.train("beta2", betas[1], "optimizer.betas")
+    epsilon = translation.number("adam_epsilon", "optimizer.eps")
+    if epsilon == 1e-8:
+        translation.ignore(*file.names("adam_epsilon", "optimizer.eps"))
+    translation.ignore(*file.names("optimizer.fused"))
+
+
+def _whole_number(translation: Translation, *names: str) -> int | None:
+    number = translation.number(*names)
+    if number is None:
+        return None
+    if number != int(number):
+        name = translation.file.names(*names)[0]
+        raise InputError(f"{translation.file.path}: {name}: expected a whole number, got {number:g}")
+    return int(number)
