@@ -15,7 +15,8 @@ from rich.table import Table
 
 from benchmarks.measure import ROOT, Command, run
 from benchmarks.report import Report
-from fabric_train.data.mixture import Mixture, MixtureOrder, rows_of_shares
+from fabric_train.data.mixture import Mixture, rows_of_shares
+from fabric_train.data.mixture_order import MixtureOrder
 
 NUM_ROWS, NUM_SOURCES, ROWS_PER_WINDOW, TOKENS_PER_ROW = 10**9, 100, 512, 2048
 SHARES = [1.0, 0.15, 2.0, 0.5]

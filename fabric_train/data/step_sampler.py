@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.data import SHUFFLED
 from fabric_train.data.batch import Batch, hash_of
-from fabric_train.data.mixture import MixtureOrder, permutation_keys, permute, rows_hash_by_halves, unpermute
+from fabric_train.data.mixture_order import MixtureOrder, rows_hash_by_halves
+from fabric_train.data.permutation import permutation_keys, permute, unpermute
 from fabric_train.data.token_dataset import IndexedRows
 from fabric_train.distributed.signals import ignore_signals_in_worker
 

@@ -20,7 +20,8 @@ from fabric_train.cli.argument_types import counted, show_size
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import num_restarts
 from fabric_train.data import SHUFFLED, DataOrder, PhaseRows, StreamOrder
-from fabric_train.data.mixture import Mixture, MixtureOrder
+from fabric_train.data.mixture import Mixture
+from fabric_train.data.mixture_order import MixtureOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.files.atomic_folder import check_not_inside

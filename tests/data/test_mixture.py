@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 
 from fabric_train.data.mixture import (
     Mixture,
-    MixtureOrder,
     apportion,
     floor_sum,
-    permute,
     rows_of_shares,
     rows_of_token_shares,
     spreading_step,
-    unpermute,
 )
+from fabric_train.data.mixture_order import MixtureOrder
+from fabric_train.data.permutation import permute, unpermute
 from fabric_train.data.step_sampler import WindowOrder
 
 ROWS = [

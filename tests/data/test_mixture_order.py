@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_train.data import KEYED, MOST_SHUFFLED, SHUFFLED, DataOrder
-from fabric_train.data.mixture import Mixture, MixtureOrder
+from fabric_train.data.mixture import Mixture
+from fabric_train.data.mixture_order import MixtureOrder
 from fabric_train.data.step_sampler import RowRead, TrainBatches, Window, WindowOrder
 from tests.data.test_batch import numbered, row_numbers
 
