@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
-from fabric_train.checkpoint.files import hash_file, join_parts, write_part
+from fabric_train.checkpoint.files import hash_file
+from fabric_train.checkpoint.rank_writer import join_parts, write_part
 from fabric_train.checkpoint.tensors import LocalTensor, Write, full_writes, sharded_writes
 from fabric_train.checkpoint.trainer_json import FORMAT, TrainerState
 from fabric_train.model.origin import ModelOrigin

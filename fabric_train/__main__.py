@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,6 +43,7 @@ from fabric_train.cli.fabric_command import project_first
 from fabric_train.cli.launcher import as_launcher, global_rank
 from fabric_train.cli.parser import flatten, to_yaml
 from fabric_train.files.atomic_folder import check_not_held, hold_lock
+from fabric_train.preflight.paths import check_paths
 from fabric_train.training.run_log import log, note, progress, quiet_libraries, show, start_log
 
 if TYPE_CHECKING:
@@ -49,6 +51,15 @@ if TYPE_CHECKING:
 
     from fabric_train.pages.markdown import WrittenPage
     from fabric_train.training.prepared_run import PreparedRun
+
+
+def check_before_launch(argv: list[str], environment: Mapping[str, str]) -> None:
+    """Check what a rank with these words and variables checks before it imports torch.
+
+    Raises:
+        InputError: the arguments are wrong, or they name wrong folders or files.
+    """
+    check_paths(parse(TrainArguments, argv, environment))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -71,6 +82,7 @@ def run_training(arguments: TrainArguments, console: "Console") -> int:
         "use a smaller --micro_batch_size or --max_length, --activation_checkpointing full, or more devices"
     )
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")  # without a TPU, torch-xla would just take the CPU
+    check_paths(arguments)
     progress.info("importing torch and transformers")
 
     from fabric_train.distributed.strategy import note_on_unused_gpus

@@ -5,8 +5,9 @@ use. ``faults`` of a group returns what the types cannot check; the programs rep
 the ``--config`` file at once. It has the names and defaults of the system that this project continues.
 """
 
+import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -846,14 +847,16 @@ class TrainArguments:
             object.__setattr__(self, "model", replace(self.model, precision=precision))
 
 
-def parse(arguments: type[T], argv: list[str] | None = None) -> T:
+def parse(arguments: type[T], argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> T:
     """Parse the command line of a program that a launcher may start; see :func:`parse_arguments`.
+
+    ``environment`` has the launcher's variables.
 
     Raises:
         InputError: every fault at once, including contradictions with the launcher's variables.
     """
     try:
-        launcher = launcher_arguments()
+        launcher = launcher_arguments(environment)
     except ValueError as error:
         raise InputError(*error.args) from error
     return parse_arguments(arguments, argv, launcher)

@@ -228,7 +228,7 @@ def _write_sparse_checkpoint(folder: Path, billions: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    from fabric_train.checkpoint.files import join_parts
+    from fabric_train.checkpoint.rank_writer import join_parts
     from tests.support.sparse_checkpoints import entries, write_parts
 
     config = config_of(billions)

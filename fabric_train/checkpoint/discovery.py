@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import track
 
+from fabric_train.checkpoint import files
 from fabric_train.checkpoint.trainer_json import FORMAT, TrainerJson, find_unreadable, read_format, read_trainer_json
 from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.cli.output import open_console
@@ -131,7 +131,7 @@ def _best_in_words(checkpoint: Path) -> str:
 def find_whole_checkpoint(path: Path) -> Path:
     """Find a checkpoint with ``find_checkpoint`` and check its weights; print notes on damaged ones before it."""
     damages: dict[Path, str] = {}
-    while damage := _files().find_wrong_content(checkpoint := find_checkpoint(path, damages), optimizer=False):
+    while damage := files.find_wrong_content(checkpoint := find_checkpoint(path, damages), optimizer=False):
         damages[_real(checkpoint)] = damage
     if note := describe_choice(path, checkpoint):
         for line in (*describe_damaged(checkpoint.parent, checkpoint, damages), note):
@@ -143,7 +143,7 @@ def whole_checkpoints(run: Path) -> Iterator[Path]:
     """Yield the undamaged checkpoints of a run, weights checked, the newest first; print a note on each other one."""
     for checkpoint in reversed(_in(run)):
         fault = find_fault(checkpoint)
-        if fault is None and (damage := _files().find_wrong_content(checkpoint, optimizer=False)):
+        if fault is None and (damage := files.find_wrong_content(checkpoint, optimizer=False)):
             fault = f"is damaged: {damage}"
         if fault is None:
             yield checkpoint
@@ -233,7 +233,7 @@ def wrong_content(checkpoint: Path, fabric: "Fabric") -> str | None:
     from fabric_train.distributed.ranks import first_text
 
     return first_text(
-        fabric, _files().find_wrong_content(checkpoint, rank=fabric.global_rank, num_ranks=fabric.world_size)
+        fabric, files.find_wrong_content(checkpoint, rank=fabric.global_rank, num_ranks=fabric.world_size)
     )
 
 
@@ -288,7 +288,7 @@ def find_fault(checkpoint: Path, damages: Damages | None = None) -> str | None:
     found = read_format(checkpoint)
     if found not in (FORMAT, None):
         return f"has format {found}, but this version reads format {FORMAT}"
-    damage = (damages or {}).get(_real(checkpoint)) or _files().find_damage(checkpoint) or find_unreadable(checkpoint)
+    damage = (damages or {}).get(_real(checkpoint)) or files.find_damage(checkpoint) or find_unreadable(checkpoint)
     return f"is damaged: {damage}" if damage else None
 
 
@@ -336,10 +336,3 @@ def remove_leftovers(folder: Path) -> None:
 def _set_aside(checkpoint: Path, mark: str) -> Path:
     """Rename a checkpoint before its removal, so that no partial one ever has a checkpoint's name."""
     return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}{mark}"))
-
-
-def _files() -> ModuleType:
-    """Return the module that reads the content of checkpoints; it imports torch, and to describe a run needs none."""
-    from fabric_train.checkpoint import files
-
-    return files

@@ -1,33 +1,25 @@
-"""Write this rank's part of a checkpoint's files, with their hashes, and check the files of a checkpoint.
+"""Hash the files of a checkpoint in pieces with XXH3-128, and check them against checksums.json.
 
-The ranks hash the pieces of each file with XXH3-128 while they write them, and checksums.json has size and hashes of
-every file. So a truncated file is found at once, and all ranks can check the contents in parallel.
+checksums.json has size and hashes of every file. So a truncated file is found at once, and all ranks can check the
+contents in parallel. ``rank_writer.py`` writes it. This module needs no torch: a run is checked before it is imported.
 """
 
-import json
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import xxhash
 
 from fabric_train.cli.errors import InputError, raise_reached_limit
-from fabric_train.files.atomic_folder import fsync
 from fabric_train.files.regular_file import read_json
-from fabric_train.model.weight_files import Entry, write_shard_index
 
 CHECKSUMS = "checksums.json"
-_PART = ".checksums-"
-_CHUNK_BYTES = 4 << 20  # a chunk is hashed and then written while it is in the processor's cache
+CHUNK_BYTES = 4 << 20
+"""A chunk is hashed and then written while it is in the processor's cache."""
 _PIECE_CHUNKS = 16  # chunks per hash
-_ALIGNMENT = 16  # of tensors in the staging buffers; a multiple of every dtype's size
-_MIN_PINNED = 2**20  # bytes
 
 
 class FilePiece(NamedTuple):
@@ -39,7 +31,9 @@ class FilePiece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _ListedFile:
+class ListedFile:
+    """The size of a file in bytes, and the hashes of its pieces."""
+
     size: int
     pieces: list[FilePiece]
 
@@ -51,20 +45,13 @@ class _ListedFile:
 
 
 @dataclass(frozen=True)
-class _ChecksumsJson:
-    files: dict[str, _ListedFile]
+class ChecksumsJson:
+    """The content of checksums.json: the files by their path in the checkpoint."""
+
+    files: dict[str, ListedFile]
 
 
-@dataclass(frozen=True)
-class Write:
-    """A flat tensor on any device, and the file and byte offset to write it to."""
-
-    file: str
-    offset: int
-    data: torch.Tensor
-
-
-class _PieceHasher:
+class PieceHasher:
     """Hash the chunks that a rank writes to one file, in ascending order of their offsets."""
 
     def __init__(self) -> None:
@@ -74,13 +61,14 @@ class _PieceHasher:
 
     def update(self, begin: int, chunk: Any) -> None:
         """Hash the next chunk, any buffer of bytes, at offset ``begin`` of the file."""
-        if begin != self._end or self._end - self._begin >= _PIECE_CHUNKS * _CHUNK_BYTES:
+        if begin != self._end or self._end - self._begin >= _PIECE_CHUNKS * CHUNK_BYTES:
             self._close()
             self._begin = self._end = begin
         self._hash.update(chunk)
         self._end += len(chunk)
 
     def pieces(self) -> list[FilePiece]:
+        """Return the hashes of all chunks so far."""
         self._close()
         return self._pieces
 
@@ -92,232 +80,10 @@ class _PieceHasher:
 
 def hash_file(path: Path) -> list[FilePiece]:
     """Return the hashes of the pieces of a file on disk."""
-    hasher = _PieceHasher()
+    hasher = PieceHasher()
     for begin, chunk in _read_chunks(path, 0, path.stat().st_size):
         hasher.update(begin, chunk)
     return hasher.pieces()
-
-
-class Staging:
-    """Host buffers, reused by all saves, for copies of the tensors before training changes them; pinned for a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: list[torch.Tensor] = []
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._ready: Any = None
-
-    def mark(self) -> None:
-        """Record an event on the GPU; the save contains the state at this point."""
-        if self._stream is not None:
-            self._ready = torch.cuda.current_stream(self._device).record_event()
-
-    def copy(self, writes: list[Write]) -> tuple[list[Write], Any]:
-        """Copy the tensors; after the returned GPU event, None on a CPU, they may change and copies are complete."""
-        pins, num_bytes = self._stream is not None, sum(_align(write.data.nbytes) for write in writes)
-        if sum(map(len, self._buffers)) < num_bytes:
-            self._buffers = []  # frees the old buffers before new ones are allocated
-            sizes = pinned_sizes(num_bytes) if pins else [num_bytes]
-            self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pins) for size in sizes]
-        copies = []
-        with torch.cuda.stream(self._stream):
-            if self._stream is not None:
-                self._stream.wait_event(self._ready)
-            for write, place in _place(writes, self._buffers):
-                place.copy_(write.data, non_blocking=True)
-                copies.append(Write(write.file, write.offset, place))
-            return copies, self._stream.record_event() if self._stream is not None else None
-
-
-def pinned_sizes(num_bytes: int) -> list[int]:
-    """Return sizes of buffers for ``num_bytes`` of pinned memory: powers of two, as torch rounds, the largest first."""
-    sizes = []
-    while num_bytes > 0:
-        sizes.append(max(1 << (num_bytes.bit_length() - 1), _MIN_PINNED))
-        num_bytes -= sizes[-1]
-    return sizes
-
-
-def _place(writes: list[Write], buffers: list[torch.Tensor]) -> Iterator[tuple[Write, torch.Tensor]]:
-    """Yield the writes, split where a buffer ends, each with its place in the buffers."""
-    unused = iter(buffers)
-    room = torch.empty(0, dtype=torch.uint8)
-    for write in writes:
-        data, offset = write.data, write.offset
-        while len(data):
-            if not len(room):
-                room = next(unused)
-            part = data[: len(room) // data.itemsize]
-            yield Write(write.file, offset, part), room[: part.nbytes].view(part.dtype)
-            data, offset, room = data[len(part) :], offset + part.nbytes, room[_align(part.nbytes) :]
-
-
-def _align(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-class BackgroundTask:
-    """A function that runs in a thread, with this rank's device. ``error`` is the exception that ended it, if any."""
-
-    def __init__(self, function: Callable[[], None], device: torch.device) -> None:
-        self.error: Exception | None = None
-        self._function, self._device = function, device
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until the function has ended."""
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a new thread has GPU 0, and would make a context there
-            self._function()
-        except Exception as error:  # noqa: BLE001 - all ranks raise it together
-            self.error = error
-
-
-class RankWriter:
-    """Writes one rank's part of one checkpoint."""
-
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        writes: list[Write],
-        staging: Staging | None,
-        write_texts: Callable[[Path], None],
-        first_rows: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:
-        """Prepare to write into ``folder``, the same on all ranks; ``write_texts`` is for rank 0.
-
-        For ``first_rows`` see :func:`write_part`.
-        """
-        self._folder, self._rank, self._staging, self._write_texts = folder, rank, staging, write_texts
-        self._first_rows = first_rows
-        self._writes = sorted(writes, key=lambda write: (write.file, write.offset))
-        self._is_abandoned = False
-        self._is_copied = threading.Event()
-        self._copy_event: Any = None
-        if staging is not None:
-            staging.mark()
-
-    def wait_until_copied(self) -> None:
-        """Wait until the tensors may change. On a GPU, the current stream waits for the copies, not this thread."""
-        self._is_copied.wait()
-        if self._copy_event is not None:
-            torch.cuda.current_stream().wait_event(self._copy_event)
-
-    def abandon(self) -> None:
-        """Make ``run`` end soon with an error."""
-        self._is_abandoned = True
-
-    def run(self) -> None:
-        """Copy, write and sync this rank's part; an OSError if that failed or the save was abandoned."""
-        try:
-            writes = self._copy()
-        finally:
-            self._writes = []
-            self._is_copied.set()
-        hashes: dict[str, list[FilePiece]] = {}
-        for name, of_file in groupby(writes, key=lambda write: write.file):
-            path = self._folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            hashes[name] = self._write_file(path, list(of_file))
-        self._folder.mkdir(parents=True, exist_ok=True)  # a rank without tensors has not made it yet
-        if self._rank == 0:
-            self._write_texts(self._folder)
-            for path in self._folder.rglob("*"):
-                if path.is_file() and path.suffix != ".safetensors" and not path.name.startswith(_PART):
-                    hashes[path.relative_to(self._folder).as_posix()] = hash_file(path)
-        fsync(write_part(self._folder, self._rank, hashes, self._first_rows))
-
-    def _copy(self) -> list[Write]:
-        if self._staging is None:
-            return self._writes
-        copies, self._copy_event = self._staging.copy(self._writes)
-        self._is_copied.set()
-        if self._copy_event is not None:
-            self._copy_event.synchronize()
-        return copies
-
-    def _write_file(self, path: Path, writes: list[Write]) -> list[FilePiece]:
-        """Write the tensors of one file in order of their offsets, and return their hashes."""
-        hasher = _PieceHasher()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            for write in writes:
-                offset = write.offset
-                for part in write.data.view(torch.uint8).split(_CHUNK_BYTES):
-                    if self._is_abandoned:
-                        raise OSError("the save was abandoned")
-                    chunk = memoryview(part.cpu().numpy())
-                    hasher.update(offset, chunk)
-                    while chunk:
-                        written = os.pwrite(descriptor, chunk, offset)
-                        chunk, offset = chunk[written:], offset + written
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno is None or error.filename:
-                raise
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        finally:
-            os.close(descriptor)
-        return hasher.pieces()
-
-
-def write_part(
-    folder: Path,
-    rank: int,
-    files: dict[str, list[FilePiece]],
-    first_rows: Mapping[str, Sequence[int]] | None = None,
-) -> Path:
-    """Write one rank's hashes into an unfinished checkpoint, and return the file.
-
-    ``first_rows`` are what ``tensors.first_rows`` returns, by the sharded part of the checkpoint.
-    """
-    path = folder / f"{_PART}{rank:05d}.json"
-    path.write_text(json.dumps({"files": files, "first_rows": first_rows or {}}), encoding="utf-8")
-    return path
-
-
-def join_parts(folder: Path, sharded: Mapping[str, Sequence[Entry]] | None = None) -> Path:
-    """Join the ranks' hashes into checksums.json, and their rows into an index of each sharded part.
-
-    Args:
-        folder: an unfinished checkpoint, in which every rank has called :func:`write_part`.
-        sharded: the tensors of each sharded part.
-
-    Raises:
-        OSError: a byte was written by no rank, or by two.
-    """
-    pieces: dict[str, list[FilePiece]] = {}
-    first_rows: dict[str, dict[int, list[int]]] = {}
-    parts = sorted(folder.glob(f"{_PART}*.json"))
-    for part in parts:
-        rank, content = int(part.stem.removeprefix(_PART)), json.loads(part.read_text(encoding="utf-8"))
-        for name, of_rank in content["files"].items():
-            pieces.setdefault(name, []).extend(FilePiece(*piece) for piece in of_rank)
-        for name, rows in content["first_rows"].items():
-            first_rows.setdefault(name, {})[rank] = rows
-    for name, entries in (sharded or {}).items():
-        if entries:
-            index = write_shard_index(folder / name, entries, first_rows[name])
-            pieces[index.relative_to(folder).as_posix()] = hash_file(index)
-    files = {name: _ListedFile((folder / name).stat().st_size, sorted(of)) for name, of in sorted(pieces.items())}
-    for name, file in files.items():
-        if not file.is_tiled:
-            raise OSError(f"{folder.name}/{name}: not every byte was written once")
-    target = folder / CHECKSUMS
-    target.write_text(json.dumps({"hash": "xxh3_128", **asdict(_ChecksumsJson(files))}) + "\n", encoding="utf-8")
-    for part in parts:
-        part.unlink()
-    return target
 
 
 def find_damage(checkpoint: Path) -> str | None:
@@ -372,24 +138,24 @@ def _fault(path: Path, name: str, piece: FilePiece) -> str | None:
 
 def _read_chunks(path: Path, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
     """Yield the offset and the bytes of each chunk in a range of a file. A chunk is valid until the next one."""
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         file.seek(begin)
         while begin < end:
-            num_bytes = file.readinto(buffer[: min(_CHUNK_BYTES, end - begin)])
+            num_bytes = file.readinto(buffer[: min(CHUNK_BYTES, end - begin)])
             if not num_bytes:
                 return
             yield begin, buffer[:num_bytes]
             begin += num_bytes
 
 
-def _read(checkpoint: Path) -> dict[str, _ListedFile]:
+def _read(checkpoint: Path) -> dict[str, ListedFile]:
     """Return the size and the pieces of each file; a ValueError if checksums.json is missing or damaged."""
     path = checkpoint / CHECKSUMS
     if not path.is_file():
         raise ValueError(f"{CHECKSUMS} is {'not a file' if path.exists() else 'missing'}")
     try:
-        files = read_json(path, _ChecksumsJson, "use another checkpoint").files
+        files = read_json(path, ChecksumsJson, "use another checkpoint").files
     except InputError:
         raise ValueError(f"{CHECKSUMS} is damaged") from None
     if not all(file.is_tiled for file in files.values()):

@@ -23,7 +23,7 @@ from pydantic import Field
 from fabric_train.checkpoint.adapter_folder import CONFIG as ADAPTER_CONFIG
 from fabric_train.checkpoint.adapter_folder import peft_config
 from fabric_train.checkpoint.discovery import lowest_loss, prune, remove_leftovers, replace_checkpoint
-from fabric_train.checkpoint.files import BackgroundTask, RankWriter, Staging, Write, join_parts
+from fabric_train.checkpoint.rank_writer import BackgroundTask, RankWriter, Staging, Write, join_parts
 from fabric_train.checkpoint.tensors import local_optimizer_state, local_weights, rank_writes
 from fabric_train.checkpoint.trainer_json import (
     ADVICE,

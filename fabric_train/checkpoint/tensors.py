@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fabric_train.checkpoint.adapter_folder import PREFIX
 from fabric_train.checkpoint.adapter_folder import WEIGHTS as ADAPTER_WEIGHTS
-from fabric_train.checkpoint.files import Write
+from fabric_train.checkpoint.rank_writer import Write
 from fabric_train.checkpoint.trainer_json import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.ranks import (

@@ -6,6 +6,8 @@ signal kills the ranks within 30 s, whether they have saved or not, ends with a 
 have ended, and takes ``--help`` after the script for itself.
 """
 
+import importlib
+import io
 import logging
 import os
 import re
@@ -16,16 +18,17 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+import click
 import psutil  # here, because a second signal may come while the handler of the first one imports it
 
-from fabric_train.cli.errors import FAILURE, INPUT_ERROR, print_errors
-from fabric_train.cli.launcher import LOOPBACK, as_launcher, serve_on_loopback
+from fabric_train.cli.errors import FAILURE, INPUT_ERROR, InputError, print_errors
+from fabric_train.cli.launcher import LOOPBACK, as_launcher, serve_on_loopback, variables_of_rank_0
 from fabric_train.cli.output import keep_streams_writable
 
 PROGRAMS = {
@@ -56,6 +59,7 @@ _PROGRAM = Path(__file__).resolve().parents[1]
 _PROJECT = _PROGRAM.parent
 _OF_SCRIPTS = "fabric_train.programs"  # its modules have the names of the files at the top of a checkout
 _OF_GIT_HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
+_OPTIONS = ("accelerator", "strategy", "devices", "num_nodes", "node_rank", "main_address", "main_port", "precision")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -201,6 +205,9 @@ def _run(words: list[str], place: int) -> NoReturn:
             "error: fabric run --accelerator tpu: one process uses a TPU; start python -m fabric_train --tpu true"
         )
         raise SystemExit(INPUT_ERROR)
+    options, of_script = _read_line(words)
+    if Path(script).resolve() == _PROGRAM:
+        _check_first(of_script, options)
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torchrun leaves the others to the handler below
     for number in _SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # under nohup
@@ -214,12 +221,13 @@ def _run(words: list[str], place: int) -> NoReturn:
     launch = cli._torchrun_launch
 
     def launch_locally(args: Namespace, script_args: list[str]) -> None:
-        """Keep torchrun's store from the network if there is one machine."""
+        """If there is one machine, keep torchrun's store from the network, and take a free port if none is given."""
         store = None
         if args.num_nodes == 1:
             args.main_address = LOOPBACK
             try:
-                store = serve_on_loopback(args.main_port)
+                store = serve_on_loopback(args.main_port if "main_port" in options else 0)
+                args.main_port = store.port
             except (OSError, OverflowError) as error:
                 reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
                 fault = f"error: the ranks cannot connect by port {args.main_port}: {reason.lower()}"
@@ -241,6 +249,35 @@ def _run(words: list[str], place: int) -> NoReturn:
         print_errors(f"error: {str(error).splitlines()[0]}; give a free port with --main-port")
         raise SystemExit(INPUT_ERROR) from None
     raise SystemExit(0)
+
+
+def _read_line(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the options of ``fabric run`` by name, wherever they stand on its line, and the words for the script."""
+    options = [click.Option(sorted({f"--{name}", f"--{name.replace('_', '-')}"})) for name in _OPTIONS]
+    of_script = click.Argument(["of_script"], nargs=-1, type=click.UNPROCESSED)
+    command = click.Command("run", params=[*options, of_script], add_help_option=False)
+    try:
+        values = command.make_context("run", list(words[1:]), ignore_unknown_options=True).params
+    except click.UsageError:
+        return {}, []
+    _, *arguments = values.pop("of_script")
+    return {name: value for name, value in values.items() if value is not None}, arguments
+
+
+def _check_first(words: list[str], options: Mapping[str, str]) -> None:
+    """Report wrong arguments and paths before torch is imported and ranks are started, which takes seconds.
+
+    Rank 0 checks the same again, and prints the notes.
+    """
+    program = importlib.import_module(f"{PROGRAMS['train']}.__main__")  # by name: it imports this module
+    environment = {**os.environ, **variables_of_rank_0(options)}
+    printed = io.StringIO()
+    try:
+        with redirect_stderr(printed):
+            program.check_before_launch(words, environment)
+    except InputError as error:
+        print_errors(*printed.getvalue().splitlines(), *(f"error: {fault}" for fault in error.faults))
+        raise SystemExit(INPUT_ERROR) from None
 
 
 def _pass_on(number: int, _: FrameType | None) -> None:

@@ -270,6 +270,14 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> GivenValu
     return given
 
 
+def variables_of_rank_0(options: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that ``fabric run`` with these options sets for rank 0, as far as they decide arguments."""
+    given = {"devices": "1", "num_nodes": "1", **options}
+    variables = {_lt(name): given[name] for name in _FABRIC_OPTIONS if name in given}
+    variables |= {"LT_CLI_USED": "1", "TORCHELASTIC_RUN_ID": "none"}
+    return variables | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
 def clear_launcher_options() -> None:
     """Remove the ``LT_*`` variables that :func:`launcher_arguments` has turned into arguments."""
     for name in _FABRIC_OPTIONS:
@@ -302,11 +310,14 @@ def as_launcher() -> Iterator[None]:
 def serve_on_loopback(port: int) -> "TCPStore":
     """Serve torch's store to this machine alone, not on all interfaces; an OSError if the port is in use.
 
-    While it is kept, a store that this process opens on the port, as torch and torchrun do, has this server.
+    Port 0 takes a free one. While the store is kept, one that this process opens on its port, as torch and torchrun do,
+    has this server.
     """
     from torch.distributed import TCPStore
 
-    opened = socket.create_server((LOOPBACK, port)).detach()
+    server = socket.create_server((LOOPBACK, port))
+    port = server.getsockname()[1]
+    opened = server.detach()
     return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=opened)
 
 

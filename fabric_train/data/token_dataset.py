@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from fabric_train.cli.errors import InputError, RunError, missing_folder
+from fabric_train.cli.errors import InputError, RunError
 from fabric_train.cli.launcher import global_rank
 from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, pad_rows
 from fabric_train.data.stored_split import LoadedSplit, StoredSplit, is_sound, load_splits
@@ -309,10 +309,7 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
     path = Path(folder)
     if is_of_parts(path):
         return _open_dataset_of_parts(path, isolate_documents)
-    if not (path / "dataset_dict.json").is_file():
-        cause = "the folder has no dataset_dict.json" if path.is_dir() else missing_folder(path)
-        raise InputError(f"--train_data_dir {folder}: {cause}; make one with tokenize_dataset.py --output_dir {folder}")
-    token_folder.check_listed_files(path, "tokenize again")
+    token_folder.check_token_dataset(folder)
     train, validation = load_splits(folder)
     check_links(path / "tokenizer")  # checkpoints copy this folder
     manifest = read_manifest(path)

@@ -29,6 +29,7 @@ from fabric_train.files.regular_file import check_no_pipes, read_json
 from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.computed_settings import fault_of_quantization
 from fabric_train.model.flops import ModelFlops, model_flops
+from fabric_train.model.model_folder import check_model_folder
 from fabric_train.model.trained_parts import ALL_PARTS, Parts, choose_trained, describe_parts, names_of_parameters
 from fabric_train.model.weight_files import check_weight_files, shard_names
 from fabric_train.tokenization.manifest import load_manifest
@@ -189,17 +190,7 @@ def quiet_transformers() -> None:
 
 def _read_config(source: str) -> PretrainedConfig:
     folder = Path(source)
-    is_checkpoint = (folder / "trainer.json").is_file()
-    name = source if is_checkpoint else f"--model_name {source}"
-    advice = "use another checkpoint" if is_checkpoint else "give a Hugging Face model folder"
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise InputError(f"{name}: the folder has no config.json; {advice}")
-    if folder.is_dir():
-        read_json(folder / "config.json", dict, advice)  # in transformers, some damage ends in any exception
-    if folder.is_file():
-        raise InputError(f"{name}: this is a file; give the folder that holds the model's config.json and weights")
-    if not folder.is_dir() and (source.startswith(("/", ".", "~")) or source.count("/") > 1):
-        raise InputError(f"{name}: no such folder")  # no hub name looks like this
+    name, advice = check_model_folder(source)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except StrictDataclassError as error:  # the first line of its text names the field, the last line the fault

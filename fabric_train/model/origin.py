@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-from huggingface_hub import metadata_load, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HTTPError
 from pydantic import Field, NonNegativeInt, PositiveInt
 from yaml import YAMLError
 
@@ -170,6 +168,8 @@ def read_stages(model_name: str) -> tuple[TrainingStage, ...]:
 
 def find_stages_file(model_name: str) -> Path | None:
     """Return the record of an export's stages in ``--model_name``, a folder or a hub name that is in the cache."""
+    from huggingface_hub import try_to_load_from_cache  # slow, and not needed to read a trainer.json
+
     folder = Path(model_name)
     found = folder / STAGES if folder.is_dir() else try_to_load_from_cache(model_name, STAGES)
     return Path(found) if isinstance(found, str | Path) and os.path.lexists(found) else None
@@ -194,6 +194,9 @@ def _local_source(folder: Path) -> HubSource | None:
 
 def _download_legal_files(repository: str) -> Path | None:
     """Return the folder of a hub name in the cache, with the repository's card and licence if they can be fetched."""
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import HTTPError
+
     config = try_to_load_from_cache(repository, "config.json")
     if not isinstance(config, str):
         return None
@@ -205,6 +208,8 @@ def _download_legal_files(repository: str) -> Path | None:
 
 def _read_card(file: Path) -> dict[str, Any]:
     """Return the metadata of a model card, none if there is none that can be read: the model can be trained anyway."""
+    from huggingface_hub import metadata_load
+
     try:
         return metadata_load(file) or {}
     except (OSError, ValueError, YAMLError, RecursionError):

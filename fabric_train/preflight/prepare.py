@@ -27,8 +27,6 @@ from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.distributed import strategy, xla
 from fabric_train.distributed.decoder_layers import check_compiler
 from fabric_train.distributed.precision import check_float8
-from fabric_train.files.atomic_folder import check_no_dead_link, check_not_inside, nearest_existing
-from fabric_train.files.regular_file import check_regular_or_absent
 from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts, read_prompts
 from fabric_train.model.adapter import check_installed
 from fabric_train.model.attention import check_attention, choose_attention
@@ -38,6 +36,7 @@ from fabric_train.model.init_weights import new_shape
 from fabric_train.model.parallelize import check_tensor_parallel
 from fabric_train.model.rope import RopeChange, note_on_rope
 from fabric_train.model.trained_parts import ALL_PARTS, rates_by_name, splits_layers
+from fabric_train.preflight.beginning import choose_beginning, named_checkpoint
 from fabric_train.preflight.dataset_check import (
     check_deciding_sources,
     faults_of_objective,
@@ -46,6 +45,7 @@ from fabric_train.preflight.dataset_check import (
     note_on_added_tokens,
 )
 from fabric_train.preflight.memory_plan import resolve_automatic
+from fabric_train.preflight.paths import check_output_dir
 from fabric_train.preflight.phases import (
     GivenPhase,
     Stretch,
@@ -55,7 +55,7 @@ from fabric_train.preflight.phases import (
     stretch_of,
 )
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
-from fabric_train.preflight.steps import choose_beginning, named_checkpoint, plan_steps, rows_at_once, starting_point
+from fabric_train.preflight.steps import plan_steps, rows_at_once, starting_point
 from fabric_train.training.evaluation import SamplePrompts
 from fabric_train.training.metrics import find_lost_rows
 from fabric_train.training.objective import objective_of
@@ -89,7 +89,7 @@ def prepare(
     checkpoint that it continues.
     """
     folder, given, only_reads = Path(arguments.save.output_dir), arguments, arguments.evaluation.only_reads
-    _check_output_dir(folder, *arguments.data.data_dirs, arguments.checkpoint.checkpoint)
+    check_output_dir(folder, *arguments.data.data_dirs, arguments.checkpoint.checkpoint)
     devices = _plan_devices(arguments)
     arguments, start_from, checkpoint = choose_beginning(arguments, folder, damages)
     stretches = read_stretches(arguments)
@@ -190,7 +190,7 @@ def _with_following(run: PreparedRun, later: Sequence[Stretch]) -> PreparedRun:
             f"{stretch.option}train_data_dir: --objective {run.arguments.preference.objective} compares with a "
             "reference, which is of the pairs that the run begins with; use --branch for other pairs"
         )
-    _check_output_dir(run.folder, *stretch.arguments.data.data_dirs)
+    check_output_dir(run.folder, *stretch.arguments.data.data_dirs)
     checkpoint = run.start.checkpoint
     following = _prepare_stretch(stretch, run.given, run.devices, checkpoint, run.given.checkpoint, run)
     notes = [f"from step {stretch.first_step:,} on: {line}" for line in following.notes if line not in run.notes]
@@ -240,25 +240,6 @@ def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None])
         for line in run.notes:
             note(line)
     return run
-
-
-def _check_output_dir(folder: Path, *inputs: str | None) -> None:
-    """Check that the output folder can be written to, as far as it is there, and is not inside an input."""
-    check_no_dead_link(folder)
-    if os.path.realpath(folder) == os.path.abspath(os.sep):
-        raise InputError(f"--output_dir {folder} is the root of the file system; give a folder of the run's own")
-    checkpoint_folder = folder / "checkpoints"
-    if os.path.lexists(checkpoint_folder) and not checkpoint_folder.is_dir():
-        raise InputError(f"{checkpoint_folder} is not a folder, which the run needs there; remove it or rename it")
-    for name in ("metrics.csv", "samples.jsonl"):
-        check_regular_or_absent(folder / name)
-    for given in inputs:
-        if given and not (Path(given) / "checkpoints").is_dir():  # a run may continue in its own folder
-            check_not_inside(folder, Path(given))
-    nearest = nearest_existing(folder)
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        reason = "is not writable" if nearest.is_dir() else "is a file"
-        raise InputError(f"--output_dir {folder}: {nearest} {reason}; give another folder")
 
 
 def _plan_devices(arguments: "TrainArguments") -> DevicePlan:

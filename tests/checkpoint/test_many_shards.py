@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fabric_train.checkpoint.discovery import lowest_loss, prune, replace_checkpoint, saved_checkpoints
-from fabric_train.checkpoint.files import CHECKSUMS, find_damage, join_parts
+from fabric_train.checkpoint.files import CHECKSUMS, find_damage
+from fabric_train.checkpoint.rank_writer import join_parts
 from fabric_train.cli.errors import InputError
 from fabric_train.model.weight_files import SHARD_INDEX, CheckpointTensors
 from tests.support.sparse_checkpoints import entries, link_checkpoint, write_parts

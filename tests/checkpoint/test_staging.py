@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric_train.checkpoint.files import _place, pinned_sizes
+from fabric_train.checkpoint.rank_writer import _place, pinned_sizes
 from fabric_train.checkpoint.tensors import Write
 
 MIB = 2**20

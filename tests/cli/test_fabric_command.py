@@ -3,6 +3,7 @@
 The programs are found from any folder, and the commands that they print are for the folder they were started in.
 """
 
+import json
 import os
 import shlex
 import shutil
@@ -37,16 +38,95 @@ def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
 def start_launcher(runs: ForkedRuns, folder: Path, *words: str) -> ForkedRun:
     """Start ``fabric run`` on two ranks; its process is a fork that need not import torch, the ranks are fresh ones."""
     _, *command, script = launcher("fabric run", free_port())
-    words = (*command, Path(script).name, *ARGUMENTS, *words)
+    words = (*command, Path(script).name, *(words or ARGUMENTS))
     return runs.start(words, 1, cwd=folder, program="fabric_train.cli.fabric_command")
 
 
 def test_bad_arguments_are_one_line_and_exit_code_2(tmp_path: Path, forked_runs: ForkedRuns) -> None:
     (tmp_path / "arguments.py").write_text("raise RuntimeError('the file of a user')")
-    # a fault that is found before torch is imported
-    ended = start_launcher(forked_runs, tmp_path, "--lr", "x")
+    ended = start_launcher(forked_runs, tmp_path, *ARGUMENTS, "--lr", "x")
     assert (ended.wait(), ended.stdout(), ended.stderr()) == ([2], "", BAD_NUMBER + "\n")
     assert [path.name for path in tmp_path.iterdir()] == ["arguments.py"]
+
+
+WITHOUT_TORCH = """
+import json, os, sys
+sys.modules["torch"] = None
+from fabric_train.__main__ import check_before_launch
+from fabric_train.cli.errors import InputError
+for words in json.loads(sys.argv[1]):
+    try:
+        check_before_launch(words, os.environ)
+        print("nothing")
+    except InputError as error:
+        print(*error.faults, sep="; ")
+"""
+
+
+def test_wrong_paths_and_runs_are_found_without_torch(
+    tmp_path: Path, tiny_tokens_dir: Path, tiny_model_dir: Path
+) -> None:
+    """To import it takes seconds, and minutes on a loaded machine."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.csv").write_text("step\n")
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    given: dict[str, object] = {
+        "train_data_dir": tiny_tokens_dir,
+        "model_name": tiny_model_dir,
+        "output_dir": "out",
+    }
+    faults = {
+        ("lr", "x"): "--lr: expected a number above 0, got 'x'",
+        ("train_data_dir", "empty"): "--train_data_dir empty: the folder has no dataset_dict.json; make one with",
+        ("output_dir", "run"): "--output_dir run has a run that has not saved a checkpoint; --resume true",
+        ("output_dir", "file"): "--output_dir file: file is a file; give another folder",
+        ("model_name", "./nowhere"): "--model_name ./nowhere: no such folder",
+        ("model_name", "empty"): "--model_name empty: the folder has no config.json; give a Hugging Face model",
+        ("checkpoint", "nowhere"): "nowhere: no such folder; checkpoints are",
+        ("branch", "nowhere@3"): "--branch nowhere@3: nowhere: no such folder; give the folder of a run",
+        ("phases", "nowhere.yaml"): "--phases",
+        ("streaming_dataset", "nowhere.txt"): "--streaming_dataset nowhere.txt: no such file or folder",
+        ("seed", 1): "nothing",
+    }
+    lines = []
+    for name, value in faults:
+        arguments = given | {name: value}
+        if name == "streaming_dataset":
+            del arguments["train_data_dir"]
+        if name == "phases":
+            arguments["max_step"] = 4
+        lines.append([word for key, one in arguments.items() for word in (f"--{key}", str(one))])
+    ended = run(tmp_path, sys.executable, "-c", WITHOUT_TORCH, json.dumps(lines))
+    assert ended.stderr == ""
+    for line, expected in zip(ended.stdout.splitlines(), faults.values(), strict=True):
+        assert line.startswith(expected)
+
+
+def test_the_options_of_fabric_run_may_stand_after_the_script() -> None:
+    words = ["run", "--devices=2", "fabric_train", "--lr", "1", "--num-nodes", "3", "--resume"]
+    options, of_script = fabric_command._read_line(words)
+    assert (options, of_script) == ({"devices": "2", "num_nodes": "3"}, ["--lr", "1", "--resume"])
+
+
+PRINTS_PORT = "import torch.distributed.run as r; r.main = lambda w: print(next(x for x in w if 'port' in x))"
+
+
+@pytest.mark.parametrize("port", [None, 29411])
+def test_a_run_on_one_machine_takes_a_free_port_unless_one_is_given(
+    port: int | None, tmp_path: Path, forked_runs: ForkedRuns, tiny_tokens_dir: Path, tiny_model_dir: Path
+) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        options = [] if port is None else ["--main-port", str(port)]
+        given = ["--train_data_dir", tiny_tokens_dir, "--model_name", tiny_model_dir, "--output_dir", "out"]
+        words = ["run", "--accelerator", "cpu", *options, "fabric_train", *given]
+        program = "fabric_train.cli.fabric_command"
+        ended = forked_runs.start(words, 1, cwd=tmp_path, program=program, before=PRINTS_PORT)
+        assert ended.wait() == [0], ended.report()
+    taken = int(ended.stdout().strip().removeprefix("--master_port="))
+    assert taken == port if port else taken not in (0, 29400)
 
 
 @pytest.mark.launchers
@@ -88,19 +168,27 @@ def test_other_scripts_and_commands_are_lightnings(tmp_path: Path) -> None:
 
 
 @pytest.mark.launchers
-def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+def test_a_port_in_use_is_one_line_after_the_faults_of_arguments(
+    tmp_path: Path, tiny_tokens_dir: Path, tiny_model_dir: Path
+) -> None:
+    right = ["--train_data_dir", str(tiny_tokens_dir), "--model_name", str(tiny_model_dir), "--output_dir", "out"]
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
-        ended = run(tmp_path, *launcher("fabric run", busy.getsockname()[1]), *ARGUMENTS)
-    assert ended.returncode == 2
+        command = launcher("fabric run", busy.getsockname()[1])
+        wrong = run(tmp_path, *command, *ARGUMENTS)
+        ended = run(tmp_path, *command, *right)
+    assert (wrong.returncode, wrong.stderr) == (2, f"{FAULT}\n")
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: ")
     assert line.endswith("give a free port with --main-port")
 
 
-def test_a_rank_killed_while_it_starts_is_named(tmp_path: Path, forked_runs: ForkedRuns) -> None:
-    started = start_launcher(forked_runs, tmp_path)
+def test_a_rank_killed_while_it_starts_is_named(
+    tmp_path: Path, forked_runs: ForkedRuns, tiny_tokens_dir: Path, tiny_model_dir: Path
+) -> None:
+    right = ["--train_data_dir", str(tiny_tokens_dir), "--model_name", str(tiny_model_dir), "--output_dir", "out"]
+    started = start_launcher(forked_runs, tmp_path, *right)
     assert started.wait_until(lambda: len(living_children(started.pids[0])) == 2), started.report()
     os.kill(living_children(started.pids[0])[1].pid, signal.SIGKILL)
     assert started.wait() == [1], started.report()
@@ -280,6 +368,7 @@ class Refuses:
 
 sys.meta_path.insert(0, Refuses())
 sys.argv = ["fabric", "run", "fabric_train"]
+fabric_command._check_first = lambda words, options: None
 fabric_command.main()
 """
 

@@ -26,7 +26,7 @@ SHARDED = {"parallelism": "fsdp2", "precision": "bf16-true", "max_step": 2}
 OFFLOADED = {"parallelism": "fsdp2", "cpu_offload": "true", "precision": "bf16-mixed"}
 # the optimizer's step no longer waits for the copies of a background save
 NO_WAIT = """
-from fabric_train.checkpoint.files import RankWriter
+from fabric_train.checkpoint.rank_writer import RankWriter
 RankWriter.wait_until_copied = lambda self: self._is_copied.wait()
 """
 ITEM = """

@@ -139,7 +139,7 @@ def test_a_second_signal_ends_all_ranks_at_once(
     run = tmp_path / "run"
     in_the_save = """
 import os, signal, time
-from fabric_train.checkpoint.files import RankWriter
+from fabric_train.checkpoint.rank_writer import RankWriter
 write = RankWriter.run
 def write_and_be_stopped(self):
     write(self)

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from fabric_train.checkpoint.files import CHECKSUMS, hash_file, join_parts, write_part
+from fabric_train.checkpoint.files import CHECKSUMS, hash_file
+from fabric_train.checkpoint.rank_writer import join_parts, write_part
 from fabric_train.checkpoint.trainer_json import FORMAT, TrainerState
 from fabric_train.model.origin import ModelOrigin
 from tests.support.forked_runs import ForkedRuns

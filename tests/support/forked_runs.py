@@ -55,7 +55,7 @@ _IMPORTED_LATER = (
 )
 
 # what JSON of every checkpoint is read as
-_READ_AS = (("fabric_train.checkpoint.files", "_ChecksumsJson"), ("fabric_train.checkpoint.trainer_json", "_Parsed"))
+_READ_AS = (("fabric_train.checkpoint.files", "ChecksumsJson"), ("fabric_train.checkpoint.trainer_json", "_Parsed"))
 
 
 class ForkedRun:

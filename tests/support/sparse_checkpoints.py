@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from fabric_train.checkpoint.files import CHECKSUMS, FilePiece, hash_file, write_part
+from fabric_train.checkpoint.files import CHECKSUMS, FilePiece, hash_file
+from fabric_train.checkpoint.rank_writer import write_part
 from fabric_train.checkpoint.tensors import LocalTensor, first_rows, sharded_writes
 from fabric_train.checkpoint.trainer_json import FORMAT, TrainerState
 from fabric_train.model.origin import ModelOrigin

@@ -147,6 +147,17 @@ def open_splits(folder: Path) -> dict[str, Split]:
     return {check_file_name(name, listing): _open_split(folder, name) for name in names}
 
 
+def check_token_dataset(folder: str) -> None:
+    """Raise an InputError if a folder of ``--train_data_dir`` is no token dataset, or lists files outside it."""
+    path = Path(folder)
+    if is_of_parts(path):
+        return
+    if not (path / "dataset_dict.json").is_file():
+        cause = "the folder has no dataset_dict.json" if path.is_dir() else missing_folder(path)
+        raise InputError(f"--train_data_dir {folder}: {cause}; make one with tokenize_dataset.py --output_dir {folder}")
+    check_listed_files(path, "tokenize again")
+
+
 def check_listed_files(folder: Path, fix: str) -> None:
     """Raise an InputError, ending with ``fix``, if the JSON files of a save_to_disk folder list files outside it."""
     listing, splits = folder / "dataset_dict.json", [folder]

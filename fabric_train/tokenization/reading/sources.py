@@ -155,9 +155,20 @@ def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:
         folders = {os.path.dirname(file.name) for file in listing.files}
         root = Path(os.path.commonpath(folders)) if folders else Path()
         return _of_files(name, option, "what this pattern names", root, listing)
+    check_name(name, option)
+    assert dataset is not None
+    return hf_datasets.open_hub(name, option, dataset, stream)
+
+
+def check_name(name: str, option: str) -> None:
+    """Raise an InputError if a name is no file, folder, pattern or URL, and cannot be a hub name. Nothing is opened."""
+    if "://" in name or glob.has_magic(name) or os.path.lexists(Path(name).expanduser()):
+        return
+    dataset = hf_datasets.parse_dataset_name(name)
+    if dataset and Path(dataset.name).expanduser().is_dir():
+        return
     if dataset is None or is_readable(Path(dataset.name)) or not hf_datasets.is_hub_name(dataset.name):
         raise InputError(f"{option} {name}: no such file or folder; give a path that exists, or a hub name")
-    return hf_datasets.open_hub(name, option, dataset, stream)
 
 
 def _is_document(path: str) -> bool:

@@ -1,0 +1,28 @@
+"""Check that a name of a model can be a folder with a model or a hub name, without importing torch."""
+
+from pathlib import Path
+
+from fabric_train.cli.errors import InputError
+from fabric_train.files.regular_file import read_json
+
+
+def check_model_folder(source: str) -> tuple[str, str]:
+    """Return how messages call the model, and what they advise.
+
+    Raises:
+        InputError: ``source`` is neither a folder with a config.json nor a possible hub name.
+    """
+    folder = Path(source)
+    is_checkpoint = (folder / "trainer.json").is_file()
+    name = source if is_checkpoint else f"--model_name {source}"
+    advice = "use another checkpoint" if is_checkpoint else "give a Hugging Face model folder"
+    if folder.is_file():
+        raise InputError(f"{name}: this is a file; give the folder that holds the model's config.json and weights")
+    if not folder.is_dir():
+        if source.startswith(("/", ".", "~")) or source.count("/") > 1:  # no hub name looks like this
+            raise InputError(f"{name}: no such folder")
+        return name, advice
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{name}: the folder has no config.json; {advice}")
+    read_json(folder / "config.json", dict, advice)  # in transformers, some damage ends in any exception
+    return name, advice

@@ -1,0 +1,59 @@
+"""Check the folders and files that the arguments of a run name, before torch is imported.
+
+``prepare.py`` checks their content later, by the same functions and others.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fabric_train.cli import yaml_core
+from fabric_train.cli.errors import InputError
+from fabric_train.files.atomic_folder import check_no_dead_link, check_not_inside, nearest_existing
+from fabric_train.files.regular_file import check_regular_or_absent
+from fabric_train.model.model_folder import check_model_folder
+from fabric_train.preflight.beginning import choose_beginning
+from fabric_train.tokenization.packing.token_folder import check_token_dataset
+from fabric_train.tokenization.reading.sources import check_name, split_names
+
+if TYPE_CHECKING:
+    from fabric_train.arguments import TrainArguments
+
+
+def check_paths(arguments: "TrainArguments") -> None:
+    """Check the output folder and the run in it, the checkpoint, the data and the model, as far as they are local.
+
+    Raises:
+        InputError: a folder or file is missing or of another kind, or a run would overwrite another one.
+    """
+    folder = Path(arguments.save.output_dir)
+    data = arguments.data
+    check_output_dir(folder, *data.data_dirs, arguments.checkpoint.checkpoint)
+    arguments, _, checkpoint = choose_beginning(arguments, folder, None)
+    if data.phases is not None and not arguments.evaluation.only_reads:
+        yaml_core.load_file(data.phases, "--phases")
+    for _, place in split_names(data.streaming_dataset or [], "--streaming_dataset"):
+        check_name(place, "--streaming_dataset")
+    for dataset in data.data_dirs:
+        check_token_dataset(dataset)
+    if checkpoint is None and not arguments.model.family:
+        check_model_folder(arguments.model.model_name)
+
+
+def check_output_dir(folder: Path, *inputs: str | None) -> None:
+    """Check that the output folder can be written to, as far as it is there, and is not inside an input."""
+    check_no_dead_link(folder)
+    if os.path.realpath(folder) == os.path.abspath(os.sep):
+        raise InputError(f"--output_dir {folder} is the root of the file system; give a folder of the run's own")
+    checkpoint_folder = folder / "checkpoints"
+    if os.path.lexists(checkpoint_folder) and not checkpoint_folder.is_dir():
+        raise InputError(f"{checkpoint_folder} is not a folder, which the run needs there; remove it or rename it")
+    for name in ("metrics.csv", "samples.jsonl"):
+        check_regular_or_absent(folder / name)
+    for given in inputs:
+        if given and not (Path(given) / "checkpoints").is_dir():  # a run may continue in its own folder
+            check_not_inside(folder, Path(given))
+    nearest = nearest_existing(folder)
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        reason = "is not writable" if nearest.is_dir() else "is a file"
+        raise InputError(f"--output_dir {folder}: {nearest} {reason}; give another folder")
