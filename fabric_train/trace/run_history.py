@@ -13,10 +13,11 @@ from fabric_train.checkpoint.trainer_json import find_unreadable
 from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
 from fabric_train.data import KEYED, SHUFFLED, DataOrder, StreamOrder
+from fabric_train.data.joined_rows import JoinedRows
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.step_sampler import WindowOrder, rank_at
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
-from fabric_train.data.token_mixture import JoinedRows, TokenMixture, open_mixture
+from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.files.regular_file import read_json
 from fabric_train.preflight.steps import order_of_mixture
 from fabric_train.tokenization.manifest import read_manifest

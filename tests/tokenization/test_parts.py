@@ -11,8 +11,9 @@ import pytest
 
 from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError, RunError
+from fabric_train.data.mixture_sources import find_source_rows
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
-from fabric_train.data.token_mixture import find_source_rows, open_mixture
+from fabric_train.data.token_mixture import open_mixture
 from fabric_train.tokenization import merge
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.packing import parts as parts_module

@@ -1,0 +1,194 @@
+"""What has a share of its own in a mixture, and how many rows of each an epoch takes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fabric_train.cli.argument_types import Shares, split_name
+from fabric_train.cli.errors import InputError
+from fabric_train.data.mixture import rows_of_shares, rows_of_token_shares
+from fabric_train.data.token_dataset import TokenDataset
+from fabric_train.tokenization.packing.document_index import rows_of_sources
+from fabric_train.tokenization.packing.token_folder import JoinedSplit
+
+
+@dataclass(frozen=True)
+class SplitRange:
+    """Consecutive rows of one of several splits."""
+
+    split: int
+    """The index of the split."""
+    rows: range
+
+
+@dataclass(frozen=True)
+class ListedSource:
+    """What has a share of its own: a token dataset, one of its sources, or all its sources without a share of their
+    own together.
+    """
+
+    folder: str
+    source: str | None
+    """The name of the source; None for a token dataset, or what is left of it."""
+    ranges: tuple[SplitRange, ...]
+    """Its rows in the train splits of the token datasets."""
+    remaining_sources: tuple[str, ...] = ()
+    """The names of the sources together in what is left of a token dataset."""
+
+    @property
+    def name(self) -> str:
+        """The folder, or ``FOLDER:SOURCE``."""
+        return self.folder if self.source is None else f"{self.folder}:{self.source}"
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(split_range.rows) for split_range in self.ranges)
+
+
+def list_sources(
+    token_datasets: Sequence[TokenDataset], folders: Sequence[str], all_shares: list[Shares]
+) -> Iterator[ListedSource]:
+    """Yield each token dataset; of one whose sources some shares name, each of these and then the others together.
+
+    Args:
+        token_datasets: One for each of ``folders``.
+        folders: The values of ``--train_data_dir``.
+        all_shares: The shares of the command line and of all phases.
+
+    Raises:
+        InputError: a source that has a share does not exist, or its rows are not known.
+    """
+    named_sources = _sources_with_shares(folders, all_shares)
+    for index, (token_dataset, folder) in enumerate(zip(token_datasets, folders, strict=True)):
+        if not named_sources[index]:
+            all_rows = SplitRange(index, range(len(token_dataset.train)))
+            yield ListedSource(folder, None, (all_rows,))
+            continue
+
+        ranges_by_source = find_source_rows(token_dataset)
+        for source, option in named_sources[index].items():
+            if source not in ranges_by_source:
+                known = ", ".join(ranges_by_source)
+                raise InputError(f"{option}: {folder} has no rows of a source {source}; it has {known}")
+            ranges = tuple(SplitRange(index, rows) for rows in ranges_by_source.pop(source))
+            yield ListedSource(folder, source, ranges)
+        if ranges_by_source:
+            remaining = [rows for ranges in ranges_by_source.values() for rows in ranges]
+            remaining.sort(key=lambda rows: rows.start)
+            ranges = tuple(SplitRange(index, rows) for rows in remaining)
+            yield ListedSource(folder, None, ranges, remaining_sources=tuple(ranges_by_source))
+
+
+def _sources_with_shares(folders: Sequence[str], all_shares: list[Shares]) -> list[dict[str, str]]:
+    """Return for each folder the sources that have a share of their own, each with the argument that names it first."""
+    options_by_source: list[dict[str, str]] = [{} for _ in folders]
+    for shares in all_shares:
+        for name in shares.by_name() or ():
+            folder_index, source = split_name(name, folders, shares.option)
+            if source is not None:
+                options_by_source[folder_index].setdefault(source, shares.option)
+    return options_by_source
+
+
+def find_source_rows(dataset: TokenDataset) -> dict[str, list[range]]:
+    """Return the rows of the train split that each source has, as ranges in their order; see ``rows_of_sources``.
+
+    In a dataset of ``--packing concat`` a source's last row has the beginning of the next one, too.
+
+    Raises:
+        InputError: the dataset has no document index, or its sources were mixed with ``--weights``.
+    """
+    index = dataset.train.index
+    if dataset.manifest is None or index is None:
+        raise InputError(
+            f"{dataset.folder} has no document index, so the rows of its sources are not known; tokenize again with "
+            "tokenize_dataset.py"
+        )
+    split = dataset.train.split
+    if isinstance(split, JoinedSplit):
+        ranges_by_source = split.source_rows()
+    else:
+        ranges_by_source = rows_of_sources(index, dataset.manifest)
+    if ranges_by_source is None:
+        raise InputError(
+            f"{dataset.folder} was tokenized with --weights, which mixes the sources in its rows; tokenize again "
+            "without --weights"
+        )
+    return ranges_by_source
+
+
+def rows_per_epoch(shares: Shares, sources: Sequence[ListedSource], folders: Sequence[str]) -> tuple[int, ...]:
+    """Return how many rows of each source an epoch takes.
+
+    Raises:
+        InputError: a source has no share, all shares are 0, or a share is too small for a single row.
+    """
+    share_of_source = _resolve_shares(shares, sources, folders)
+    if not any(share_of_source):
+        raise InputError(f"{shares.option}: nothing is left to train on; give a number above 0")
+    num_rows = [source.num_rows for source in sources]
+    if shares.of_tokens:
+        rows = rows_of_token_shares(num_rows, share_of_source)
+    else:
+        rows = rows_of_shares(num_rows, share_of_source)
+
+    faults = []
+    for source, share, num_taken in zip(sources, share_of_source, rows, strict=True):
+        if share and not num_taken:
+            faults.append(
+                f"{shares.option} takes no row of {source.name} in an epoch, which has {source.num_rows:,}; give it "
+                "more, or leave it out"
+            )
+    if faults:
+        raise InputError(*faults)
+    return tuple(rows)
+
+
+def _resolve_shares(shares: Shares, sources: Sequence[ListedSource], folders: Sequence[str]) -> list[float]:
+    """Return the share of each source; a folder's share is for its sources without a share of their own, together."""
+    shares_by_place: dict[tuple[int, str | None], float] = {}
+    for name, share in _shares_by_name(shares, folders).items():
+        shares_by_place[split_name(name, folders, shares.option)] = share
+
+    places = [(folders.index(source.folder), source.source) for source in sources]
+    missing = []
+    for source, (folder_index, source_name) in zip(sources, places, strict=True):
+        has_share = (folder_index, source_name) in shares_by_place or (folder_index, None) in shares_by_place
+        if not has_share and source.remaining_sources:
+            missing.append(f"{', '.join(source.remaining_sources)} of {source.folder}")
+        elif not has_share:
+            missing.append(source.name)
+    if missing:
+        raise InputError(f"{shares.option} has no number for {'; '.join(missing)}: give each one, 0 to leave it out")
+
+    resolved = []
+    for source, place in zip(sources, places, strict=True):
+        folder_index, source_name = place
+        if source_name is not None and place in shares_by_place:
+            resolved.append(shares_by_place[place])
+            continue
+        folder_share = shares_by_place[folder_index, None]
+        if shares.of_tokens:  # a share of tokens is divided among what it is for; a share of rows holds for each
+            num_rows_together = sum(
+                other.num_rows
+                for other, other_place in zip(sources, places, strict=True)
+                if other_place[0] == folder_index and (other_place[1] is None or other_place not in shares_by_place)
+            )
+            if num_rows_together:
+                folder_share *= source.num_rows / num_rows_together
+        resolved.append(folder_share)
+    return resolved
+
+
+def _shares_by_name(shares: Shares, folders: Sequence[str]) -> dict[str, float]:
+    """Return the shares by folder or source; numbers without names are for the folders in their order, by default 1."""
+    by_name = shares.by_name()
+    if by_name is not None:
+        return by_name
+    if shares.given is None:
+        return dict.fromkeys(folders, 1.0)
+    numbers = [float(str(share)) for share in shares.given]
+    if len(numbers) != len(folders):
+        raise InputError(
+            f"{shares.option}: {len(numbers)} numbers for {len(folders)} folders of --train_data_dir; give one each"
+        )
+    return dict(zip(folders, numbers, strict=True))
