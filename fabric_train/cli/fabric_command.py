@@ -232,7 +232,9 @@ def _run(words: list[str], place: int) -> NoReturn:
                 reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
                 fault = f"error: the ranks cannot connect by port {args.main_port}: {reason.lower()}"
                 print_errors(f"{fault}; give a free port with --main-port")
-                raise SystemExit(INPUT_ERROR) from None
+                # a busy port is no fault of the command line: the same one may work a minute later
+                is_no_port = isinstance(error, OverflowError)
+                raise SystemExit(INPUT_ERROR if is_no_port else FAILURE) from None
         launch(args, script_args)
         del store
 
@@ -247,7 +249,7 @@ def _run(words: list[str], place: int) -> NoReturn:
         raise SystemExit(FAILURE if failure.exitcode < 0 else failure.exitcode) from None
     except DistNetworkError as error:
         print_errors(f"error: {str(error).splitlines()[0]}; give a free port with --main-port")
-        raise SystemExit(INPUT_ERROR) from None
+        raise SystemExit(FAILURE) from None
     raise SystemExit(0)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _CONTROLS = re.compile(
     r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # without tab and line break
-    r"\u202a-\u202e\u2066-\u2069]"  # these change the direction of text
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"  # these change the direction of text
 )
 _INVISIBLE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs")
 _SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥", " ": " "}
@@ -33,12 +33,14 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MOVES = re.compile(r"(\n|\x1b\[A)+")  # of tqdm, between the bars of several downloads
 _GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ECONNRESET)  # reader has ended, closed, terminal has gone
 _HIDDEN = "***"
+# It begins after the scheme: to look for a scheme at each letter takes minutes in a word of 100,000 letters
 _URL = re.compile(
-    r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)"
+    r"(?<=[a-zA-Z0-9+.-])://"
     r"(?:[^/\s'\"]*@)?"  # user and password
     r"(?P<place>[^\s?'\"]*)"
-    r"(?P<query>\?[^\s'\"]*=[^\s'\"]*?(?=[.,:;)]*(?:[\s'\"]|$)))?"  # may hold a signature
+    r"(?P<query>\?[^\s'\"=]*=[^\s'\"]*)?"  # may hold a signature
 )
+_PUNCTUATION = ".,:;)"  # after a URL, not of it
 _SECRET_NAME = re.compile(
     r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIALS?)(_|$|ID$)", re.IGNORECASE
 )
@@ -76,6 +78,17 @@ def ago(seconds: float) -> str:
 def escape_controls(text: str) -> str:
     """Return a text with its control characters made visible, such as ``\\x1b``, except tabs and line breaks."""
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def escape_texts(content: Any) -> Any:
+    """Return what JSON can hold with :func:`escape_controls` of all texts in it, the names of an object included."""
+    if isinstance(content, str):
+        return escape_controls(content)
+    if isinstance(content, dict):
+        return {escape_controls(name): escape_texts(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [escape_texts(value) for value in content]
+    return content
 
 
 def visible(text: str) -> str:
@@ -181,11 +194,19 @@ def redact(text: str) -> str:
     """Remove user, password and query from the URLs in ``text``, and the values of environment variables whose names
     mark them as secret.
     """
-    text = _URL.sub(lambda url: url["scheme"] + url["place"] + (f"?{_HIDDEN}" if url["query"] else ""), text)
+    text = _URL.sub(_without_secrets, text)
     for name, value in os.environ.items():
         if len(value) >= _SHORTEST_SECRET and _SECRET_NAME.search(name) and not os.path.exists(value):
             text = text.replace(value, _HIDDEN)
     return text
+
+
+def _without_secrets(url: re.Match[str]) -> str:
+    query = url["query"]
+    if query is None:
+        return f"://{url['place']}"
+    after_url = query[len(query.rstrip(_PUNCTUATION)) :]
+    return f"://{url['place']}?{_HIDDEN}{after_url}"
 
 
 def open_templates(folder: Path | Sequence[Path], **options: Any) -> "Environment":

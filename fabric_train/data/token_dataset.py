@@ -325,14 +325,14 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
 def _open_dataset_of_parts(folder: Path, isolate_documents: bool) -> TokenDataset:
     """Open a token dataset of parts; a part is opened when one of its rows is read.
 
-    Rank 0 alone looks whether all parts are there as they were.
+    Rank 0 alone looks whether all parts are there, and their files as long as they were.
     """
     parts, manifest = open_parts(folder), read_manifest(folder)
     check_links(folder / "tokenizer")
     if manifest is None:
         raise InputError(f"{folder}: no manifest.json; merge the parts again")
     if global_rank() == 0:
-        parts.check_all()
+        token_folder.check_joined_splits(parts)
     sources = SourceTable(manifest.sources)
 
     def rows(name: str) -> Rows:

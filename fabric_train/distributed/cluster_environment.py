@@ -26,7 +26,7 @@ from lightning.fabric.plugins import environments
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.strategies.launchers import subprocess_script
 
-from fabric_train.cli.errors import FAILURE, STOPPED, InputError, end_run, exit_process
+from fabric_train.cli.errors import FAILURE, STOPPED, InputError, RunError, end_run, exit_process
 from fabric_train.cli.launcher import (
     LOOPBACK,
     MPI,
@@ -311,7 +311,7 @@ def _serve_store(fabric: Fabric) -> "dist.TCPStore | None":
         if error.errno != errno.EADDRINUSE:
             raise
         port = f"port {environment.main_port}, which the ranks use to connect, is in use on this machine"
-        raise InputError(f"{port}; set MASTER_PORT to a free one, or stop the program that uses it") from None
+        raise RunError(f"{port}; set MASTER_PORT to a free one, or stop the program that uses it") from None
     return None
 
 

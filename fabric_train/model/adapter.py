@@ -29,6 +29,7 @@ from torch import nn
 
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.ranks import original_name
+from fabric_train.model.patterns import NamePattern
 from fabric_train.model.weight_files import Weights
 
 ALL_LINEAR = "all-linear"
@@ -170,15 +171,11 @@ def find_targets(model: Any, adapter: Adapter, source: str) -> dict[str, nn.Line
     }
     found: dict[str, nn.Linear] = {}
     for target in adapter.targets:
-        try:
-            pattern = re.compile(target)
-        except re.error as error:
-            fault = f"it is no name and no regular expression ({error})"
-            raise InputError(f"--lora_targets {target}: {fault}; give names such as q_proj") from None
+        matched = NamePattern("--lora_targets", target, "q_proj").matching_whole(linear)
         named = {
             name: module
             for name, module in linear.items()
-            if target == ALL_LINEAR or _is_named(name, target) or pattern.fullmatch(name)
+            if target == ALL_LINEAR or _is_named(name, target) or name in matched
         }
         if not named:
             raise InputError(f"--lora_targets {target}: {_no_such_layer(model, head, target, linear, source)}")

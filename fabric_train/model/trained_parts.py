@@ -21,6 +21,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import number_ranges
 from fabric_train.distributed.ranks import named_parameters, original_name
 from fabric_train.model.adapter import Adapter
+from fabric_train.model.patterns import NamePattern
 
 ALL = "all"
 """The pattern that matches every parameter."""
@@ -81,13 +82,9 @@ def find(option: str, pattern: str, names: Names, source: str) -> set[str]:
     Raises:
         InputError: it matches none of the model, which ``source`` names, or it is no regular expression.
     """
-    try:
-        own = re.compile(".*" if pattern == ALL else pattern).pattern
-    except re.error as error:
-        fault = f"it is no name and no regular expression ({error})"
-        raise InputError(f"{option} {pattern}: {fault}; give names such as embed_tokens") from None
-    searched = re.compile(rf"(?:^|\.)(?:{own})(?:\.|$)")
-    found = {first for first, of_one in names.items() if any(map(searched.search, of_one))}
+    searched = NamePattern(option, ".*" if pattern == ALL else pattern, "embed_tokens")
+    matched = searched.matching_parts(name for of_one in names.values() for name in of_one)
+    found = {first for first, of_one in names.items() if not matched.isdisjoint(of_one)}
     if not found:
         every = [name for of_one in names.values() for name in of_one]
         modules = list(dict.fromkeys(name.split(".")[-2] for name in every if "." in name))

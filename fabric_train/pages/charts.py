@@ -236,11 +236,13 @@ def write_png(specified: dict[str, Any], picture: Path, title: str) -> None:
     Raises:
         DrawError: the process that draws failed, or took longer than two minutes.
     """
+    from fabric_train.cli.output import escape_texts  # the process that draws does not need it
+
     about = {"text": title, "fontSize": 15, "color": TEXT, "anchor": "start"}
     whole = {"$schema": _SCHEMA, "config": configuration(), "title": about, **specified}
     temporary = picture.with_name(f".{picture.name}")
     temporary.unlink(missing_ok=True)  # of a killed process, or a planted link
-    _run("png", json.dumps(whole), temporary)
+    _run("png", json.dumps(escape_texts(whole)), temporary)
     temporary.replace(picture)
 
 

@@ -8,7 +8,7 @@ are Vega charts.
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup, escape
 
-from fabric_train.cli.output import open_templates, redact, visible
+from fabric_train.cli.output import escape_controls, escape_texts, open_templates, redact, visible
 from fabric_train.pages.charts import Chart, columns, configuration, javascript, specification
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def escaped(value: Any) -> Any:
     """Return one line without Markdown or HTML; Markdown stays as it is."""
     if hasattr(value, "__html__"):
         return value
-    text = redact(str(value))  # a secret is found unescaped
+    text = escape_controls(redact(str(value)))  # a secret is found unescaped
     return Markdown(_SPECIAL.sub(r"\\\g<0>", _SPACE.sub(" ", text).strip()))
 
 
@@ -76,7 +76,8 @@ def _cell(value: Any) -> Markdown:
 
 def code(text: str) -> Markdown:
     """Return a name in the font of code; nothing in it is Markdown."""
-    return Markdown(f"`{_SPACE.sub(' ', text.replace('`', chr(39)))}`")
+    shown = _SPACE.sub(" ", escape_controls(text).replace("`", "'"))
+    return Markdown(f"`{shown}`")
 
 
 def link(text: str, target: str) -> Markdown:
@@ -131,7 +132,8 @@ def _templates(folder: Path) -> "Environment":
 
 def render(template: Path, **values: Any) -> str:
     """Return the text of a template; the blank lines around parts that are left out become one."""
-    return _BLANK_LINES.sub("\n\n", _templates(template.parent).get_template(template.name).render(values)).strip()
+    text = _templates(template.parent).get_template(template.name).render(values)
+    return escape_controls(_BLANK_LINES.sub("\n\n", text).strip())
 
 
 @dataclass(frozen=True)
@@ -194,15 +196,26 @@ def to_html(title: str, sections: Sequence[Section], axes: Sequence[dict[str, An
             page interpolates.
     """
     charts = [chart for section in sections for chart in section.charts]
-    content = {"charts": [_content(chart) for chart in charts], "axes": list(axes), "config": configuration()}
+    of_charts = [_content(chart) for chart in charts]
+    content = escape_texts({"charts": of_charts, "axes": list(axes), "config": configuration()})
     template = page_templates().get_template("sections.html.j2")
     return template.render(
-        title=title,
-        sections=sections,
+        title=escape_controls(title),
+        sections=[_without_controls(section) for section in sections],
         to_html=markdown_to_html,
         data=Markup(json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")),
         # "</script" in a string of the library would end the element
         library=Markup(library().replace("</script", "<\\/script")) if charts else "",
+    )
+
+
+def _without_controls(section: Section) -> Section:
+    return replace(
+        section,
+        title=escape_controls(section.title),
+        body=escape_controls(section.body),
+        html=escape_controls(section.html),
+        fault=escape_controls(section.fault),
     )
 
 
@@ -237,4 +250,4 @@ def to_markdown(title: str, sections: Iterable[Section], picture: str = "") -> s
             parts += [f"## {section.title}", body.strip("\n")]
         if number == 0 and picture:
             parts.append(f"![{title}]({picture})")
-    return "\n\n".join(parts) + "\n"
+    return escape_controls("\n\n".join(parts) + "\n")

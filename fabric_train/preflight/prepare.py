@@ -27,6 +27,7 @@ from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.distributed import strategy, xla
 from fabric_train.distributed.decoder_layers import check_compiler
 from fabric_train.distributed.precision import check_float8
+from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts, read_prompts
 from fabric_train.model.adapter import check_installed
 from fabric_train.model.attention import check_attention, choose_attention
@@ -57,6 +58,7 @@ from fabric_train.preflight.phases import (
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
 from fabric_train.preflight.steps import plan_steps, rows_at_once, starting_point
 from fabric_train.training.evaluation import SamplePrompts
+from fabric_train.training.loggers import read_samples
 from fabric_train.training.metrics import find_lost_rows
 from fabric_train.training.objective import objective_of
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
@@ -90,6 +92,8 @@ def prepare(
     """
     folder, given, only_reads = Path(arguments.save.output_dir), arguments, arguments.evaluation.only_reads
     check_output_dir(folder, *arguments.data.data_dirs, arguments.checkpoint.checkpoint)
+    if arguments.logging.profiled_steps is not None:
+        check_no_links_in(folder / "profile")
     devices = _plan_devices(arguments)
     arguments, start_from, checkpoint = choose_beginning(arguments, folder, damages)
     stretches = read_stretches(arguments)
@@ -100,6 +104,7 @@ def prepare(
     run = _prepare_stretch(stretches[place], given, devices, checkpoint, start_from)
     if not only_reads:
         rows = find_lost_rows(folder / "metrics.csv", run.start.state, arguments.logging.log_step_interval)
+        read_samples(folder / "samples.jsonl", run.start.state.step)  # a damaged file is refused before any is written
         run = _with_notes(run, rows)
     if checkpoint is not None:
         changed: list[str] = []

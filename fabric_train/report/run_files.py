@@ -20,8 +20,9 @@ from fabric_train.training.curves import MetricsTable, read_lineage
 from fabric_train.training.loggers import Sample, read_samples
 from fabric_train.training.run_times import RunTimes, read_times
 
-_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d{4}) (.*) rank (\d+): (.*)")
-_STEP = re.compile(r"\bstep[ -]0*(\d+)\b")
+# numbers of at most 18 digits, as steps and ranks have: a damaged line may have thousands, which ``int`` refuses
+_LOG_LINE = re.compile(r"([0-9]{4}-[0-9-]{5} [0-9:]{8}[+-][0-9]{4}) (.*) rank ([0-9]{1,18}): (.*)")
+_STEP = re.compile(r"\bstep[ -]0*([0-9]{1,18})\b")
 _TOLD = re.compile(
     r"warning:|error:|signal|SIG[A-Z0-9]+|stopped|stopping|lost|left out|skipped|early stopping|Traceback"
 )

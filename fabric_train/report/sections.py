@@ -179,7 +179,7 @@ def _time(run: RunFiles) -> Iterator[Section]:
         body = f"Not known: the run has no {code(TIMES)}, which earlier versions did not write."
         yield Section("time", "Where the time went", body)
         return
-    rows = [(name, describe_seconds(seconds), f"{seconds / times.total:.1%}") for name, seconds in times.parts.items()]
+    rows = [(name, describe_seconds(seconds), f"{times.share(seconds):.1%}") for name, seconds in times.parts.items()]
     rows.append(("in all", describe_seconds(times.total), ""))
     facts = [f"Goodput: {times.goodput:.1%} of the time went into steps that count."]
     if times.stall is not None:

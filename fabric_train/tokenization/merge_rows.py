@@ -22,6 +22,7 @@ from fabric_train.files.regular_file import read_json
 from fabric_train.tokenization.manifest import FILE_NAME as MANIFEST_NAME
 from fabric_train.tokenization.manifest import Manifest, MergedPart
 from fabric_train.tokenization.packing.arrow_folder import write_dataset_dict, write_json
+from fabric_train.tokenization.packing.check_parts import check_parts
 from fabric_train.tokenization.packing.document_index import (
     ARRAYS,
     CHECKSUMS,
@@ -81,7 +82,7 @@ def without_parts(folders: Sequence[Path]) -> list[Path]:
 
 def _parts_of(folder: Path) -> list[Path]:
     parts = open_parts(folder)
-    parts.check_all()
+    check_parts(parts)
     return [Path(os.path.normpath(parts.folder_of(number))) for number in range(len(parts.record.parts))]
 
 

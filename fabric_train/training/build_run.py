@@ -23,7 +23,6 @@ from fabric_train.distributed.precision import weights_dtype
 from fabric_train.distributed.ranks import data_ranks, first_text, flat_shards
 from fabric_train.distributed.signals import Heartbeat
 from fabric_train.distributed.strategy import device_name
-from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.model.flops import peak_flops_of_run
 from fabric_train.model.hf_model import add_stop_tokens, read_generation_config
 from fabric_train.model.init_weights import note_on_end_of_turn, open_new
@@ -299,7 +298,6 @@ def _batches(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat) -> WindowSo
     if given.profiled_steps is None or (given.profile_ranks == "first" and fabric.global_rank):
         return batches
     folder = run.folder / "profile"
-    check_no_links_in(folder)
     return ProfiledWindows(batches, *given.profiled_steps, folder, fabric.global_rank, on_gpu, heartbeat)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow
 from pyarrow import csv
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.regular_file import check_regular_or_absent
 from fabric_train.pages.charts import Chart, Mark, Series, draw, sampled, smoothed
 from fabric_train.training.loggers import Logger
@@ -24,6 +24,8 @@ PICTURE = "loss_curves.png"
 _MAX_SHARE = 0.01  # of the run's time
 _SMOOTHED_FROM = 200  # points
 _ALL_POINTS, _MOST_POINTS, _FEWEST_POINTS = 48_000, 2000, 120
+_MOST_STEPS = 1e18
+_ADVICE = "put the file of this run back, or move this one away"
 _KNOTS = 500  # steps whose tokens and hours a page knows
 _FIGURES = {"val_bits_per_byte": "bits per byte", "val_loss": "nats per token"}
 _SINGLE = (
@@ -78,20 +80,29 @@ def read_curves(path: Path) -> MetricsTable:
     content = path.read_bytes()
     content = content[: content.rfind(b"\n") + 1]
     head, _, rows = content.partition(b"\n")
+    _check_text(path, head)
     try:
         names = csv.read_csv(io.BytesIO(head + b"\n")).column_names
         if not are_columns(names) or len(set(names)) < len(names):
-            raise InputError(f"{path}: its first line is not the header of a metrics.csv")
+            raise InputError(f"{path}: its first line is not the header of a metrics.csv; {_ADVICE}")
         kinds: dict[str, Any] = {name: pyarrow.float64() for name in names} | {"rows_hash": pyarrow.string()}
         options = csv.ConvertOptions(column_types=kinds, null_values=[""])
         table = csv.read_csv(io.BytesIO(content), convert_options=options) if rows else None
     except pyarrow.ArrowInvalid as error:
-        raise InputError(f"{path}: damaged ({str(error).splitlines()[0]})") from None
+        raise InputError(f"{path}: damaged ({first_line(error)}); {_ADVICE}") from None
     columns = {name: table[name].to_numpy() if table else np.empty(0) for name in names if name != "rows_hash"}
     steps = columns["step"]
-    if not np.isfinite(steps).all() or (np.diff(steps) <= 0).any():
-        raise InputError(f"{path}: damaged (its steps do not rise)")
+    if (~(np.abs(steps) < _MOST_STEPS)).any() or (np.diff(steps) <= 0).any():
+        raise InputError(f"{path}: damaged (its steps do not rise); {_ADVICE}")
     return MetricsTable(steps.astype(np.int64), columns)
+
+
+def _check_text(path: Path, head: bytes) -> None:
+    """Raise an InputError if the header of a metrics.csv, whose names become text of pages, is not UTF-8."""
+    try:
+        head.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: damaged (byte {error.start} of its header is not UTF-8); {_ADVICE}") from None
 
 
 def read_lineage(run: Path, lineage: Iterable["BranchPoint"], last_step: float = np.inf) -> MetricsTable:

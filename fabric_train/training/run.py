@@ -3,7 +3,8 @@
 import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 from fabric_train import checkpoint as checkpoints
 from fabric_train.checkpoint import TokenLoss, TrainerState
 from fabric_train.checkpoint.manager import CheckpointManager
-from fabric_train.cli.errors import FAILURE, STOPPED, first_line
+from fabric_train.cli.errors import FAILURE, STOPPED, InputError, RunError, first_line
 from fabric_train.cli.parser import to_yaml
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture, unpredicted_tokens
@@ -53,12 +54,15 @@ def execute(
     if not evaluation.only_reads:
         return _train(run, partial(_build, fabric, objective, heartbeat, console), write_report)
     model, decayed = _set_up_model(fabric, run)
-    if fabric.is_global_zero:
-        _write_run_folder(run)
     if evaluation.self_check:
-        return _self_check(fabric, model, set_up_optimizer(fabric, model, decayed, run), objective, run)
+        optimizer = set_up_optimizer(fabric, model, decayed, run)
+        if fabric.is_global_zero:
+            _write_run_folder(run)
+        return _self_check(fabric, model, optimizer, objective, run)
     validation = build_validation(fabric, model, run, objective, heartbeat)
     assert validation is not None  # the step plan refuses a dataset without validation rows
+    if fabric.is_global_zero:
+        _write_run_folder(run)
     return _evaluate(fabric, run, validation, heartbeat)
 
 
@@ -72,16 +76,26 @@ def _build(
 ) -> Loop:
     """Build the loop of a run; without ``outputs`` it begins in this process, and its loggers too."""
     model, decayed = _set_up_model(fabric, run)
-    if fabric.is_global_zero:
-        _write_run_folder(run)
-    if outputs is None:
-        write_log(run.folder / "run.log")  # with the lines so far; input that cannot be used has left no folder
     validation = build_validation(fabric, model, run, objective, heartbeat)
     optimizer = set_up_optimizer(fabric, model, decayed, run)
-    if outputs is None:
-        progress.info("opening the loggers")
-        outputs = build_outputs(fabric, run, objective, console, heartbeat)
-    return build_loop(fabric, model, optimizer, objective, run, heartbeat, validation, outputs)
+    # the first files: input that cannot be used has left none
+    if fabric.is_global_zero:
+        _write_run_folder(run)
+    with _failing_while_it_runs():
+        if outputs is None:
+            write_log(run.folder / "run.log")  # with the lines so far
+            progress.info("opening the loggers")
+            outputs = build_outputs(fabric, run, objective, console, heartbeat)
+        return build_loop(fabric, model, optimizer, objective, run, heartbeat, validation, outputs)
+
+
+@contextmanager
+def _failing_while_it_runs() -> Iterator[None]:
+    """Turn wrong input that is found after the run has written files, such as a damaged row, into a failure."""
+    try:
+        yield
+    except InputError as error:
+        raise RunError("; ".join(error.faults)) from error
 
 
 def _set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
@@ -106,7 +120,16 @@ def _write_run_folder(run: PreparedRun) -> None:
 
 def _train(run: PreparedRun, build: Callable[..., Loop], write_report: ReportWriter) -> int:
     loop = build(run)
-    outputs, started, report = loop.outputs, time.monotonic(), list[str]()
+    with _failing_while_it_runs():
+        return _train_to_the_end(loop, build, write_report)
+
+
+def _train_to_the_end(loop: Loop, build: Callable[..., Loop], write_report: ReportWriter) -> int:
+    """Train, also the phases that follow with other parts or data, write the report, and return the exit code."""
+    run = loop.run
+    outputs = loop.outputs
+    started = time.monotonic()
+    report = list[str]()
     try:
         stop_signals.defer()
         end = _train_present_parts(loop)

@@ -38,6 +38,9 @@ _PARTS = {
 _TRAINED = ("training", "data", "evaluation")
 """The parts that a start from an earlier step repeats."""
 
+_MOST_SECONDS = 1e15
+_ADVICE = "move the file away"
+
 Event = Literal["start", "step", "save", "saved", "end"]
 
 
@@ -67,9 +70,9 @@ class TimesFile(Logger):
         self._epoch = time.time() - time.monotonic()
         open_to_write(path, "a").close()
         self._file = open_to_write(path, "r+", newline="")
-        text = self._file.read()
-        self._end = len(text[: text.rfind("\n") + 1].encode())  # a crash may have cut the last line off
-        self._size = len(text.encode())
+        content = path.read_bytes()
+        self._end = content.rfind(b"\n") + 1  # a crash may have cut the last line off
+        self._size = len(content)
         self._write(TimesLine("start", self._epoch + heartbeat.started, after_step, num_devices, {}))
         self._add("step")
 
@@ -166,7 +169,11 @@ class RunTimes:
     @property
     def goodput(self) -> float:
         """The share of the time in which steps were trained that count."""
-        return self.training / self.total if self.total else 0.0
+        return self.share(self.training)
+
+    def share(self, seconds: float) -> float:
+        """Return seconds as a share of all, 0 for a run without time: a start that was killed at once."""
+        return seconds / self.total if self.total > 0 else 0.0
 
     @property
     def stall(self) -> float | None:
@@ -187,7 +194,7 @@ class RunTimes:
         """Return the goodput, the time, and the shares of at least 0.1 %, the largest first."""
         least = self.total / 1000
         others = {name: spent for name, spent in self.parts.items() if name != "training" and spent >= least}
-        shares = (f"{name} {spent / self.total:.1%}" for name, spent in sorted(others.items(), key=lambda one: -one[1]))
+        shares = (f"{name} {self.share(spent):.1%}" for name, spent in sorted(others.items(), key=lambda one: -one[1]))
         starts = f", {len(self.starts)} starts" if len(self.starts) > 1 else ""
         return f"{self.goodput:.1%} of {describe_seconds(self.total)}{starts}; {', '.join(shares)}"
 
@@ -202,15 +209,28 @@ def describe_seconds(seconds: float) -> str:
 
 
 def read_times(run: Path) -> RunTimes | None:
-    """Return where the time of a run went; None if an earlier version trained it, or it has not started."""
+    """Return where the time of a run went; None if an earlier version trained it, or it has not started.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    file = run / TIMES
     attempts = list[list[TimesLine]]()
-    for line in read_json_lines(run / TIMES, TimesLine, "move the file away"):
+    for number, line in enumerate(read_json_lines(file, TimesLine, _ADVICE), 1):
+        if not _is_possible(line):
+            raise InputError(f"{file}, line {number}: damaged (a number that no run has); {_ADVICE}")
         if line.event == "start":
             attempts.append([])
         elif not attempts:
-            raise InputError(f"{run / TIMES}: damaged (its first line is no start); move the file away")
+            raise InputError(f"{file}: damaged (its first line is no start); {_ADVICE}")
         attempts[-1].append(line)
     return _sum_up(attempts) if attempts else None
+
+
+def _is_possible(line: TimesLine) -> bool:
+    """Return whether the numbers of a line can be added up: finite, and none below 0."""
+    numbers = (line.time, line.step, *line.seconds.values())
+    return line.num_devices > 0 and all(0 <= number < _MOST_SECONDS for number in numbers)
 
 
 def _sum_up(attempts: Sequence[Sequence[TimesLine]]) -> RunTimes:
@@ -236,7 +256,7 @@ def _sum_up(attempts: Sequence[Sequence[TimesLine]]) -> RunTimes:
     return RunTimes(
         **totals,
         starting=attempts[0][-1].seconds.get("starting", 0.0),
-        starts=tuple(line.seconds["starting"] for line in stepped),
+        starts=tuple(line.seconds.get("starting", 0.0) for line in stepped),
         stalls=tuple(stall for lines in attempts for stall in _stalls(lines)),
         saves=tuple(seconds for lines in attempts for seconds in _saves(lines)),
         step=in_steps / num_steps if num_steps else None,
@@ -246,7 +266,7 @@ def _sum_up(attempts: Sequence[Sequence[TimesLine]]) -> RunTimes:
 
 def _stalls(lines: Sequence[TimesLine]) -> list[float]:
     """Return the seconds for which each save of an attempt held up the steps."""
-    begun = [line.seconds["saving"] for line in lines if line.event == "save"]
+    begun = [line.seconds.get("saving", 0.0) for line in lines if line.event == "save"]
     return [after - before for before, after in itertools.pairwise([*begun, lines[-1].seconds.get("saving", 0.0)])]
 
 

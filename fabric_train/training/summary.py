@@ -137,7 +137,7 @@ def _times(run: PreparedRun) -> str | None:
     """Return where the time of a run went, over all of its starts, or why that is not known; None if not written."""
     try:
         times = read_times(run.folder)
-    except InputError as error:
+    except (InputError, OSError) as error:
         return f"not known: {error}"
     return times.describe() if times else None
 

@@ -179,6 +179,7 @@ def test_a_port_in_use_is_one_line_after_the_faults_of_arguments(
         wrong = run(tmp_path, *command, *ARGUMENTS)
         ended = run(tmp_path, *command, *right)
     assert (wrong.returncode, wrong.stderr) == (2, f"{FAULT}\n")
+    assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: ")
     assert line.endswith("give a free port with --main-port")

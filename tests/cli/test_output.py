@@ -5,10 +5,12 @@ import pty
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from fabric_train.cli.output import redact
 from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import ROOT
 from tests.support.short_runs import argv, checkpoints
@@ -144,6 +146,27 @@ def test_a_pipe_gets_the_text_as_it_is_and_a_log_does_not(tmp_path: Path, shows:
     lines = done.stderr.decode().split("\n")
     assert lines[0] == f"a\t{SAFE}"
     assert lines[-2] == f"error: a\t{SAFE}; fix it"
+
+
+def test_secrets_in_urls_are_left_out_and_the_rest_stays() -> None:
+    for text, without_secrets in {
+        "https://user:pass@host/a.jsonl": "https://host/a.jsonl",
+        "read s3://key:secret@bucket/x and http://t0ken@host.": "read s3://bucket/x and http://host.",
+        "(https://host/a?sig=abc&x=1), then": "(https://host/a?***), then",
+        "https://host/a?sig=a.b:c;": "https://host/a?***;",
+        "is it http://host/a? http://u:p@host/b": "is it http://host/a? http://host/b",
+        "http://host/a?http://u:p@host/b": "http://host/a?http://host/b",
+        "a:b@c, no URL": "a:b@c, no URL",
+    }.items():
+        assert redact(text) == without_secrets
+
+
+@pytest.mark.parametrize("text", ["a", "--a", "://", "http://@", "http://a?=", "http://a?a=.", "?="])
+def test_secrets_are_looked_for_in_a_word_of_any_length_at_once(text: str) -> None:
+    began = time.process_time()
+    redact(text[:-1] + text[-1] * 200_000)
+    redact(text * 100_000)
+    assert time.process_time() - began < 3  # a scheme looked for at each letter took minutes
 
 
 def test_no_program_has_a_console_of_rich_that_does_not_escape() -> None:

@@ -8,9 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fabric_train.arguments import TrainArguments, TrainingArguments, parse
 from fabric_train.cli.errors import InputError
+from fabric_train.model import patterns
+from fabric_train.model.adapter import Adapter, find_targets
 from fabric_train.model.hf_model import ModelShape, read_shape, with_parts
 from fabric_train.model.trained_parts import Parts, rates_by_name
 from fabric_train.optim.optimizer import build_optimizer, set_learning_rate
@@ -42,6 +45,7 @@ LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
         ("norm", lambda name: name == "model.norm.weight"),
         (".*norm", lambda name: "norm" in name),
         ("layers.1", lambda name: ".layers.1." in name),
+        ("layers.1|layers.3", lambda name: ".layers.1." in name or ".layers.3." in name),
         ("layers.(0|1|31)", lambda name: name.split(".")[2] in ("0", "1", "31")),
         ("layers.[0-9]", lambda name: ".layers." in name and len(name.split(".")[2]) == 1),
         ("layers.*", lambda name: ".layers." in name),
@@ -56,6 +60,32 @@ def test_pattern_matches_whole_parts_of_a_name(pattern: str, matches: Callable[[
     assert chosen == set(filter(matches, NAMES))
     if pattern != "all":
         assert Parts(freeze=(pattern,)).choose(NAMES, "the model") == NAMES.keys() - chosen
+
+
+SLOW = r"(?:.|..)*[A-Z]"
+"""An expression that takes years to find that it does not match a name."""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fault"),
+    [
+        (SLOW, "takes longer than 0.1 s"),
+        ("((a{99}){99}){99}", "too large"),
+        ("a" * 20_000, "too large"),
+        ("a)(b", "no regular expression"),
+    ],
+)
+def test_an_expression_that_would_take_years_is_refused(
+    monkeypatch: pytest.MonkeyPatch, pattern: str, fault: str
+) -> None:
+    monkeypatch.setattr(patterns, "_SECONDS", 0.1)
+    with pytest.raises(InputError, match=fault):
+        Parts((pattern,)).choose(NAMES, "the model")
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
+    with pytest.raises(InputError, match=fault):
+        find_targets(model, Adapter("lora", 2, 4.0, targets=(pattern,)), "the model")
 
 
 def test_freeze_is_taken_from_train_only() -> None:

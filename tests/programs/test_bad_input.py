@@ -936,7 +936,7 @@ def test_a_port_in_use_is_reported_in_one_line(there: Path, forked_runs: ForkedR
         run.kill()
     fault = f"error: port {port}, which the ranks use to connect, is in use on this machine; set MASTER_PORT to a …"
     assert matches(fault, run.stderr().strip())
-    assert run.codes()[0] == 2
+    assert run.codes()[0] == 1  # the same command may work a minute later
     assert run.stderr(1) == ""
     assert snapshot(there) == untouched
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.bad_input_folder import MODULES, edit_json
@@ -78,6 +79,44 @@ def warning(run: ForkedRun, logger: str = "--loggers ") -> str:
     assert run.codes() == [0], run.report()
     (line,) = (line for line in run.stdout().splitlines() if f" warning: {logger}" in line)
     return line.split(": ", 2)[2]
+
+
+# ------------------------------------------------------------------------------------ the exit code of damage
+
+
+def test_damage_is_code_2_before_the_first_file_and_code_1_after_it(place: Path, start: Start) -> None:
+    index = place / "tokens" / "train" / "index" / "documents.npy"
+    documents = np.load(index)
+    documents["file"][-len(documents) // 2 :] = 999  # the first row, which is looked at before the start, is sound
+    np.save(index, documents)
+    started = start("train", train("--max_step 40").replace("--output_dir run", "--output_dir new"))
+    assert started.codes() == [1], started.report()
+    (line,) = (line for line in started.stderr().splitlines() if line.startswith("error"))
+    assert line.endswith("the document index has a file that manifest.json does not list; tokenize again")
+    assert (place / "new" / "config.yaml").is_file()
+    index.write_bytes(index.read_bytes()[:-8])
+    assert "documents.npy" in fault(start("train", train("").replace("--output_dir run", "--output_dir newer")))
+    assert not (place / "newer").exists()
+
+
+def test_a_damaged_record_of_a_run_is_refused_before_it_goes_on(place: Path, start: Start) -> None:
+    config = (place / "run" / "config.yaml").read_bytes()
+    for name, damage in (("samples.jsonl", b"{\n{}\n"), ("metrics.csv", b"\xe9\n")):
+        kept = (place / "run" / name).read_bytes() if (place / "run" / name).exists() else b""
+        (place / "run" / name).write_bytes(damage)
+        assert fault(start("train", train("--max_step 6 --resume true --lr 5e-4"))).startswith(f"run/{name}")
+        assert (place / "run" / "config.yaml").read_bytes() == config
+        (place / "run" / name).write_bytes(kept)
+
+
+def test_damaged_times_of_a_run_end_no_training(place: Path, start: Start) -> None:
+    times = place / "run" / "times.jsonl"
+    lines = times.read_bytes().replace(b'"starting"', b'"other"').splitlines(keepends=True)
+    for damaged in (b"".join(lines), lines[0] + b"\xe9\xff\n", b"[" * 9 + b"\n", b'{"event": "start"}\n'):
+        times.write_bytes(damaged)
+        resumed = start("train", train("--max_step 6 --resume true"))
+        assert resumed.codes() == [0], resumed.report()
+        shutil.rmtree(place / "run" / "checkpoints" / "step-00000006")
 
 
 # ------------------------------------------------------------------------------------ no write follows a link

@@ -4,9 +4,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,6 +97,45 @@ def test_no_text_of_the_run_is_markup(reported: ReportedRuns) -> None:
     assert not re.search(r"^<img|[^\\`]<img(?! src=x onerror=alert\(1\)>$)", markdown, re.M)
 
 
+DIRECTING = "\x1b[31m\u202egnp.exe\u2066\u200f"
+"""A name with the code of a colour and marks that turn the direction of text."""
+
+
+def test_a_source_that_is_named_with_control_characters_shows_them(copy: Path) -> None:
+    (copy / "metrics.csv").write_text((copy / "metrics.csv").read_text().replace("other_texts", DIRECTING))
+    for file in copy.glob("checkpoints/*/*.json"):
+        file.write_text(file.read_text().replace("other_texts", json.dumps(DIRECTING)[1:-1]))
+    with (copy / "run.log").open("a") as log:
+        log.write(f"2026-01-01 00:00:00+0000 {DIRECTING} rank 0: warning: lost {DIRECTING} in step 3\n")
+    drawn, run = list[str](), charts._run
+
+    def keep_and_draw(what: str, text: str, output: Path) -> None:
+        drawn.append(text)
+        run(what, text, output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(charts, "_run", keep_and_draw)
+        main([str(copy)])
+    page = (copy / "report.html").read_text()
+    of_charts = page.partition('id="chart-data">')[2].partition("</script>")[0]
+    before_scripts = page.partition("<script")[0]
+    in_charts = ["".join(texts_in(json.loads(content))) for content in (of_charts, *drawn)]
+    for shown in (before_scripts, (copy / "report.md").read_text(), *in_charts):
+        assert not set(shown) & {"\x1b", "\u202e", "\u2066", "\u200f"}
+        assert "\\x1b[31m\\u202egnp.exe\\u2066\\u200f" in shown.replace("\\[", "[").replace("\\\\", "\\")
+
+
+def texts_in(content: Any) -> Iterator[str]:
+    """Yield all texts in what JSON holds, the names of objects included."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for item in content:
+            yield from texts_in(item)
+        for value in content.values() if isinstance(content, dict) else ():
+            yield from texts_in(value)
+
+
 @pytest.mark.parametrize(
     "damage, lost",
     [
@@ -108,6 +148,7 @@ def test_no_text_of_the_run_is_markup(reported: ReportedRuns) -> None:
         (lambda run: damage_changes(run), {"changes"}),
         (lambda run: (run / "exports.jsonl").write_text("{}\n"), {"exports"}),
         (lambda run: (run / "times.jsonl").write_text("{}\n"), {"time"}),
+        (lambda run: replace_bytes(run / "metrics.csv", b"val_loss/es", b"val_loss/\xe9"), {"curves", "health"}),
     ],
 )
 def test_a_damaged_file_leaves_its_sections_out_with_a_reason(
@@ -119,6 +160,35 @@ def test_a_damaged_file_leaves_its_sections_out_with_a_reason(
     assert all("\n" not in fault for fault in faults.values())
     main([str(copy)])
     assert "Left out: " in (copy / "report.html").read_text()
+
+
+def replace_bytes(file: Path, old: bytes, new: bytes) -> None:
+    content = file.read_bytes()
+    assert old in content
+    file.write_bytes(content.replace(old, new, 1))
+
+
+def test_a_number_of_5000_digits_in_the_log_ends_no_report(copy: Path) -> None:
+    before = sections_of(copy)["events"].body
+    with (copy / "run.log").open("a") as log:
+        log.write(f"2026-01-01 00:00:00+0000 host rank {'9' * 5000}: warning: stopped by a signal\n")
+        log.write(f"2026-01-01 00:00:00+0000 host rank 0: warning: stopped by a signal in step {'9' * 5000}\n")
+    events = sections_of(copy)["events"]
+    assert not events.fault
+    assert events.body.count("stopped by") == before.count("stopped by") + 2  # a mark and a line of the log
+
+
+def test_a_line_of_times_without_a_part_counts_as_0_seconds(copy: Path) -> None:
+    file = copy / "times.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        line["seconds"].pop("starting", None)
+        line["seconds"].pop("saving", None)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "| starting | 0 s | 0.0% |" in sections_of(copy)["time"].body
+    lines[-1]["seconds"]["training"] = 1e300
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert f"times.jsonl, line {len(lines)}: damaged" in sections_of(copy)["time"].fault
 
 
 def test_the_time_of_all_starts_is_divided_and_an_old_run_says_why_not(copy: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.packing import parts as parts_module
 from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
 from fabric_train.tokenization.packing.parts import open_parts
+from fabric_train.tokenization.packing.token_folder import open_splits
 from tests.support.token_datasets import alter_token, manifest_of, tokenize, write_jsonl
 
 PACKINGS = ("concat", "best_fit", "concat")
@@ -166,6 +168,7 @@ def test_a_damaged_list_of_parts_is_one_line(made: Path, tmp_path: Path) -> None
     folder = copied(made, tmp_path / "damaged")
     listed, batches = folder / "parts.json", folder / "train" / "batches.npy"
     written, right = listed.read_text(), np.load(batches)
+    last = len(open_dataset(str(folder)).train) - 1
     for text in (written[:-9], written.replace("../part-1", "../part\\u0000"), written.replace(".arrow", "/../x")):
         listed.write_text(text)
         with pytest.raises(InputError, match=r"parts\.json|part 2 of 3"):
@@ -175,9 +178,55 @@ def test_a_damaged_list_of_parts_is_one_line(made: Path, tmp_path: Path) -> None
         wrong = right.copy()
         wrong[field][0 if field == "row" else -1] = number
         np.save(batches, wrong)
-        train = open_dataset(str(folder)).train
-        with pytest.raises(InputError, match=r"damaged|ends before byte"):
-            train.read([len(train) - 1])
+        with pytest.raises(InputError, match=r"damaged"):
+            open_dataset(str(folder)).train.read([last])
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def lengthen(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + bytes(8))
+
+
+def unorder(file: Path) -> None:
+    np.save(file, np.load(file)[::-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("part-1/train/data-00000-of-00001.arrow", cut),
+        ("part-2/validation/data-00000-of-00001.arrow", Path.unlink),
+        ("part-1/train/index/documents.npy", cut),
+        ("part-1/train/index/checksums.npy", lengthen),
+        ("part-2/validation/index/rows.npy", Path.unlink),
+        ("parts/train/batches.npy", cut),
+        ("parts/train/batches.npy", unorder),
+        ("parts/validation/sources.npy", cut),
+        ("parts/validation/batches.npy", Path.unlink),
+    ],
+)
+def test_a_damaged_file_of_a_part_is_named_when_the_rows_are_opened(
+    made: Path, tmp_path: Path, name: str, damage: Callable[[Path], object]
+) -> None:
+    folder = copied(made, tmp_path / "damaged")
+    damage(tmp_path / "damaged" / name)
+    for read in (lambda: open_dataset(str(folder)), lambda: open_splits(folder)):
+        with pytest.raises(InputError) as caught:
+            read()
+        (fault,) = caught.value.faults
+        assert os.path.normpath(fault.split()[0].rstrip(":")) == str(tmp_path / "damaged" / name)
+
+
+def test_an_index_of_another_part_is_named(made: Path, tmp_path: Path) -> None:
+    folder = copied(made, tmp_path / "mixed")
+    shutil.rmtree(tmp_path / "mixed" / "part-0" / "train")
+    shutil.copytree(tmp_path / "mixed" / "part-1" / "train", tmp_path / "mixed" / "part-0" / "train")
+    for read in (lambda: open_dataset(str(folder)), lambda: open_splits(folder)):
+        with pytest.raises(InputError, match=r"part-0/train/.* instead of .*tokenize this part again"):
+            read()
 
 
 def maps_in(folder: Path) -> set[Path]:

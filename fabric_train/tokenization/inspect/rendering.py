@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fabric_train.cli.output import visible
+from fabric_train.cli.output import escape_controls, visible
 from fabric_train.pages.markdown import page_templates
 from fabric_train.tokenization.cleaning.language import DEFAULT_THRESHOLD
 from fabric_train.tokenization.inspect import report as reports
@@ -246,7 +246,7 @@ _TEMPLATES.filters["title"] = _title
 
 
 def _render(template: str, **values: Any) -> str:
-    return _TEMPLATES.get_template(template).render(values).lstrip()
+    return escape_controls(_TEMPLATES.get_template(template).render(values).lstrip())
 
 
 @dataclass(frozen=True)

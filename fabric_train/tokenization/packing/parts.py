@@ -103,13 +103,8 @@ class Parts:
         parts = (replace(part, path=f"{folder}/{number:05d}") for number, part in enumerate(self.record.parts, 1))
         return replace(self.record, parts=tuple(parts))
 
-    def check_all(self) -> None:
-        """Raise an InputError if a part is missing or has another manifest; this reads all manifests."""
-        for part in range(len(self.record.parts)):
-            self.check(part)
-
     def check(self, part: int) -> None:
-        """Raise the InputError of :meth:`check_all` for one part."""
+        """Raise an InputError if a part is missing or has another manifest. ``check_parts.py`` checks all of them."""
         folder, wanted = self.folder_of(part), self.record.parts[part].manifest_sha256
         try:
             found = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
@@ -208,7 +203,10 @@ def _map_records(file: Path, dtype: np.dtype, fix: str) -> tuple[np.ndarray, mma
             begin, mapped = opened.tell(), mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
         if found != dtype or len(shape) != 1:
             raise ValueError("it holds no records of the index")
-        return np.frombuffer(mapped, dtype, shape[0], begin), mapped
+        records = np.frombuffer(mapped, dtype, shape[0], begin)
+        if begin + records.nbytes != len(mapped):
+            raise ValueError("it goes on after its last record")
+        return records, mapped
     except FileNotFoundError:
         raise InputError(f"{file}: the file is missing; {fix}") from None
     except (OSError, ValueError, EOFError) as error:

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from fabric_train.cli.errors import InputError, first_line, missing_folder, raise_reached_limit
 from fabric_train.files.regular_file import check_file_name, read_json
+from fabric_train.tokenization.packing.check_parts import check_parts
 from fabric_train.tokenization.packing.parts import (
     BATCH,
     BATCHES,
@@ -132,7 +133,7 @@ def open_splits(folder: Path) -> dict[str, Split]:
     listing = folder / "dataset_dict.json"
     if is_of_parts(folder):
         parts = open_parts(folder)
-        joined = {name: JoinedSplit(parts, name) for name in parts.split_names()}
+        joined = check_joined_splits(parts)
         return {name: Split(name, split.files, split.schema(), len(split)) for name, split in joined.items()}
     if not folder.is_dir():
         raise InputError(f"{folder}: {missing_folder(folder)}; give the --output_dir of tokenize_dataset.py")
@@ -264,6 +265,15 @@ def _read_json(file: Path, key: str, fix: str = "tokenize again") -> Any:
     return content[key]
 
 
+def check_joined_splits(parts: Parts) -> "dict[str, JoinedSplit]":
+    """Return the splits of a token dataset of parts; InputError if a file is missing, damaged or of another length."""
+    check_parts(parts)
+    joined = {name: JoinedSplit(parts, name) for name in parts.split_names()}
+    for split in joined.values():
+        split.check()
+    return joined
+
+
 class JoinedSplit:
     """The rows of a split of all parts, one part after the other."""
 
@@ -285,6 +295,22 @@ class JoinedSplit:
     def files(self) -> tuple[Path, ...]:
         """The files of the rows, in the order of the rows."""
         return tuple(self.path(number) for number in range(len(self._files)))
+
+    def check(self) -> None:
+        """Raise an InputError if the list of record batches, or of main sources, is not that of the parts' files."""
+        batches = self._batches
+        files = batches["file"].astype(np.int64)
+        if (np.diff(files) < 0).any():  # the last one is the last of the files, see ``_batches``
+            raise self._damaged()
+        sizes = np.array([listed.bytes for _, listed in self._files], np.uint64)
+        rows = batches["row"]
+        rows_are_right = (rows[1:] >= rows[:-1]).all() and rows[-1] <= len(self)
+        if not rows_are_right or (batches["offset"] >= sizes[files]).any():
+            raise self._damaged()
+        sources = self.main_sources()
+        if sources is not None and len(sources) != len(self):
+            file = self.parts.folder / self.name / MAIN_SOURCES
+            raise InputError(f"{file}: {len(sources):,} records instead of {len(self):,}; {MERGE_AGAIN}")
 
     def path(self, file: int) -> Path:
         part, listed = self._files[file]
