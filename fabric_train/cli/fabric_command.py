@@ -8,6 +8,7 @@ have ended, and takes ``--help`` after the script for itself.
 
 import importlib
 import io
+import json
 import logging
 import os
 import re
@@ -125,6 +126,18 @@ def checked_out_commit(project: Path = _PROJECT) -> str | None:
     commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), "")
     is_dirty = any(not line.startswith("#") for line in lines)
     return commit[:12] + "-dirty" * is_dirty if re.fullmatch("[0-9a-f]{40,64}", commit) else None
+
+
+def installed_commit(name: str = "fabric-train") -> str | None:
+    """Return the commit that pip installed from a repository's address; None if it took a folder or a wheel."""
+    from importlib.metadata import PackageNotFoundError, distribution  # slow
+
+    try:
+        origin = json.loads(distribution(name).read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        return None
+    commit = origin.get("vcs_info", {}).get("commit_id", "")
+    return commit[:12] if re.fullmatch("[0-9a-f]{40,64}", commit) else None
 
 
 def project_first() -> dict[str, str]:

@@ -118,7 +118,9 @@ def specification(chart: Chart) -> dict[str, Any]:
         "scale": {"domain": names, "range": [COLOURS[number % len(COLOURS)] for number in range(len(names))]},
         "legend": {"title": None} if len(names) > 1 else None,
     }
-    x = {"field": "x", "type": "quantitative", "title": chart.x_title, "scale": {"nice": False}}
+    x: dict[str, Any] = {"field": "x", "type": "quantitative", "title": chart.x_title, "scale": {"nice": False}}
+    if chart.x_title == Chart.x_title:  # there is no step 2.5
+        x["axis"] = {"tickMinStep": 1, "format": ",d"}
     y = {"field": "drawn", "type": "quantitative", "title": chart.y_title, "scale": {"zero": chart.from_zero}}
     shown = {"condition": {"param": f"{chart.key}_shown", "value": 1}, "value": 0.08}
     tooltip = [

@@ -17,7 +17,7 @@ from fabric_train.checkpoint.adapter_folder import choose_adapter, find_base, is
 from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.fabric_command import checked_out_commit
+from fabric_train.cli.fabric_command import checked_out_commit, installed_commit
 from fabric_train.cli.launcher import find_other_world, global_rank
 from fabric_train.data import SHUFFLED, DataOrder, PhaseRows, StreamOrder
 from fabric_train.data.mixture import Mixture
@@ -75,11 +75,13 @@ _PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
 @cache
 def package_versions() -> dict[str, str]:
     """Return the installed versions of ``_PACKAGES``, and this program's with its commit; to read them takes 30 ms."""
-    commit = checked_out_commit() if global_rank() == 0 else None  # rank 0 saves it
+    commit = "unknown"
+    if global_rank() == 0:  # which saves it
+        commit = checked_out_commit() or installed_commit() or commit
     own = "not installed"
     with suppress(PackageNotFoundError):
         own = version(PROGRAM)
-    return {PROGRAM: f"{own}, commit {commit}" if commit else own, **{name: version(name) for name in _PACKAGES}}
+    return {PROGRAM: f"{own}, commit {commit}", **{name: version(name) for name in _PACKAGES}}
 
 
 def prepare(

@@ -39,7 +39,7 @@ from benchmarks.peers import export_step, train_without_saving
 from benchmarks.token_rows import read_datatrove, read_litdata
 from benchmarks.tokenization_systems import PEERS, our_command, peer_command
 from fabric_train.arguments import TrainArguments, parse
-from fabric_train.cli.fabric_command import checked_out_commit
+from fabric_train.cli.fabric_command import checked_out_commit, installed_commit
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.export.model_comparison import compare
 from fabric_train.export.source import ExportSource
@@ -109,6 +109,28 @@ def test_commit_is_dirty_only_if_code_differs_from_it(tmp_path: Path) -> None:
     assert not commit.endswith("-dirty")
     files[2].write_text("2")
     assert checked_out_commit(tmp_path) == f"{commit}-dirty"
+
+
+@pytest.mark.parametrize(
+    ("origin", "commit"),
+    [
+        (
+            {"url": "https://host/it.git", "vcs_info": {"vcs": "git", "commit_id": "0123456789ab" + "c" * 28}},
+            "0123456789ab",
+        ),
+        ({"url": "file:///home/me/it", "dir_info": {}}, None),
+    ],
+)
+def test_an_installation_knows_the_commit_that_pip_took(
+    origin: dict[str, object], commit: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "fabric_train_there-1.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: fabric-train-there\nVersion: 1\n")
+    (record / "direct_url.json").write_text(json.dumps(origin))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed_commit("fabric-train-there") == commit
+    assert installed_commit("nobody-installed-this") is None
 
 
 @given(st.integers(DOCUMENT_CHARACTERS, 4 * DOCUMENT_CHARACTERS), st.integers(1, 12))

@@ -2,10 +2,12 @@
 
 import shutil
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.report.conftest import ReportedRuns
@@ -106,4 +108,54 @@ def test_it_is_printed_with_all_that_is_folded(browser: Browser, reported: Repor
     page.pdf(path=tmp_path / "report.pdf")
     assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
     assert page.locator("details:not([open])").count() == 0
+    page.close()
+
+
+@pytest.mark.parametrize(("width", "abreast"), [(1600, 2), (1000, 1)])
+def test_charts_stand_two_abreast_on_a_wide_screen(
+    browser: Browser, reported: ReportedRuns, width: int, abreast: int
+) -> None:
+    page, faults = open_page(browser, reported.trunk / "report.html", width)
+    figures = page.locator("section#curves figure")
+    tops = figures.evaluate_all("all => all.map(one => one.getBoundingClientRect().top)")
+    assert tops.count(tops[0]) == abreast
+    widths = page.locator(".chart canvas").evaluate_all("all => all.map(one => one.getBoundingClientRect().right)")
+    assert max(widths) <= width
+    assert faults == []
+    page.close()
+
+
+def test_the_axis_of_a_short_run_has_whole_steps(browser: Browser, reported: ReportedRuns) -> None:
+    page, _ = open_page(browser, reported.trunk / "report.html", 1600)
+    labels = page.evaluate(
+        """() => { const texts = [];
+        const visit = item => { if (item.role === "axis-label") item.items.forEach(one => texts.push(one.text));
+          (item.items || []).forEach(visit); };
+        visit(views.get("loss").view.scenegraph().root); return texts; }"""
+    )
+    assert {"1", "2", "3"} <= set(labels)
+    assert not {"0.5", "1.5", "2.5", "3.5"} & set(labels)
+    page.close()
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_a_table_that_goes_on_has_a_shadow_at_that_edge(browser: Browser, reported: ReportedRuns, colours: str) -> None:
+    page, _ = open_page(browser, reported.trunk / "report.html", 390, colours)
+    wide = page.locator(".wide").evaluate_all("all => all.findIndex(one => one.scrollWidth > one.clientWidth + 40)")
+    assert wide >= 0
+    table = page.locator(".wide").nth(wide)
+    table.scroll_into_view_if_needed()
+
+    def edge() -> tuple[int, ...]:
+        """Return the colour of a pixel at the right edge, below the last line of the table's text."""
+        box = table.bounding_box()
+        assert box is not None
+        clip = {"x": box["x"] + box["width"] - 2, "y": box["y"] + 1, "width": 1, "height": 1}
+        picture = Image.open(BytesIO(page.screenshot(clip=clip)))  # type: ignore[arg-type]
+        return tuple(picture.convert("RGB").getpixel((0, 0)))  # type: ignore[arg-type]
+
+    begun = edge()
+    table.evaluate("one => { one.scrollLeft = one.scrollWidth; }")
+    page.wait_for_timeout(100)
+    assert sum(abs(one - other) for one, other in zip(begun, edge(), strict=True)) > 60
     page.close()

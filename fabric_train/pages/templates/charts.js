@@ -57,6 +57,7 @@ function specification(chart) {
     const { x, y } = layer.encoding;
     if (x) {
       x.title = titles[state.axis];
+      if (state.axis === "hours") delete x.axis;  /* which need not be whole numbers */
       if (state.domain) x.scale = { domain: state.domain, nice: false };
     }
     if (y && y.scale && state.log) y.scale = { type: "log" };
