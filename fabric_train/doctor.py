@@ -178,7 +178,9 @@ def _check_driver(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
     if cuda is None:
         return "fault", f"driver {loaded} is loaded, but its libcuda.so.1 is not found here", _IN_A_CONTAINER
     version = ctypes.c_int()
-    cuda.cuDriverGetVersion(ctypes.byref(version))
+    error = cuda.cuDriverGetVersion(ctypes.byref(version))
+    if error:
+        return "fault", f"driver {loaded} is loaded and does not answer (CUDA error {error})", f"install {newer}"
     driver_major, rest = divmod(version.value, 1000)
     found = f"driver {loaded} is for CUDA {driver_major}.{rest // 10}, {built}{wanted}"
     if driver_major < major:

@@ -65,12 +65,22 @@ def run_program(main: Callable[[], None]) -> NoReturn:
         is_name = error.errno in (errno.ENAMETOOLONG, errno.ELOOP)  # a name that the user gave
         _fail(INPUT_ERROR if is_name else FAILURE, describe_os_error(error))
     except SystemExit as end:  # the program has printed its reason already
-        code = end.code if isinstance(end.code, int) else 0
+        code = _exit_code_of(end)
     except KeyboardInterrupt:
         _fail(INTERRUPTED, "interrupted")
     except Exception as error:  # noqa: BLE001 - every failure is reported in one line and ends the program
         _fail(FAILURE, describe_failure(error), may_follow_another=True)
     exit_process(code)
+
+
+def _exit_code_of(end: SystemExit) -> int:
+    """Return the exit code that Python gives a SystemExit: a text is printed, and means a failure."""
+    if end.code is None:
+        return DONE
+    if isinstance(end.code, int):
+        return end.code
+    print(end.code, file=sys.stderr)
+    return FAILURE
 
 
 @contextmanager

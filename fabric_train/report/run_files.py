@@ -138,10 +138,15 @@ class RunFiles:
         if best := best_step(self):
             yield Mark(best, "best", f"best validation loss after step {best:,}")
         table = self.metrics
-        if len(known := table.known("skipped_steps")):
-            skipped = table.columns["skipped_steps"][known]
-            for row in known[1:][skipped[1:] > skipped[:-1]]:
-                yield Mark(int(table.steps[row]), "skipped", f"step {table.steps[row]:,} was left out, not finite")
+        rows = table.known("skipped_steps")
+        if len(rows):
+            # the column counts from the first step; a branch begins with the count of the run that it continues
+            num_skipped = table.columns["skipped_steps"][rows[0]] if saved.lineage else 0
+            for row in rows:
+                if table.columns["skipped_steps"][row] > num_skipped:
+                    step = int(table.steps[row])
+                    yield Mark(step, "skipped", f"step {step:,} was left out, not finite")
+                num_skipped = table.columns["skipped_steps"][row]
         try:
             told = self.told
         except OSError:

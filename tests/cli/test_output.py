@@ -31,6 +31,22 @@ run_program(main)
 """
 
 
+ENDS = """
+import sys
+from fabric_train.cli.errors import run_program
+def main():
+    sys.exit({reason!r})
+run_program(main)
+"""
+
+
+@pytest.mark.parametrize(("reason", "code", "printed"), [("no space", 1, "no space\n"), (None, 0, ""), (75, 75, "")])
+def test_a_program_that_exits_with_a_text_has_failed(reason: object, code: int, printed: str) -> None:
+    command = [sys.executable, "-c", ENDS.format(reason=reason)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (code, printed)
+
+
 def run_in_shell(folder: Path, redirection: str, **environment: str) -> int:
     """Run a program that prints much, with a shell's redirection; return its own exit code."""
     (folder / "program.py").write_text(PRINTS)

@@ -24,7 +24,7 @@ NAMES = ["driver", "GPUs", "/dev/shm", "locked memory", "open files", "processes
 NAMES += ["working folder", "HF_HOME", "TRITON_CACHE_DIR", "TMPDIR"]
 LIBCUDA = """
 #include <stdlib.h>
-int cuDriverGetVersion(int *version) { *version = atoi(getenv("DRIVER_CUDA")); return 0; }
+int cuDriverGetVersion(int *version) { *version = atoi(getenv("DRIVER_CUDA")); return atoi(getenv("DRIVER_ERROR")); }
 int cuInit(unsigned flags) { return atoi(getenv("CUINIT")); }
 int cuDeviceGetCount(int *count) { *count = 2; return 0; }
 int cuGetErrorString(int error, const char **text) { *text = "system not yet initialized"; return 0; }
@@ -176,6 +176,7 @@ class GpuNode:
 GPU_NODES = {
     "driver": GpuNode("driver", "2 GPUs, and no driver is loaded; install driver 580 or newer", "driver"),
     "old": GpuNode("driver", "for CUDA 12.4, torch 2.13.0 is built for CUDA 13.0; install", "", {"DRIVER_CUDA": 12040}),
+    "silent": GpuNode("driver", "is loaded and does not answer (CUDA error 3); install", "", {"DRIVER_ERROR": 3}),
     "libcuda": GpuNode("driver", "driver 550.54.15 is loaded, but its libcuda.so.1 is not found here; in a", "libcuda"),
     "wheel": GpuNode("driver", "built without CUDA, and 2 GPUs would not be used; pip install torch==2.13.0", "cuda"),
     "fabric": GpuNode(
@@ -217,7 +218,13 @@ def on_gpu_node(folder: Path, libcuda: Path, lacks: str, variables: dict[str, ob
         version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build  (x@)"
         script += f"mkdir /proc/driver/nvidia; echo '{version}' > /proc/driver/nvidia/version\n"
     library = folder if lacks == "libcuda" else libcuda
-    given = {"DRIVER_CUDA": 13000, "CUINIT": 0, "LD_LIBRARY_PATH": library, "PYTHONPATH": f"{folder}:{ROOT}"}
+    given = {
+        "DRIVER_CUDA": 13000,
+        "DRIVER_ERROR": 0,
+        "CUINIT": 0,
+        "LD_LIBRARY_PATH": library,
+        "PYTHONPATH": f"{folder}:{ROOT}",
+    }
     return in_namespace(script + JSON, "--mount", **{**given, **variables})
 
 

@@ -343,6 +343,11 @@ def test_what_is_unusual_is_said_and_a_usual_run_gets_no_sentence(tmp_path: Path
         assert len(texts) <= 2  # a source that rises may be above its first loss, too
 
 
+def test_a_step_skipped_before_the_first_logged_row_has_a_mark(copy: Path) -> None:
+    run = write_metrics(copy, skipped_steps=np.array([1, 1, 2]))
+    assert [mark.x for mark in run.marks if mark.kind == "skipped"] == [0, 2]
+
+
 def test_forgetting_no_evaluation_guessing_and_lost_ranks_are_said(copy: Path) -> None:
     steps = np.arange(400)
     learned = {"train_loss": 2 + np.exp(-steps / 100)}
