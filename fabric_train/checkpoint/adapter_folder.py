@@ -1,7 +1,7 @@
 """The files of an adapter: adapter_model.safetensors and adapter_config.json, which peft reads, and its base model.
 
 The adapter is the same on all ranks, and is written once, in one file. Its base is not copied: the checkpoint names it,
-and has a fingerprint of its weights, by which one that has moved or changed is found.
+and has a hash of its weights (``base_weights``), by which one that has moved or changed is found.
 """
 
 import copy
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-import xxhash
 from pydantic import BaseModel, Field
 from torch import nn
 
+from fabric_train.checkpoint.base_weights import open_base_weights, same_weights
 from fabric_train.checkpoint.peft_settings import depends_on_documents, uncomputed_settings
 from fabric_train.checkpoint.trainer_json import read_trainer_json
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, note
+from fabric_train.cli.launcher import is_first_on_machine
 from fabric_train.distributed.ranks import original_name
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.adapter import (
@@ -37,12 +38,11 @@ from fabric_train.model.init_weights import AdaptedWeights
 from fabric_train.model.load_weights import (
     MetaModel,
     build_on_meta,
-    find_safetensors,
     open_checkpoint,
     open_pretrained,
 )
-from fabric_train.model.origin import AdapterBase
-from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights, open_weights
+from fabric_train.model.origin import AdapterBase, find_origin
+from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights
 
 if TYPE_CHECKING:
     from fabric_train.arguments import AdapterArguments
@@ -240,33 +240,62 @@ def choose_adapter(given: "AdapterArguments") -> Adapter | None:
     return replace(there, dropout=given.lora_dropout, base_weights=given.base_weights)
 
 
-def find_base(name: str, checkpoint: Path | None) -> AdapterBase:
+def find_base(name: str | None, checkpoint: Path | None, option: str | None = None) -> AdapterBase:
     """Return the base of an adapter: the ``checkpoint``'s, or ``name`` if it is new or that base is gone.
+
+    The first rank of each machine compares the weights. ``option`` is the one by which the user may give ``name``.
 
     Raises:
         InputError: the base of the checkpoint is not there any more, or has other weights.
     """
     if checkpoint is None or not is_adapter(checkpoint):
         return _base_at(str(checkpoint or name))
-    saved = read_trainer_json(checkpoint).adapter_base
+    trainer = read_trainer_json(checkpoint)
+    saved = trainer.adapter_base
     if saved is None:
         raise InputError(f"{checkpoint}: trainer.json names no base of its adapter; use another checkpoint")
     is_gone = os.path.isabs(saved.place) and not Path(saved.place).is_dir()
-    found = _base_at(name if is_gone else saved.place)
-    if found.fingerprint != saved.fingerprint:
-        advice = "give the model that it was trained on by --model_name" if is_gone else "put back the weights"
+    is_named_again = name == trainer.arguments["model_name"] and not Path(str(name)).is_dir()
+    if is_gone and (name is None or is_named_again):
+        elsewhere = f", or give the folder where it is now by {option}" if option else ""
+        raise InputError(f"{checkpoint}: its base {saved.place} is gone; put it or a link to it back there{elsewhere}")
+    base = _base_at(str(name) if is_gone else saved.place)
+    if saved.fingerprint is None:
+        note(f"{checkpoint}: an earlier version saved it without a hash of its base, so {base.place} is not compared")
+        return base
+    if not is_first_on_machine():
+        return base
+    found = same_weights(base, saved)
+    if found is None:
+        advice = f"give the model that it was trained on by {option}" if is_gone else "put back the weights"
         moved = f"its base {saved.place} is gone, and " if is_gone else "its base "
-        raise InputError(f"{checkpoint}: {moved}{found.place} has other weights; {advice}")
+        raise InputError(f"{checkpoint}: {moved}{base.place} has other weights; {advice}")
     return found
 
 
 def _base_at(name: str) -> AdapterBase:
-    folder = Path(name)
-    if (folder / "trainer.json").is_file():
-        return AdapterBase(os.path.realpath(folder), fingerprint(open_weights(folder)))
-    files = find_safetensors(name)
-    place = os.path.realpath(folder) if folder.is_dir() else name
-    return AdapterBase(place, fingerprint(CheckpointTensors(files, "fetch the model again")) if files else None)
+    open_base_weights(name)  # reports missing and damaged files
+    return AdapterBase(os.path.realpath(name) if Path(name).is_dir() else name)
+
+
+def note_on_other_base(begins_with: Path, base: AdapterBase) -> str | None:
+    """Return a note if the adapter in a folder was trained on another base than ``base``, as far as that is known."""
+    saved = read_trainer_json(begins_with).adapter_base if (begins_with / "trainer.json").is_file() else None
+    if saved is not None and saved.fingerprint is not None:
+        if same_weights(base, saved) is not None:
+            return None
+        return f"--init_adapter {begins_with}: it was trained on the weights of {saved.place}, not of {base.place}"
+    named = read_json(begins_with / CONFIG, dict, _ADVICE).get("base_model_name_or_path")
+    if not isinstance(named, str) or _names_same_model(named, base.place):
+        return None
+    return f"--init_adapter {begins_with}: it names {named} as its base, and this run puts it on {base.place}"
+
+
+def _names_same_model(named: str, place: str) -> bool:
+    if named == place or os.path.realpath(named) == os.path.realpath(place):
+        return True
+    origin, _ = find_origin(place)
+    return origin.repository == named
 
 
 def open_base(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaModel:
@@ -367,18 +396,3 @@ def check_fits(tensors: StoredTensors, trained: dict[str, torch.Size], folder: P
 
 def _shown(shape: torch.Size | None) -> str:
     return "nothing" if shape is None else str(tuple(shape))
-
-
-def fingerprint(tensors: StoredTensors) -> str:
-    """Return a hash of the names, dtypes and shapes of a model's tensors, and of the first and last row of each.
-
-    It reads a few megabytes of a model. It does not depend on the number of files.
-    """
-    digest = xxhash.xxh3_128()
-    for name in sorted(tensors):
-        shape = tensors.shape(name)
-        digest.update(f"{name} {tensors.dtype(name)} {tuple(shape)}".encode())
-        for row in {0, shape[0] - 1} if shape and shape.numel() else ():
-            block = tensors.read_block(name, (row, *(0 for _ in shape[1:])), (1, *shape[1:]))
-            digest.update(block.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

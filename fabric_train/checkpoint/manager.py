@@ -22,6 +22,7 @@ from pydantic import Field
 
 from fabric_train.checkpoint.adapter_folder import CONFIG as ADAPTER_CONFIG
 from fabric_train.checkpoint.adapter_folder import peft_config
+from fabric_train.checkpoint.base_weights import hashed_or_noted
 from fabric_train.checkpoint.discovery import lowest_loss, prune, remove_leftovers, replace_checkpoint
 from fabric_train.checkpoint.rank_writer import BackgroundTask, RankWriter, Staging, Write, join_parts
 from fabric_train.checkpoint.tensors import local_optimizer_state, local_weights, rank_writes
@@ -38,6 +39,7 @@ from fabric_train.data.stream_batches import LaneCursor
 from fabric_train.distributed.ranks import first_text, gather_over_data_ranks
 from fabric_train.files.atomic_folder import remove, temporary_for, this_process
 from fabric_train.files.regular_file import read_json
+from fabric_train.files.requirements import free_bytes
 from fabric_train.model.hf_model import write_generation_config
 from fabric_train.model.weight_files import Entry
 
@@ -256,7 +258,10 @@ class CheckpointManager:
         prune(pending.target, self._keep, self._whole)
 
     def _texts(self, state: TrainerState, cursors: np.ndarray | Path | None, kind: dict[str, bool]) -> dict[str, str]:
-        description = asdict(self._description.after(time.monotonic() - self._started))
+        described = self._description.after(time.monotonic() - self._started)
+        if described.adapter_base and self._fabric.is_global_zero:  # which writes it
+            described = replace(described, adapter_base=hashed_or_noted(described.adapter_base))
+        description = asdict(described)
         del description["attachments"]
         scaler = self._fabric.strategy.precision.state_dict()
         content = {"format": FORMAT, **to_content(state), **description, **kind, "grad_scaler": scaler}
@@ -297,9 +302,3 @@ def read_cursors(checkpoint: Path) -> list[LaneCursor]:
     if any(number < 0 for cursor in cursors for number in (*cursor[:6], *cursor[8:])):
         raise InputError(f"{file}: damaged (a number below 0); {ADVICE}")
     return [LaneCursor.from_numbers(numbers) for numbers in cursors]
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the number of bytes that this user can still write to the disk of a folder."""
-    disk = os.statvfs(folder)
-    return disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)

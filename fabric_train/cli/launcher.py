@@ -124,6 +124,13 @@ def global_rank(environment: Mapping[str, str] = os.environ) -> int:
     return int(rank) if re.fullmatch("[0-9]{1,6}", rank) else 0
 
 
+def is_first_on_machine(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this is the first rank on its machine; so is a process that no launcher has started."""
+    launcher = find_launcher(environment)
+    name = launcher.local_rank if launcher else ""
+    return environment.get(name or "LOCAL_RANK", "0") == "0"
+
+
 def machine_name(environment: Mapping[str, str] = os.environ) -> str:
     """Return Slurm's name of this machine, which its commands take, else the host name."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname()

@@ -5,7 +5,6 @@ rotary frequencies and the gradient reduction. Both stay fp32 here: with Llama 3
 wrong by 0.9 rad at position 512.
 """
 
-import importlib.util
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,6 +16,7 @@ from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Pr
 from torch import nn
 
 from fabric_train.cli.errors import InputError
+from fabric_train.files.requirements import check_package
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
@@ -106,8 +106,7 @@ def check_float8(arguments: "TrainArguments", accelerator: str) -> None:
         raise InputError(f"--float8 true does not work with --mlp_tile_size {arguments.fsdp.mlp_tile_size}; drop one")
     if not arguments.fsdp.compile:
         raise InputError("--float8 true is slower than bf16 in layers that are not compiled; add --compile true")
-    if importlib.util.find_spec("torchao") is None:
-        raise InputError("--float8 true needs torchao; pip install 'fabric-train[torchao]'")
+    check_package("torchao", "--float8 true")
 
 
 def check_gpu_has_float8(device: torch.device) -> None:

@@ -25,15 +25,21 @@ from fabric_train.checkpoint import (
     find_checkpoint,
     is_short_name,
     means_all,
-    read_trainer_json,
 )
-from fabric_train.checkpoint.adapter_folder import check_keeps_documents_apart, is_exported_adapter, read_base_name
+from fabric_train.checkpoint.adapter_folder import (
+    check_keeps_documents_apart,
+    find_base,
+    is_adapter,
+    is_exported_adapter,
+    read_base_name,
+    trained_adapter,
+)
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.cli.output import open_console
 from fabric_train.data.batch import Batch
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.evaluation.texts import NUM_DIGITS, EncodedText, ScoredPart, device_kind, full_digest
-from fabric_train.inference.load_model import ModelsInTurn
+from fabric_train.inference.load_model import ModelsInTurn, check_adapter
 from fabric_train.model.hf_model import check_readable, load_hf_tokenizer, read_shape
 from fabric_train.tokenization.tokenizers.vocabulary import compare_tokenizers
 from fabric_train.tokenization.workers import ThrottledLog
@@ -90,6 +96,7 @@ def find_model(name: str) -> ComparedModel:
         if not is_exported_adapter(folder):
             return _find_whole(name)
         check_keeps_documents_apart(folder)
+        check_adapter(folder)
         base = find_model(read_base_name(folder))
         identity = f"{identity_of_files(folder)}\n{base.identity}"
         own = replace(base, name=name, source=name, checkpoint=False, identity=identity)
@@ -118,7 +125,10 @@ def _find_whole(name: str) -> ComparedModel:
         raise InputError(f"--models {name}: its tokenizer has neither BOS nor EOS, which begins a text; add one")
     identity = identity_of_files(Path(source)) if Path(source).is_dir() else f"{source} {shape.config._commit_hash}"
     of_tokenizer = (tokenizer, _tokenizer_id(tokenizer))
-    saved = read_trainer_json(Path(source)).adapter_base if is_checkpoint else None
+    saved = None
+    if is_checkpoint and is_adapter(Path(source)):
+        trained_adapter(Path(source))  # reports what it needs
+        saved = find_base(None, Path(source))
     base = saved.place if saved else os.path.realpath(source) if Path(source).is_dir() else source
     sizes = (shape.max_positions, shape.vocab_size)
     return ComparedModel(name, source, is_checkpoint, identity, *of_tokenizer, *sizes, base)

@@ -3,7 +3,6 @@
 Any number of watchers may share the output folder: a lock for each model keeps them apart.
 """
 
-import importlib.util
 import re
 import sys
 import time
@@ -24,6 +23,7 @@ from fabric_train.evaluation.scores import ModelScores, ScoreTable
 from fabric_train.evaluation.texts import NUM_DIGITS, DocumentTexts, full_digest, identity_of, open_texts
 from fabric_train.files.atomic_folder import hold_lock, wait_for_lock
 from fabric_train.files.regular_file import write_atomically
+from fabric_train.files.requirements import check_package
 from fabric_train.training.evaluation import parse_early_stopping
 
 _SECONDS_BETWEEN_LOOKS = 10.0
@@ -208,8 +208,8 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
     if not arguments.wait and not saved_checkpoints(run):
         raise InputError(f"--watch {run}: it has no checkpoint yet; --wait true waits for the first one")
     tasks = read_tasks(arguments.tasks) if arguments.tasks is not None else []
-    if tasks and importlib.util.find_spec("lm_eval") is None:
-        raise InputError("--tasks needs lm_eval; pip install 'fabric-train[eval]'")
+    if tasks:
+        check_package("lm_eval", "--tasks")
     found, damaged = find_models(arguments.models or [])
     models = [WatchedModel(model.name, model.source, None, full_digest(model.identity)) for model in found]
     output = Path(arguments.output_dir or run / "evaluation")

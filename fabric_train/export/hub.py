@@ -22,12 +22,12 @@ from huggingface_hub.utils import (
 from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.argument_types import PushArguments, show_size
 from fabric_train.cli.errors import InputError, RunError, first_line
 from fabric_train.cli.output import redact
-from fabric_train.files.atomic_folder import check_not_taken, nearest_existing, sync_and_rename
+from fabric_train.files.atomic_folder import check_not_taken, sync_and_rename
 from fabric_train.files.regular_file import check_no_links_in, write_atomically
+from fabric_train.files.requirements import check_room
 from fabric_train.model.origin import HUB_SOURCE, HubSource
 from fabric_train.model.weight_files import check_weight_files, shard_names
 
@@ -284,10 +284,7 @@ def download(
         if not tokenizer_only:
             names += _weights(name, there, info.sha, unfinished, pickles)
         needed = sum(file.size or 0 for file in info.siblings or () if file.rfilename in names)
-        if (free := free_bytes(nearest_existing(folder))) < needed:
-            raise InputError(
-                f"{name} takes {show_size(needed)}, and {folder} has {show_size(free)} left; choose another disk"
-            )
+        check_room(folder, needed, name)
         snapshot_download(name, revision=info.sha, allow_patterns=names, local_dir=unfinished)
     except errors.GatedRepoError as error:
         raise InputError(

@@ -57,9 +57,9 @@ def open_unmerged(
     """Open the base and the adapter of a checkpoint side by side, on the meta device.
 
     Raises:
-        InputError: the base is gone, its weights are a pickle, or bitsandbytes is missing.
+        InputError: the base is gone, its weights cannot be read in parts, or bitsandbytes is missing.
     """
-    base = find_base(read_trainer_json(checkpoint).arguments["model_name"], checkpoint)
+    base = find_base(None, checkpoint)
     shape = hf_model.read_shape(str(checkpoint), adapter=read_adapter(checkpoint))
     opened = open_adapted(shape, base, dtype, 0, checkpoint)
     if opened.weights is None:

@@ -16,12 +16,14 @@ from typing import Literal, NoReturn, cast
 
 import torch
 
-from fabric_train.cli.errors import FAILURE, InputError, RunError, run_program
+from fabric_train.cli.errors import FAILURE, INPUT_ERROR, InputError, RunError, run_program
 from fabric_train.cli.fabric_command import project_first
 from fabric_train.export.source import AveragePart, ExportSource, MergeInto
 from fabric_train.files.regular_file import read_json
 
 REPORT_NAME = "verification.json"
+_FAULTS = "faults.json"
+"""The lines of an InputError of the process that verifies; its folder is not kept then."""
 Method = Literal["whole model", "layer by layer", "tensors only"]
 _LISTED = 5
 
@@ -75,6 +77,8 @@ def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dty
     module, *words = source.verification_command()
     command = [sys.executable, "-m", module, str(folder), str(dtype).removeprefix("torch."), *words]
     process = subprocess.run(command, env={**os.environ, **project_first()}, check=False)
+    if (folder / _FAULTS).is_file():
+        raise InputError(*read_json(folder / _FAULTS, list[str], "convert again"))
     if not report_file.is_file():
         reason = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
         raise VerificationError(
@@ -136,11 +140,13 @@ def write_report(folder: Path, source: ExportSource, dtype: str) -> NoReturn:
     """Compare an export with its source and write the report into its folder; exit with 0 if they match, else 1."""
     from fabric_train.export.model_comparison import compare  # needs this module
 
-    report = compare(folder, source, getattr(torch, dtype))
+    try:
+        report = compare(folder, source, getattr(torch, dtype))
+    except InputError as error:
+        (folder / _FAULTS).write_text(json.dumps(error.faults), encoding="utf-8")
+        sys.exit(INPUT_ERROR)
     (folder / REPORT_NAME).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-    for fault in report.faults:
-        print(f"error: {fault}", file=sys.stderr)
-    sys.exit(FAILURE if report.faults else 0)
+    sys.exit(FAILURE if report.faults else 0)  # whoever started this process says what is wrong
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ from fabric_train.checkpoint.adapter_folder import (
 from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_no_pipes
+from fabric_train.files.requirements import check_package
 from fabric_train.model import hf_model
 from fabric_train.model.adapter import NF4Linear, adapted_layers, attach, is_of_adapter
 from fabric_train.model.lm_head_loss import compute_loss_in_head
@@ -46,17 +47,21 @@ _NOT_COMPUTED = (
 )
 
 
+def check_adapter(folder: Path) -> None:
+    """Raise an InputError if an exported adapter cannot be read, or peft, which opens it, is missing."""
+    check_no_pipes(folder)
+    check_files(folder)
+    check_package("peft", f"{folder} has an adapter, which")
+
+
 def add_adapter(model: Any, folder: Path, base: str) -> Any:
     """Return the model with the adapter in ``folder``; the model is changed.
 
     The adapter's matrices are not merged into the weights, whose dtype could round them away.
     """
-    check_no_pipes(folder)
-    check_files(folder)
-    try:
-        from peft import PeftModel
-    except ImportError:
-        raise InputError(f"{folder} has an adapter, which needs peft: pip install 'fabric-train[peft]'") from None
+    check_adapter(folder)
+    from peft import PeftModel
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses a name that transformers is about to remove
@@ -103,14 +108,11 @@ def spread(model: Any, room: Mapping[int, int]) -> dict[str, str]:
 
     ``room`` has the bytes of weights for each GPU by its index; host memory takes the rest.
     """
-    try:
-        from accelerate import infer_auto_device_map
-        from accelerate.utils import get_max_memory
-    except ImportError:
-        raise InputError(
-            f"the model's weights of {show_size(_num_bytes(model))} do not fit into one GPU, and accelerate, which "
-            "uses several devices, is not installed: pip install 'fabric-train[accelerate]'"
-        ) from None
+    needed_by = f"the model's weights of {show_size(_num_bytes(model))} do not fit into one GPU; to use several devices"
+    check_package("accelerate", needed_by)
+    from accelerate import infer_auto_device_map
+    from accelerate.utils import get_max_memory
+
     limits: dict[Any, int] = {"cpu": get_max_memory()["cpu"], **room}
     classes = list(model._no_split_modules or ())
     with warnings.catch_warnings():
@@ -171,20 +173,26 @@ def load_for_inference(name: str, *, base_model: str | None = None, gpu_bytes: i
     hf_model.quiet_transformers()
     folder = Path(name)
     if is_exported_adapter(folder):
-        base = base_model or read_base_name(folder)
-        model, tokenizer = load_for_inference(base, gpu_bytes=gpu_bytes)
+        check_adapter(folder)
         has_own = (folder / "tokenizer_config.json").is_file()
-        return add_adapter(model, folder, base), hf_model.load_hf_tokenizer(folder) if has_own else tokenizer
+        of_adapter = hf_model.load_hf_tokenizer(folder) if has_own else None
+        base = base_model or read_base_name(folder)
+        model, of_base = load_for_inference(base, gpu_bytes=gpu_bytes)
+        return add_adapter(model, folder, base), of_base if of_adapter is None else of_adapter
     checkpoint = find_own_checkpoint(name)
     if base_model is not None and not (checkpoint and is_adapter(checkpoint)):
         raise InputError(f"--base_model {base_model}: {name} is not a folder with an adapter; leave it out")
-    described = describe(name, checkpoint, base_model)
-    model = load_onto_devices(described.open(), gpu_bytes)
+    described = describe(name, checkpoint, base_model, "--base_model")
+    # what is missing is found before the weights are read
     if checkpoint is None:
-        model.generation_config = hf_model.read_generation_config(name, described.shape.config)
-        return model, hf_model.load_hf_tokenizer(name)
-    model.generation_config = hf_model.checkpoint_generation_config(checkpoint, described.shape.config)
-    return model, hf_model.load_hf_tokenizer(checkpoint / "tokenizer")
+        tokenizer = hf_model.load_hf_tokenizer(name)
+        generation_config = hf_model.read_generation_config(name, described.shape.config)
+    else:
+        tokenizer = hf_model.load_hf_tokenizer(checkpoint / "tokenizer")
+        generation_config = hf_model.checkpoint_generation_config(checkpoint, described.shape.config)
+    model = load_onto_devices(described.open(), gpu_bytes)
+    model.generation_config = generation_config
+    return model, tokenizer
 
 
 def find_own_checkpoint(name: str) -> Path | None:
@@ -214,15 +222,16 @@ class Described:
         return open_base(self.shape, self.base, self.dtype)
 
 
-def describe(name: str, checkpoint: Path | None, base_model: str | None = None) -> Described:
+def describe(name: str, checkpoint: Path | None, base_model: str | None = None, option: str | None = None) -> Described:
     """Describe the model of a ``checkpoint``, or else of a Hugging Face folder or the hub.
 
-    The base of an adapter may have moved to ``base_model``. An adapter that was trained on weights in 4 bits gets them.
+    The base of an adapter may have moved to ``base_model``, which ``option`` gives, if the program has it. An adapter
+    that was trained on weights in 4 bits gets them.
     """
     on_gpu = torch.cuda.is_available()
     if checkpoint is not None and is_adapter(checkpoint):
         saved = read_trainer_json(checkpoint)
-        base = find_base(base_model or saved.arguments["model_name"], checkpoint)
+        base = find_base(base_model, checkpoint, option)
         shape = hf_model.read_shape(str(checkpoint), adapter=trained_adapter(checkpoint))
         of_training = getattr(torch, saved.content["weights_dtype"])
         in_4_bits = shape.adapter is not None and shape.adapter.base_weights  # of weights in the dtype of training

@@ -29,6 +29,7 @@ from torch import nn
 
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.ranks import original_name
+from fabric_train.files.requirements import load_package
 from fabric_train.model.patterns import NamePattern
 from fabric_train.model.weight_files import Weights
 
@@ -379,7 +380,4 @@ def check_installed() -> None:
     Raises:
         InputError: it is not.
     """
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError:
-        raise InputError("--base_weights nf4 needs bitsandbytes: pip install 'fabric-train[bitsandbytes]'") from None
+    load_package("bitsandbytes", "--base_weights nf4")

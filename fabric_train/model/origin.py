@@ -59,14 +59,28 @@ class ModelOrigin:
 
 
 @dataclass(frozen=True)
+class HashedFile:
+    """A file of weights that was hashed, as the system describes it; no program can set ``changed_ns``."""
+
+    name: str
+    num_bytes: NonNegativeInt
+    inode: int
+    modified_ns: int
+    changed_ns: int
+
+
+@dataclass(frozen=True)
 class AdapterBase:
     """The model that an adapter is trained on; a checkpoint has no copy of it.
 
-    ``place`` is its hub name or absolute path. ``fingerprint`` (``checkpoint.adapter_folder``) is None for a pickle.
+    ``place`` is its hub name or absolute path. ``fingerprint`` is a hash of its weights (``checkpoint.base_weights``),
+    None if it is not known yet, or was not to an earlier version. ``files`` have been hashed, none if they were being
+    changed.
     """
 
     place: str
     fingerprint: str | None = None
+    files: tuple[HashedFile, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.memory import device_memory, machine_memory, process_memory
 from fabric_train.distributed.precision import compute_dtype, gathered_dtype, weights_dtype
 from fabric_train.files.atomic_folder import nearest_existing
+from fabric_train.files.requirements import free_bytes
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.preflight.memory_activations import Activations, MicroBatch, trace_activations
 from fabric_train.preflight.memory_layout import (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lightning import Fabric
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train.checkpoint.adapter_folder import choose_adapter, find_base, is_adapter
+from fabric_train.checkpoint.adapter_folder import choose_adapter, find_base, is_adapter, note_on_other_base
 from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
@@ -163,7 +163,9 @@ def _prepare_stretch(
     early_stopping = check_deciding_sources(arguments, data)
     if faults := faults_of_validation(arguments, data, objective_of(arguments), early_stopping):
         raise InputError(*faults)
-    reads_base = model.adapter is not None and not arguments.planning.plan  # a plan reads no weights
+    base = None
+    if model.adapter is not None and not arguments.planning.plan:  # a plan reads no weights
+        base = find_base(arguments.model.model_name, checkpoint, "--model_name")
     run = PreparedRun(
         given=given,
         arguments=arguments,
@@ -178,11 +180,14 @@ def _prepare_stretch(
         notes=plan.notes,
         early_stopping=early_stopping,
         sample_prompts=_open_sample_prompts(arguments, data, model, checkpoint),
-        adapter_base=find_base(arguments.model.model_name, checkpoint) if reads_base else None,
+        adapter_base=base,
         models=models,
     ).with_present_parts()
     _check_parts(run)
     check_reference(run)
+    begins_with = arguments.adapter.init_adapter
+    if base is not None and begins_with is not None and not (checkpoint and is_adapter(checkpoint)):
+        run = _with_notes(run, None if global_rank() else note_on_other_base(Path(begins_with), base))
     run = _with_notes(run, note_on_rope(stored, extended), *_warnings(run, masks_because))
     return run if arguments.planning.checks else resolve_automatic(run)
 

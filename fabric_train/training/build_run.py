@@ -9,6 +9,7 @@ from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train.checkpoint.adapter_folder import is_adapter, open_adapted
+from fabric_train.checkpoint.base_weights import start_hashing
 from fabric_train.checkpoint.manager import CheckpointManager, read_cursors
 from fabric_train.checkpoint.tensors import restore_optimizer
 from fabric_train.cli.argument_types import counted
@@ -56,6 +57,8 @@ def set_up_model(fabric: Fabric, run: PreparedRun, shows_notes: bool = True) -> 
     """Return the model, and the names of its parameters with weight decay; mapped weight files are closed again."""
     arguments = run.arguments
     progress.info("building the model")
+    if run.adapter_base and run.adapter_base.fingerprint is None and fabric.is_global_zero and shows_notes:
+        start_hashing(run.adapter_base)  # while the model is read and the first steps are taken
     meta_model = _open(run)
     if shows_notes and fabric.is_global_zero and not isinstance(run.data, Stream):
         for line in filter(None, (note_on_end_of_turn(meta_model, part) for part in run.data.parts)):

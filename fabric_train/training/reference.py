@@ -184,7 +184,7 @@ def _reference_run(run: PreparedRun, place: str) -> PreparedRun:
     layer_class, attention = given.fsdp.auto_wrap_policy, run.model.config._attn_implementation
     if of_adapter:
         name = given.model.model_name if is_saved else read_base_name(folder)
-        base = find_base(name, folder if is_saved else None)
+        base = find_base(name, folder if is_saved else None, "--model_name")
         adapter = replace(given.adapter, adapter=None, init_adapter=place, base_weights=None)
         read = trained_adapter if is_saved else read_adapter
         shape = read_shape(base.place, layer_class, attention, read(folder))

@@ -19,7 +19,6 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import psutil
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
+from fabric_train.files.requirements import check_package
 from fabric_train.training.loggers import GuardedLogger, LoggedRun, Logger, Sample, read_samples
 from fabric_train.training.metrics import Metrics, measured, read_metrics
 from fabric_train.training.run_log import note, warn
@@ -44,8 +44,8 @@ _MOST_METRICS, _MOST_PARAMETERS, _LONGEST_PARAMETER = 1000, 100, 6000  # in a re
 def check_trackers(names: Sequence[str]) -> None:
     """Raise an InputError if the package of one of ``--loggers`` is missing."""
     for name in ("trackio", "mlflow"):
-        if name in names and find_spec(name) is None:
-            raise InputError(f"--loggers {name} needs {name}: pip install 'fabric-train[{name}]'")
+        if name in names:
+            check_package(name, f"--loggers {name}")
 
 
 def _past(run: LoggedRun) -> Iterator[tuple[list[Sample], Metrics]]:

@@ -22,6 +22,7 @@ from fabric_train.cli.errors import InputError, RunError
 from fabric_train.export.hub_format import add_former_names, blocks, write_weights
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.regular_file import read_json
+from fabric_train.files.requirements import check_room
 from fabric_train.model import hf_model
 from fabric_train.model.load_weights import build_on_meta, open_stored
 from fabric_train.model.origin import find_origin
@@ -104,6 +105,11 @@ class Extension:
         needed = max(self.first_id + len(new.texts), self.shape.vocab_size)
         return -(-needed // PADDED_TO) * PADDED_TO
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the stored tensors, without new rows."""
+        return sum(self.tensors.shape(name).numel() * self.tensors.dtype(name).itemsize for name in self.tensors)
+
     def num_taken(self, new: NewTokens) -> int:
         """Return how many rows that the model has without a token the new tokens take."""
         return min(len(new.texts), self.shape.vocab_size - self.first_id)
@@ -182,6 +188,8 @@ def extend(arguments: "VocabularyExtendArguments") -> None:
         check_not_inside(target, Path(arguments.model))
     with tempfile.TemporaryDirectory() as folder:
         extension = Extension(arguments.model, Path(folder))
+        if not arguments.plan:
+            check_room(target, extension.num_bytes, "the extended model")
         extension.tokenizer.check_given([*given, *special], "--tokens, --special_tokens")
         texts = read_texts(arguments.texts or [], arguments.text_column, arguments.max_bytes, arguments.seed)
         parts = [hold_out(text) for text in texts]

@@ -138,8 +138,8 @@ def test_an_unusable_model_is_refused(
 def test_a_disk_that_is_too_small_is_named_before_the_download(
     download: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fabric_train.export.hub.free_bytes", lambda _: 500_000)
-    with pytest.raises(InputError, match=r"^some/model takes 0\.6 MB, and out has 0\.5 MB left"):
+    monkeypatch.setattr("fabric_train.files.requirements.free_bytes", lambda _: 500_000)
+    with pytest.raises(InputError, match=r"^out: some/model takes 0\.6 MB, and .* has 0\.5 MB left"):
         download("some/model")
     assert not any(tmp_path.rglob("*.safetensors"))
 

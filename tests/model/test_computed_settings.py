@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from arguments import TrainArguments, parse
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.evaluation.models import find_model
 from fabric_train.inference.load_model import load_for_inference

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fabric_train.cli.errors import InputError
+from fabric_train.files.requirements import check_package
 from fabric_train.tokenization.cleaning.dropped import Dropped
 
 PIECES, PIECE_CHARACTERS, CERTAIN = 3, (150, 300), 0.95
@@ -62,10 +63,8 @@ def identifier_settings() -> dict[str, Any]:
 
 def load_identifier(option: str) -> None:
     """Load the model, so that processes that are forked later share it; InputError if py3langid is not installed."""
-    try:
-        _identifier()
-    except ModuleNotFoundError:
-        raise InputError(f"{option} needs py3langid; pip install 'fabric-train[cleaning]'") from None
+    check_package("py3langid", option)
+    _identifier()
 
 
 @lru_cache(maxsize=1)

@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from importlib.metadata import version
 from ipaddress import ip_address
 from typing import Any
 
-from fabric_train.cli.errors import InputError
+from fabric_train.files.requirements import load_package
 
 _Span = tuple[int, int]  # the first character, and the one after the last
 
@@ -132,10 +131,7 @@ class Redaction:
 def open_redaction(kinds: Sequence[str]) -> Redaction:
     """Return the step for ``kinds``, keys of PLACEHOLDERS; InputError if a package that it needs is not installed."""
     for package, kind in {_PACKAGES[kind]: kind for kind in kinds if kind in _PACKAGES}.items():
-        try:
-            import_module(_MODULES[package])
-        except ImportError:
-            raise InputError(f"--redact {kind} needs {package}: pip install 'fabric-train[cleaning]'") from None
+        load_package(_MODULES[package], f"--redact {kind}")
     return Redaction(tuple(kind for kind in PLACEHOLDERS if kind in kinds))
 
 
