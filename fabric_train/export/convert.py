@@ -173,7 +173,10 @@ def write_adapter(source: ExportSource, folder: Path, facts: CardFacts) -> None:
 
 
 def write_adapter_config(source: ExportSource, folder: Path, facts: CardFacts) -> None:
-    """Write the configuration of an exported adapter; it names the base on the hub, if known, or else its folder."""
+    """Write the configurations of an exported adapter; they name the base on the hub, if known, or else its folder.
+
+    peft itself does not read ``generation_config.json``; the model card says how to use it.
+    """
     checkpoint, origin = source.checkpoint, read_trainer_json(source.checkpoint)
     config = read_json(checkpoint / CONFIG, dict, "use another checkpoint")
     if tied := _tied_names(checkpoint):
@@ -185,6 +188,8 @@ def write_adapter_config(source: ExportSource, folder: Path, facts: CardFacts) -
     if repository:
         config |= {"base_model_name_or_path": repository, "revision": revision}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    of_model = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    hf_model.write_generation_config(folder, hf_model.checkpoint_generation_config(checkpoint, of_model))
 
 
 def _tied_names(checkpoint: Path) -> dict[str, str]:

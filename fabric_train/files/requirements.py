@@ -59,6 +59,15 @@ def check_room(target: Path, num_bytes: float, what: str) -> None:
         )
 
 
+def check_file_to_write(file: Path, option: str) -> None:
+    """Raise an InputError if the folder of a file that an option names is not there, or cannot be written to."""
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise InputError(f"{option} {file}: no folder {file.parent}; create it first")
+    if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
+        raise InputError(f"{option} {file}: it cannot be written; give another file")
+
+
 def free_bytes(folder: Path) -> int:
     """Return the number of bytes that this user can still write to the disk of a folder."""
     disk = os.statvfs(folder)

@@ -173,12 +173,15 @@ def load_for_inference(name: str, *, base_model: str | None = None, gpu_bytes: i
     hf_model.quiet_transformers()
     folder = Path(name)
     if is_exported_adapter(folder):
+        base = base_model or read_base_name(folder)
         check_adapter(folder)
         has_own = (folder / "tokenizer_config.json").is_file()
         of_adapter = hf_model.load_hf_tokenizer(folder) if has_own else None
-        base = base_model or read_base_name(folder)
         model, of_base = load_for_inference(base, gpu_bytes=gpu_bytes)
-        return add_adapter(model, folder, base), of_base if of_adapter is None else of_adapter
+        adapted = add_adapter(model, folder, base)
+        if (folder / hf_model.GENERATION_CONFIG).is_file():
+            adapted.generation_config = hf_model.read_generation_config(str(folder), model.config)
+        return adapted, of_base if of_adapter is None else of_adapter
     checkpoint = find_own_checkpoint(name)
     if base_model is not None and not (checkpoint and is_adapter(checkpoint)):
         raise InputError(f"--base_model {base_model}: {name} is not a folder with an adapter; leave it out")

@@ -23,7 +23,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from fabric_train.checkpoint import read_trainer_json, run_of
 from fabric_train.checkpoint.base_weights import fingerprint
-from fabric_train.cli.errors import InputError, run_program
+from fabric_train.cli.errors import InputError, note, run_program
 from fabric_train.cli.output import redact
 from fabric_train.export import model_card
 from fabric_train.export.convert import write_model
@@ -33,7 +33,13 @@ from fabric_train.export.verification import VerificationReport, verify_in_fresh
 from fabric_train.files.atomic_folder import check_not_inside, complete_folder
 from fabric_train.files.regular_file import parse_json
 from fabric_train.files.requirements import check_room
-from fabric_train.merge_models.models import Matched, is_checkpoint, tokenizer_files, tokenizer_of
+from fabric_train.merge_models.models import (
+    Matched,
+    is_checkpoint,
+    note_on_rounding,
+    tokenizer_files,
+    tokenizer_of,
+)
 from fabric_train.merge_models.tensors import METHODS, MergedModels, MergeRecipe
 from fabric_train.model.origin import ModelOrigin, find_origin, legal_files
 from fabric_train.pages.markdown import SHOWN_DIGITS, Markdown, code, last_part, link, render
@@ -99,6 +105,8 @@ def merge(source: ModelMerge, target: Path, dtype: torch.dtype, max_shard_size: 
     for folder in source.recipe.folders():
         check_not_inside(target, folder)
     opened = source.open_tensors().opened  # reports what does not fit before anything is written
+    if line := note_on_rounding(source.recipe.folders(), dtype):
+        note(line)
     check_room(target, opened.first.shape_of_model.num_parameters * dtype.itemsize, "the merged model")
     with complete_folder(target) as folder:
         write_model(source, folder, dtype, max_shard_size, f"merging {len(source.recipe.models)} models")

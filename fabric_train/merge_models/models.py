@@ -13,6 +13,7 @@ import torch
 from transformers.utils import cached_file
 
 from fabric_train.checkpoint.adapter_folder import is_exported_adapter
+from fabric_train.checkpoint.base_weights import open_base_weights
 from fabric_train.cli.errors import InputError
 from fabric_train.export.source import open_whole
 from fabric_train.inference.load_model import find_own_checkpoint
@@ -80,6 +81,26 @@ def read_vocabulary(folder: Path) -> dict[str, int] | None:
         return None
     vocabulary: dict[str, int] = load_hf_tokenizer(tokenizer).get_vocab()
     return vocabulary
+
+
+def note_on_rounding(folders: Sequence[Path], dtype: torch.dtype) -> str | None:
+    """Return a note if models have another type than ``dtype``, to which the merged weights are rounded."""
+    if dtype == torch.float32:
+        return None
+    stored = {str(folder): _stored_dtype(folder) for folder in folders}
+    rounded = [folder for folder, of_folder in stored.items() if of_folder != dtype]
+    if not rounded:
+        return None
+    kinds = sorted({str(stored[folder]).removeprefix("torch.") for folder in rounded})
+    of_models = f"those of {', '.join(rounded)} are {' and '.join(kinds)}"
+    written = str(dtype).removeprefix("torch.")
+    return f"the merged weights are rounded to {written}: {of_models} (--dtype)"
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """Return the widest type in which a model's weights are stored; a merged adapter is computed in fp32."""
+    tensors = open_whole(folder) if is_checkpoint(folder) else open_base_weights(str(folder))
+    return max((tensors.dtype(name) for name in tensors), key=lambda dtype: dtype.itemsize)
 
 
 class ModelTensors(StoredTensors):

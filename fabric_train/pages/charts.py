@@ -1,42 +1,36 @@
 """Charts: described once in Vega-Lite, shown in a page by Vega, drawn as a PNG by vl-convert without a browser.
 
-It draws in a process of its own, which runs this file: ``python charts.py png|javascript FILE``. So this module imports
-nothing of the project.
+A picture never ends a program: if it cannot be drawn, a note says so, and it is left out.
 
 Colours are of middle brightness and the ground is transparent, so a chart can be read on white and on black.
 """
 
 import json
-import os
-import select
-import subprocess
-import sys
-import threading
+import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+
+from fabric_train.cli.errors import describe_os_error, note
+from fabric_train.cli.output import escape_texts
+from fabric_train.pages import drawing_process
+from fabric_train.pages.drawing_process import DrawError
 
 TEXT = "#767676"
 COLOURS = (
     *("#3d7fc4", "#d9782d", "#2a9d6f", "#a05fb4", "#c8504f", "#8c6d46", "#1f93a8", "#b08a1e", "#6a7fa8", "#9c5b7d"),
 )
 BETTER, WORSE = "#2a7f46", "#b3402e"
-_SECONDS = 120
-_IDLE_SECONDS = 15.0  # then the process that draws ends: its engine takes 200 MB
-_LOCK = threading.Lock()
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 _WIDTH = 760
 _DIGITS = 5
 _FEW_POINTS = 60  # each gets a mark
-
-
-class DrawError(RuntimeError):
-    """The process that draws failed; the message says why in one line."""
+_NOT_DRAWABLE = re.compile("[\ud800-\udfff\ufffe\uffff]")
+"""Halves of characters and others that XML, and so a drawing, does not have; controls are shown."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +211,7 @@ def filled(chart: Chart) -> dict[str, Any]:
     return specified
 
 
-def draw(charts: Sequence[Chart], picture: Path, *, title: str = "", heights: Sequence[int], columns: int = 1) -> None:
+def draw(charts: Sequence[Chart], picture: Path, *, title: str = "", heights: Sequence[int], columns: int = 1) -> bool:
     """Write charts as a PNG, ``columns`` of them in a row; ``heights`` are in pixels. See :func:`write_png`."""
     panels, datasets = list[dict[str, Any]](), dict[str, Any]()
     for number, (chart, height) in enumerate(zip(charts, heights, strict=True)):
@@ -229,66 +223,44 @@ def draw(charts: Sequence[Chart], picture: Path, *, title: str = "", heights: Se
         panels.append(panel)
     scales = {"color": "independent", "strokeDash": "independent"}
     whole = {"datasets": datasets, "concat": panels, "columns": columns, "resolve": {"scale": scales}}
-    write_png(whole, picture, title)
+    return write_png(whole, picture, title)
 
 
-def write_png(specified: dict[str, Any], picture: Path, title: str) -> None:
-    """Write a Vega-Lite specification as a PNG; an existing file is replaced at once, or stays.
+def write_png(specified: dict[str, Any], picture: Path, title: str) -> bool:
+    """Write a Vega-Lite specification as a PNG, and return whether that was possible; if not, a note says why.
 
-    Raises:
-        DrawError: the process that draws failed, or took longer than two minutes.
+    An existing file is replaced at once, or stays.
     """
-    from fabric_train.cli.output import escape_texts  # the process that draws does not need it
-
     about = {"text": title, "fontSize": 15, "color": TEXT, "anchor": "start"}
     whole = {"$schema": _SCHEMA, "config": configuration(), "title": about, **specified}
+    text = _NOT_DRAWABLE.sub("\ufffd", json.dumps(escape_texts(whole), ensure_ascii=False))
     temporary = picture.with_name(f".{picture.name}")
-    temporary.unlink(missing_ok=True)  # of a killed process, or a planted link
-    _run("png", json.dumps(escape_texts(whole)), temporary)
-    temporary.replace(picture)
+    try:
+        temporary.unlink(missing_ok=True)  # of a killed process, or a planted link
+        drawing_process.run("png", text, temporary)
+        temporary.replace(picture)
+    except (DrawError, OSError) as error:
+        _note_failure(error)
+        return False
+    return True
 
 
-def javascript(folder: Path) -> str:
-    """Return Vega, Vega-Lite and Vega-Embed as one script; ``folder`` is for a temporary file."""
-    file = folder / "vega.js"
-    _run("javascript", "", file)
-    return file.read_text(encoding="utf-8")
+def javascript() -> str:
+    """Return Vega, Vega-Lite and Vega-Embed as one script; empty, with a note, if it cannot be made."""
+    try:
+        with TemporaryDirectory() as folder:
+            file = Path(folder, "vega.js")
+            drawing_process.run("javascript", "", file)
+            return file.read_text(encoding="utf-8")
+    except (DrawError, OSError) as error:
+        _note_failure(error)
+        return ""
 
 
-def _run(what: str, text: str, output: Path) -> None:
-    """Let another process draw: vl-convert brings a JavaScript engine, whose failure would end a training."""
-    request = json.dumps([what, text, os.fspath(output.absolute())]) + "\n"
-    with _LOCK:
-        # the first one may have ended while it had nothing to do
-        answer = _answer(_drawing_process(os.getpid()), request) or _answer(_drawing_process(os.getpid()), request)
-    if answer != "drawn\n":
-        raise DrawError(f"drawing failed: {answer.strip() or f'no answer in {_SECONDS} s'}")
-
-
-@lru_cache(maxsize=1)
-def _drawing_process(_: int) -> "subprocess.Popen[str]":
-    """Return this process's drawing process; a fork of this process has another id, and starts its own."""
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([sys.executable, __file__], text=True, **pipes)
-
-
-def _answer(process: "subprocess.Popen[str]", request: str) -> str:
-    """Return a line about a request; empty if the process has ended, or took too long and was ended."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    answer = ""
-    with suppress(BrokenPipeError):
-        process.stdin.write(request)
-        process.stdin.flush()
-        if select.select([process.stdout], [], [], _SECONDS)[0]:
-            answer = process.stdout.readline()
-    if not answer:
-        process.kill()
-        process.wait()
-        with suppress(BrokenPipeError):  # what it did not read
-            process.stdin.close()
-        _drawing_process.cache_clear()
-    return answer
+def _note_failure(error: DrawError | OSError) -> None:
+    """Say once why there are no pictures; the picture and the charts of a page fail for the same reason."""
+    reason = describe_os_error(error) if isinstance(error, OSError) else error
+    note(f"pictures and charts are left out: {reason}")
 
 
 def sampled(x: np.ndarray, y: np.ndarray, most: int) -> np.ndarray:
@@ -318,27 +290,3 @@ def smoothed(y: np.ndarray, width: int) -> np.ndarray:
     sums = sums - np.where(earlier, sums[np.maximum(before, 0)], 0.0)
     counts = counts - np.where(earlier, counts[np.maximum(before, 0)], 0)
     return np.divide(sums, counts, out=np.full(len(y), np.nan), where=counts > 0)
-
-
-def main() -> None:
-    """Draw what the lines on standard input ask for, until they end or none has come for some seconds.
-
-    A line has the kind to write, "png" or "javascript", a specification, and the file to write.
-    """
-    while select.select([sys.stdin], [], [], _IDLE_SECONDS)[0] and (line := sys.stdin.readline()):
-        what, text, output = json.loads(line)
-        try:
-            import vl_convert  # here alone
-
-            if what == "png":
-                Path(output).write_bytes(vl_convert.vegalite_to_png(text, scale=2))
-            else:
-                script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed")
-                Path(output).write_text(script, encoding="utf-8")
-            print("drawn", flush=True)
-        except Exception as error:  # noqa: BLE001 - the caller reports it
-            print(f"{type(error).__name__}: {error}".splitlines()[0], flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -196,6 +195,9 @@ def to_html(title: str, sections: Sequence[Section], axes: Sequence[dict[str, An
             page interpolates.
     """
     charts = [chart for section in sections for chart in section.charts]
+    script = library() if charts else ""
+    if not script:
+        sections = [replace(section, charts=()) for section in sections]
     of_charts = [_content(chart) for chart in charts]
     content = escape_texts({"charts": of_charts, "axes": list(axes), "config": configuration()})
     template = page_templates().get_template("sections.html.j2")
@@ -205,7 +207,7 @@ def to_html(title: str, sections: Sequence[Section], axes: Sequence[dict[str, An
         to_html=markdown_to_html,
         data=Markup(json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")),
         # "</script" in a string of the library would end the element
-        library=Markup(library().replace("</script", "<\\/script")) if charts else "",
+        library=Markup(script.replace("</script", "<\\/script")),
     )
 
 
@@ -227,9 +229,8 @@ def _content(chart: Chart) -> dict[str, Any]:
 
 @cache
 def library() -> str:
-    """Return the script that draws the charts; it takes seconds, and a DrawError if it cannot be made."""
-    with TemporaryDirectory() as folder:
-        return javascript(Path(folder))
+    """Return the script that draws the charts, which takes seconds; empty, with a note, if it cannot be made."""
+    return javascript()
 
 
 def markdown_to_html(text: str) -> Markup:

@@ -9,7 +9,7 @@ from fabric_train.cli.argument_types import POSITIONAL, NonNegativeFloat
 from fabric_train.cli.errors import InputError, describe_os_error, run_program
 from fabric_train.cli.output import open_console
 from fabric_train.cli.parser import parse_arguments
-from fabric_train.pages.charts import DrawError
+from fabric_train.files.requirements import check_file_to_write
 from fabric_train.pages.markdown import library
 
 
@@ -50,13 +50,10 @@ def main(argv: list[str] | None = None) -> None:
         runs = open_runs(arguments.runs)
         single = runs[0].folder / PAGE if len(runs) == 1 else Path(PAGE)
         page = Path(arguments.output) if arguments.output else single
-        if not page.absolute().parent.is_dir():
-            raise InputError(f"--output {page}: no folder {page.parent}; create it first")
+        check_file_to_write(page, "--output")
         try:
             drawing.result()
             written = write_report(runs, page, arguments.price_per_hour)
-        except DrawError as error:
-            raise InputError(str(error)) from None
         except OSError as error:
             raise InputError(f"{page}: {describe_os_error(error)}; give another file with --output") from None
     for line in written.lines:

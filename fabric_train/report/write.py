@@ -32,7 +32,6 @@ def write_report(runs: Sequence[RunFiles], page: Path, price_per_hour: float | N
 
     Raises:
         InputError: a file cannot be written.
-        DrawError: the charts cannot be made.
     """
     if len(runs) == 1:
         title, sections = f"Report of {runs[0].name}", run_sections(runs[0], price_per_hour)
@@ -43,11 +42,10 @@ def write_report(runs: Sequence[RunFiles], page: Path, price_per_hour: float | N
     for file in (page, markdown, picture):
         check_no_link(file)
     charts = [chart for section in sections for chart in section.charts if chart.key in _HEIGHTS]
-    if charts:
-        draw(charts, picture, title=title, heights=[_HEIGHTS[chart.key] for chart in charts])
+    has_picture = bool(charts) and draw(charts, picture, title=title, heights=[_HEIGHTS[chart.key] for chart in charts])
     axes = [page_axis(run.metrics) for run in runs if _has_metrics(run)]  # as the charts number them
     write_atomically(page, to_html(title, sections, axes))
-    write_atomically(markdown, to_markdown(title, sections, picture.name if charts else ""))
+    write_atomically(markdown, to_markdown(title, sections, picture.name if has_picture else ""))
     lines = [line for section in sections for line in section.told]
     lines += [f"left out of the report: {section.fault}" for section in sections if section.fault]
     lines.append(f"written {page} and {markdown.name}")

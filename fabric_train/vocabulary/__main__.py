@@ -151,10 +151,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _report(arguments: VocabularyReportArguments) -> None:
-    from fabric_train.pages.charts import DrawError  # slow, like the others
-    from fabric_train.vocabulary import report
+    from fabric_train.files.requirements import check_file_to_write
+    from fabric_train.vocabulary import report  # slow, like the others
     from fabric_train.vocabulary.words import read_texts
 
+    for option, file in (("--json", arguments.json), ("--picture", arguments.picture)):
+        if file is not None:
+            check_file_to_write(Path(file), option)
     texts = read_texts(arguments.texts, arguments.text_column, arguments.max_bytes, arguments.seed)
     notes = [text.note for text in texts if text.note]
     measured = report.measure(texts, arguments.tokenizer, arguments.seed)
@@ -166,10 +169,7 @@ def _report(arguments: VocabularyReportArguments) -> None:
     if arguments.json is not None:
         report.write_json(measured, notes, Path(arguments.json))
     if arguments.picture is not None:
-        try:
-            report.draw(measured, Path(arguments.picture))
-        except DrawError as error:
-            raise InputError(str(error)) from None
+        report.draw(measured, Path(arguments.picture))
 
 
 if __name__ == "__main__":

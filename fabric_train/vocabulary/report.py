@@ -273,7 +273,7 @@ def write_json(measured: Sequence[Measured], notes: Sequence[str], file: Path) -
 
 
 def draw(measured: Sequence[Measured], picture: Path) -> None:
-    """Draw bars of the tokens per word with their intervals, grouped by language. Raises DrawError."""
+    """Draw bars of the tokens per word with their intervals, grouped by language."""
     tokenizers = list(dict.fromkeys(one.tokenizer for one in measured))
     rows = [
         {

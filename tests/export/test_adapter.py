@@ -1,6 +1,8 @@
 """Adapters leave a run in two ways, verified: as a folder of peft, and merged into the weights of their base."""
 
 import json
+import shutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from fabric_train.checkpoint.adapter_folder import AdapterTensors, read_adapter
+from fabric_train.cli import errors
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.evaluation.arguments import EvaluateArguments
@@ -28,6 +31,7 @@ from fabric_train.inference.load_model import load_for_inference, load_onto_devi
 from fabric_train.merge_models.__main__ import main as merge_models
 from fabric_train.model.adapter import NF4Linear
 from fabric_train.model.load_weights import layered_forward
+from fabric_train.pages import drawing_process
 from fabric_train.programs import convert_to_hf
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.exports import verify_in_this_process
@@ -113,6 +117,41 @@ def base_with_adapter(model: Path, adapter: Path) -> Any:
     return peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), str(adapter)
     )
+
+
+def test_a_picture_that_cannot_be_drawn_ends_no_export(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawing_process._drawing_process.cache_clear()
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # the process that draws ends at once
+    monkeypatch.setattr(errors, "_notes", set())
+    exported(ExportSource(checkpoint), tmp_path / "export")
+    assert "![" not in (tmp_path / "export" / "README.md").read_text()
+    assert not [*(tmp_path / "export").glob("*.png")]
+    assert capsys.readouterr().err.count("note: pictures and charts are left out: ") == 1
+
+
+def test_an_exported_adapter_stops_where_the_run_said(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base's own settings do not have the token that ends a turn of the run's chats."""
+    model, tokenizer = load_for_inference(str(checkpoint))
+    prompt = tokenizer("Once upon a time", return_tensors="pt")
+    tokens = model.generate(**prompt, max_new_tokens=50)[0, prompt["input_ids"].shape[1] :].tolist()
+    end = tokens[0]
+    assert len(tokens) > 1
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    settings = json.loads((copy / "generation_config.json").read_text())
+    (copy / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [1, end]}))
+    monkeypatch.chdir(tmp_path)
+    with verify_in_this_process():
+        convert(ExportSource(copy), Path("exported"), torch.float32, "5GB", CardFacts("exported"))
+    snippet = (tmp_path / "exported" / "README.md").read_text().split("```python\n")[1].partition("```")[0]
+    values: dict[str, Any] = {}
+    exec(snippet, values)  # as a user would run it
+    adapted, _ = load_for_inference("exported")
+    for output in (values["output"], adapted.generate(**prompt, max_new_tokens=50)):
+        assert output[0, prompt["input_ids"].shape[1] :].tolist() == [end]
 
 
 def test_an_adapter_is_exported_as_a_folder_of_peft(tmp_path: Path, tiny_model_dir: Path, checkpoint: Path) -> None:

@@ -90,6 +90,17 @@ def expected(method: str, base: Tensors, models: list[Tensors], name: str, densi
     return start + changes[0] + 0.5 * changes[1]
 
 
+def test_a_merge_in_a_narrower_type_than_the_models_is_noted(
+    tmp_path: Path, other: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--method", "linear", "--models", other, tiny_model_dir]
+    merge(tmp_path / "merged", *words)
+    assert "rounded to" not in capsys.readouterr().err
+    main([*map(str, words), "--output_dir", str(tmp_path / "rounded")])
+    said = f"note: the merged weights are rounded to bfloat16: those of {other}, {tiny_model_dir} are float32 (--dtype)"
+    assert said in capsys.readouterr().err.splitlines()
+
+
 @pytest.mark.parametrize("method", ["linear", "slerp", "task_arithmetic", "ties", "dare"])
 def test_runs_and_folders_are_merged_as_the_formula_says(
     tmp_path: Path, run: Path, other: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, method: str

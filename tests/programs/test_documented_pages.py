@@ -78,7 +78,9 @@ STAND_INS = {
 """Arguments added to a command of each program, so that it takes a moment: the last value of an argument counts."""
 LEFT_OUT = ("push_to_hub", "license", "decontaminate", "language", "base_weights", "activation_offload")
 """Options that are not run: they need the hub, the files of a task, packages that are not installed, or a GPU."""
-WITHOUT_PICTURES = "from fabric_train.pages import charts; charts._run = lambda what, text, output: output.touch()"
+WITHOUT_PICTURES = (
+    "from fabric_train.pages import drawing_process; drawing_process.run = lambda what, text, output: output.touch()"
+)
 """Source that each program executes first: to draw takes more time than all else, and other tests look at pictures."""
 NOT_COMPARED = {
     "python generate.py": "the text depends on the weights",

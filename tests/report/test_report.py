@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,13 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fabric_train.cli import errors
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import checked_out_commit
 from fabric_train.evaluation.loss_changes import CHANGES
 from fabric_train.export.card_facts import ExportRecord
-from fabric_train.pages import charts
+from fabric_train.pages import charts, drawing_process
 from fabric_train.pages.charts import Chart, Series, draw, sampled, smoothed
-from fabric_train.pages.markdown import Section
+from fabric_train.pages.markdown import Section, library
 from fabric_train.report.__main__ import main
 from fabric_train.report.health import find_unusual
 from fabric_train.report.run_files import RunFiles, open_runs
@@ -107,14 +110,14 @@ def test_a_source_that_is_named_with_control_characters_shows_them(copy: Path) -
         file.write_text(file.read_text().replace("other_texts", json.dumps(DIRECTING)[1:-1]))
     with (copy / "run.log").open("a") as log:
         log.write(f"2026-01-01 00:00:00+0000 {DIRECTING} rank 0: warning: lost {DIRECTING} in step 3\n")
-    drawn, run = list[str](), charts._run
+    drawn, run = list[str](), drawing_process.run
 
     def keep_and_draw(what: str, text: str, output: Path) -> None:
         drawn.append(text)
         run(what, text, output)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(charts, "_run", keep_and_draw)
+        patch.setattr(drawing_process, "run", keep_and_draw)
         main([str(copy)])
     page = (copy / "report.html").read_text()
     of_charts = page.partition('id="chart-data">')[2].partition("</script>")[0]
@@ -465,17 +468,40 @@ def test_exports_are_shown_with_their_verification(copy: Path) -> None:
     assert "not exported: weights differ" in rows[1]
 
 
+def test_a_title_with_control_characters_is_drawn(tmp_path: Path) -> None:
+    chart = Chart("one", "ti\x1btle", "unit", (Series("a\x00\ud800", np.arange(3.0), np.arange(3.0)),))
+    assert draw([chart], tmp_path / "picture.png", title="\x1b[31mred\x07\x85", heights=[90])
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_without_a_picture_is_written_with_a_note(
+    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawing_process._drawing_process.cache_clear()
+    library.cache_clear()
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # the process that draws ends at once
+    monkeypatch.setattr(errors, "_notes", set())
+    (copy / "report.png").unlink(missing_ok=True)
+    started = time.monotonic()
+    main([str(copy)])
+    assert time.monotonic() - started < 60
+    library.cache_clear()
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert [line.rpartition(": ")[0] for line in notes] == ["note: pictures and charts are left out: drawing failed"]
+    assert "![" not in (copy / "report.md").read_text()
+    assert "chart-data" not in (copy / "report.html").read_text()
+
+
 def test_drawing_goes_on_when_the_process_that_draws_has_ended(tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     chart = Chart("one", "title", "unit", (Series("a", np.arange(3.0), np.arange(3.0)),))
     draw([chart], picture, heights=[90])
-    first = charts._drawing_process(os.getpid())
+    first = drawing_process._drawing_process(os.getpid())
     first.kill()
     first.wait()
     picture.unlink()
     draw([chart], picture, heights=[90])
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert charts._drawing_process(os.getpid()).pid != first.pid
-    with pytest.raises(charts.DrawError, match="drawing failed: "):
-        charts.write_png({"mark": "no such mark"}, picture, "")
+    assert drawing_process._drawing_process(os.getpid()).pid != first.pid
+    assert not charts.write_png({"mark": "no such mark"}, picture, "")
     assert picture.read_bytes().startswith(b"\x89PNG")  # the file stays as it was
