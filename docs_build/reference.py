@@ -21,10 +21,8 @@ from tests.support.program_arguments import PROGRAM_ARGUMENTS
 
 FOLDER = "reference"
 LLMS = "llms.txt"
-FIRST_VERSION = "0.1.0"
 _WRITTEN = "<!-- written by python -m docs_build; edit {source} instead -->\n\n"
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-_SINCE = re.compile(r"\bSince (\d+\.\d+\.\d+)\.$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +57,22 @@ PROGRAMS = {
     "translate": Program("-m fabric_train.translate", ("how-to/from_axolotl",)),
 }
 """By the names of ``fabric-train NAME``."""
+
+_EXPLAINED_IN = {
+    "accelerator": "launch#TPU and XLA",
+    "decay_steps": "training#Steps and learning rate",
+    "device_memory": "performance#The plan",
+    "float8": "performance#Speed",
+    "isolate_documents": "tokenization#Rows",
+    "max_length": "training#Without a token dataset",
+    "micro_batch_size": "explanation/memory#What takes it",
+    "num_nodes": "launch#One run, one launcher",
+    "seed": "",
+    "shares": "mixture#Several token datasets",
+    "train_data_dir": "training#From documents to a model on the hub",
+    "weight_decay": "",
+}
+"""The section that explains an argument of training, where another one names it first; "" if none does."""
 
 
 def pages() -> dict[str, str]:
@@ -120,12 +134,11 @@ def _page_of_program(name: str) -> str:
             (
                 f"`{argument.upper() if argument == positional else f'--{shown_name(argument)}'}`",
                 describe(types[argument]).removesuffix(" or null") + _default_in_words(field),
-                f"{_SINCE.sub('', text).strip()} {_explained(argument, program.pages)}".strip(),
-                found[1] if (found := _SINCE.search(text)) else FIRST_VERSION,
+                f"{text} {_explained(name, argument, program.pages)}".strip(),
             )
             for argument, (field, text) in fields.items()
         )
-        parts.append(f"## {title}\n\n{_table(('argument', 'value', 'meaning', 'since'), rows)}")
+        parts.append(f"## {title}\n\n{_table(('argument', 'value', 'meaning'), rows)}")
     return "\n".join(parts)
 
 
@@ -135,8 +148,13 @@ def _default_in_words(field: dataclasses.Field) -> str:
     return f"; default `{shown_default(field)}`" if shown_default(field) else ""
 
 
-def _explained(argument: str, names: tuple[str, ...]) -> str:
-    """Return a link to the section that names an argument first, in the first of the pages that does."""
+def _explained(program: str, argument: str, names: tuple[str, ...]) -> str:
+    """Return a link to the section that explains an argument: the first that names it, in the first page that does."""
+    if program == "train" and argument in _EXPLAINED_IN:
+        page, _, title = _EXPLAINED_IN[argument].partition("#")
+        if not page:
+            return ""
+        return f"→ [{title}](../../{page}.md#{slug(title)})"
     for name in names:
         text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
         without_commands = _FENCE.sub(lambda found: "\n" * found[0].count("\n"), text)

@@ -702,7 +702,7 @@ class LoggingArguments:
     loggers: list[LoggerName] | None = None
     """Where metrics are logged, in addition to RUN/metrics.csv, which is always written; csv adds nothing. trackio and
     mlflow need pip install 'fabric-train[trackio]' or 'fabric-train[mlflow]'. Default: csv tensorboard, and wandb
-    (Weights & Biases) too if --entity or --project is given.
+    (Weights & Biases) too with --entity, or with a --project other than its default.
     """
     entity: str | None = None
     """Team or user of Weights & Biases (wandb)."""
