@@ -16,7 +16,8 @@ from rich.table import Table
 from benchmarks.measure import ROOT, Command, Spread, interleave, run, spread
 from benchmarks.report import Report
 from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
-from fabric_train.tokenization.documents import BadRowError, read_chat
+from fabric_train.tokenization.chats.formats import read_chat
+from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from sample_data import real_data
 

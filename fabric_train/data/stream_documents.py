@@ -15,15 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import xxhash
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.documents import (
-    BadRowError,
-    Row,
-    is_blank,
-    read_chat,
-    supervised_turns,
-    text_of,
-    utf8_length,
-)
+from fabric_train.tokenization.chats.formats import read_chat
+from fabric_train.tokenization.documents import BadRowError, Row, text_of, utf8_length, why_left_out
 from fabric_train.tokenization.reading.hf_datasets import DatasetSource, StreamSource
 from fabric_train.tokenization.reading.listing import FilePart
 from fabric_train.tokenization.reading.sources import FileSource, Source
@@ -178,7 +171,7 @@ class StreamedSource:
             chat = read_chat(row, self.kind)
         except BadRowError as error:
             raise fault_of(str(error) if self.kind == "text" else f"{place()}: {error}") from None
-        if is_blank(chat) or not supervised_turns(chat, TRAIN_ON):
+        if why_left_out(chat, TRAIN_ON) is not None:
             return None
         num_bytes = sum(utf8_length(message["content"]) for message in chat.messages)
         content = {name: row[name] for name in self.columns if name in row}

@@ -10,12 +10,20 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from fabric_train.cli.errors import InputError
-from fabric_train.data.stream_documents import TRAIN_ON, Document, StreamedDocuments, StreamedSource, fault_of
+from fabric_train.data.stream_documents import (
+    TRAIN_ON,
+    WHOLE_FILES,
+    Document,
+    StreamedDocuments,
+    StreamedSource,
+    fault_of,
+)
 from fabric_train.data.token_dataset import IndexedRows, TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.files.regular_file import read_json
+from fabric_train.tokenization.chats.formats import columns, read_chat
 from fabric_train.tokenization.corpus import find_kind
-from fabric_train.tokenization.documents import BadRowError, EncodedDocument, columns, read_chat
+from fabric_train.tokenization.documents import BadRowError, EncodedDocument
 from fabric_train.tokenization.reading.sources import open_sources, split_names
 from fabric_train.tokenization.tokenizers import text_encoder
 from fabric_train.tokenization.tokenizers.parity_check import Reference, find_difference
@@ -26,6 +34,7 @@ if TYPE_CHECKING:
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
 _COMPARED_DOCUMENTS, _COMPARED_CHARACTERS = 8, 50_000
+_ROWS_LOOKED_AT = 20  # to see which of their columns are used
 _COUNTED_DOCUMENTS = 100  # at the start of a source, to estimate how many it has
 
 
@@ -178,17 +187,37 @@ def open_stream(
 
 
 def _open_template(documents: StreamedDocuments, tokenizer: CorpusTokenizer) -> ChatTemplateInUse | None:
-    kind = next((place.kind for place in documents.places if place.kind != "text"), None)
-    if kind is None:
+    chats = [place for place in documents.places if place.kind != "text"]
+    if not chats:
         return None
     with TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         try:
-            encoder = _chat_encoder(Path(folder), kind)
+            encoder = _chat_encoder(Path(folder), chats[0].kind)
         except InputError as error:
             of_tokenization = "--chat_template of tokenize_dataset.py"
             raise InputError(*(fault.replace("--chat_template", of_tokenization) for fault in error.faults)) from None
-    return ChatTemplateInUse(encoder.chat_template, encoder.end_of_turn_token_id, encoder.notes)
+    notes = [*encoder.notes, *filter(None, (_note_of_unused_columns(place, encoder) for place in chats))]
+    return ChatTemplateInUse(encoder.chat_template, encoder.end_of_turn_token_id, tuple(notes))
+
+
+def _note_of_unused_columns(place: StreamedSource, encoder: "ChatEncoder") -> str:
+    """Return which columns of a place's first rows nothing is made of; "" if there are none."""
+    unused: set[str] = set()
+    for part in islice(place.source.parts(WHOLE_FILES), 1):
+        reader = place.source.reader(part, place.columns)
+        rows = [row for _, row in islice(reader, _ROWS_LOOKED_AT) if not isinstance(row, BadRowError)]
+        unused |= reader.unread_columns
+        for row in rows:
+            try:
+                chat = read_chat(row, place.kind, calls_as_text=encoder.calls_as_text)
+            except BadRowError:  # which is reported when it is read
+                continue
+            for encoded in encoder.encode_all([chat]):
+                unused |= encoded.unused if isinstance(encoded, EncodedDocument) else set()
+    if not unused:
+        return ""
+    return f"{place.name}: columns not used (in its first rows): {', '.join(sorted(unused))}"
 
 
 def _open_documents(given: "DataArguments", places: list[str], downloads: Path) -> StreamedDocuments:

@@ -90,7 +90,7 @@ def _open_rows(place: str, name: str | None, isolates: bool) -> HeldOutRows:
 
 def _read_documents(name: str, place: str, text_column: str, downloads: Path) -> DocumentTexts:
     (source,) = open_sources([place], "--texts", False, downloads)
-    kind = find_kind(source, text_column, skips_bad_rows=True)  # reading it refuses a bad row
+    kind = find_kind(source, text_column, skips_bad_rows=True, prefers_text=True)  # reading it refuses a bad row
     if kind != "text":
         raise InputError(
             f"--texts {place}: its rows are chats or instructions, which are texts only with a template; tokenize them "

@@ -18,8 +18,10 @@ from fabric_train.files.regular_file import open_regular, open_to_write, parse_j
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.generate import GeneratedText, TextPrinter, generate
 from fabric_train.tokenization.chats.chat_encoder import own_template
-from fabric_train.tokenization.chats.chat_template import ChatTemplate
-from fabric_train.tokenization.documents import BadRowError, Chat, Message, read_chat
+from fabric_train.tokenization.chats.chat_template import ChatTemplate, Rendering
+from fabric_train.tokenization.chats.formats import read_chat
+from fabric_train.tokenization.chats.shown_messages import ShownMessages
+from fabric_train.tokenization.documents import BadRowError, Chat, Message
 
 _ADVICE = 'give a .txt file with a prompt on each line, or a .jsonl file with {"prompt": ...} or {"messages": ...}'
 _FIX = "give another --output, or remove it"
@@ -35,6 +37,7 @@ class Prompt:
     content: str | Chat
     place: str = "the prompt"
     line: int = 1
+    is_from_file: bool = False
 
     @property
     def is_chat(self) -> bool:
@@ -50,6 +53,8 @@ def chat_turn(text: str, system: str | None) -> Chat:
 def read_prompts(file: Path, *, chat: bool = False, system: str | None = None) -> list[Prompt]:
     """Read a file of prompts; empty lines are left out. An InputError has every line that is not valid.
 
+    A line on standard error names what nothing is made of: keys of the lines, and of their messages.
+
     Args:
         file: .txt with a prompt on each line; or .jsonl, where each line has a text ``prompt``, or ``messages`` (and
             ``tools``) of a chat that ends before the assistant's turn.
@@ -64,9 +69,11 @@ def read_prompts(file: Path, *, chat: bool = False, system: str | None = None) -
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}; {_ADVICE}") from None
     prompts, faults = [], []
+    unused: set[str] = set()
     for number, line in enumerate(lines, 1):
         try:
-            content = _read_line(line.decode("utf-8-sig" if number == 1 else "utf-8").strip(), file.suffix == ".jsonl")
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            content = _read_line(text, file.suffix == ".jsonl", unused)
         except UnicodeDecodeError as error:
             faults.append(f"{file}, line {number}: byte {error.start} is not UTF-8; save the file as UTF-8")
             continue
@@ -78,17 +85,22 @@ def read_prompts(file: Path, *, chat: bool = False, system: str | None = None) -
             if chat and isinstance(content, str):
                 content = chat_turn(content, system)
             elif chat and isinstance(content, Chat) and system is not None and content.messages[0]["role"] != "system":
-                content = Chat([{"role": "system", "content": system}, *content.messages], tools=content.tools)
-            prompts.append(Prompt(content, place, number))
+                content = content.with_messages([{"role": "system", "content": system}, *content.messages])
+            prompts.append(Prompt(content, place, number, is_from_file=True))
     if not prompts and not faults:
         faults.append(f"{file}: there is no prompt in it; {_ADVICE}")
     if faults:
         raise InputError(*faults)
+    if unused:
+        print(f"{file}: columns not used: {', '.join(sorted(unused))}", file=sys.stderr)
     return prompts
 
 
-def _read_line(line: str, is_json: bool) -> str | Chat:
-    """Return the content of a line, "" for an empty one; raise a ValueError if it is not valid."""
+def _read_line(line: str, is_json: bool, unused: set[str]) -> str | Chat:
+    """Return the content of a line, "" for an empty one; raise a ValueError if it is not valid.
+
+    The keys of which nothing is made are added to ``unused``.
+    """
     if not line or not is_json:
         return line
     row = parse_json(line, dict)
@@ -97,8 +109,10 @@ def _read_line(line: str, is_json: bool) -> str | Chat:
     if "prompt" in row:
         if not isinstance(row["prompt"], str) or not row["prompt"]:
             raise ValueError('"prompt" must be a text, not empty')
+        unused.update(row.keys() - {"prompt"})
         return row["prompt"]
     chat = read_chat(row, "messages")
+    unused.update(chat.unused)
     if not chat.messages or chat.messages[-1]["role"] in ("assistant", "system"):
         raise ValueError('"messages" must end with a turn of the user or of a tool, which the model answers')
     return chat
@@ -113,6 +127,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any, name: str, prompts_chats: bool) -> None:
         self._tokenizer = tokenizer
         self._template: ChatTemplate | None = None
+        self._shown: ShownMessages | None = None
         self.end_ids: tuple[int, ...] = ()
         if prompts_chats:
             self._template = own_template(tokenizer, f"give a model that has learned to chat instead of {name}")
@@ -121,17 +136,27 @@ class PromptEncoder:
                     f"{name} has no chat template: it is a base model, which continues texts; leave --chat, --system "
                     "and messages out, or give a model that has learned to chat"
                 )
+            self._shown = ShownMessages(self._template)
             if self._template.end_of_turn:
                 self.end_ids = (tokenizer.convert_tokens_to_ids(self._template.end_of_turn),)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the ids of a prompt: a text after one BOS, or a chat in the template's form."""
+        """Return the ids of a prompt: a text after one BOS, or a chat in the template's form.
+
+        InputError if the template refuses a chat, or leaves out a part of one that was read from a file.
+        """
         chat = prompt.content
         if isinstance(chat, str):
             return encode_text(self._tokenizer, chat)
         assert self._template is not None
+        assert self._shown is not None
+        messages = self._shown.messages(chat)
+        variables = chat.template_variables
         try:
-            text = self._template.render(chat.messages, chat.tools, generation_prompt=True)
+            text = self._template.render(messages, chat.tools, generation_prompt=True, variables=variables)
+            if prompt.is_from_file:
+                rendering = Rendering(messages, chat.tools, variables, text, generated=[], is_prompt=True)
+                self._shown.check(rendering, frozenset())
         except BadRowError as error:
             raise InputError(f"{prompt.place}: {error}") from None
         return list(self._tokenizer.encode(text, add_special_tokens=False))

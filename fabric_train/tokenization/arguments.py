@@ -20,6 +20,8 @@ from fabric_train.cli.argument_types import (
 from fabric_train.cli.output import redact
 
 DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion", "preference"]
+TEXT_COLUMN = "text"
+"""The column that is read as text unless another is chosen."""
 _LANGUAGES = r"[a-z]{2,3}(,[a-z]{2,3})*(:(0(\.[0-9]{1,6})?|1(\.0{1,6})?))?"
 _QUALITY_RULES = ("gopher", "c4", "fineweb")
 _PERSONAL_DATA = ("email", "phone", "iban", "dni", "ip")
@@ -135,7 +137,7 @@ class TokenizeArguments(CleaningArguments, CardArguments):
     """Content of a source's rows: text in --text_column, a chat, an instruction or a preference pair; auto looks at the
     first row.
     """
-    text_column: str = "text"
+    text_column: str = TEXT_COLUMN
     """Column with the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts, such as
     'moves: ' with a space.
     """

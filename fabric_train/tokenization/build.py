@@ -100,7 +100,11 @@ def write_token_dataset(
     if not of_slice:
         _check_not_empty(corpus.sources, encoded, len(corpus.train))
     collections = _collect(corpus, encoded, near)
-    sources = corpus.source_records(encoded.digests)
+    unused = _unused_columns(encoded)
+    sources = [
+        replace(source, unused_columns=tuple(sorted(unused[number])))
+        for number, source in enumerate(corpus.source_records(encoded.digests))
+    ]
     if of_slice:
         sources, collections = _with_own_files(sources, collections, encoded)
     encoded.records.clear()  # gigabytes of a large corpus; the collections have the needed parts
@@ -361,8 +365,19 @@ def notes_of(corpus: OpenedCorpus, encoded: EncodedSources) -> list[str]:
     notes = [encoded.encoder] if encoded.encoder != "gigatoken" else []
     for format_ in dict.fromkeys(corpus.formats):
         notes += format_.chat.notes if format_.chat is not None else ()
+    for number, names in sorted(_unused_columns(encoded).items()):
+        if names:
+            notes.append(f"{corpus.named[number][0]}: columns not used: {', '.join(sorted(names))}")
     bad = next((record.first_bad_row for record in encoded.records if record.first_bad_row), "")
     return [*dict.fromkeys(notes), *([f"the first bad row left out: {bad}"] if bad else [])]
+
+
+def _unused_columns(encoded: EncodedSources) -> dict[int, set[str]]:
+    """Return the columns of chats, and the keys of their messages, of which nothing was made, by number of source."""
+    unused: dict[int, set[str]] = defaultdict(set)
+    for record in encoded.records:
+        unused[record.shard.source].update(record.unused)
+    return unused
 
 
 def find_finished(arguments: TokenizeArguments) -> Manifest | None:

@@ -17,25 +17,22 @@ from fabric_train.cli.errors import InputError, raise_reached_limit
 from fabric_train.cli.output import redact
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder, hold_lock
 from fabric_train.files.regular_file import check_no_links_in
-from fabric_train.tokenization.arguments import TokenizeArguments
+from fabric_train.tokenization.arguments import TEXT_COLUMN, TokenizeArguments
 from fabric_train.tokenization.chats.chat_template import read_chosen_template
 from fabric_train.tokenization.chats.control_tokens import check_surrogates
-from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
-from fabric_train.tokenization.documents import (
-    BadRowError,
-    Chat,
-    Row,
+from fabric_train.tokenization.chats.formats import (
+    PREFERENCE,
     columns,
     detect_format,
-    missing_column,
-    name_in,
     read_chat,
-    text_of,
+    read_pair,
     unexpected_format,
 )
+from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
+from fabric_train.tokenization.documents import BadRowError, Chat, Row, missing_column, name_in, text_of
 from fabric_train.tokenization.manifest import SourceRecord
 from fabric_train.tokenization.packing.rows import Packing
-from fabric_train.tokenization.pairs import Pair, PairEncoder, read_pair
+from fabric_train.tokenization.pairs import Pair, PairEncoder
 from fabric_train.tokenization.reading.listing import sha256
 from fabric_train.tokenization.reading.sources import UNFINISHED_SUFFIX, Source, open_each, open_sources, split_names
 from fabric_train.tokenization.shards import SIZES, Shard, ShardSizes, split_into_shards
@@ -95,7 +92,10 @@ class SourceFormat:
 
     def read(self, row: Row | BadRowError) -> Chat | Pair:
         """Read a row with a chat or a pair; BadRowError if it has another format."""
-        return read_chat(row, self.kind) if self.pairs is None else read_pair(row)
+        assert self.chat is not None, "a text is no chat"
+        if self.pairs is not None:
+            return read_pair(row, calls_as_text=self.chat.calls_as_text)
+        return read_chat(row, self.kind, calls_as_text=self.chat.calls_as_text)
 
 
 @dataclass(frozen=True)
@@ -228,12 +228,21 @@ def _check_pairs(kinds: Sequence[str], arguments: TokenizeArguments) -> None:
         raise InputError(*faults)
 
 
-def find_kind(source: Source, text_column: str, skips_bad_rows: bool, with_pairs: bool = False) -> str:
-    """Return the data format of a source's first row: text if it has that column, else a format of chats.
+def find_kind(
+    source: Source,
+    text_column: str,
+    skips_bad_rows: bool,
+    with_pairs: bool = False,
+    *,
+    prefers_text: bool = False,
+) -> str:
+    """Return the data format of a source's first row: a format of chats if it has such columns, else text.
 
-    Columns of preference pairs only count ``with_pairs``; InputError if a row has no others.
+    Text in a column that the user has chosen comes before a chat, and so does any text with ``prefers_text``. Columns
+    of preference pairs only count ``with_pairs``; InputError if a row has no others.
     """
     looked_for = (text_column, *columns("auto"))
+    chooses_text = prefers_text or text_column != TEXT_COLUMN
     for part in source.parts(1 << 20):
         reader = source.reader(part, looked_for)
         for number, row in reader:
@@ -241,14 +250,17 @@ def find_kind(source: Source, text_column: str, skips_bad_rows: bool, with_pairs
                 if not skips_bad_rows:
                     raise row.fault()
                 continue
-            if name_in(text_column, row) in row:
+            has_text = name_in(text_column, row) in row
+            if has_text and chooses_text:
                 return "text"
             kind = detect_format(row)
-            if kind == "preference" and not with_pairs:
+            if kind == PREFERENCE and not with_pairs:
                 kind = detect_format({name: value for name, value in row.items() if name != "chosen"})
-                if kind is None:
+                if kind is None and not has_text:
                     place = reader.place(number)
                     raise InputError(f"{place}: a preference pair; make a token dataset with tokenize_dataset.py first")
+            if kind is None and has_text:
+                return "text"
             if kind is None:
                 no_text = str(missing_column(reader.place(number), text_column, row))
                 raise InputError(unexpected_format(row, "auto", f"{no_text}; and no chat or instruction"))
@@ -266,7 +278,7 @@ def open_formats(
         # slow to import, and texts do not need it
         from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
-        has_pairs = kind == "preference"
+        has_pairs = kind == PREFERENCE
         encoder = ChatEncoder(
             tokenizer_folder,
             kind,

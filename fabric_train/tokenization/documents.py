@@ -1,49 +1,22 @@
-"""Documents as they are read, encoded or left out: the text of a row, or a chat in one of four formats; bad rows."""
+"""Documents as they are read, encoded or left out: the text of a row, or a chat; bad rows."""
 
 import json
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.manifest import BAD_ROW
+from fabric_train.tokenization.manifest import BAD_ROW, EMPTY, EMPTY_ANSWER, NOTHING_SUPERVISED, UNDESIRABLE_ANSWER
 
 Row = Mapping[str, Any]
 Message = dict[str, Any]
 
-ROLES = ("system", "user", "assistant", "tool")
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
-# numbers for the chosen and the rejected answer
-RATINGS = (
-    ("score_chosen", "score_rejected"),
-    ("chosen_score", "rejected_score"),
-    ("chosen_rating", "rejected_rating"),
-    ("chosen-rating", "rejected-rating"),
-)
-_FORMATS = {
-    "messages": 'messages [{"role": "user", "content": "..."}, ...]',
-    "conversations": 'conversations [{"from": "human", "value": "..."}, ...]',
-    "alpaca": "instruction, input (may be absent), output",
-    "prompt_completion": "prompt, completion (both text, or both lists of messages)",
-    "preference": "chosen, rejected (messages, whole or after prompt; or texts after prompt)",
-}
-_COLUMNS = {
-    "messages": ("messages", "tools"),
-    "conversations": ("conversations",),
-    "alpaca": ("instruction", "input", "output"),
-    "prompt_completion": ("prompt", "completion", "tools"),
-    "preference": (
-        *("chosen", "rejected", "prompt", "conversations", "system", "question", "instruction", "input", "tools"),
-        *(name for names in RATINGS for name in names),
-    ),
-}
-# columns that rows of other formats may have with something else in them
-_ONLY_OF_PAIRS = frozenset(_COLUMNS["preference"]).difference(
-    *(_COLUMNS[name] for name in _COLUMNS if name != "preference")
-)
+TRAINED = "trained"
+"""The key of a message that is False if its turn is not supervised; chat templates do not get it."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message with the thoughts before an answer; chat templates know them by one of these names."""
 _LONGEST_EXCERPT = 200
 TOO_DEEP = "its objects are nested too deeply; leave the row out"
 
@@ -65,6 +38,7 @@ class EncodedDocument:
     num_tokens_cut: int = 0  # tokens of the turns that were removed because they did not fit into a row
     turn_ends: frozenset[int] = frozenset()  # the ids of the control tokens with which supervised turns of a chat end
     pair: np.ndarray | None = None  # PAIR [1] of a preference pair: one sequence after the other
+    unused: frozenset[str] = frozenset()  # columns of the row, and keys of its messages, of which nothing was made
 
 
 @dataclass(frozen=True)
@@ -111,17 +85,19 @@ def check_not_repeated(place: str, columns: Sequence[str], names: Sequence[str])
             raise InputError(f"{place}: {count} columns are called {name!r}; rename all but one of them")
 
 
-def check_text_columns(place: str, schema: Any, columns: list[str]) -> None:
-    """Raise an InputError if a column of a pyarrow schema holds neither text nor nested values."""
+def check_text_column(place: str, schema: Any, column: str) -> None:
+    """Raise an InputError if a column of a pyarrow schema, if it is there, holds neither text nor nested values."""
     from pyarrow import types
 
-    for name in columns:
-        kind = schema.field(name).type
-        if types.is_dictionary(kind):
-            kind = kind.value_type
-        is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-        if not (is_text or types.is_nested(kind) or types.is_null(kind) or name in _ONLY_OF_PAIRS):
-            raise InputError(f"{place}: {_not_text(name, kind)}")
+    name = name_in(column, schema.names)
+    if name not in schema.names:
+        return
+    kind = schema.field(name).type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    if not (is_text or types.is_nested(kind) or types.is_null(kind)):
+        raise InputError(f"{place}: {_not_text(name, kind)}")
 
 
 def text_of(row: "Row | BadRowError", column: str, place: Callable[[], str]) -> tuple[str, bytes]:
@@ -169,9 +145,18 @@ def missing_column(place: str, column: str, columns: Any) -> InputError:
 class Chat:
     """A conversation in the form that chat templates take."""
 
-    messages: list[Message]  # ``role`` is one of ROLES, ``content`` is text; other keys are kept as given
-    num_given: int = 0  # messages at the start that are a prompt, in which no turn of the assistant is supervised
-    tools: list[Any] | None = None  # JSON schemas of the tools that may be called
+    messages: list[Message]
+    """``role`` is system, user, assistant or tool, ``content`` is text; other keys are as given, except ``TRAINED``."""
+    num_given: int = 0
+    """The messages at the start that are a prompt, in which no turn of the assistant is supervised."""
+    tools: list[Any] | None = None
+    """JSON schemas of the tools that may be called."""
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template gets besides messages and tools, by name."""
+    is_undesirable: bool = False
+    """Whether the answer is one to avoid (of rows for KTO)."""
+    unused: frozenset[str] = frozenset()
+    """The columns of the row, and keys of its turns, of which nothing was made."""
 
     @property
     def conversations(self) -> "tuple[Chat, ...]":
@@ -186,169 +171,51 @@ class Chat:
         return replace(self, messages=messages)
 
 
-def detect_format(record: Mapping[str, Any]) -> str | None:
-    """Return the data format of a row by its columns; None if it is no chat, instruction or preference pair."""
-    if all(isinstance(record.get(name), str | list | Mapping) for name in ("chosen", "rejected")):
-        return "preference"
-    for data_format in ("messages", "conversations"):
-        if isinstance(record.get(data_format), list):
-            return data_format
-    if record.get("instruction") is not None and record.get("output") is not None:
-        return "alpaca"
-    if record.get("prompt") is not None and record.get("completion") is not None:
-        return "prompt_completion"
-    return None
-
-
-def columns(data_format: str) -> tuple[str, ...]:
-    """Return the columns that ``data_format`` (auto: any format) is read from; a row may lack some."""
-    if data_format == "auto":
-        return tuple(dict.fromkeys(name for names in _COLUMNS.values() for name in names))
-    return _COLUMNS[data_format]
-
-
-def read_chat(record: Mapping[str, Any] | BadRowError, data_format: str) -> Chat:
-    """Read a row.
-
-    An instruction and its input, with an empty line between them, become the user's turn, and the output becomes the
-    assistant's. A prompt and a completion that are texts become two turns as well. BadRowError if the row has another
-    format; the message shows the row.
-    """
-    if isinstance(record, BadRowError):
-        raise record
-    found = detect_format(record) if data_format == "auto" else data_format
-    with bad_rows_explained(record, data_format):
-        if found == "messages":
-            return Chat(_messages(record["messages"]), tools=read_tools(record))
-        if found == "conversations":
-            return Chat([read_message(openai_turn(turn)) for turn in list_of_turns(record[found])])
-        if found == "alpaca":
-            return _exchange(read_instruction(record), record["output"])
-        if found == "prompt_completion":
-            return _prompt_and_completion(record)
-        if found == "preference":
-            raise TypeError("a preference pair, where a chat is expected")
-    raise BadRowError(unexpected_format(record, data_format, "no columns of a chat or an instruction"))
-
-
-@contextmanager
-def bad_rows_explained(record: Mapping[str, Any], data_format: str) -> Iterator[None]:
-    """Turn an error from a row of another format into a BadRowError that shows the row and the formats."""
-    try:
-        yield
-    except BadRowError:
-        raise
-    except KeyError as error:
-        raise BadRowError(unexpected_format(record, data_format, f"{error} is missing")) from None
-    except (TypeError, ValueError) as error:
-        raise BadRowError(unexpected_format(record, data_format, str(error))) from None
-    except RecursionError:
-        raise BadRowError(TOO_DEEP) from None
-
-
 def is_blank(chat: Chat) -> bool:
-    """Return whether a conversation has neither text nor tool calls."""
-    return not any(message["content"].strip() or message.get("tool_calls") for message in chat.messages)
+    """Return whether nobody says, thinks or calls anything in a conversation."""
+    return not any(says_something(message) for message in chat.messages)
+
+
+def says_something(message: Message) -> bool:
+    """Return whether a message has text, thoughts or tool calls."""
+    if message["content"].strip() or message.get("tool_calls"):
+        return True
+    return any(message.get(key) for key in REASONING)
 
 
 def supervised_turns(chat: Chat, train_on: str) -> frozenset[int]:
     """Return the indices of the messages that are supervised with ``--train_on``."""
-    if train_on == "all":
-        return frozenset(range(len(chat.messages)))
-    roles = [message["role"] for message in chat.messages]
-    spoken = [index for index, role in enumerate(roles) if role == "assistant" and index >= chat.num_given]
-    return frozenset(spoken[-1:] if train_on == "last" else spoken)
+    turns: set[int] = set()
+    for index, message in enumerate(chat.messages):
+        is_answer = message["role"] == "assistant" and index >= chat.num_given
+        if is_answer or train_on == "all":
+            turns.add(index)
+    if train_on == "last":
+        turns = set(sorted(turns)[-1:])
+    # what is not the assistant's has no marks in a rendering, and --train_on all supervises it
+    return frozenset(
+        index
+        for index in turns
+        if chat.messages[index].get(TRAINED) is not False or chat.messages[index]["role"] != "assistant"
+    )
+
+
+def why_left_out(chat: Chat, train_on: str) -> str | None:
+    """Return the ledger's reason if there is nothing to learn in a chat; None if there is."""
+    if is_blank(chat):
+        return EMPTY
+    if chat.is_undesirable:
+        return UNDESIRABLE_ANSWER
+    turns = supervised_turns(chat, train_on)
+    if not turns:
+        return NOTHING_SUPERVISED
+    answers = [chat.messages[turn] for turn in turns if chat.messages[turn]["role"] == "assistant"]
+    if not all(says_something(answer) for answer in answers):
+        return EMPTY_ANSWER
+    return None
 
 
 def excerpt(value: Any) -> str:
     """Return ``value`` as JSON on one line, shortened."""
     text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
     return text if len(text) <= _LONGEST_EXCERPT else f"{text[:_LONGEST_EXCERPT]}…"
-
-
-def unexpected_format(record: Mapping[str, Any], data_format: str, reason: str) -> str:
-    """Return the message for a row: the reason, the formats that ``data_format`` accepts, and the row."""
-    accepted = "; ".join(_FORMATS.values()) if data_format == "auto" else _FORMATS[data_format]
-    return f"{reason}; accepted: {accepted}; the row: {excerpt(dict(record))}"
-
-
-def _prompt_and_completion(record: Mapping[str, Any]) -> Chat:
-    prompt, completion = record["prompt"], record["completion"]
-    if isinstance(prompt, str):
-        return _exchange(prompt, completion)
-    given = _messages(prompt)
-    return Chat(given + _messages(completion), num_given=len(given), tools=read_tools(record))
-
-
-def _exchange(question: str, answer: Any) -> Chat:
-    if not isinstance(answer, str):
-        raise TypeError("the completion of a text must be text")
-    return Chat(_messages([{"role": "user", "content": question}, {"role": "assistant", "content": answer}]))
-
-
-def read_instruction(record: Mapping[str, Any]) -> str:
-    """Return an instruction and its input as one text; TypeError if they are not text."""
-    instruction, more = record["instruction"], record.get("input")
-    if not isinstance(instruction, str) or not isinstance(more, str | None):
-        raise TypeError("instruction and input must be text")
-    return f"{instruction}\n\n{more}" if more else instruction
-
-
-def _messages(turns: Any) -> list[Message]:
-    return [read_message(turn) for turn in list_of_turns(turns)]
-
-
-def list_of_turns(turns: Any) -> list[Mapping[str, Any]]:
-    """Return a conversation as it is; TypeError if it is not a list of objects."""
-    if not (isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns)):
-        raise TypeError("a conversation must be a list of objects")
-    return turns
-
-
-def openai_turn(turn: Mapping[str, Any]) -> Message:
-    """Return a turn of ShareGPT as a message; ValueError if nobody known says it."""
-    if turn["from"] not in _SHAREGPT_ROLES:
-        raise ValueError(f"from {excerpt(turn['from'])} is not one of {', '.join(_SHAREGPT_ROLES)}")
-    return {"role": _SHAREGPT_ROLES[turn["from"]], "content": turn["value"]}
-
-
-def read_message(turn: Mapping[str, Any]) -> Message:
-    """Return a message with its content as one text and without null entries, which tables add."""
-    message = {key: value for key, value in turn.items() if value is not None}
-    if message["role"] not in ROLES:
-        raise ValueError(f"role {excerpt(message['role'])} is not one of {', '.join(ROLES)}")
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
-        message.setdefault("content", "")
-    else:
-        message.pop("tool_calls", None)
-    message["content"] = _content(message["content"])
-    return message
-
-
-def _content(content: Any) -> str:
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part["type"] == "text" for part in content):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise TypeError("content must be text or a list of parts of type text")
-    return content
-
-
-def _tool_call(call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, not as JSON text: templates expect an object."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
-        raise TypeError('a tool call must have {"function": {"name": ...}}')
-    function = {key: value for key, value in function.items() if value is not None}
-    if isinstance(function.get("arguments"), str):
-        function["arguments"] = json.loads(function["arguments"])
-    return {key: value for key, value in call.items() if value is not None} | {"function": function}
-
-
-def read_tools(record: Mapping[str, Any]) -> list[Any] | None:
-    """Return the JSON schemas of the tools of a row, which may be JSON text; None if it has none."""
-    tools = record.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise TypeError("tools must be a list of JSON schemas")
-    return tools or None

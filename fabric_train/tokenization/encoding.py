@@ -189,11 +189,7 @@ def _check_files(corpus: OpenedCorpus, encoded: EncodedSources) -> None:
 def _usable_record(job: EncodingJob, shard: Shard) -> ShardRecord | None:
     """Return the record of a finished shard; None if it skipped bad rows and this run must report them."""
     record = read_record(job.folder, shard)
-    must_report = (
-        record is not None
-        and not job.corpus.arguments.skips_bad_rows
-        and not manifest.BAD_ROWS.isdisjoint(record.reasons)
-    )
+    must_report = record is not None and bool(record.first_bad_row) and not job.corpus.arguments.skips_bad_rows
     return None if must_report else record
 
 
@@ -332,7 +328,9 @@ def _encode_chats(corpus: OpenedCorpus, format_: SourceFormat, reader: PartReade
             writer.write(document, encoded.input_ids, encoded.supervised, reader.position, encoded.pair)
             writer.sign(signature)
             writer.turn_ends |= encoded.turn_ends
+            writer.unused |= encoded.unused
             num_documents += 1
+    writer.unused |= reader.unread_columns
     return num_documents
 
 

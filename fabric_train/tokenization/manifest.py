@@ -28,6 +28,7 @@ TOO_LONG = "too_long"
 NOTHING_SUPERVISED = "nothing_supervised"
 EMPTY_ANSWER = "empty_answer"
 EQUAL_ANSWERS = "equal_answers"
+UNDESIRABLE_ANSWER = "undesirable_answer"
 BAD_ROWS = frozenset([BAD_ROW, EMPTY_ANSWER, EQUAL_ANSWERS])  # what --on_bad_rows fail refuses
 
 _TOLERATED_CUT = 0.05  # of all tokens
@@ -64,6 +65,7 @@ class SourceRecord:
     place: str | None = None
     folder: str | None = None  # the folder to which the paths of `files` are relative; None for URLs and datasets
     documents_skipped: dict[str, int] | None = None  # documents read and not kept, by reason; None from older versions
+    unused_columns: tuple[str, ...] = ()  # of its chats: columns, and keys of their messages, of which nothing was made
 
     @property
     def given(self) -> str:

@@ -3,33 +3,41 @@
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fabric_train.tokenization.chats.columns import RowColumns, read_history, read_instruction, read_system
+from fabric_train.tokenization.chats.turns import TurnReader, list_of_turns
 from fabric_train.tokenization.documents import (
     PAIR,
-    RATINGS,
     BadRowError,
     Chat,
     EncodedDocument,
     LeftOut,
     Message,
-    bad_rows_explained,
     excerpt,
-    list_of_turns,
-    openai_turn,
-    read_instruction,
-    read_message,
-    read_tools,
+    says_something,
 )
 from fabric_train.tokenization.manifest import EMPTY_ANSWER, EQUAL_ANSWERS, TOO_LONG
 
 if TYPE_CHECKING:
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
+RATINGS = (
+    ("score_chosen", "score_rejected"),
+    ("chosen_score", "rejected_score"),
+    ("chosen_rating", "rejected_rating"),
+    ("chosen-rating", "rejected-rating"),
+)
+"""Columns with numbers for the chosen and the rejected answer."""
+PAIR_COLUMNS = (
+    *("chosen", "rejected", "prompt", "conversations", "question", "instruction", "input", "history"),
+    *(name for names in RATINGS for name in names),
+)
+"""Every column that a row with a preference pair may use, besides those of every format."""
 _LARGEST_RATING = 1e12  # the sum of a ledger stays finite
 _PAIRS_AT_ONCE = 500  # that are read ahead
 SAME_ANSWERS = "the chosen and the rejected answer are the same"
@@ -44,18 +52,28 @@ class Pair:
     chosen: list[Message]
     rejected: list[Message]
     tools: list[Any] | None = None
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # see Chat, as for ``unused``
     rating_margin: float = math.nan  # rating of the chosen answer minus the rejected one's
+    unused: frozenset[str] = frozenset()
 
     @property
     def conversations(self) -> tuple[Chat, ...]:
         """The conversation with the chosen answer, and that with the rejected one."""
-        answers = (self.chosen, self.rejected)
-        return tuple(Chat(self.prompt + answer, len(self.prompt), self.tools) for answer in answers)
+        return (self._chat(self.chosen), self._chat(self.rejected))
 
     @property
     def joined(self) -> Chat:
         """The prompt and both answers, each once, as one conversation."""
-        return Chat(self.prompt + self.chosen + self.rejected, len(self.prompt), self.tools)
+        return self._chat(self.chosen + self.rejected)
+
+    def _chat(self, answer: list[Message]) -> Chat:
+        return Chat(
+            self.prompt + answer,
+            num_given=len(self.prompt),
+            tools=self.tools,
+            template_variables=self.template_variables,
+            unused=self.unused,
+        )
 
     def with_messages(self, messages: list[Message]) -> "Pair":
         """Return the pair with as many other messages in place of ``joined``'s."""
@@ -64,79 +82,88 @@ class Pair:
         return replace(self, prompt=messages[:first], chosen=messages[first:second], rejected=messages[second:])
 
 
-def read_pair(record: Mapping[str, Any] | BadRowError) -> Pair:
+def pair_of(columns: RowColumns, turns: TurnReader) -> Pair:
     """Read a row with a preference pair; BadRowError if it has none, or an answer is empty or the same as the other.
 
     ``chosen`` and ``rejected`` are whole conversations that begin alike, or answers to a prompt: to ``prompt`` (text or
     messages), ``conversations``, ``question``, or ``instruction`` and ``input``. A text beside whole conversations only
     repeats a turn of the user.
     """
-    if isinstance(record, BadRowError):
-        raise record
-    with bad_rows_explained(record, "preference"):
-        chosen, rejected = _turns(record["chosen"]), _turns(record["rejected"])
-        given = _prompt_of(record, chosen, rejected)
-        chosen, rejected = given + chosen, given + rejected
-        if not all(turns and turns[-1]["role"] == "assistant" for turns in (chosen, rejected)):
-            raise ValueError("chosen and rejected must end with the assistant's answer")
-        most = min(len(chosen), len(rejected)) - 1  # each keeps an answer
-        alike = [one == other for one, other in zip(chosen[:most], rejected, strict=False)]
-        num_common = [*alike, False].index(False)
-        if not chosen[num_common]["role"] == rejected[num_common]["role"] == "assistant":
-            raise ValueError("chosen and rejected differ in the prompt, before the assistant's answer")
-        if not num_common:
-            raise ValueError("chosen and rejected are answers without a prompt")
-        for name, turns in (("chosen", chosen), ("rejected", rejected)):
-            if not turns[-1]["content"].strip() and not turns[-1].get("tool_calls"):
-                raise BadRowError(f"the {name} answer is empty; the row: {excerpt(dict(record))}", EMPTY_ANSWER)
-        if chosen == rejected:
-            raise BadRowError(f"{SAME_ANSWERS}; the row: {excerpt(dict(record))}", EQUAL_ANSWERS)
-        pair = (chosen[:num_common], chosen[num_common:], rejected[num_common:])
-        return Pair(*pair, tools=read_tools(record), rating_margin=_rating_margin(record))
+    chosen = _answer(columns["chosen"], turns)
+    rejected = _answer(columns["rejected"], turns)
+    given = _prompt_of(columns, chosen, rejected, turns)
+    chosen, rejected = given + chosen, given + rejected
+    if not all(messages and messages[-1]["role"] == "assistant" for messages in (chosen, rejected)):
+        raise ValueError("chosen and rejected must end with the assistant's answer")
+    most = min(len(chosen), len(rejected)) - 1  # each keeps an answer
+    alike = [message == other for message, other in zip(chosen[:most], rejected, strict=False)]
+    num_common = [*alike, False].index(False)
+    if not chosen[num_common]["role"] == rejected[num_common]["role"] == "assistant":
+        raise ValueError("chosen and rejected differ in the prompt, before the assistant's answer")
+    if not num_common:
+        raise ValueError("chosen and rejected are answers without a prompt")
+    for name, messages in (("chosen", chosen), ("rejected", rejected)):
+        if not says_something(messages[-1]):
+            raise BadRowError(f"the {name} answer is empty; the row: {excerpt(dict(columns.row))}", EMPTY_ANSWER)
+    if chosen == rejected:
+        raise BadRowError(f"{SAME_ANSWERS}; the row: {excerpt(dict(columns.row))}", EQUAL_ANSWERS)
+    return Pair(
+        prompt=chosen[:num_common],
+        chosen=chosen[num_common:],
+        rejected=rejected[num_common:],
+        rating_margin=_rating_margin(columns),
+    )
 
 
-def _turns(value: Any) -> list[Message]:
-    """Return the messages of an answer or a conversation: a text, a turn, or a list of turns, in either notation."""
+def _answer(value: Any, turns: TurnReader) -> list[Message]:
+    """Return the messages of an answer or a conversation: a text, a turn, or a list of turns."""
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
-    turns = [value] if isinstance(value, Mapping) else list_of_turns(value)
-    return [read_message(openai_turn(turn) if turn.get("from") is not None else turn) for turn in turns]
+    return turns.read([value] if isinstance(value, Mapping) else list_of_turns(value))
 
 
-def _prompt_of(record: Mapping[str, Any], chosen: list[Message], rejected: list[Message]) -> list[Message]:
+def _prompt_of(columns: RowColumns, chosen: list[Message], rejected: list[Message], turns: TurnReader) -> list[Message]:
     """Return the messages that come before ``chosen`` and ``rejected``, which may have the prompt in them."""
-    prompt = record["conversations"] if record.get("conversations") else record.get("prompt")
-    is_whole = all(turns[:1] and turns[0]["role"] in ("system", "user") for turns in (chosen, rejected))
+    conversation = columns.get("conversations")
+    prompt = conversation if conversation else columns.get("prompt")
+    is_whole = all(messages[:1] and messages[0]["role"] in ("system", "user") for messages in (chosen, rejected))
     given: list[Message] = []
     if prompt is not None and not isinstance(prompt, str):
-        given = _turns(prompt)
+        given = _answer(prompt, turns)
         if given and chosen[: len(given)] == rejected[: len(given)] == given:
             given = []
     elif not is_whole:
-        text = prompt or record.get("question") or (read_instruction(record) if record.get("instruction") else "")
-        if text:
-            given = [read_message({"role": "user", "content": text})]
-        elif isinstance(record["chosen"], str):
+        text = prompt or columns.get("question")
+        if not text and columns.get("instruction"):
+            text = read_instruction(columns)
+        if text and isinstance(text, str):
+            given = [*read_history(columns, turns), {"role": "user", "content": text}]
+        elif text:
+            raise TypeError("question must be text")
+        elif isinstance(columns["chosen"], str):
             raise TypeError("chosen and rejected are texts without a prompt; write the prompt into a column prompt")
     elif prompt and prompt.strip() not in [turn["content"].strip() for turn in chosen if turn["role"] == "user"]:
         raise ValueError("the prompt is none of the user's turns of chosen, which has a prompt of its own")
-    system = record.get("system")
-    if system is None or system == "":
+    system = read_system(columns)
+    if system is None:
         return given
-    first = read_message({"role": "system", "content": system})
-    own = (given + chosen)[:1] + (given + rejected)[:1]
-    if all(turn == first for turn in own):
+    first_messages = (given + chosen)[:1] + (given + rejected)[:1]
+    if all(message == system for message in first_messages):
         return given
-    if any(turn["role"] == "system" for turn in own):
+    if any(message["role"] == "system" for message in first_messages):
         raise ValueError("the column system has another text than the system message")
-    return [first, *given]
+    return [system, *given]
 
 
-def _rating_margin(record: Mapping[str, Any]) -> float:
+def _rating_margin(columns: RowColumns) -> float:
     """Return by how much the chosen answer is rated higher than the rejected one; NaN if there are no such numbers."""
     for names in RATINGS:
-        ratings = [record.get(name) for name in names]
-        numbers = [float(one) for one in ratings if isinstance(one, int | float) and abs(one) < _LARGEST_RATING]
+        if names[0] not in columns or names[1] not in columns:
+            continue
+        ratings = [columns[name] for name in names]
+        numbers = [
+            float(rating) for rating in ratings if isinstance(rating, int | float) and abs(rating) < _LARGEST_RATING
+        ]
         if len(numbers) == len(names):
             return numbers[0] - numbers[1]
     return math.nan
@@ -213,6 +240,7 @@ def _joined(pair: Pair, chosen: EncodedDocument, rejected: EncodedDocument) -> E
         num_characters=chosen.num_characters + rejected.num_characters,
         num_bytes=chosen.num_bytes + rejected.num_bytes,
         turn_ends=chosen.turn_ends | rejected.turn_ends,
+        unused=chosen.unused | rejected.unused,
         pair=np.array([(len(chosen.input_ids), *counts, is_prefix, pair.rating_margin)], dtype=PAIR),
     )
 

@@ -34,7 +34,7 @@ from fabric_train.tokenization.documents import PAIR, BadRowError, LeftOut
 from fabric_train.tokenization.reading.listing import SHA256_BYTES, FilePart
 from fabric_train.tokenization.reading.sources import Source
 
-FORMAT = 7  # of a shard's files
+FORMAT = 8  # of a shard's files
 _MAX_SHARD_BYTES, _TARGET_NUM_SHARDS = 32 << 20, 64
 _MAX_NUM_SHARDS = 8192  # above 256 GiB shards get larger: the file system of a cluster is slow with many files
 
@@ -191,6 +191,7 @@ class ShardRecord:
     masks: Path | None
     first_bad_row: str  # the fault of the first bad row; empty if there is none
     turn_ends: np.ndarray  # int32 [any number], the control tokens with which supervised turns of its chats end
+    unused: tuple[str, ...]  # columns of its chats, and keys of their messages, of which nothing was made
 
     @property
     def num_tokens(self) -> int:
@@ -218,6 +219,7 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
             tokens=folder / f"{shard.key}.tokens",
             masks=masks if masks.exists() else None,
             first_bad_row=str(stored["first_bad_row"]),
+            unused=tuple(stored["unused"].tolist()),
         )
 
 
@@ -226,7 +228,7 @@ def remove_outdated_shards(folder: Path) -> int:
     outdated = []
     for file in folder.glob("*.npz"):
         with np.load(file, allow_pickle=False) as stored:
-            if "pairs" not in stored.files or stored["parts"].dtype != PART:
+            if "unused" not in stored.files or stored["parts"].dtype != PART:
                 outdated.append(file)
     for file in outdated:
         for suffix in (".tokens", ".masks", ".signatures", ".npz"):
@@ -264,6 +266,7 @@ class ShardWriter:
         self._num_read = 0
         self._first_bad_row = ""
         self.turn_ends: set[int] = set()
+        self.unused: set[str] = set()
         self._folder, self._shard, self._show_done = folder, shard, show
         self._hashed, self._skips_bad_rows = hashed, skips_bad_rows
         self._tokens = (folder / f"{shard.key}.tokens").open("wb")
@@ -383,6 +386,7 @@ class ShardWriter:
                 num_read=self._num_read,
                 first_bad_row=self._first_bad_row,
                 turn_ends=np.array(sorted(self.turn_ends), dtype=np.int32),
+                unused=np.array(sorted(self.unused), dtype=str),
             )
         partial_file.rename(self._folder / f"{self._shard.key}.npz")
 

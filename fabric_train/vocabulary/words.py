@@ -89,7 +89,7 @@ def read_texts(given: Sequence[str], text_column: str, max_bytes: str, seed: int
 
 def _read(name: str, place: str, text_column: str, most: int, seed: int, downloads: Path) -> LanguageTexts:
     (source,) = open_sources([place], "--texts", False, downloads)
-    kind = find_kind(source, text_column, skips_bad_rows=True)
+    kind = find_kind(source, text_column, skips_bad_rows=True, prefers_text=True)
     if kind != "text":
         raise InputError(f"--texts {place}: its rows are chats or instructions; give documents with plain text")
     documents: list[str] = []

@@ -25,7 +25,7 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def assistant(text: str) -> dict[str, str]:
+def assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
@@ -125,8 +125,23 @@ def test_chats_that_cannot_be_used_are_refused_with_their_place(
     lines = [json.dumps({"messages": [user("Hi"), assistant("Hello")]})] * 2
     bad.write_text("\n".join([*lines, json.dumps({"messages": [{"role": "bot", "content": "Hi"}]})]))
     fault = fault_of(bad, chatml_dir)
-    assert fault.startswith(f'{bad}, line 3: role "bot" is not one of system, user, assistant, tool; ')
+    assert fault.startswith(f'{bad}, line 3: role "bot" of turn 1 is not one of system, user, ')
     assert fault.endswith("; fix it, or leave such rows out with tokenize_dataset.py --on_bad_rows skip")
     tools = {"messages": [user("Hi"), assistant("Hello")], "tools": [{"type": "function"}]}
     bad.write_text("\n".join([*lines, json.dumps(tools)]))  # found when it is encoded, not when it is read
     assert fault_of(bad, chatml_dir).startswith(f"{bad}, line 3: the chat template leaves out its tools; ")
+
+
+def test_columns_of_which_nothing_is_made_are_named_at_the_start(tmp_path: Path, chatml_dir: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    rows = [
+        {"system": "Be brief.", "conversations": [user("Hi"), {**assistant("Hello"), "weight": 0}], "id": 1},
+        {"system": "Be brief.", "conversations": [user("Hi"), {**assistant("Hello"), "model": "x"}], "id": 1},
+        {"conversations": [user("Hi"), assistant("")], "topic": "greetings"},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stream = stream_of([file], chatml_dir, tmp_path, max_length=48)
+    assert stream.chat_template is not None
+    named = f"{file}: columns not used (in its first rows): id, model of the assistant's turns"
+    assert named in stream.chat_template.notes
+    assert len(list(stream.documents.read(0))) == 1  # neither the masked answer nor the empty one

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from fabric_train.cli.errors import InputError
 from fabric_train.inference.arguments import GenerateArguments
@@ -124,3 +125,21 @@ def test_text_lines_become_turns_of_a_chat_with_a_system_turn(tmp_path: Path, ru
     ]
     with pytest.raises(InputError, match=r"prompts.txt, line 3 has \d+ tokens, which with --num_tokens 250 exceed"):
         encode_prompts(encoder, prompts, limits_of(model), 250)
+
+
+def test_a_chat_in_a_file_of_prompts_loses_nothing_without_a_word(
+    tmp_path: Path, chatml_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    turns = [{"from": "human", "value": "Hi", "id": 3}]
+    rows = [{"messages": turns, "system": "Be kind.", "topic": "x"}, {"prompt": "Once", "title": "A tale"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = read_prompts(file)
+    assert "columns not used: title, topic" in capsys.readouterr().err
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(chatml_dir)
+    encoder = PromptEncoder(tokenizer, "tiny", prompts_chats=True)
+    assert "Be kind." in tokenizer.decode(encoder.encode(prompts[0]))
+    lost = {"role": "assistant", "content": "Ho", "reasoning": "They greet."}
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}, lost, *turns]}) + "\n")
+    with pytest.raises(InputError, match="line 1: the chat template leaves out the thoughts"):
+        encoder.encode(read_prompts(file)[0])

@@ -243,6 +243,36 @@ def test_a_copy_without_a_subset_is_what_the_name_on_the_hub_is(copy: Path, tmp_
     assert len(texts_of(str(copy), tmp_path)) == 4 * len(texts(""))
 
 
+@pytest.mark.parametrize(
+    ("splits", "read"),
+    [
+        (("train", "test", "train_gen"), ("train",)),
+        (("train_sft", "test_sft", "train_gen", "test_gen"), ("train_sft",)),
+        (("train_prefs", "train_sft", "test_prefs"), ("train_prefs", "train_sft")),
+        (("corpus", "validation"), ("corpus",)),
+        (("test", "dev"), ("test", "dev")),
+    ],
+)
+@pytest.mark.parametrize("kind", ["README", "names of files", "saved"])
+def test_only_splits_to_train_on_are_read_by_default(
+    kind: str, splits: tuple[str, ...], read: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = tmp_path / "dataset"
+    if kind == "saved":
+        rows = {split: datasets.Dataset.from_dict({"text": texts(split)}) for split in splits}
+        datasets.DatasetDict(rows).save_to_disk(folder)
+    else:
+        (folder / "data").mkdir(parents=True)
+        for split in splits:
+            (folder / "data" / f"{split}-00000-of-00001.jsonl").write_bytes(lines(split))
+    if kind == "README":
+        files = [f"  - {{split: {split}, path: data/{split}-*}}\n" for split in splits]
+        readme = f"---\nconfigs:\n- config_name: default\n  data_files:\n{''.join(files)}---\n"
+        (folder / "README.md").write_text(readme)
+    expected = [text for split in read for text in texts(split)]
+    assert sorted(texts_of(str(folder), tmp_path)) == sorted(expected)
+
+
 @pytest.mark.parametrize("path", ["../secret.jsonl", "/etc/hostname", "nothing.jsonl", "["])
 def test_a_readme_that_names_other_files_is_refused(copy: Path, tmp_path: Path, path: str) -> None:
     shutil.copy(copy / "es" / "all.jsonl", tmp_path / "secret.jsonl")

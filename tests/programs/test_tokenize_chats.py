@@ -319,3 +319,38 @@ def test_a_merged_dataset_knows_the_ends_of_all_turns(tmp_path: Path, tokenizer_
     assert manifest_of(folders[1]).tokenizer.stop_token_ids == (2,)
     manifest, _ = merge([*reversed(folders)], tmp_path / "merged")
     assert manifest.tokenizer.turn_end_token_ids == manifest_of(folders[0]).tokenizer.turn_end_token_ids == (2,)
+
+
+def test_what_is_left_out_of_chats_is_counted_and_what_is_not_used_is_named(
+    tmp_path: Path, tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"instruction": QUESTIONS[0], "output": "Yes.", "text": "Below is an instruction.", "id": 7},
+        {"instruction": QUESTIONS[1], "output": " ", "source": "a row that is left out"},
+        {"instruction": QUESTIONS[2], "output": "No.", "label": False},
+        {"instruction": QUESTIONS[3], "output": "Well.", "text": "Below", "topic": "sums"},
+    ]
+    split = run(tmp_path / "out", tokenizer_dir, write(tmp_path / "a.jsonl", rows), validation_split=0)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+    assert supervised_texts(split["train"], tokenizer) == ["Yes.<|im_end|>", "Well.<|im_end|>"]
+    manifest = manifest_of(tmp_path / "out")
+    assert manifest.ledger.documents_skipped == {"empty_answer": 1, "undesirable_answer": 1}
+    assert manifest.sources[0].unused_columns == ("id", "text", "topic")
+    assert "a.jsonl: columns not used: id, text, topic" in capsys.readouterr().out
+    assert not manifest.imbalances()
+    run(
+        tmp_path / "text",
+        tokenizer_dir,
+        tmp_path / "a.jsonl",
+        validation_split=0,
+        data_format="alpaca",
+        max_documents=1,
+    )
+    assert manifest_of(tmp_path / "text").sources[0].unused_columns == ("id", "text", "topic")
+
+
+def test_text_beside_a_chat_is_read_if_it_is_asked_for(tmp_path: Path, tokenizer_dir: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [{"body": "Plain.", **FORMATS["messages"]("Hi", "Ho")}])
+    split = run(tmp_path / "out", tokenizer_dir, source, validation_split=0, text_column="body", max_length=3)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+    assert "Plain" in tokenizer.decode(split["train"]["input_ids"][0])

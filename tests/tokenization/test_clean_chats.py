@@ -10,6 +10,7 @@ import pytest
 from fabric_train.cli.errors import InputError
 from fabric_train.programs import tokenize_dataset
 from fabric_train.tokenization import merge
+from fabric_train.tokenization.chats.formats import read_chat
 from fabric_train.tokenization.cleaning.cleaner import (
     Cleaner,
     all_text,
@@ -20,7 +21,7 @@ from fabric_train.tokenization.cleaning.cleaner import (
 from fabric_train.tokenization.cleaning.dropped import Dropped
 from fabric_train.tokenization.cleaning.language import LanguageFilter, identify
 from fabric_train.tokenization.cleaning.near_duplicates import NO_WORDS, signature, similarities
-from fabric_train.tokenization.documents import Chat, read_chat
+from fabric_train.tokenization.documents import Chat
 from fabric_train.tokenization.shards import ShardSizes
 from tests.support.dirty_texts import OTHER_LANGUAGES
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl

@@ -18,17 +18,19 @@ from fabric_train.tokenization.chats.chat_template import (
     Rendering,
 )
 from fabric_train.tokenization.chats.control_tokens import ControlTokens, Span, check_surrogates
+from fabric_train.tokenization.chats.formats import read_chat
+from fabric_train.tokenization.chats.shown_messages import ShownMessages
 from fabric_train.tokenization.documents import (
     TOO_DEEP,
+    TRAINED,
     BadRowError,
     Chat,
     EncodedDocument,
     LeftOut,
     Message,
-    is_blank,
-    read_chat,
     supervised_turns,
     utf8_length,
+    why_left_out,
 )
 from fabric_train.tokenization.tokenizers.parity_check import HARD_STRINGS
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, open_encoder
@@ -102,6 +104,7 @@ class ChatEncoder:
         self._data_format, self._train_on, self._too_long = data_format, train_on, too_long
         self._max_length = max_length
         self._template, notes = _choose_template(tokenizer, train_on, is_chosen)
+        self._shown = ShownMessages(self._template)
         self.notes = (*notes, *_notes(tokenizer, self._template))
         self.chat_template = self._template.source
         self.chat_template_sha256 = hashlib.sha256(self.chat_template.encode()).hexdigest()
@@ -116,11 +119,17 @@ class ChatEncoder:
             self._tokens = ControlTokens(file, control, None)
 
     def encode(self, record: Mapping[str, Any]) -> EncodedDocument | LeftOut:
-        """Encode a row, or leave it out as EMPTY, TOO_LONG or NOTHING_SUPERVISED; BadRowError if that fails."""
-        (result,) = self.encode_all([read_chat(record, self._data_format)])
+        """Encode a row, or leave it out with the ledger's reason; BadRowError if that fails."""
+        chat = read_chat(record, self._data_format, calls_as_text=self.calls_as_text)
+        (result,) = self.encode_all([chat])
         if isinstance(result, BadRowError):
             raise result
         return result
+
+    @property
+    def calls_as_text(self) -> bool:
+        """Whether a turn that is a function call must be read as text, as the template has no tool calls."""
+        return not self._shown.has_tool_calls
 
     def encode_all(self, chats: Iterable[Chat | BadRowError]) -> Iterator[EncodedDocument | LeftOut | BadRowError]:
         """Yield what ``encode`` returns or raises for each chat, which are read ahead; a given error stays as it is."""
@@ -142,17 +151,22 @@ class ChatEncoder:
             yield _or_bad_row(self._encode_rendered, chat) if isinstance(chat, _RenderedChat) else chat
 
     def _render(self, chat: Chat) -> "_RenderedChat | LeftOut":
-        if is_blank(chat):
-            return LeftOut(manifest.EMPTY)
+        reason = why_left_out(chat, self._train_on)
+        if reason is not None:
+            return LeftOut(reason)
         turns = supervised_turns(chat, self._train_on)
-        if not turns:
-            return LeftOut(manifest.NOTHING_SUPERVISED)
-        whole = self._render_shielded(self._tokens.shield_messages(chat.messages), self._tokens.shield(chat.tools))
-        self._check_tools_rendered(whole)
-        return _RenderedChat(chat, turns, whole)
+        messages = self._tokens.shield_messages(self._shown.messages(chat))
+        tools, variables = self._tokens.shield(chat.tools), self._tokens.shield(dict(chat.template_variables))
+        whole = self._render_shielded(messages, tools, variables)
+        unused = chat.unused | self._shown.check(whole, turns)
+        if self._train_on == "all" and any(_is_context(message) for message in chat.messages):
+            unused |= {"what leaves out turns that are not the assistant's"}
+        return _RenderedChat(chat, turns, whole, unused)
 
-    def _render_shielded(self, messages: list[Message], tools: list[Any] | None) -> Rendering:
-        rendering = self._template.render_to_mark(messages, tools)
+    def _render_shielded(
+        self, messages: list[Message], tools: list[Any] | None, variables: Mapping[str, Any]
+    ) -> Rendering:
+        rendering = self._template.render_to_mark(messages, tools, variables)
         if not rendering.text.isascii():
             check_surrogates(rendering.text)
         return rendering
@@ -173,10 +187,14 @@ class ChatEncoder:
     def _encode_part(self, rendered: "_RenderedChat", kept: Sequence[int], rendering: Rendering) -> EncodedDocument:
         """Encode ``rendering``, which is of the messages ``kept``; those that are to be supervised are."""
         spans: list[Span] = []
-        if self._train_on != "all":
-            marked = [position for position, index in enumerate(kept) if index in rendered.turns]
+        supervises_all = self._train_on == "all"
+        # with --train_on all, the turns are marked that are not to be supervised
+        marked = [index for index, turn in enumerate(kept) if (turn in rendered.turns) is not supervises_all]
+        if marked:
             spans = self._template.mark(rendering, marked)
         input_ids, supervised = self._tokens.encode(rendering.text, spans)
+        if supervises_all:
+            supervised = ~supervised
         if not self._template.ends_with_control_token(rendering.text):
             input_ids = np.append(input_ids, np.int32(self._eos_token_id))
             supervised = np.append(supervised, kept[-1] in rendered.turns)
@@ -184,10 +202,11 @@ class ChatEncoder:
         contents = [rendered.chat.messages[index]["content"] for index in kept]
         return EncodedDocument(
             input_ids=input_ids,
-            supervised=None if self._train_on == "all" else supervised,
+            supervised=None if supervises_all and not marked else supervised,
             num_characters=sum(map(len, contents)),
             num_bytes=sum(map(utf8_length, contents)),
             turn_ends=self._control_ids.intersection(input_ids[is_last].tolist()),
+            unused=rendered.unused,
         )
 
     def _longest_part(
@@ -198,7 +217,7 @@ class ChatEncoder:
         The ``num_tokens`` tokens of the whole conversation show which part that should be. It is
         rendered, and so is the next longer one: their lengths decide.
         """
-        messages, tools = rendered.whole.messages, rendered.whole.tools
+        messages, tools, variables = rendered.whole.messages, rendered.whole.tools, rendered.whole.variables
         roles = [message["role"] for message in messages]
         places = _places_of_contents(rendered.whole)
         begin_at, end_at = self._tokens.estimate(rendered.whole.text, np.array(places)).T
@@ -214,7 +233,7 @@ class ChatEncoder:
         fitting: dict[int, Rendering] = {}
 
         def fits(number: int) -> bool:
-            rendering = self._render_shielded([messages[index] for index in parts[number]], tools)
+            rendering = self._render_shielded([messages[index] for index in parts[number]], tools, variables)
             num_eos = not self._template.ends_with_control_token(rendering.text)
             if self._tokens.count(rendering.text) + num_eos > max_length:
                 return False
@@ -224,15 +243,10 @@ class ChatEncoder:
         num_fitting = _count_first(fits, len(parts), bisect_right(lengths, max_length))
         return (parts[num_fitting - 1], fitting[num_fitting - 1]) if num_fitting else None
 
-    def _check_tools_rendered(self, whole: Rendering) -> None:
-        """Raise BadRowError if the template silently leaves out tools or tool calls."""
-        fault = "the chat template leaves out its {}; use the tokenizer of a model that has tools"
-        calls = any("tool_calls" in message for message in whole.messages)
-        bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in whole.messages]
-        if calls and self._template.render(bare, whole.tools) == whole.text:
-            raise BadRowError(fault.format("tool_calls"))
-        if whole.tools and self._template.render(whole.messages) == whole.text:
-            raise BadRowError(fault.format("tools"))
+
+def _is_context(message: Message) -> bool:
+    """Return whether a row says that a turn, which is not the assistant's, is not trained."""
+    return message.get(TRAINED) is False and message["role"] != "assistant"
 
 
 @dataclass(frozen=True)
@@ -242,6 +256,7 @@ class _RenderedChat:
     chat: Chat
     turns: frozenset[int]
     whole: Rendering
+    unused: frozenset[str]  # columns and keys of which nothing is in the rendering
 
 
 def _or_bad_row(function: Callable[[Any], T], given: Any) -> T | BadRowError:

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.tokenization.chats.control_tokens import Span, check_surrogates
+from fabric_train.tokenization.chats.lost_text import check_turn_rendered
 from fabric_train.tokenization.documents import BadRowError, Message
 from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
 
@@ -68,12 +69,14 @@ class _Separator:
 
 @dataclass(frozen=True)
 class Rendering:
-    """A conversation with its tools, and the text that the template makes of them."""
+    """A conversation with its tools and variables, and the text that the template makes of them."""
 
     messages: list[Message]
     tools: list[Any] | None
+    variables: Mapping[str, Any]
     text: str
     generated: list[Span]  # the parts that the template marks with ``{% generation %}``
+    is_prompt: bool = False  # whether the text ends with the header of the assistant's turn
 
 
 class ChatTemplate:
@@ -116,20 +119,37 @@ class ChatTemplate:
         begin, prompt = self.render(question), self.render(question, generation_prompt=True)
         self._generation_prompt = prompt.removeprefix(begin) if prompt.startswith(begin) else ""
 
-    def render(self, messages: list[Message], tools: list[Any] | None = None, generation_prompt: bool = False) -> str:
-        """Return the text of a conversation; with ``generation_prompt``, also the header of the assistant's turn."""
-        return self._render(messages, tools, generation_prompt, False)[0]
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[Any] | None = None,
+        generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a conversation; with ``generation_prompt``, also the header of the assistant's turn.
 
-    def render_to_mark(self, messages: list[Message], tools: list[Any] | None) -> Rendering:
+        ``variables`` are what the template gets besides messages and tools, such as enable_thinking.
+        """
+        return self._render(messages, tools, variables or {}, generation_prompt=generation_prompt, marks=False)[0]
+
+    def render_to_mark(
+        self, messages: list[Message], tools: list[Any] | None, variables: Mapping[str, Any]
+    ) -> Rendering:
         """Render a conversation whose turns may be marked; raises as ``render``."""
-        return Rendering(messages, tools, *self._render(messages, tools, False, self._has_generation))
+        text, generated = self._render(messages, tools, variables, generation_prompt=False, marks=self._has_generation)
+        return Rendering(messages, tools, variables, text, generated)
+
+    def mentions(self, name: str) -> bool:
+        """Return whether the template has a word in it, such as the key of a message."""
+        return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
 
     def mark(self, rendering: Rendering, turns: Sequence[int]) -> list[Span]:
         """Return (start, end) in the text of the assistant's ``turns``, indices of messages, or raise a BadRowError."""
-        messages, tools, text = rendering.messages, rendering.tools, rendering.text
+        messages, text = rendering.messages, rendering.text
         if self._has_generation:
             return self._mark_by_generation(rendering, turns)
-        if tools is None and all(message.keys() == {"role", "content"} for message in messages):
+        is_plain = all(message.keys() == {"role", "content"} for message in messages)
+        if is_plain and rendering.tools is None and not rendering.variables:
             roles = [message["role"] for message in messages]
             self._learn_separators(roles)
             contents = [message["content"] for message in messages]
@@ -137,12 +157,12 @@ class ChatTemplate:
                 whole, spans = self._compose(roles, composed)
                 if whole == text:
                     return [spans[turn] for turn in turns]
-        return [self._mark_turn(messages, tools, turn, text) for turn in turns]
+        return [self._mark_turn(rendering, turn) for turn in turns]
 
     def can_mark(self, roles: list[str], turns: Sequence[int]) -> bool:
         """Return whether the template can render a conversation of these roles and mark ``turns`` of the assistant."""
         try:
-            self.mark(self.render_to_mark(_speak(roles), None), turns)
+            self.mark(self.render_to_mark(_speak(roles), None, {}), turns)
         except BadRowError:
             return False
         return True
@@ -168,7 +188,13 @@ class ChatTemplate:
         return text.rstrip().endswith(self.control_tokens)
 
     def _render(
-        self, messages: list[Message], tools: list[Any] | None, generation_prompt: bool, marks: bool
+        self,
+        messages: list[Message],
+        tools: list[Any] | None,
+        variables: Mapping[str, Any],
+        *,
+        generation_prompt: bool,
+        marks: bool,
     ) -> tuple[str, list[Span]]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -181,7 +207,7 @@ class ChatTemplate:
                     chat_template=self.source,
                     add_generation_prompt=generation_prompt,
                     return_assistant_tokens_mask=marks,
-                    **self._variables,
+                    **{**variables, **self._variables},
                 )
         except OutOfTimeError:
             raise BadRowError(f"the chat template is not done after {_SECONDS:g} s; it may never end") from None
@@ -210,10 +236,12 @@ class ChatTemplate:
         after = answered.partition(contents[1])[2].lstrip()
         self.end_of_turn = max((one for one in self.control_tokens if after.startswith(one)), key=len, default=None)
 
-    def _mark_turn(self, messages: list[Message], tools: list[Any] | None, turn: int, text: str) -> Span:
-        until = text if turn == len(messages) - 1 else self.render(messages[: turn + 1], tools)
+    def _mark_turn(self, rendering: Rendering, turn: int) -> Span:
+        messages, tools, text = rendering.messages, rendering.tools, rendering.text
+        is_last = turn == len(messages) - 1
+        until = text if is_last else self.render(messages[: turn + 1], tools, variables=rendering.variables)
         if turn:
-            prompt = self.render(messages[:turn], tools, generation_prompt=True)
+            prompt = self.render(messages[:turn], tools, generation_prompt=True, variables=rendering.variables)
         else:  # templates refuse an empty conversation
             begin, found, _ = until.partition(self._generation_prompt or until)
             prompt = begin + found
@@ -224,7 +252,7 @@ class ChatTemplate:
                 "{% generation %} by --chat_template"
             )
         span = self._with_end_of_turn(text, len(prompt), len(until))
-        _check_content_rendered(messages, turn, text, span)
+        check_turn_rendered(messages[turn], turn, text[slice(*span)])
         return span
 
     def _mark_by_generation(self, rendering: Rendering, turns: Iterable[int]) -> list[Span]:
@@ -237,7 +265,7 @@ class ChatTemplate:
             )
         spans = {turn: self._with_end_of_turn(text, *span) for turn, span in zip(spoken, marked, strict=True)}
         for turn in turns:
-            _check_content_rendered(messages, turn, text, spans[turn])
+            check_turn_rendered(messages[turn], turn, text[slice(*spans[turn])])
         return [spans[turn] for turn in turns]
 
     def _with_end_of_turn(self, text: str, begin: int, end: int) -> Span:
@@ -256,9 +284,10 @@ class ChatTemplate:
         self._separators.update(dict.fromkeys(unknown))  # those that cannot be learned are not tried again
         messages = _speak(roles)
         try:
-            text = self.render(messages)
+            rendering = Rendering(messages, None, {}, self.render(messages), [])
+            text = rendering.text
             spoken = [index for index, role in enumerate(roles) if role == "assistant"]
-            spans = {index: self._mark_turn(messages, None, index, text) for index in spoken}
+            spans = {index: self._mark_turn(rendering, index) for index in spoken}
         except BadRowError:
             return
         borders = [(0, 0), *(match.span() for match in _SPOKEN.finditer(text)), (len(text), len(text))]
@@ -295,16 +324,6 @@ _SPOKEN = re.compile(r"turn\d+said")
 def _speak(roles: Iterable[str]) -> list[Message]:
     """Return a conversation whose contents are easy to find in a rendering."""
     return [{"role": role, "content": f"turn{index}said"} for index, role in enumerate(roles)]
-
-
-def _check_content_rendered(messages: list[Message], turn: int, text: str, span: Span) -> None:
-    """Raise BadRowError if the template leaves out a part of a turn, such as thoughts. Whitespace may change."""
-    content, rendered = messages[turn].get("content", ""), text[span[0] : span[1]]
-    if content.strip() not in rendered and "".join(content.split()) not in "".join(rendered.split()):
-        raise BadRowError(
-            f"the chat template leaves out a part of turn {turn + 1}, so it would not be trained on; "
-            "give a template that keeps it by --chat_template"
-        )
 
 
 def read_chosen_template(file: str, tokenizer: "CorpusTokenizer") -> str:

@@ -226,6 +226,9 @@ def facts(report: DatasetReport) -> list[tuple[str, str]]:
     if tokenizer.chat_template_sha256:
         template = tokenizer.chat_template_sha256[:12]
         lines.append(("chats", f"supervised by --train_on {setting('train_on')}; template {template}"))
+    for source in manifest.sources:
+        if source.unused_columns:
+            lines.append(("columns not used", f"{source.name}: {', '.join(source.unused_columns)}"))
     return [*lines, ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))]
 
 

@@ -22,11 +22,12 @@ from fabric_train.tokenization.documents import (
     BadRowError,
     Row,
     check_not_repeated,
-    check_text_columns,
+    check_text_column,
     missing_column,
     name_in,
 )
 from fabric_train.tokenization.reading import listing
+from fabric_train.tokenization.reading.arrow_rows import nested_columns, without_filling
 from fabric_train.tokenization.reading.listing import FilePart, ListedFile, file_suffix, is_compressed, open_text
 
 
@@ -42,6 +43,7 @@ class FileReader:
     def __init__(self, part: FilePart, columns: tuple[str, ...]) -> None:
         self.part, self.columns, self.position, self.num_counted = part, columns, 0, 0
         self.content: bytes | None = None  # of the file, once it has been read at once
+        self.unread_columns: frozenset[str] = frozenset()  # of a parquet file that has been opened
         self._now = part.file
         self._suffix = file_suffix(part.name)
 
@@ -281,13 +283,17 @@ def _read_parquet(reader: FileReader) -> Iterator[tuple[int, Row]]:
         if not columns:
             raise missing_column(part.name, reader.columns[0], schema.names)
         check_not_repeated(part.name, columns, schema.names)
-        check_text_columns(part.name, schema, columns)
+        check_text_column(part.name, schema, reader.columns[0])
+        reader.unread_columns = frozenset(schema.names).difference(columns)
+        nested = nested_columns(schema, columns)
         groups = list(range(part.start, file.metadata.num_row_groups if part.stop is None else part.stop))
         num_rows = max(1, sum(file.metadata.row_group(group).num_rows for group in groups))
         for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=columns):
             for row in batch.to_pylist():
                 number += 1
                 reader.position = part.num_bytes * number // num_rows
+                for name, kind in nested.items():
+                    row[name] = without_filling(row[name], kind, parses_json=True)
                 yield number, row
 
 

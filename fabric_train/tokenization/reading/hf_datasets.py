@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fabric_train.cli.errors import InputError, RunError, first_line, raise_reached_limit
-from fabric_train.tokenization.documents import Row, check_text_columns, name_in
+from fabric_train.tokenization.documents import Row, check_text_column, name_in
 from fabric_train.tokenization.manifest import SourceRecord
+from fabric_train.tokenization.reading.arrow_rows import nested_columns, without_filling, without_nulls
 from fabric_train.tokenization.reading.listing import NO_SHA256, ListedFiles, hashed_files, list_folder
 
 if TYPE_CHECKING:
+    import pyarrow
     from datasets import Dataset, DatasetBuilder, IterableDataset
 
+_HELD_OUT = frozenset(["test", "validation", "valid", "val", "dev", "eval", "evaluation", "heldout"])
+"""How the names of splits begin that are not there to train on."""
 _SAVED = ("dataset_dict.json", "state.json")
 
 
@@ -111,10 +115,12 @@ class DatasetSource(_OfSplits):
     root: Path = Path()
     files: ListedFiles = field(default_factory=ListedFiles)
     hub: DatasetName | None = None
+    all_splits: tuple[str, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (f"splits read: {', '.join(self.splits)}" + (f", {self.hub.found()}" if self.hub else ""),)
+        found = f", {self.hub.found()}" if self.hub else ""
+        return (f"splits read: {describe_splits(self.splits, self.all_splits)}{found}",)
 
     @property
     def num_bytes(self) -> int:
@@ -132,8 +138,9 @@ class DatasetSource(_OfSplits):
         dataset, place = self.splits[part.split], f"{self.name} ({part.split})"
         names = dataset.column_names
         kept = [name for name in (name_in(column, names) for column in columns) if name in names] or names
-        check_text_columns(place, dataset.features.arrow_schema, kept if kept != names else [])
-        return RowReader(dataset.select_columns(kept).select(range(part.start, part.stop)), place, part, part.start)
+        check_text_column(place, dataset.features.arrow_schema, columns[0])
+        rows = dataset.select_columns(kept).select(range(part.start, part.stop))
+        return RowReader(rows, place, part, part.start, unread_columns=frozenset(names).difference(kept))
 
     def identity(self, part: Any) -> str:
         return f"{self.splits[part.split]._fingerprint} {part.split} {part.start} {part.stop}"
@@ -151,10 +158,11 @@ class StreamSource(_OfSplits):
 
     hub: DatasetName
     files: ListedFiles = field(default_factory=ListedFiles)
+    all_splits: tuple[str, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (f"splits streamed: {', '.join(self.splits)}, {self.hub.found()}",)
+        return (f"splits streamed: {describe_splits(self.splits, self.all_splits)}, {self.hub.found()}",)
 
     @property
     def num_bytes(self) -> int:
@@ -184,9 +192,18 @@ def _hub_record(hub: DatasetName, splits: Mapping[str, Any]) -> SourceRecord:
 class RowReader:
     """An iterable over the rows of a dataset, see ``files.FileReader``; RunError if it cannot be read to the end."""
 
-    def __init__(self, rows: "Dataset | IterableDataset", place: str, part: RowRange, first: int) -> None:
+    def __init__(
+        self,
+        rows: "Dataset | IterableDataset",
+        place: str,
+        part: RowRange,
+        first: int,
+        unread_columns: frozenset[str] = frozenset(),
+    ) -> None:
         self.position = self.num_counted = 0
+        self.unread_columns = unread_columns
         self._rows, self._place, self._part, self._first = rows, place, part, first
+        self._nested: dict[str, pyarrow.DataType] | None = None  # types of the nested columns, once a row is read
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
         number = 0
@@ -196,8 +213,21 @@ class RowReader:
                 number += 1
                 self.num_counted = number
                 self.position = min(self._part.num_bytes, self._part.num_bytes * number // num_rows)
-                yield number, dict(zip(columns, values, strict=True))
+                row = dict(zip(columns, values, strict=True))
+                yield number, self._without_filling(row)
         self.position = self._part.num_bytes
+
+    def _without_filling(self, row: dict[str, Any]) -> Row:
+        """Return the row with the keys that it had before it was in a table; JSON of ``datasets`` is parsed already."""
+        features = self._rows.features
+        if features is None:  # of a stream whose files do not say what is in them
+            return {name: without_nulls(value) for name, value in row.items()}
+        if self._nested is None:
+            schema = features.arrow_schema
+            self._nested = nested_columns(schema, [name for name in row if name in schema.names])
+        for name, kind in self._nested.items():
+            row[name] = without_filling(row[name], kind, parses_json=False)
+        return row
 
     def _batches(self) -> Iterator[Mapping[str, Sequence[Any]]]:
         try:
@@ -234,7 +264,8 @@ def open_saved(name: str, option: str, folder: Path, split: str | None) -> Datas
             f"{option} {name}: not a whole save_to_disk folder: {first_line(error)}; save it again"
         ) from None
     splits = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
-    return DatasetSource(name, splits_to_read(name, option, splits, split), root=folder, files=files)
+    to_read = splits_to_read(name, option, splits, split)
+    return DatasetSource(name, to_read, root=folder, files=files, all_splits=tuple(map(str, splits)))
 
 
 def open_hub(name: str, option: str, dataset: DatasetName, stream: bool) -> DatasetSource | StreamSource:
@@ -254,7 +285,10 @@ def open_hub(name: str, option: str, dataset: DatasetName, stream: bool) -> Data
         raise hub_fault(option, name, error) from None
     splits = splits_to_read(name, option, loaded, dataset.split)
     hub = replace(dataset, subset=builder.config.name, revision=str(builder.hash))
-    return StreamSource(name, splits, hub) if stream else DatasetSource(name, splits, hub=hub)
+    all_splits = tuple(map(str, loaded))
+    if stream:
+        return StreamSource(name, splits, hub, all_splits=all_splits)
+    return DatasetSource(name, splits, hub=hub, all_splits=all_splits)
 
 
 def open_builder(name: str, option: str, path: str, dataset: DatasetName) -> "DatasetBuilder":
@@ -272,11 +306,32 @@ def open_builder(name: str, option: str, path: str, dataset: DatasetName) -> "Da
 
 
 def splits_to_read(name: str, option: str, splits: "Mapping[str, Any]", wanted: str | None) -> "dict[str, Any]":
-    """Return the ``wanted`` splits, joined by +, which must exist; by default train if there is one, otherwise all."""
+    """Return the ``wanted`` splits, joined by +, which must exist; by default those that are there to train on."""
     names = {str(split): rows for split, rows in splits.items()}
     if wanted is None:
-        return {"train": names["train"]} if "train" in names else names
+        return {split: names[split] for split in train_splits(list(names))}
     for split in wanted.split("+"):
         if split not in names:
             raise InputError(f"{option} {name}: no split {split!r}; there are: {', '.join(names)}")
     return {split: names[split] for split in wanted.split("+")}
+
+
+def train_splits(names: Sequence[str]) -> list[str]:
+    """Return the splits to train on: train; or those such as train_sft; or those that are not held out; or all.
+
+    A split such as train_gen has prompts whose answers are to be generated, as in HuggingFaceH4/ultrachat_200k.
+    """
+    if "train" in names:
+        return ["train"]
+    not_held_out = [name for name in names if re.split(r"[_.-]", name)[0].lower() not in _HELD_OUT]
+    named_train = [name for name in not_held_out if name.lower().startswith("train")]
+    answered = [name for name in named_train if not name.endswith("_gen")]
+    return answered or named_train or not_held_out or list(names)
+
+
+def describe_splits(read: Iterable[str], there_are: Iterable[str]) -> str:
+    """Return which splits are read for people, and which are not."""
+    names = list(read)
+    others = [name for name in there_are if name not in names]
+    left_out = f"; not read: {', '.join(others)} (NAME::SPLIT reads one)" if others else ""
+    return f"{', '.join(names)}{left_out}"

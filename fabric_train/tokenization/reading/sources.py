@@ -23,6 +23,7 @@ Given = TypeVar("Given")
 Opened = TypeVar("Opened")
 UNFINISHED_SUFFIX = ".part"  # the suffix of a file whose download has not finished
 _NAMED = re.compile(r"(\w[\w.-]*)=(.+)", re.DOTALL)
+_SHARD_OF_SPLIT = re.compile(r"(\w+)-\d{5}-of-\d{5}")  # as push_to_hub of datasets names files
 _SUBSETS_IN_README = re.compile(r"\s*---\s*\n(?:(?!---).*\n)*?(?:configs|dataset_info):")
 
 
@@ -195,7 +196,11 @@ def _of_files(name: str, option: str, where: str, root: Path, listing: listings.
 
 
 def _is_copy_of_hub(folder: Path) -> bool:
-    """Return whether a folder's README.md lists subsets and splits, as in datasets on the hub."""
+    """Return whether a folder has subsets and splits as datasets on the hub do: in its README.md, or as file names."""
+    shards = (_SHARD_OF_SPLIT.match(file.name) for file in (folder / "data").glob("*-of-*"))
+    splits = {shard[1] for shard in shards if shard}
+    if splits and len(hf_datasets.train_splits(sorted(splits))) < len(splits):
+        return True
     readme = folder / "README.md"
     if not readme.is_file():
         return False
@@ -213,14 +218,16 @@ def _open_part_of_folder(name: str, option: str, dataset: hf_datasets.DatasetNam
             raise InputError(f"{option} {name}: a save_to_disk folder has no subsets; give NAME::SPLIT")
         return hf_datasets.open_saved(name, option, folder, dataset.split)
     builder = hf_datasets.open_builder(name, option, str(folder), dataset)
-    by_split = hf_datasets.splits_to_read(name, option, builder.config.data_files or {}, dataset.split)
+    data_files = builder.config.data_files or {}
+    by_split = hf_datasets.splits_to_read(name, option, data_files, dataset.split)
     paths = [Path(path) for paths in by_split.values() for path in paths]
     for path in paths:
         if not path.is_relative_to(folder) or ".." in path.parts:
             raise InputError(f"{option} {name}: its README.md names {path}, which is not in the folder; correct it")
         if not is_readable(path):
             raise InputError(f"{option} {name}: cannot read {path.name}; readable are {readable_suffixes()}")
-    notes = (f"subset {builder.config.name}, splits read: {', '.join(by_split)}",)
+    splits = hf_datasets.describe_splits(by_split, map(str, data_files))
+    notes = (f"subset {builder.config.name}, splits read: {splits}",)
     return FileSource(name=name, root=folder, files=listings.ListedFiles(map(listings.list_file, paths)), notes=notes)
 
 

@@ -1,0 +1,179 @@
+"""The columns of a row with a chat: which of them are used, and those that every format may have."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fabric_train.tokenization.chats.turns import TurnReader, is_spoken_by
+from fabric_train.tokenization.documents import Message
+
+SYSTEM = ("system", "system_prompt")
+"""Columns with the text of a system turn."""
+DESIRABLE = ("label", "kto_tag")
+"""Columns of KTO's rows: true if the answer is a good one, false if it is one to avoid."""
+OF_EVERY_FORMAT = (*SYSTEM, "tools", "functions", "chat_template_kwargs", *DESIRABLE, "train_on_input", "mask")
+"""Columns that a row of any format may have."""
+# arguments of transformers' function that renders a template
+_NOT_VARIABLES = frozenset(
+    [
+        *("conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "return_assistant_tokens_mask"),
+    ]
+)
+
+
+class RowColumns(Mapping[str, Any]):
+    """A row that remembers which of its columns a reader has looked at.
+
+    ``unused`` has the columns with something in them that nothing was made of, and keys of turns likewise.
+    """
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self.row = row
+        self._used: set[str] = set()
+        self._keys_left: set[str] = set()
+
+    def __getitem__(self, column: str) -> Any:
+        self._used.add(column)
+        return self.row[column]
+
+    def __contains__(self, column: object) -> bool:
+        return column in self.row
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.row)
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def leave(self, key: str) -> None:
+        """Record that a key of a turn, or a column that was looked at, is not used."""
+        self._keys_left.add(key)
+
+    @property
+    def unused(self) -> frozenset[str]:
+        left = {column for column, value in self.row.items() if column not in self._used and not _is_empty(value)}
+        return frozenset(left | self._keys_left)
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | Mapping) and not value)
+
+
+def read_system(columns: RowColumns) -> Message | None:
+    """Return the system turn that a column has the text of; None if there is none."""
+    for column in SYSTEM:
+        text = columns.get(column)
+        if text is None or text == "":
+            continue
+        if not isinstance(text, str):
+            raise TypeError(f"{column} must be text")
+        return {"role": "system", "content": text}
+    return None
+
+
+def begin_with_system(columns: RowColumns, messages: list[Message]) -> list[Message]:
+    """Return the messages after the system turn of the row's own column, which may repeat the first message."""
+    system = read_system(columns)
+    if system is None or messages[:1] == [system]:
+        return messages
+    if messages and messages[0]["role"] == "system":
+        raise ValueError("the column system has another text than the system message")
+    return [system, *messages]
+
+
+def read_instruction(columns: RowColumns) -> str:
+    """Return an instruction and its input as one text; TypeError if they are not text."""
+    instruction = columns["instruction"]
+    instruction_input = columns.get("input")
+    if not isinstance(instruction, str) or not isinstance(instruction_input, str | None):
+        raise TypeError("instruction and input must be text")
+    return f"{instruction}\n\n{instruction_input}" if instruction_input else instruction
+
+
+def read_history(columns: RowColumns, turns: TurnReader) -> list[Message]:
+    """Return the turns before an instruction: a list of [question, answer], or of messages."""
+    history = parsed(columns.get("history"), "history")
+    if not history:
+        return []
+    if not isinstance(history, list):
+        raise TypeError("history must be a list of [question, answer], or of messages")
+    if all(isinstance(turn, Mapping) for turn in history):
+        return turns.read(history)
+    messages: list[Message] = []
+    for exchange in history:
+        is_exchange = isinstance(exchange, list | tuple) and len(exchange) == 2
+        if not is_exchange or not all(isinstance(text, str) for text in exchange):
+            raise TypeError("history must be a list of [question, answer], or of messages")
+        question, answer = exchange
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    return messages
+
+
+def read_tools(columns: RowColumns) -> list[Any] | None:
+    """Return the JSON schemas of the tools of a row, which may be JSON text; None if it has none."""
+    tools = parsed(columns.get("tools"), "tools")
+    functions = None if tools else parsed(columns.get("functions"), "functions")
+    for schemas in (tools, functions):
+        if schemas and not (isinstance(schemas, list) and all(isinstance(schema, dict) for schema in schemas)):
+            raise TypeError("tools must be a list of JSON schemas")
+    if functions:  # as the OpenAI API had them before there were other tools
+        return [{"type": "function", "function": schema} for schema in functions]
+    return tools or None
+
+
+def read_template_variables(columns: RowColumns) -> dict[str, Any]:
+    """Return what ``chat_template_kwargs`` gives to the chat template, such as enable_thinking."""
+    variables = parsed(columns.get("chat_template_kwargs"), "chat_template_kwargs")
+    if not variables:
+        return {}
+    if not isinstance(variables, dict):
+        raise TypeError("chat_template_kwargs must be an object")
+    for name in variables:
+        if name in _NOT_VARIABLES or not name.isidentifier():
+            raise ValueError(f"chat_template_kwargs has {name!r}, which is no variable of a template")
+    return variables
+
+
+def read_is_undesirable(columns: RowColumns) -> bool:
+    """Return whether a row says, as those of KTO do, that its answer is one to avoid."""
+    for column in DESIRABLE:
+        if column not in columns:
+            continue
+        value = columns[column]
+        if isinstance(value, str) and value.lower() in ("true", "false"):  # of a csv file
+            value = value.lower() == "true"
+        if isinstance(value, bool):
+            return not value
+        if not _is_empty(value):  # another label, such as the class of a text
+            columns.leave(column)
+    return False
+
+
+def check_what_is_trained(columns: RowColumns) -> None:
+    """Raise ValueError if a row asks for the loss of its prompt, or that of other turns than the assistant's."""
+    value = columns.get("train_on_input")
+    if value:
+        columns.leave("train_on_input")  # --train_on all does what it asks for
+    masked = columns.get("mask")  # of NeMo: the speaker whose turns are not trained
+    if masked is None or masked == "":
+        return
+    if not isinstance(masked, str):
+        columns.leave("mask")
+    elif not is_spoken_by("user", masked):
+        raise ValueError(
+            f"mask {masked!r} leaves out other turns than the user's, and only the assistant's are trained"
+        )
+
+
+def parsed(value: Any, column: str) -> Any:
+    """Return a value that a table may hold as JSON text."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{column} is not JSON: {error}") from None

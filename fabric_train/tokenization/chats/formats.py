@@ -1,0 +1,200 @@
+"""The formats of rows with chats: how each is recognised, the columns that it uses, and how it is read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fabric_train.tokenization.chats.columns import (
+    OF_EVERY_FORMAT,
+    RowColumns,
+    begin_with_system,
+    check_what_is_trained,
+    read_history,
+    read_instruction,
+    read_is_undesirable,
+    read_template_variables,
+    read_tools,
+)
+from fabric_train.tokenization.chats.turns import TurnReader
+from fabric_train.tokenization.documents import TOO_DEEP, BadRowError, Chat, Message, excerpt
+from fabric_train.tokenization.pairs import PAIR_COLUMNS, Pair, pair_of
+
+Row = Mapping[str, Any]
+PREFERENCE = "preference"
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """A format of rows with chats, instructions or preference pairs."""
+
+    example: str
+    """The columns that it needs, for messages."""
+    columns: tuple[str, ...]
+    """Every column that it may use, besides ``OF_EVERY_FORMAT``."""
+    recognises: Callable[[Row], bool]
+    read: Callable[[RowColumns, TurnReader], Chat | Pair]
+
+
+def _read_turns_of(column: str) -> Callable[[RowColumns, TurnReader], Chat]:
+    def read(columns: RowColumns, turns: TurnReader) -> Chat:
+        return Chat(begin_with_system(columns, turns.read(columns[column])))
+
+    return read
+
+
+def _read_alpaca(columns: RowColumns, turns: TurnReader) -> Chat:
+    before = [*read_history(columns, turns), _user(read_instruction(columns))]
+    return _answered(columns, before, [_assistant(columns["output"])])
+
+
+def _read_prompt_and_completion(columns: RowColumns, turns: TurnReader) -> Chat:
+    prompt = columns["prompt"]
+    completion = columns["completion"]
+    if not isinstance(prompt, str):
+        return _answered(columns, turns.read(prompt), turns.read(completion))
+    before = [*read_history(columns, turns), _user(prompt)]
+    return _answered(columns, before, [_assistant(completion)])
+
+
+def _answered(columns: RowColumns, before: list[Message], answer: list[Message]) -> Chat:
+    """Return a chat in which only the answer may be supervised."""
+    given = begin_with_system(columns, before)
+    return Chat(given + answer, num_given=len(given))
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: Any) -> Message:
+    if not isinstance(text, str):
+        raise TypeError("the completion of a text must be text")
+    return {"role": "assistant", "content": text}
+
+
+def _has_turns(column: str) -> Callable[[Row], bool]:
+    return lambda row: isinstance(row.get(column), list) and (bool(row[column]) or "text" not in row)
+
+
+def _has_values(*columns: str) -> Callable[[Row], bool]:
+    return lambda row: all(row.get(column) is not None for column in columns)
+
+
+def _has_answers_to_compare(row: Row) -> bool:
+    return all(isinstance(row.get(column), str | list | Mapping) for column in ("chosen", "rejected"))
+
+
+CHAT_FORMATS = {
+    "messages": ChatFormat(
+        example='messages [{"role": "user", "content": "..."}, ...]',
+        columns=("messages",),
+        recognises=_has_turns("messages"),
+        read=_read_turns_of("messages"),
+    ),
+    "conversations": ChatFormat(
+        example='conversations [{"from": "human", "value": "..."}, ...]',
+        columns=("conversations",),
+        recognises=_has_turns("conversations"),
+        read=_read_turns_of("conversations"),
+    ),
+    "alpaca": ChatFormat(
+        example="instruction, input (may be absent), output",
+        columns=("instruction", "input", "output", "history"),
+        recognises=_has_values("instruction", "output"),
+        read=_read_alpaca,
+    ),
+    "prompt_completion": ChatFormat(
+        example="prompt, completion (both text, or both lists of messages)",
+        columns=("prompt", "completion", "history"),
+        recognises=_has_values("prompt", "completion"),
+        read=_read_prompt_and_completion,
+    ),
+    PREFERENCE: ChatFormat(
+        example="chosen, rejected (messages, whole or after prompt; or texts after prompt)",
+        columns=PAIR_COLUMNS,
+        recognises=_has_answers_to_compare,
+        read=pair_of,
+    ),
+}
+"""The formats by the names of --data_format."""
+
+
+def detect_format(record: Row) -> str | None:
+    """Return the data format of a row by its columns; None if it is no chat, instruction or preference pair."""
+    recognised = [name for name, chat_format in CHAT_FORMATS.items() if chat_format.recognises(record)]
+    if PREFERENCE in recognised:  # whatever else it has
+        return PREFERENCE
+    return recognised[0] if recognised else None
+
+
+def columns(data_format: str) -> tuple[str, ...]:
+    """Return the columns that ``data_format`` (auto: any format) is read from; a row may lack some."""
+    formats = CHAT_FORMATS.values() if data_format == "auto" else [CHAT_FORMATS[data_format]]
+    names: dict[str, None] = {}
+    for chat_format in formats:
+        names |= dict.fromkeys(chat_format.columns)
+    return (*names, *(name for name in OF_EVERY_FORMAT if name not in names))
+
+
+def read_chat(record: Row | BadRowError, data_format: str, *, calls_as_text: bool = False) -> Chat:
+    """Read a row with a chat, an instruction, or a prompt and its completion.
+
+    An instruction and its input, with an empty line between them, become the user's turn, and the output becomes the
+    assistant's. A prompt and a completion that are texts become two turns as well. ``calls_as_text``: see
+    :class:`TurnReader`. BadRowError if the row has another format; the message shows the row.
+    """
+    if isinstance(record, BadRowError):
+        raise record
+    chat = _read(record, data_format, calls_as_text)
+    if isinstance(chat, Pair):
+        raise BadRowError(unexpected_format(record, data_format, "a preference pair, where a chat is expected"))
+    return chat
+
+
+def read_pair(record: Row | BadRowError, *, calls_as_text: bool = False) -> Pair:
+    """Read a row with a preference pair; BadRowError if it has none, or an answer is empty or the same as the other."""
+    if isinstance(record, BadRowError):
+        raise record
+    pair = _read(record, PREFERENCE, calls_as_text)
+    assert isinstance(pair, Pair)
+    return pair
+
+
+def _read(record: Row, data_format: str, calls_as_text: bool) -> Chat | Pair:
+    name = detect_format(record) if data_format == "auto" else data_format
+    if name is None:
+        raise BadRowError(unexpected_format(record, data_format, "no columns of a chat or an instruction"))
+    try:
+        return _read_columns(RowColumns(record), CHAT_FORMATS[name], calls_as_text)
+    except BadRowError:
+        raise
+    except KeyError as error:
+        raise BadRowError(unexpected_format(record, data_format, f"{error} is missing")) from None
+    except (TypeError, ValueError) as error:
+        raise BadRowError(unexpected_format(record, data_format, str(error))) from None
+    except RecursionError:
+        raise BadRowError(TOO_DEEP) from None
+
+
+def _read_columns(row_columns: RowColumns, chat_format: ChatFormat, calls_as_text: bool) -> Chat | Pair:
+    chat = chat_format.read(row_columns, TurnReader(row_columns.leave, calls_as_text))
+    check_what_is_trained(row_columns)
+    tools = read_tools(row_columns)
+    variables = read_template_variables(row_columns)
+    if isinstance(chat, Pair):
+        return replace(chat, tools=tools, template_variables=variables, unused=row_columns.unused)
+    is_undesirable = read_is_undesirable(row_columns)
+    return replace(
+        chat,
+        tools=tools,
+        template_variables=variables,
+        is_undesirable=is_undesirable,
+        unused=row_columns.unused,
+    )
+
+
+def unexpected_format(record: Row, data_format: str, reason: str) -> str:
+    """Return the message for a row: the reason, the formats that ``data_format`` accepts, and the row."""
+    formats = CHAT_FORMATS.values() if data_format == "auto" else [CHAT_FORMATS[data_format]]
+    accepted = "; ".join(chat_format.example for chat_format in formats)
+    return f"{reason}; accepted: {accepted}; the row: {excerpt(dict(record))}"

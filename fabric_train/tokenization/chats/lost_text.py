@@ -1,0 +1,144 @@
+"""Find what a chat template leaves out of a conversation: contents, thoughts, tool calls, tool answers.
+
+A template may change white space, write text as JSON, and move the system turn. Each text of the messages must have a
+place of its own in the rendering::
+
+    messages     {"role": "assistant", "content": "5", "reasoning_content": "Count: 1, 2, 3, 4, 5."}
+    rendering    <|im_start|>assistant\\n5<|im_end|>        the 5 has its place, the thoughts have none
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fabric_train.tokenization.documents import REASONING, BadRowError, Message
+
+_END_OF_THOUGHTS = "</think>"
+_CALLS = "tool_calls"
+
+
+@dataclass(frozen=True)
+class MessageText:
+    """A text, or another value of JSON, that must be in a rendering; ``key`` is where it is in the message."""
+
+    turn: int
+    key: str
+    value: Any
+
+    @property
+    def plain(self) -> str:
+        """The value as most templates write it."""
+        return self.value if isinstance(self.value, str) else json.dumps(self.value)
+
+    def forms(self) -> tuple[str, ...]:
+        """Return how a template may write the value: as it is, as JSON, or as Python does."""
+        value = self.value
+        if isinstance(value, str):
+            as_json = [json.dumps(value, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True)]
+            return (value, *as_json, repr(value)[1:-1])
+        return (json.dumps(value), str(value))
+
+
+def check_turn_rendered(message: Message, turn: int, rendered: str) -> None:
+    """Raise BadRowError if ``rendered``, the assistant's part of a rendering, lacks a text of its message."""
+    texts = list(_texts_of(message, turn))
+    if len(texts) == 1 and texts[0].plain in rendered:
+        return
+    lost = find_lost(texts, rendered)
+    if lost is not None:
+        raise _fault(lost, "so it would not be trained on")
+
+
+def check_rendered(messages: Sequence[Message], supervised: frozenset[int], text: str) -> frozenset[str]:
+    """Raise BadRowError if the rendering of a conversation lacks a text of a message.
+
+    A template may leave out the thoughts of turns that are not ``supervised``, as it does when the model answers; the
+    keys of thoughts that it has left out are returned.
+    """
+    always: list[MessageText] = []
+    thoughts: list[MessageText] = []
+    for turn, message in enumerate(messages):
+        is_context = message["role"] == "assistant" and turn not in supervised
+        if is_context and _END_OF_THOUGHTS in message["content"]:
+            message = {**message, "content": message["content"].rpartition(_END_OF_THOUGHTS)[2]}
+        for message_text in _texts_of(message, turn):
+            may_be_lost = is_context and message_text.key in REASONING
+            (thoughts if may_be_lost else always).append(message_text)
+    if not thoughts and _are_in_order(always, text):
+        return frozenset()
+    lost = find_lost(always, text)
+    if lost is not None:
+        raise _fault(lost, "which the model would not see")
+    lost_thoughts: set[str] = set()
+    for thought in thoughts:
+        if find_lost([thought], text) is not None:
+            lost_thoughts.add(f"{thought.key} of turns that are not supervised")
+    return frozenset(lost_thoughts)
+
+
+def find_lost(texts: Iterable[MessageText], rendered: str) -> MessageText | None:
+    """Return a text that has no place of its own in a rendering, None if all have; white space does not count."""
+    left = _without_space(rendered)
+    # the longest first: a short text may be a part of a longer one
+    for message_text in sorted(texts, key=lambda message_text: -len(message_text.plain)):
+        forms = [_without_space(form) for form in message_text.forms()]
+        form = next((form for form in forms if form in left), None)
+        if form is None:
+            return message_text
+        left = left.replace(form, "\n", 1)
+    return None
+
+
+def _are_in_order(texts: Iterable[MessageText], rendered: str) -> bool:
+    """Return whether the texts follow each other in a rendering as they are, which they mostly do."""
+    end = 0
+    for message_text in texts:
+        begin = rendered.find(message_text.plain, end)
+        if begin < 0:
+            return False
+        end = begin + len(message_text.plain)
+    return True
+
+
+def _fault(lost: MessageText, so: str) -> BadRowError:
+    what = "a part"
+    advice = "give a template that keeps it by --chat_template"
+    if lost.key in REASONING:  # the row may have them under another of these names
+        what = f"the thoughts ({', '.join(REASONING)})"
+    elif lost.key == _CALLS:
+        what = "a part of the tool_calls"
+        advice = "use the tokenizer of a model that has tools"
+    return BadRowError(f"the chat template leaves out {what} of turn {lost.turn + 1}, {so}; {advice}")
+
+
+def _texts_of(message: Message, turn: int) -> Iterator[MessageText]:
+    """Yield the texts of a message in the order in which most templates write them."""
+    for key in REASONING:
+        if isinstance(message.get(key), str) and message[key].strip():
+            yield MessageText(turn, key, message[key].strip())
+    content = message["content"].strip()
+    if content:
+        yield MessageText(turn, "content", content)
+    for call in message.get(_CALLS, ()):
+        function = call["function"]
+        yield MessageText(turn, _CALLS, function["name"])
+        for leaf in _leaves(function.get("arguments")):
+            yield MessageText(turn, _CALLS, leaf)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield all keys and values of JSON."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key
+            yield from _leaves(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _leaves(item)
+    elif value != "":
+        yield value
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())

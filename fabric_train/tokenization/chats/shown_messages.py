@@ -1,0 +1,113 @@
+"""The messages as a chat template gets them, and the keys of messages that it does not show."""
+
+from typing import Any
+
+from fabric_train.tokenization.chats.chat_template import ChatTemplate, Rendering
+from fabric_train.tokenization.chats.lost_text import check_rendered
+from fabric_train.tokenization.documents import REASONING, TRAINED, BadRowError, Chat, Message
+
+# checked elsewhere: a row is refused if the template leaves out what they have, or thoughts that are text
+_ALWAYS_SHOWN = frozenset(["role", "content", "tool_calls"])
+_THOUGHT = "turn1thought"
+_CALLED = "turn1called"
+_TOOL_CALL = {"type": "function", "function": {"name": _CALLED, "arguments": {"turn1key": "turn1value"}}}
+_QUESTION: Message = {"role": "user", "content": "turn0said"}
+
+
+class ShownMessages:
+    """What a template shows of messages."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._reasoning = next((key for key in REASONING if self._shows_reasoning(key)), None)
+        self._is_shown: dict[tuple[str, str], bool] = {}  # by role and key
+        self.has_tool_calls = self._shows_tool_calls()
+
+    def messages(self, chat: Chat) -> list[Message]:
+        """Return the messages of a chat for the template, with thoughts under the name that it has for them."""
+        return [self._message(message) for message in chat.messages]
+
+    def check(self, rendering: Rendering, supervised: frozenset[int]) -> frozenset[str]:
+        """Raise BadRowError if the template leaves out tools or a text of a message; return keys that it does not show.
+
+        ``supervised`` are indices of messages. Of others, the template may leave out thoughts.
+        """
+        fault = "the chat template leaves out its {}; use the tokenizer of a model that has tools"
+        if not self.has_tool_calls and any("tool_calls" in message for message in rendering.messages):
+            bare: list[Message] = []
+            for message in rendering.messages:
+                bare.append({key: value for key, value in message.items() if key != "tool_calls"})
+            if self._render(rendering, bare, rendering.tools) == rendering.text:
+                raise BadRowError(fault.format("tool_calls"))
+        if rendering.tools and self._render(rendering, rendering.messages, None) == rendering.text:
+            raise BadRowError(fault.format("tools"))
+        lost_thoughts = check_rendered(rendering.messages, supervised, rendering.text)
+        return lost_thoughts | self.unused_keys(rendering)
+
+    def unused_keys(self, rendering: Rendering) -> frozenset[str]:
+        """Return the keys of messages, and the variables, that the template does not show.
+
+        For each role and key, the first rendering decides: it is the same without the key, or not.
+        """
+        unused: set[str] = set()
+        for message in rendering.messages:
+            for key in message.keys() - _ALWAYS_SHOWN:
+                if key in REASONING and isinstance(message[key], str):
+                    continue
+                role_and_key = (message["role"], key)
+                if role_and_key not in self._is_shown:
+                    self._is_shown[role_and_key] = self._shows(rendering, *role_and_key)
+                if not self._is_shown[role_and_key]:
+                    unused.add(f"{key} of the {message['role']}'s turns")
+        for name in rendering.variables:
+            if not self._template.mentions(name):
+                unused.add(f"chat_template_kwargs.{name}")
+        return frozenset(unused)
+
+    def _message(self, message: Message) -> Message:
+        if message.keys() == {"role", "content"}:
+            return message
+        shown = {key: value for key, value in message.items() if key != TRAINED}
+        keys = [key for key in REASONING if isinstance(shown.get(key), str)]
+        if not keys:
+            return shown
+        thoughts = shown[keys[0]] if self._reasoning not in keys else shown[self._reasoning]
+        for key in keys:
+            if shown[key] == thoughts:  # some data sets have them under several names
+                del shown[key]
+        shown[self._reasoning or keys[0]] = thoughts
+        return shown
+
+    def _shows(self, rendering: Rendering, role: str, key: str) -> bool:
+        if not self._template.mentions(key):
+            return False
+        without: list[Message] = []
+        for message in rendering.messages:
+            leaves_out = message["role"] == role
+            without.append({name: value for name, value in message.items() if not (leaves_out and name == key)})
+        try:
+            text = self._render(rendering, without, rendering.tools)
+        except BadRowError:
+            return True  # the template needs it
+        return text != rendering.text
+
+    def _render(self, rendering: Rendering, messages: list[Message], tools: list[Any] | None) -> str:
+        """Return the text of other messages or tools, rendered as ``rendering`` was."""
+        prompts = rendering.is_prompt
+        return self._template.render(messages, tools, generation_prompt=prompts, variables=rendering.variables)
+
+    def _shows_reasoning(self, key: str) -> bool:
+        if not self._template.mentions(key):
+            return False
+        answer = {"role": "assistant", "content": "turn1said", key: _THOUGHT}
+        try:
+            return _THOUGHT in self._template.render([_QUESTION, answer])
+        except BadRowError:
+            return False
+
+    def _shows_tool_calls(self) -> bool:
+        answer = {"role": "assistant", "content": "", "tool_calls": [_TOOL_CALL]}
+        try:
+            return _CALLED in self._template.render([_QUESTION, answer])
+        except BadRowError:
+            return False

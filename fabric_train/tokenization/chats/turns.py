@@ -1,0 +1,213 @@
+"""Read the turns of a conversation, in the notations that data sets have, as messages for chat templates.
+
+A turn says who speaks, what is said, and perhaps whether it is trained::
+
+    {"from": "gpt", "value": "Seven.", "train": false}
+    {"role": "assistant", "content": "Seven.", TRAINED: False}
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fabric_train.tokenization.documents import TRAINED, Message, excerpt
+
+_ROLE_KEYS = ("role", "from")
+_TEXT_KEYS = ("content", "value")
+_FUNCTION_CALL = "function_call"
+_SPEAKERS: dict[str, tuple[str, ...]] = {
+    "system": ("system", "developer"),
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model"),
+    "tool": ("tool", "observation", "tool_response", "function_response", "function", "ipython"),
+    _FUNCTION_CALL: (_FUNCTION_CALL, "tool_call"),  # of the assistant; its text has the calls as JSON
+}
+"""The role of a message, and the names that data sets have for it."""
+_ROLE_OF = {name: role for role, names in _SPEAKERS.items() for name in names}
+_KNOWN_ROLES = "system, user, assistant, tool, human, gpt, function_call, observation"
+_TRAINED_KEYS = {
+    "weight": True,  # OpenAI, axolotl, SlimOrca
+    "train": True,  # axolotl
+    "trained": True,
+    "training": True,  # axolotl
+    "loss": True,  # ms-swift
+    "loss_scale": True,  # ms-swift
+    "loss_mask": True,
+    "loss_weight": True,
+    "masked": False,  # torchtune
+}
+"""The keys of a turn that say whether it is trained, and the value with which it is."""
+_TRAINED_PARTS = "train_detail"  # axolotl: [{"begin_offset": 0, "end_offset": 8, "train": false}, ...]
+
+
+def is_spoken_by(role: str, name: str) -> bool:
+    """Return whether ``name`` is a name for the speaker of messages with this role."""
+    return _ROLE_OF.get(name.lower()) == role
+
+
+def list_of_turns(turns: Any) -> list[Mapping[str, Any]]:
+    """Return a conversation as it is; TypeError if it is not a list of objects."""
+    if not (isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns)):
+        raise TypeError("a conversation must be a list of objects")
+    return turns
+
+
+@dataclass(frozen=True)
+class TurnReader:
+    """A reader of conversations.
+
+    ``leave`` is called with each key of a turn that nothing is made of. ``calls_as_text``: a turn of function_call
+    becomes the assistant's text, for a chat template without tool calls.
+    """
+
+    leave: Callable[[str], None]
+    calls_as_text: bool = False
+
+    def read(self, turns: Any) -> list[Message]:
+        """Return a conversation as messages; TypeError, ValueError or KeyError if it is none."""
+        messages: list[Message] = []
+        for number, turn in enumerate(list_of_turns(turns), 1):
+            message = self._read_turn(turn, number)
+            calls = message.pop(_FUNCTION_CALL, None)
+            if calls is None:
+                messages.append(message)
+            elif messages and _takes_calls(messages[-1], message):
+                messages[-1].setdefault("tool_calls", []).extend(calls)
+            else:
+                messages.append({**message, "tool_calls": calls})
+        return messages
+
+    def _read_turn(self, turn: Mapping[str, Any], number: int) -> Message:
+        """Return a turn as a message, without null entries; tool calls of a function_call turn are kept apart."""
+        entries = {key: value for key, value in turn.items() if value is not None}
+        name = entries.pop(_first_key(entries, _ROLE_KEYS, turn, number))
+        role = _ROLE_OF.get(name.lower()) if isinstance(name, str) else None
+        if role is None:
+            raise ValueError(
+                f"role {excerpt(name)} of turn {number} is not one of {_KNOWN_ROLES} (docs/tokenization.md has all)"
+            )
+        is_trained = self._pop_trained(entries, number)
+        calls = _pop_tool_calls(entries, number)
+        if calls and not any(key in entries for key in _TEXT_KEYS):
+            entries["content"] = ""
+        content = entries.pop(_first_key(entries, _TEXT_KEYS, turn, number))
+        content, is_part_trained = self._read_content(content, number)
+        if is_part_trained is not None:
+            is_trained = is_part_trained and is_trained is not False
+        message: Message = {"role": role, "content": content, **entries}
+        if calls:
+            message["tool_calls"] = calls
+        if role == _FUNCTION_CALL:
+            message["role"] = "assistant"
+            if not self.calls_as_text:
+                message["content"] = ""
+                message[_FUNCTION_CALL] = _read_calls(_parsed(content, f"the call of turn {number}"), number)
+        if is_trained is False:
+            message[TRAINED] = False
+        elif is_trained and message["role"] != "assistant":
+            self.leave("what trains turns that are not the assistant's")
+        return message
+
+    def _read_content(self, content: Any, number: int) -> tuple[str, bool | None]:
+        """Return a content as one text, and whether its parts say that it is trained."""
+        if isinstance(content, str):
+            return content, None
+        if not (isinstance(content, list) and all(isinstance(part, Mapping) for part in content)):
+            raise TypeError("content must be text or a list of parts of type text")
+        texts: list[str] = []
+        are_trained: set[bool | None] = set()
+        for part in content:
+            entries = {key: value for key, value in part.items() if value is not None}
+            if entries.pop("type", None) != "text" or not isinstance(entries.get("text"), str):
+                raise TypeError("content must be text or a list of parts of type text")
+            texts.append(entries.pop("text"))
+            are_trained.add(self._pop_trained(entries, number))
+            for key in entries:
+                self.leave(f"content.{key}")
+        if len(are_trained) > 1:
+            raise ValueError(f"only parts of turn {number} are trained; make turns of them, or leave the row out")
+        return "".join(texts), next(iter(are_trained), None)
+
+    def _pop_trained(self, entries: dict[str, Any], number: int) -> bool | None:
+        """Remove the keys that say whether a turn is trained, and return what they say; None if there are none."""
+        said: dict[str, bool] = {}
+        for key, value_if_trained in _TRAINED_KEYS.items():
+            if key in entries:
+                value = entries.pop(key)
+                if not isinstance(value, bool | int | float) or value not in (0, 1):
+                    raise ValueError(
+                        f"{key} {excerpt(value)} of turn {number}: a turn is trained (true, 1) or not (false, 0)"
+                    )
+                said[key] = bool(value) is value_if_trained
+        parts = entries.pop(_TRAINED_PARTS, None)
+        if parts:
+            are_trained = {bool(part.get("train", True)) for part in list_of_turns(parts)}
+            if len(are_trained) > 1:
+                raise ValueError(f"{_TRAINED_PARTS}: only parts of turn {number} are trained; make turns of them")
+            said[_TRAINED_PARTS] = are_trained.pop()
+        if len(set(said.values())) > 1:
+            raise ValueError(f"{' and '.join(said)} of turn {number} contradict each other")
+        return next(iter(said.values()), None)
+
+
+def _takes_calls(before: Message, message: Message) -> bool:
+    """Return whether calls belong to the message before, which is the same turn of the assistant."""
+    return (
+        before["role"] == "assistant"
+        and before.get(TRAINED) == message.get(TRAINED)
+        and before.keys() - {"tool_calls"} == message.keys()
+    )
+
+
+def _first_key(entries: Mapping[str, Any], keys: tuple[str, ...], turn: Mapping[str, Any], number: int) -> str:
+    """Return the first of ``keys`` that a turn has; KeyError with the key as the file has it if there is none."""
+    for key in keys:
+        if key in entries:
+            return key
+    null = next((key for key in keys if key in turn), None)
+    if null is not None:
+        raise ValueError(f"{null!r} of turn {number} is null")
+    # a turn in the notation of ShareGPT lacks a value, any other a content
+    expected = keys[1] if _ROLE_KEYS[1] in turn or _TEXT_KEYS[1] in turn else keys[0]
+    raise ValueError(f"{expected!r} is missing in turn {number}")
+
+
+def _parsed(value: Any, what: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        raise ValueError(f"{what} is not JSON: {excerpt(value)}") from None
+
+
+def _pop_tool_calls(entries: dict[str, Any], number: int) -> list[dict[str, Any]]:
+    """Remove the tool calls of a message, and return them; there may be none."""
+    calls = _parsed(entries.pop("tool_calls", None), f"tool_calls of turn {number}")
+    if calls:
+        return _read_calls(calls, number)
+    call = _parsed(entries.pop(_FUNCTION_CALL, None), f"{_FUNCTION_CALL} of turn {number}")
+    return _read_calls(call, number) if call else []
+
+
+def _read_calls(calls: Any, number: int) -> list[dict[str, Any]]:
+    """Return tool calls in OpenAI's form; TypeError if there is one without a name."""
+    return [_tool_call(call, number) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _tool_call(call: Any, number: int) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object, not as JSON text: templates expect an object."""
+    entries = {key: value for key, value in call.items() if value is not None} if isinstance(call, Mapping) else {}
+    if "name" in entries and "function" not in entries:
+        entries = {"type": "function", "function": entries}
+    function = entries.get("function")
+    if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
+        raise TypeError('a tool call must have {"function": {"name": ...}}')
+    function = {key: value for key, value in function.items() if value is not None}
+    if "arguments" not in function and isinstance(function.get("parameters"), Mapping):
+        function["arguments"] = function.pop("parameters")
+    if isinstance(function.get("arguments"), str):
+        text = function["arguments"]
+        function["arguments"] = _parsed(text, f"a call's arguments in turn {number}") if text.strip() else {}
+    return {**entries, "function": function}
