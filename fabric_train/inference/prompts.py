@@ -128,6 +128,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._template: ChatTemplate | None = None
         self._shown: ShownMessages | None = None
+        self.not_shown: set[str] = set()  # keys of messages of files, so far
         self.end_ids: tuple[int, ...] = ()
         if prompts_chats:
             self._template = own_template(tokenizer, f"give a model that has learned to chat instead of {name}")
@@ -156,7 +157,7 @@ class PromptEncoder:
             text = self._template.render(messages, chat.tools, generation_prompt=True, variables=variables)
             if prompt.is_from_file:
                 rendering = Rendering(messages, chat.tools, variables, text, generated=[], is_prompt=True)
-                self._shown.check(rendering, frozenset())
+                self.not_shown |= self._shown.check(rendering, frozenset())
         except BadRowError as error:
             raise InputError(f"{prompt.place}: {error}") from None
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -185,8 +186,13 @@ def limits_of(model: Any) -> PromptLimits:
 def encode_prompts(
     encoder: PromptEncoder, prompts: list[Prompt], limits: PromptLimits, num_tokens: int, option: str = "--num_tokens"
 ) -> list[list[int]]:
-    """Return the ids of prompts; an InputError has each that cannot be continued by ``num_tokens`` of ``option``."""
+    """Return the ids of prompts; an InputError has each that cannot be continued by ``num_tokens`` of ``option``.
+
+    A line on standard error names what the chat template does not show of chats in files.
+    """
     encoded, faults = [encoder.encode(prompt) for prompt in prompts], []
+    if encoder.not_shown:
+        print(f"the chat template does not show {', '.join(sorted(encoder.not_shown))}", file=sys.stderr)
     for prompt, ids in zip(prompts, encoded, strict=True):
         if not ids:
             faults.append(f"{prompt.place} has no tokens: give some text")

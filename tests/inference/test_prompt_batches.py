@@ -10,7 +10,14 @@ from transformers import PreTrainedTokenizerFast
 from fabric_train.cli.errors import InputError
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.load_model import load_for_inference
-from fabric_train.inference.prompts import OutputFile, PromptEncoder, encode_prompts, limits_of, read_prompts
+from fabric_train.inference.prompts import (
+    OutputFile,
+    PromptEncoder,
+    PromptLimits,
+    encode_prompts,
+    limits_of,
+    read_prompts,
+)
 from tests.support.checkpoint_examples import run_with_two_checkpoints
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 
@@ -134,12 +141,16 @@ def test_a_chat_in_a_file_of_prompts_loses_nothing_without_a_word(
     turns = [{"from": "human", "value": "Hi", "id": 3}]
     rows = [{"messages": turns, "system": "Be kind.", "topic": "x"}, {"prompt": "Once", "title": "A tale"}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = read_prompts(file)
+    read_prompts(file)
     assert "columns not used: title, topic" in capsys.readouterr().err
     tokenizer = PreTrainedTokenizerFast.from_pretrained(chatml_dir)
     encoder = PromptEncoder(tokenizer, "tiny", prompts_chats=True)
-    assert "Be kind." in tokenizer.decode(encoder.encode(prompts[0]))
     lost = {"role": "assistant", "content": "Ho", "reasoning": "They greet."}
-    file.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}, lost, *turns]}) + "\n")
-    with pytest.raises(InputError, match="line 1: the chat template leaves out the thoughts"):
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}, lost, *turns], "system": "Be kind."}))
+    (ids,) = encode_prompts(encoder, read_prompts(file), PromptLimits(49_152, None), 8)
+    assert "Be kind." in tokenizer.decode(ids)
+    shown = capsys.readouterr().err
+    assert "the chat template does not show id of the user's turns, reasoning of turns that are not supervised" in shown
+    file.write_text(json.dumps({"messages": turns, "tools": [{"type": "function", "function": {"name": "find"}}]}))
+    with pytest.raises(InputError, match="line 1: the chat template leaves out its tools"):
         encoder.encode(read_prompts(file)[0])

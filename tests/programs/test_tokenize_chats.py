@@ -351,6 +351,6 @@ def test_what_is_left_out_of_chats_is_counted_and_what_is_not_used_is_named(
 
 def test_text_beside_a_chat_is_read_if_it_is_asked_for(tmp_path: Path, tokenizer_dir: Path) -> None:
     source = write(tmp_path / "a.jsonl", [{"body": "Plain.", **FORMATS["messages"]("Hi", "Ho")}])
-    split = run(tmp_path / "out", tokenizer_dir, source, validation_split=0, text_column="body", max_length=3)
+    split = run(tmp_path / "out", tokenizer_dir, source, validation_split=0, text_column="body", max_length=5)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
     assert "Plain" in tokenizer.decode(split["train"]["input_ids"][0])
