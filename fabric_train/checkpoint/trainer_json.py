@@ -144,7 +144,9 @@ class TrainerState:
     ``epoch`` and the losses are the last step's. ``skipped_steps`` had a loss or gradient that was not finite. In
     ``steps_without_targets`` the objective counted nothing, such as no supervised token, so the optimizer took no step.
     ``rows_hash`` is the hash of consumed rows, see ``WindowOrder.rows_hash``; None for a stream. ``rows_of_sources``
-    counts the consumed rows of each token dataset of a mixture. ``val_loss`` and ``evaluation`` are None if the step
+    counts the consumed rows of each token dataset of a mixture. ``counted_of_sources`` has the supervised tokens (of
+    preference pairs, the pairs) that all steps so far consumed of each source, also of other data before a phase or a
+    branch; None if sources were not told apart. ``val_loss`` and ``evaluation`` are None if the step
     had no evaluation. ``first_evaluation`` is the first one of the rows that the run evaluates now, for a branch the
     first one of its trunk. ``progress`` is of ``--early_stopping``. ``unlogged`` are the step's metrics by
     column of metrics.csv, if a signal came before its evaluation was complete.
@@ -158,6 +160,7 @@ class TrainerState:
     steps_without_targets: NonNegativeInt = 0
     rows_hash: str | None = None
     rows_of_sources: list[NonNegativeInt] | None = None
+    counted_of_sources: dict[str, NonNegativeInt] | None = None
     train_loss: float | None = None
     val_loss: float | None = None
     evaluation: Evaluation | None = None
@@ -337,7 +340,7 @@ class _SavedArguments(BaseModel):
 _ADDED_LATER = {
     *("base_model", "rows_of_sources", "evaluation", "first_evaluation", "progress", "schedule_steps", "lineage"),
     *("phase_schedules", "phase_parts", "trained_modules", "device", "mixture_sources", "mixture_tokens", "sessions"),
-    *("stages", "adapter_base", "reference", "steps_without_targets"),
+    *("stages", "adapter_base", "reference", "steps_without_targets", "counted_of_sources"),
 }
 """Fields that checkpoints of earlier versions lack: then they have the default of their class, or are None."""
 _FIELDS: dict[str, Any] = {

@@ -180,21 +180,34 @@ def stored_sources(record: ModelRecord) -> list[StageSource]:
 
 
 def seen_shares(record: ModelRecord) -> list[tuple[str, float]]:
-    """Return the public name of each source and its share of the tokens that were seen; none if they are not known."""
+    """Return the public name of each source and its share of what the steps consumed; none if that is not known.
+
+    Of a mixture, these are shares of rows. They are shares of supervised tokens if the run has several sources
+    otherwise, or has read other data before. Checkpoints of earlier versions have no such counts: then a run that reads
+    whole passes has the shares of its token dataset.
+    """
+    state = record.saved.state
     names = record.saved.content.get("mixture_sources") or ()
-    rows = record.saved.state.rows_of_sources
-    if names and rows and len(names) == len(rows):
-        pairs = [(name, float(count)) for name, count in zip(mixture_names(record), rows, strict=True)]
-    else:
-        pairs = [] if names else [(source.name, float(source.tokens or 0)) for source in stored_sources(record)]
-    total = sum(number for _, number in pairs)
-    return [(name, number / total) for name, number in pairs] if total else []
+    rows = state.rows_of_sources or ()
+    has_rows = bool(names) and len(names) == len(rows)
+    has_all_rows = has_rows and sum(rows) == state.num_samples
+    counts: list[tuple[str, int]] = []
+    if has_all_rows or (has_rows and not state.counted_of_sources):
+        counts = list(zip(mixture_names(record), rows, strict=True))
+    elif state.counted_of_sources:
+        counts = [(record.names[name], number) for name, number in state.counted_of_sources.items()]
+    elif not names:
+        counts = [(source.name, source.tokens or 0) for source in stored_sources(record)]
+    total = sum(number for _, number in counts)
+    return [(name, number / total) for name, number in counts] if total else []
 
 
 def _seen_of_sources(record: ModelRecord) -> dict[str, float]:
     """Return each source's share of the tokens seen in a mixture, in proportion to its dataset, by public name."""
     rows, tokens = record.saved.state.rows_of_sources, record.saved.content.get("mixture_tokens") or ()
     if not rows or len(rows) != len(tokens) or not all(map(bool, tokens)):
+        return {}
+    if sum(rows) != record.saved.state.num_samples:  # it has read other data before
         return {}
     seen: dict[str, float] = dict.fromkeys((record.names[name] for one in tokens for name in one), 0.0)
     for count, one in zip(rows, tokens, strict=True):

@@ -25,6 +25,7 @@ from fabric_train.evaluation.loss_table import (
 )
 from fabric_train.evaluation.scores import read_means, score_charts, to_markdown
 from fabric_train.export import card_facts
+from fabric_train.export.card_facts import ModelRecord
 from fabric_train.files.regular_file import read_json
 from fabric_train.pages.markdown import SHOWN_DIGITS, Markdown, Section, code, escaped, table
 from fabric_train.report.health import health_section
@@ -33,6 +34,7 @@ from fabric_train.training.curves import metric_charts
 from fabric_train.training.run_times import TIMES, describe_seconds
 
 _SHOWN_SAMPLES = 4  # of each prompt
+_SHOWN_SOURCES = 12
 _SHOWN_LINES = 200
 _MOST_RUNS_BESIDE = 200
 _SEED = 0  # of the bootstrap, as in evaluate.py
@@ -96,7 +98,7 @@ def _guarded_rows(build: Callable[[], list[tuple[str, Any]]]) -> list[tuple[str,
 
 def _trained(run: RunFiles, price_per_hour: float | None) -> list[tuple[str, Any]]:
     record, saved = run.record, run.saved
-    origin, sources = record.origin, card_facts.stored_sources(record) or record.stream_places()
+    origin = record.origin
     begun = "random weights" if origin is None else origin.name
     if origin is not None and origin.revision:
         begun += f" at {origin.revision[:SHOWN_DIGITS]}"
@@ -108,7 +110,7 @@ def _trained(run: RunFiles, price_per_hour: float | None) -> list[tuple[str, Any
     rows: list[tuple[str, Any]] = [
         ("model", begun),
         *trained_parts,
-        ("trained on", ", ".join(f"{one.name} ({one.share:.1%})" for one in sources[:12])),
+        ("trained on", _trained_on(record)),
         ("objective", saved.arguments.get("objective", "sft")),
         ("steps", f"{saved.state.step:,}{planned} in the newest checkpoint"),
         ("tokens", saved.state.num_tokens),
@@ -122,6 +124,14 @@ def _trained(run: RunFiles, price_per_hour: float | None) -> list[tuple[str, Any
     rows.append((f"code of {PROGRAM}", versions.pop(PROGRAM, "not recorded")))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     return rows
+
+
+def _trained_on(record: ModelRecord) -> str:
+    """Return the sources with their shares of what the steps consumed; only their names if that is not known."""
+    shares = card_facts.seen_shares(record)
+    if shares:
+        return ", ".join(f"{name} ({share:.1%})" for name, share in shares[:_SHOWN_SOURCES])
+    return ", ".join(place.name for place in record.stream_places()[:_SHOWN_SOURCES])
 
 
 def _last(run: RunFiles) -> list[tuple[str, Any]]:
@@ -241,7 +251,8 @@ def _data(run: RunFiles) -> Iterator[Section]:
     record = run.record
     parts = list[str]()
     if sources := [card_facts.source_row(one) for one in card_facts.stored_sources(record)]:
-        parts.append(table("source | share | tokens | documents | files | SHA-256 or revision", sources))
+        columns = "source | share of the token dataset | tokens | documents | files | SHA-256 or revision"
+        parts.append(table(columns, sources))
     elif rows := card_facts.stream_rows(record):
         parts.append(table("stream | share | revision", rows))
     if record.manifest:

@@ -9,6 +9,7 @@ import resource
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ from fabric_train.training.metrics import (
 )
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_log import note, warn
-from fabric_train.training.step import Stepper, TakenStep, own_flags
+from fabric_train.training.step import Stepper, StepReport, TakenStep, own_flags
 
 _COLLECTED_STEPS = 50
 """Steps between garbage collections, see :func:`manual_collection`."""
@@ -151,7 +152,7 @@ class Loop:
             evaluates, keeps, saves, logs = self._due(window, step)
             report = step.report
             stopwatch.stepped(report.num_tokens, window.num_rows, report.flops, report.own_seconds)
-            state, checkpoint, cursors = _state_after(state, window, step), None, window.cursors
+            state, checkpoint, cursors = self._state_after(state, window, step), None, window.cursors
             if not logs:
                 continue
             state = self._evaluate_and_log(state, self._metrics(state, step, stopwatch), evaluates)
@@ -220,6 +221,39 @@ class Loop:
         means = dict(zip(names, report.metrics, strict=True)) if step.check.has_targets else {}
         return with_objective(metrics, means, dict(zip(sources, report.of_sources, strict=True)), further)
 
+    def _state_after(self, state: TrainerState, window: Window, step: TakenStep) -> TrainerState:
+        has_fault = step.check.fault is not None
+        rows = window.rows_of_sources
+        if rows is not None:
+            rows = [sum(both) for both in zip(state.rows_of_sources or [0] * len(rows), rows, strict=True)]
+        counted = Counter(state.counted_of_sources or {})
+        counted.update(self._counted_of_sources(step.report))
+        return replace(
+            state,
+            step=window.step,
+            epoch=window.epoch,
+            num_tokens=state.num_tokens + step.report.num_tokens,
+            num_samples=state.num_samples + window.num_rows,
+            skipped_steps=state.skipped_steps + has_fault,
+            steps_without_targets=state.steps_without_targets + (not step.check.has_targets),
+            train_loss=None if has_fault else step.check.loss,
+            rows_hash=window.rows_hash,
+            rows_of_sources=rows,
+            counted_of_sources=dict(counted) or None,
+            val_loss=None,
+            evaluation=None,
+        )
+
+    def _counted_of_sources(self, report: StepReport) -> dict[str, int]:
+        """Return what the objective counted of each source in a step; nothing if sources are not told apart."""
+        if len(self.run.data.source_names) == 1:
+            return {self.run.data.source_names[0]: report.count}
+        return {
+            name: number
+            for name, number in zip(self.run.logged_sources, report.counted_of_sources, strict=True)
+            if number
+        }
+
     def _evaluate_and_log(self, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
         """Evaluate if it is due, and log the step; after a signal, return a state with the unlogged metrics instead."""
         if evaluates and self.validation:
@@ -286,27 +320,6 @@ class Loop:
             f"{fault}; the step is not taken, and the state before it is {saved}; "
             "--resume true --on_nonfinite skip continues without such steps (docs/reference/errors.md#not-finite)"
         )
-
-
-def _state_after(state: TrainerState, window: Window, step: TakenStep) -> TrainerState:
-    has_fault = step.check.fault is not None
-    rows = window.rows_of_sources
-    if rows is not None:
-        rows = [sum(both) for both in zip(state.rows_of_sources or [0] * len(rows), rows, strict=True)]
-    return replace(
-        state,
-        step=window.step,
-        epoch=window.epoch,
-        num_tokens=state.num_tokens + step.report.num_tokens,
-        num_samples=state.num_samples + window.num_rows,
-        skipped_steps=state.skipped_steps + has_fault,
-        steps_without_targets=state.steps_without_targets + (not step.check.has_targets),
-        train_loss=None if has_fault else step.check.loss,
-        rows_hash=window.rows_hash,
-        rows_of_sources=rows,
-        val_loss=None,
-        evaluation=None,
-    )
 
 
 @contextmanager

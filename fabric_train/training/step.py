@@ -247,13 +247,13 @@ def gather_losses(fabric: Fabric, loss: LocalLoss) -> WindowLoss:
 class StepReport:
     """What all ranks know of a step before the optimizer takes it. Tensors are on the CPU.
 
-    ``count`` is the number of things that the loss sums over in the window, such as supervised tokens. ``loss``, fp64
-    [], is the mean over them; 0 if there are none. ``metrics`` are the means of the objective's metrics over the
-    window, ``of_sources`` the mean losses of the sources, None for one without supervised tokens, and
-    ``metrics_of_sources`` their means of an objective of pieces, NaN for such a source. ``of_pieces``, fp64 [P], are
-    the losses of the pieces on this rank. ``grad_norm``, fp64 [], is the norm before clipping. ``num_tokens`` are
-    without padding, and take ``flops`` of the model. ``own_seconds`` are of each rank in the step before, see
-    :class:`OwnTime`.
+    ``count`` is the number of things that the loss sums over in the window, such as supervised tokens, and
+    ``counted_of_sources`` the same by source. ``loss``, fp64 [], is the mean over them; 0 if there are none.
+    ``metrics`` are the means of the objective's metrics over the window, ``of_sources`` the mean losses of the sources,
+    None for one without supervised tokens, and ``metrics_of_sources`` their means of an objective of pieces, NaN for
+    such a source. ``of_pieces``, fp64 [P], are the losses of the pieces on this rank. ``grad_norm``, fp64 [], is the
+    norm before clipping. ``num_tokens`` are without padding, and take ``flops`` of the model. ``own_seconds`` are of
+    each rank in the step before, see :class:`OwnTime`.
     """
 
     count: int
@@ -261,6 +261,7 @@ class StepReport:
     metrics: list[float]
     of_pieces: torch.Tensor
     of_sources: list[float | None]
+    counted_of_sources: list[int]
     grad_norm: torch.Tensor
     num_tokens: int
     flops: float
@@ -313,6 +314,7 @@ def exchange_step(
         of_sources=[
             each / number if number else None for each, number in zip(nats.tolist(), tokens.tolist(), strict=True)
         ],
+        counted_of_sources=[int(number) for number in tokens.tolist()],
         grad_norm=norm[0],
         num_tokens=int(all_tokens),
         flops=all_flops,

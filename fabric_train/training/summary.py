@@ -218,7 +218,8 @@ def describe_mixture(run: PreparedRun, seen: list[int] | None = None) -> list[Ta
     totals = [planned, *([seen] if seen else [])]
     rows = zip((source.name for source in run.data.sources), plan.mixture.num_rows, *totals, strict=True)
     for name, num_rows, *counts in rows:
-        share, epochs = f"{counts[0] / sum(planned):.2%}", f"{counts[0] / num_rows:.2f}"
+        read, total = counts[-1], sum(totals[-1])  # what was planned, or at the end what was seen
+        share, epochs = f"{read / max(total, 1):.2%}", f"{read / num_rows:.2f}"
         tokens = [f"{count * plan.tokens_per_row:,}" for count in (num_rows, *counts)]
         table.add_row(name, tokens[0], share, epochs, *tokens[1:])
     sums = [f"{sum(counts) * plan.tokens_per_row:,}" for counts in (plan.mixture.num_rows, *totals)]

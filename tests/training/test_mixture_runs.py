@@ -17,6 +17,8 @@ from fabric_train.export.card_facts import all_stages, read_record
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.optim.optimizer import learning_rate
 from fabric_train.preflight.phases import plan_phases, read_stretches
+from fabric_train.report.run_files import RunFiles
+from fabric_train.report.sections import run_sections
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.kills import differences
 from tests.support.short_runs import argv, at_point, metrics
@@ -109,7 +111,7 @@ def test_resumed_mixture_reads_the_same_rows_on_any_number_of_ranks(
     run = f"resumed-{num_ranks}"
     mixing.start(run, num_ranks, "--shares", 1.0, 0.15, 2, **options).finish()
     here, there = (mixing.state(each, end) for each in (run, "whole"))
-    for name in ("rows_hash", "rows_of_sources", "num_tokens", "data"):
+    for name in ("rows_hash", "rows_of_sources", "counted_of_sources", "num_tokens", "data"):
         assert here[name] == there[name]
     ours, theirs = metrics(mixing.folder / run), metrics(mixing.folder / "whole")[4:]
     if num_ranks == 2:
@@ -149,6 +151,31 @@ def test_token_shares_are_those_of_every_step(mixing: Mixing) -> None:
     (stage,) = all_stages(read_record(mixing.folder / "tokens" / "checkpoints" / "step-00000003"))
     seen = {f"{name}.jsonl": share for name, share in zip(NAMES, (0.5, 0.25, 0.25), strict=True)}
     assert {source.name: source.share for source in stage.sources} == pytest.approx(seen)
+
+
+def trained_on(run: Path) -> dict[str, str]:
+    """Return the shares of the sources in the summary of a run's report."""
+    text = run_sections(RunFiles(run))[0].body
+    (line,) = [line for line in text.splitlines() if "trained on" in line]
+    return dict(re.findall(r"(\w+)\S* \(([0-9.]+%)\)", line))
+
+
+def test_a_report_says_what_the_steps_consumed_of_each_source(mixing: Mixing, whole: ForkedRun) -> None:
+    rows = mixing.state("whole", last_step(whole))["rows_of_sources"]
+    assert trained_on(mixing.folder / "whole") == {
+        name: f"{count / sum(rows):.1%}" for name, count in zip(NAMES, rows, strict=True)
+    }
+    # a branch with other data counts on from what the steps before it consumed
+    branch = f"{mixing.folder / 'whole'}@4"
+    options: dict[str, Any] = {"branch": branch, "max_step": 6, "save_step_interval": 1, "total_batch_size": 24}
+    mixing.start("on-en", 1, names=("en",), **options, micro_batch_size=12).finish()
+    before = mixing.state("whole", 4)["counted_of_sources"]
+    after = mixing.state("on-en", 6)["counted_of_sources"]
+    (english,) = [name for name in after if "en" in name]
+    assert {**after, english: 0} == {**before, english: 0}
+    assert after[english] > before[english]
+    shares = {Path(name).stem: f"{count / sum(after.values()):.1%}" for name, count in after.items()}
+    assert trained_on(mixing.folder / "on-en") == shares
 
 
 def test_sources_of_a_folder_share_what_was_seen_of_it(mixing: Mixing) -> None:
