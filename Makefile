@@ -19,7 +19,7 @@ STAMP := $(VENV)/installed
 # torch-xla works with one older release of torch, so it has an environment of its own
 XLA := .cache/xla
 
-.PHONY: help install install-xla demo test test-cuda test-cuda-rehearsal test-matrix test-launchers test-xla test-downstream check lint benchmark docs docs-serve clean
+.PHONY: help install install-xla demo test test-numerics test-cuda test-cuda-rehearsal test-matrix test-launchers test-xla test-downstream check lint benchmark docs docs-serve clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -34,6 +34,14 @@ demo: $(STAMP) ## tokenize, train, export and generate on real data (6 minutes o
 
 test: $(STAMP) ## run the tests that CI runs (9 to 15 minutes on 2 cores)
 	@$(BIN)/python -m pytest
+
+# the libraries' oldest code paths, two threads: sums are added in other orders than by default, as on another processor
+test-numerics: export MKL_CBWR = COMPATIBLE
+test-numerics: export ATEN_CPU_CAPABILITY = default
+test-numerics: export ONEDNN_MAX_CPU_ISA = SSE41
+test-numerics: export OMP_NUM_THREADS = 2
+test-numerics: $(STAMP) ## run the tests that compare numbers, with another rounding (1 minute)
+	@$(BIN)/python -m pytest -m 'numerical and not matrix and not launchers and not cuda_rehearsal' $$(grep -rl --include='test_*.py' '^@pytest.mark.numerical' tests)
 
 test-cuda: $(STAMP) ## run the tests that need a GPU
 	@$(BIN)/python -m pytest -n 0 -m cuda

@@ -45,6 +45,7 @@ def test_clipping_an_8b_is_few_launches_that_read_it_twice(fsdp2: bool) -> None:
     assert 2 * gradients <= counted.bytes <= 2.01 * gradients  # in-place operations are counted once here
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_for_a_gpu_and_for_a_cpu_are_the_true_ones(dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)

@@ -25,6 +25,7 @@ from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_losses_and_gradients_are_those_of_one_rank(forked_runs: ForkedRuns, num_ranks: int) -> None:
     forked_runs.start([], num_ranks, program=context_slices.__name__).finish()

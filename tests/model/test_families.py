@@ -87,6 +87,7 @@ SHARDED_BY = {
 }
 
 
+@pytest.mark.numerical
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "parallelism"), SHARDED_BY.items(), indirect=["model"])
 def test_family_trains_as_in_plain_pytorch(

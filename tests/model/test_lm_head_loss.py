@@ -77,6 +77,7 @@ def chunks_of_seven_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(chunked_loss._CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("family", OF_HEAD)
 def test_loss_and_gradients_out_of_the_head_are_those_of_the_logits(family: str, at_once: bool) -> None:
@@ -94,6 +95,7 @@ def test_loss_and_gradients_out_of_the_head_are_those_of_the_logits(family: str,
         assert CrossEntropy().loss(model.eval(), Batch(*rows())).total.item() == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -169,6 +171,7 @@ def test_head_gradient_is_added_before_the_backward_pass() -> None:
     torch.testing.assert_close(model.lm_head.weight.grad, 2 * once)
 
 
+@pytest.mark.numerical
 def test_tied_embeddings_gradient_is_added_in_the_rows_of_its_tokens() -> None:
     model = build("llama", tie_word_embeddings=True, vocab_size=4001)
     expected = loss_and_gradients(model)[1]["model.embed_tokens.weight"]
@@ -216,6 +219,7 @@ def test_the_sum_is_not_rounded_to_fp32() -> None:
     assert summed.item() == 2**13 * -F.log_softmax(torch.zeros(3), dim=0)[0].double().item()
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("is_mixed", [True, False])
 def test_in_bf16_it_rounds_as_a_linear_layer_does(is_mixed: bool) -> None:
     generator = torch.Generator().manual_seed(0)

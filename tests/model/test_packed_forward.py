@@ -169,6 +169,7 @@ def assert_same(one: Any, other: Any, tolerance: float = 1e-5) -> None:
         torch.testing.assert_close(gradient, other[1][name], rtol=0, atol=tolerance)
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("model", ["sdpa", "eager", "flash_attention_2", VARLEN], indirect=True)
 def test_packed_documents_have_loss_and_gradient_of_the_documents_alone(
     model: Any, documents: list[list[torch.Tensor]], split: datasets.Dataset
@@ -230,6 +231,7 @@ def test_on_cuda_packed_documents_have_the_loss_of_single_documents(
     assert_same(loss_and_gradient(model, [packed(split)]), expected, tolerance)
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("model", ["sdpa", "eager", "flex_attention", "flash_attention_2", VARLEN], indirect=True)
 def test_other_tokens_in_one_document_change_no_logits_of_another(model: Any, split: datasets.Dataset) -> None:
     batch = packed(split)
@@ -291,6 +293,7 @@ def test_flash_attention_need_not_look_at_positions(
     CrossEntropy().loss(model, Batch(batch.input_ids, batch.labels, batch.documents)).total.backward()
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("model", ["sdpa"], indirect=True)
 def test_windows_and_evaluations_count_what_isolation_supervises(
     model: Any, documents: list[list[torch.Tensor]], split: datasets.Dataset

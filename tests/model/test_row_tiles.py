@@ -46,6 +46,7 @@ def loss_and_gradients(model: Any, precision: torch.dtype | None = None) -> tupl
     return loss.detach(), {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("size", [1, 7, LENGTH, 64, 2 * LENGTH])
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_loss_is_equal_and_gradients_to_the_order_of_sums(
@@ -62,6 +63,7 @@ def test_loss_is_equal_and_gradients_to_the_order_of_sums(
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
+@pytest.mark.numerical
 def test_an_adapter_and_autocast_have_the_same_gradients(llama: LlamaForCausalLM) -> None:
     adapter = Adapter("lora", rank=4, alpha=8.0)
     model: Any = copy.deepcopy(llama)
@@ -132,6 +134,7 @@ def test_tiles_are_refused_beside_what_they_do_not_work_with() -> None:
             parse(TrainArguments, [*REQUIRED, "--mlp_tile_size", "4k", *options.split()])
 
 
+@pytest.mark.numerical
 @pytest.mark.slow
 @pytest.mark.parametrize("parallelism", ["fsdp2", "fsdp", "ddp"])
 def test_ranks_train_in_tiles_as_without(forked_runs: ForkedRuns, tmp_path: Path, parallelism: str) -> None:

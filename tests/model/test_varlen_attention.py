@@ -86,6 +86,7 @@ def test_every_layer_gets_the_borders_that_the_mask_has(config: PretrainedConfig
     assert longest == LENGTH
 
 
+@pytest.mark.numerical
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("isolates", [True, False])
 @pytest.mark.parametrize("config", [LlamaConfig(**LLAMA), MistralConfig(**LLAMA, sliding_window=5)])

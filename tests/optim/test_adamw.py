@@ -116,6 +116,7 @@ def test_changes_too_small_for_bfloat16_add_up() -> None:
     assert abs(float((by_chance - start.float()).mean()) - change) < 5 * deviation
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("beta2", [0.95, 0.999])
 def test_moments_in_bfloat16_follow_those_in_fp32(beta2: float) -> None:
     weights = nn.Parameter(torch.zeros(2**14))
@@ -257,6 +258,7 @@ class Stepping:
         return checkpoint
 
 
+@pytest.mark.numerical
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("states", "others", "resumed_by"),

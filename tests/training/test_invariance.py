@@ -89,6 +89,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("invariance") / "tokens", num_rows=ROWS_PER_EPOCH)
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_every_split_of_a_window_equals_plain_pytorch(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, split: Split

@@ -30,6 +30,7 @@ def batch(input_ids: list[list[int]], labels: list[list[int]] | None = None) -> 
     return Batch(torch.tensor(input_ids), torch.tensor(labels or input_ids))
 
 
+@pytest.mark.numerical
 def test_gradient_of_a_window_is_the_one_worked_out_by_hand(fabric: Fabric) -> None:
     # Uniform logits: every token costs log 5; its gradient in row "previous" is 1/5 everywhere, minus 1 at the target.
     # Micro-batch 1 supervises one token (0→1), micro-batch 2 three (0→2, 2→2, 2→3): 4 in all, each weighs 1/4.
@@ -69,6 +70,7 @@ def test_gradient_of_unequal_micro_batches_is_the_one_worked_out_by_hand(
     torch.testing.assert_close(torch.tensor(found["weights"]), -gradient * scale, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.numerical
 def test_unequal_micro_batches_have_the_gradient_of_the_whole_window(fabric: Fabric) -> None:
     rows = torch.randint(0, VOCABULARY, (6, 9), generator=torch.Generator().manual_seed(0))
     labels = rows.clone()
