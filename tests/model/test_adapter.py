@@ -33,6 +33,7 @@ from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, train_plai
 from tests.support.rounding import assert_same_training, num_sums_of_gradient, rounding_tolerance
 from tests.support.unequal_rows import LENGTH, argv, metrics, write_model, write_rows
 
+BF16 = torch.finfo(torch.bfloat16)
 ROWS_PER_WINDOW = 6  # on one, two or three ranks
 NUM_ROWS, STEPS = 21, 5  # the fourth window has 3 rows, and the fifth begins the next epoch
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
@@ -341,8 +342,8 @@ def test_weights_in_4_bits_are_multiplied_in_16_bits_under_mixed_precision(
         rows = metrics(tmp_path / parallelism)
         found.append([float(row["train_loss"]) for row in rows])
         # later steps of any two programs differ: in bf16, AdamW's first steps depend on how gradients are rounded
-        assert float(rows[0]["train_loss"]) == pytest.approx(losses[0], abs=1e-3)
-        assert float(rows[0]["grad_norm"]) == pytest.approx(norms[0], rel=2e-2)
+        assert float(rows[0]["train_loss"]) == pytest.approx(losses[0], abs=BF16.eps)  # of logits below 1
+        assert float(rows[0]["grad_norm"]) == pytest.approx(norms[0], rel=4 * BF16.eps)
         assert found[-1] == pytest.approx(found[0], abs=1e-5)
 
 

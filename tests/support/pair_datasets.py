@@ -11,6 +11,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
+ROW_LENGTH = 192
 _WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
@@ -35,8 +36,8 @@ def write_source(path: Path, numbers: Sequence[int]) -> Path:
 
 
 def tokenize(folder: Path, model: Path, sources: Sequence[Path], **options: object) -> Path:
-    """Make a token dataset of pairs in rows of 192 tokens."""
-    given = {"max_length": 192, "num_proc": 1, "validation_split": 0.25, **options}
+    """Make a token dataset of pairs in rows of ``ROW_LENGTH`` tokens."""
+    given = {"max_length": ROW_LENGTH, "num_proc": 1, "validation_split": 0.25, **options}
     flags = [part for name, value in given.items() for part in (f"--{name}", value)]
     argv = ["--dataset", *sources, "--tokenizer_name", model, "--output_dir", folder, *flags]
     tokenize_dataset.main([str(part) for part in argv])

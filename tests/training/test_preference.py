@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from fabric_train.arguments import PreferenceArguments, TrainArguments, parse
 from fabric_train.checkpoint import Evaluation, TokenLoss, TrainerState, find_checkpoint
@@ -28,7 +28,8 @@ from fabric_train.training.objective import LOSSES, Pairs, Preference, sum_by_so
 from fabric_train.training.summary import warn_of_displacement
 from tests.support import short_runs
 from tests.support.forked_runs import ForkedRuns
-from tests.support.pair_datasets import tokenize, write_model, write_source
+from tests.support.pair_datasets import ROW_LENGTH, tokenize, write_model, write_source
+from tests.support.rounding import num_sums_of_loss, rounding_tolerance
 
 GIVEN = {
     "dpo": PreferenceArguments(objective="dpo", dpo_beta=0.3, label_smoothing=0.2, sft_weight=0.5),
@@ -92,6 +93,22 @@ def packed(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, sources: l
 @pytest.fixture(scope="module")
 def one_a_row(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, sources: list[Path]) -> Path:
     return tokenize(tmp_path_factory.mktemp("padded") / "tokens", model_dir, sources, packing="none", max_length=96)
+
+
+@pytest.fixture(scope="module")
+def rounding(model_dir: Path) -> float:
+    """How much the log-probability of an answer may differ, relative."""
+    return rounding_tolerance(num_sums_of_loss(AutoConfig.from_pretrained(model_dir), ROW_LENGTH))
+
+
+LARGEST_LOG_PROBABILITY = 60.0
+"""Nats that an answer of the sources has at most before the model has learned."""
+
+
+@pytest.fixture(scope="module")
+def reward_rounding(rounding: float) -> float:
+    """How much a reward and the loss may differ with the default beta: a reward is beta times a difference of sums."""
+    return PreferenceArguments().dpo_beta * rounding * LARGEST_LOG_PROBABILITY
 
 
 def sums_alone(model: Any, batch: Batch) -> torch.Tensor:
@@ -207,11 +224,11 @@ def straight(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, 
 
 
 @pytest.mark.numerical
-def test_the_first_loss_is_ln_2_and_the_reward_0(straight: Path) -> None:
+def test_the_first_loss_is_ln_2_and_the_reward_0(straight: Path, reward_rounding: float) -> None:
     start, first, *_ = table(straight)
     for row, split in ((start, "val"), (first, "train")):
-        assert float(row[f"{split}_loss"]) == pytest.approx(math.log(2), abs=1e-6)
-        assert float(row[f"{split}_margin"]) == pytest.approx(0, abs=1e-6)
+        assert float(row[f"{split}_loss"]) == pytest.approx(math.log(2), abs=reward_rounding)
+        assert float(row[f"{split}_margin"]) == pytest.approx(0, abs=reward_rounding)
     assert float(table(straight)[-1]["train_loss"]) < 0.65
 
 
@@ -233,6 +250,8 @@ def test_losses_do_not_depend_on_packing_ranks_or_micro_batches(
     tmp_path: Path,
     model_dir: Path,
     straight: Path,
+    rounding: float,
+    reward_rounding: float,
     layout: str,
     ranks: int,
     parallelism: str,
@@ -245,15 +264,18 @@ def test_losses_do_not_depend_on_packing_ranks_or_micro_batches(
     forked_runs.start(argv(model_dir, tokens, tmp_path / "run", **given), ranks).finish()
     for row, other in zip(table(straight), table(tmp_path / "run"), strict=True):
         columns = [name for name in row if name in FIGURES or name.startswith(("train_loss/", "val_"))]
-        if "context_parallel_size" in options:  # other cuts round otherwise, so rewards near 0 are no ties any more
+        if int(row["step"]) <= 1:
+            # the policy still is the reference: rounding alone decides which of two rewards of 0 is larger
             columns = [name for name in columns if "ties" not in name and "accuracy" not in name]
-        found, expected = ([float(one[name] or "nan") for name in columns] for one in (other, row))
-        assert found == pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True), dict(zip(columns, found, strict=True))
+        found = [float(other[name] or "nan") for name in columns]
+        expected = [float(row[name] or "nan") for name in columns]
+        tolerated = pytest.approx(expected, rel=rounding, abs=reward_rounding, nan_ok=True)
+        assert found == tolerated, dict(zip(columns, found, strict=True))
     dataset, stored = open_dataset(str(tokens)), stored_values(tokens)
     assert dataset.validation is not None
     model = LlamaForCausalLM.from_pretrained(model_dir).eval()
     for name, split in {"train": dataset.train, "validation": dataset.validation}.items():
-        np.testing.assert_allclose(stored[name], plain_values(model, split), rtol=1e-6)
+        np.testing.assert_allclose(stored[name], plain_values(model, split), rtol=rounding)
 
 
 def test_a_killed_run_whose_reference_is_deleted_goes_on_as_if_nothing_had_happened(
@@ -300,15 +322,15 @@ def test_a_reference_of_something_else_is_refused_by_name(
 
 
 def test_dropout_is_off_in_the_reference_and_on_in_training(
-    forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path
+    forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, reward_rounding: float
 ) -> None:
     model = Path(shutil.copytree(model_dir, tmp_path / "model"))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
     forked_runs.start(argv(model, packed, tmp_path / "run", **whole_windows(packed, 1, 2), max_step=1), 1).finish()
     start, first, *_ = table(tmp_path / "run")
-    assert float(start["val_loss"]) == pytest.approx(math.log(2), abs=1e-6)
-    assert abs(float(first["train_loss"]) - math.log(2)) > 1e-5
+    assert float(start["val_loss"]) == pytest.approx(math.log(2), abs=reward_rounding)
+    assert abs(float(first["train_loss"]) - math.log(2)) > 2 * reward_rounding
     shutil.rmtree(next(one for one in (packed / "reference").iterdir() if str(model) in _text(one)))
 
 
@@ -330,11 +352,13 @@ def adapted(
     return run
 
 
-def test_the_reference_of_an_adapter_is_its_base(adapted: Path, straight: Path, packed: Path) -> None:
+def test_the_reference_of_an_adapter_is_its_base(
+    adapted: Path, straight: Path, packed: Path, reward_rounding: float
+) -> None:
     assert len(list((packed / "reference").iterdir())) == 1  # the one of the run of all weights is read
     start, first, *_ = table(adapted)
     assert float(start["val_loss"]) == float(table(straight)[0]["val_loss"])
-    assert float(first["train_loss"]) == pytest.approx(math.log(2), abs=1e-6)  # B of the adapter is 0
+    assert float(first["train_loss"]) == pytest.approx(math.log(2), abs=reward_rounding)  # B of the adapter is 0
 
 
 def of_peft(folder: Path, model_dir: Path) -> Any:
@@ -385,6 +409,7 @@ def test_reference_values_are_those_of_that_model_by_full_logits(
     packed: Path,
     straight: Path,
     adapted: Path,
+    rounding: float,
     kind: str,
 ) -> None:
     options: dict[str, object] = {"reference": tmp_path / "reference"}
@@ -418,11 +443,14 @@ def test_reference_values_are_those_of_that_model_by_full_logits(
     forked_runs.start(argv(model_dir, tokens, tmp_path / "run", **options), 1, before=cache).finish()
     rows = open_dataset(str(tokens)).train
     expected = plain_values(reference.eval(), rows)
-    np.testing.assert_allclose(stored_values(tokens, others)["train"], expected, rtol=1e-6)
+    np.testing.assert_allclose(stored_values(tokens, others)["train"], expected, rtol=rounding)
+    assert np.abs(expected).max() < LARGEST_LOG_PROBABILITY
     ratios = plain_values(policy.eval(), rows) - expected
     margin = 0.5 * (ratios[:, 0] - ratios[:, 1]).mean()
     assert bool(margin) == (kind in OTHERS)
-    assert float(table(tmp_path / "run")[1]["train_margin"]) == pytest.approx(margin, rel=1e-4, abs=1e-6)
+    assert float(table(tmp_path / "run")[1]["train_margin"]) == pytest.approx(
+        margin, rel=1e-4, abs=0.5 * rounding * LARGEST_LOG_PROBABILITY
+    )
     saved = json.loads((tmp_path / "run" / "checkpoints" / "step-00000001" / "trainer.json").read_text())
     assert saved["reference"]["place"] == place
     assert saved["arguments"]["best_by"] == "accuracy"
@@ -443,7 +471,7 @@ def test_an_evaluation_alone_compares_with_the_reference_that_the_run_began_with
 
 @pytest.mark.numerical
 def test_an_adapter_that_was_trained_in_4_bits_is_a_reference_in_4_bits(
-    forked_runs_in_4_bits: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path
+    forked_runs_in_4_bits: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, rounding: float
 ) -> None:
     given = {"lora_rank": 4, "lr": 3e-2, "base_weights": "nf4", "objective": "orpo", **whole_windows(packed, 1, 2)}
     forked_runs_in_4_bits.start(argv(model_dir, packed, tmp_path / "first", max_step=2, **given), 1).finish()
@@ -454,7 +482,7 @@ def test_an_adapter_that_was_trained_in_4_bits_is_a_reference_in_4_bits(
     ).finish()
     reference = peft.PeftModel.from_pretrained(in_4_bits(model_dir), adapter).eval()
     expected = plain_values(reference, open_dataset(str(tokens)).train)
-    np.testing.assert_allclose(stored_values(tokens)["train"], expected, rtol=1e-6)
+    np.testing.assert_allclose(stored_values(tokens)["train"], expected, rtol=rounding)
 
 
 def test_a_wrong_reference_is_refused_before_anything_is_computed(
@@ -495,7 +523,7 @@ def test_a_wrong_reference_is_refused_before_anything_is_computed(
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_the_self_check_and_the_evaluation_alone_take_pairs(
-    forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, precision: str
+    forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, reward_rounding: float, precision: str
 ) -> None:
     given = {"precision": precision}
     forked_runs.start(argv(model_dir, packed, tmp_path / "check", self_check="true", **given)).finish()
@@ -504,7 +532,8 @@ def test_the_self_check_and_the_evaluation_alone_take_pairs(
     assert [figure["loss"] for figure in found["figures"]] == pytest.approx([math.log(2)] * 5, abs=1e-5)
     forked_runs.start(argv(model_dir, packed, tmp_path / "eval", eval_only="true", adapter="dora", **given)).finish()
     found = json.loads((tmp_path / "eval" / "evaluation.json").read_text())
-    assert (found["loss"], found["accuracy"], found["ties"]) == (pytest.approx(math.log(2), abs=1e-6), 0.5, 1)
+    assert found["loss"] == pytest.approx(math.log(2), abs=reward_rounding)
+    assert found["margin"] == pytest.approx(0, abs=reward_rounding)
     assert sum(one["num_pairs"] for one in found["sources"].values()) == found["num_pairs"]
 
 
