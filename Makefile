@@ -35,11 +35,10 @@ demo: $(STAMP) ## tokenize, train, export and generate on real data (6 minutes o
 test: $(STAMP) ## run the tests that CI runs (9 to 15 minutes on 2 cores)
 	@$(BIN)/python -m pytest
 
-# the libraries' oldest code paths, two threads: sums are added in other orders than by default, as on another processor
+# the libraries' oldest code paths add the terms of a sum in another order than those for this processor
 test-numerics: export MKL_CBWR = COMPATIBLE
 test-numerics: export ATEN_CPU_CAPABILITY = default
 test-numerics: export ONEDNN_MAX_CPU_ISA = SSE41
-test-numerics: export OMP_NUM_THREADS = 2
 test-numerics: $(STAMP) ## run the tests that compare numbers, with another rounding (1 minute)
 	@$(BIN)/python -m pytest -m 'numerical and not matrix and not launchers and not cuda_rehearsal' $$(grep -rl --include='test_*.py' '^@pytest.mark.numerical' tests)
 
