@@ -15,6 +15,7 @@ _READ = {
 _WITHOUT_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
     *("megatron_core", "runtime_config", "qalora_group_size"),
+    *("lora_dtype", "lorap_emb_lr", "lorap_lr_ratio"),  # which ms-swift adds: a type, and rates of training
 }
 """Names, versions, memory, and details of settings that are refused: the adapter computes the same without them."""
 

@@ -27,7 +27,7 @@ from fabric_train.checkpoint import (
     saved_checkpoints,
     whole_checkpoints,
 )
-from fabric_train.checkpoint.adapter_folder import CONFIG, PREFIX, TIED, WEIGHTS, AdapterTensors, find_base, is_adapter
+from fabric_train.checkpoint.adapter_folder import CONFIG, PREFIX, TIED, WEIGHTS, AdapterTensors, is_adapter
 from fabric_train.cli.errors import InputError, describe_os_error
 from fabric_train.cli.output import redact
 from fabric_train.export.card_facts import EXPORTS, ExportRecord
@@ -42,9 +42,8 @@ from fabric_train.export.verification import (
 )
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.regular_file import copy_folder, open_to_write, read_json
-from fabric_train.files.requirements import check_package, check_room
+from fabric_train.files.requirements import check_room
 from fabric_train.model import hf_model
-from fabric_train.model.adapter import check_installed
 from fabric_train.model.load_weights import build_on_meta
 from fabric_train.model.origin import legal_files
 from fabric_train.model.weight_files import check_weight_files
@@ -238,7 +237,7 @@ def plan_targets(
                     kept.append(target)
                 else:
                     check_not_taken(target)
-                    _check_needs(source)
+                    source.check_needs()
                 targets[target] = source
         except InputError as error:
             faults += error.faults
@@ -251,17 +250,6 @@ def plan_targets(
     for target in kept:
         print(f"note: {target} is a verified export of this checkpoint already, and is kept", file=sys.stderr)
     return new, damaged
-
-
-def _check_needs(source: ExportSource) -> None:
-    """Raise an InputError if the base of an adapter, or a package that its export takes, is not there."""
-    for checkpoint in (source.checkpoint, *(part.checkpoint for part in source.parts)):
-        if is_adapter(checkpoint):
-            find_base(None, checkpoint)
-            if source.is_adapter:
-                check_package("peft", f"{checkpoint}: the export of an adapter, which is compared in peft,")
-            elif is_in_4_bits(checkpoint):
-                check_installed()
 
 
 def _check_room(output_dir: Path, sources: Collection[ExportSource], dtype: torch.dtype) -> None:
@@ -324,7 +312,7 @@ def plan_average(
         )
     if not (push and is_verified_export(output_dir, source, dtype)):
         check_not_taken(output_dir)
-        _check_needs(source)
+        source.check_needs()
         _check_room(output_dir, [source], dtype)
     return {output_dir: source}
 

@@ -66,8 +66,13 @@ _NOT_RUN = _Outputs("tensors only", [], None, [])
 
 
 def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
-    """Compare an export with what it was made from; a damaged file is a fault of the report, not an error."""
+    """Compare an export with what it was made from; a damaged file of it is a fault of the report, not an error.
+
+    Raises:
+        InputError: what the comparison needs beside the export is not there.
+    """
     hf_model.quiet_transformers()
+    source.check_needs()
     try:
         if source.is_adapter:
             return compare_adapter(folder, source)

@@ -29,8 +29,9 @@ from fabric_train.checkpoint.files import CHECKSUMS
 from fabric_train.cli.errors import InputError
 from fabric_train.export.hub_format import blocks
 from fabric_train.files.regular_file import check_links, read_json
+from fabric_train.files.requirements import check_package
 from fabric_train.model import hf_model
-from fabric_train.model.adapter import BLOCK, NF4Linear, adapted_layers, is_of_adapter
+from fabric_train.model.adapter import BLOCK, NF4Linear, adapted_layers, check_installed, is_of_adapter
 from fabric_train.model.hf_model import load_hf_tokenizer
 from fabric_train.model.load_weights import MetaModel, tied_weight_names
 from fabric_train.model.weight_files import StoredTensors, Weights, open_weights
@@ -278,6 +279,16 @@ class ExportSource:
     @property
     def is_adapter(self) -> bool:
         return is_adapter(self.checkpoint) and not self.merges
+
+    def check_needs(self) -> None:
+        """Raise an InputError if the base of an adapter, or a package that its export takes, is not there."""
+        for checkpoint in (self.checkpoint, *(part.checkpoint for part in self.parts)):
+            if is_adapter(checkpoint):
+                find_base(None, checkpoint)
+                if self.is_adapter:
+                    check_package("peft", f"{checkpoint}: the export of an adapter, which is compared in peft,")
+                elif is_in_4_bits(checkpoint):
+                    check_installed()
 
     @property
     def tokenizer(self) -> Path:

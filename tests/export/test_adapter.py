@@ -5,7 +5,7 @@ import shutil
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import peft
 import pytest
@@ -26,6 +26,7 @@ from fabric_train.export.convert import convert, plan_average, plan_targets
 from fabric_train.export.model_card import CardFacts
 from fabric_train.export.model_comparison import compare
 from fabric_train.export.source import ExportSource, MergeInto, open_unmerged, open_whole
+from fabric_train.files import requirements
 from fabric_train.inference import load_model
 from fabric_train.inference.load_model import load_for_inference, load_onto_devices
 from fabric_train.merge_models.__main__ import main as merge_models
@@ -117,6 +118,32 @@ def base_with_adapter(model: Path, adapter: Path) -> Any:
     return peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), str(adapter)
     )
+
+
+def test_what_an_export_lacks_is_one_line_before_it_begins(
+    tmp_path: Path, checkpoint: Path, in_4_bits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "export"
+    for source, merges, package in ((checkpoint, None, "peft"), (in_4_bits, "original", "bitsandbytes")):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            with pytest.raises(InputError, match=f"needs {package}: pip install 'fabric-train.{package}.'") as refused:
+                plan_targets([source], target, torch.float32, merges=cast(MergeInto | None, merges))
+            assert len(refused.value.faults) == 1
+    monkeypatch.setattr(requirements, "free_bytes", lambda folder: 1000)
+    with pytest.raises(InputError, match=r"the export takes .* left; choose a folder on another disk"):
+        plan_targets([checkpoint], target, torch.float32)
+    assert not target.exists()
+
+
+def test_what_the_process_that_verifies_cannot_open_is_said_once(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(InputError, match="needs peft: "):
+        exported(ExportSource(checkpoint), tmp_path / "export")
+    assert "error" not in capfd.readouterr().err
+    assert not (tmp_path / "export").exists()
 
 
 def test_a_picture_that_cannot_be_drawn_ends_no_export(
