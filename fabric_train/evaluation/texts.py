@@ -279,6 +279,11 @@ class PackedText(EncodedText):
         self.input_tokens = self._rows.longest()
         # int64, the predicted tokens of each sequence that attention keeps apart, such as the answers of a pair
         self.num_targets_of_sequences = np.concatenate(of_sequences)
+        if not len(self.target_ids):
+            raise InputError(
+                f"{text.dataset.folder}: no token of its {len(self._rows)} validation rows is supervised, so there is "
+                "no loss to compare; tokenize with a larger --validation_split or --max_length, so that answers fit"
+            )
 
     def place(self, document: int) -> str:
         number = int(self._numbers[document])

@@ -105,6 +105,20 @@ def test_the_loss_is_that_of_a_plain_formula(tmp_path: Path, tiny_model_dir: Pat
     assert lines[1]["document"].endswith("es.jsonl, line 2")
 
 
+def test_a_validation_split_without_supervised_tokens_is_refused(
+    tmp_path: Path, chatml_dir: Path, tiny_model_dir: Path
+) -> None:
+    """The two rows of 29 tokens end before the answer: what does not fill a row is left out."""
+    rows = [{"prompt": f"Question {number} of many, which goes on", "completion": " No."} for number in range(40)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"packing": "concat", "validation_split": 0.01, "max_length": 29}
+    tokenize(tmp_path / "tokens", chatml_dir, tmp_path / "chats.jsonl", **options)
+    assert manifest_of(tmp_path / "tokens").ledger.splits["validation"].tokens_supervised == 0
+    with pytest.raises(InputError, match="validation rows is supervised"):
+        evaluated(tmp_path / "out", "--models", tiny_model_dir, "--texts", tmp_path / "tokens")
+    assert not (tmp_path / "out" / "evaluation.json").exists()
+
+
 def test_the_loss_of_a_runs_own_validation_is_its_val_loss(
     tmp_path: Path, run: Path, tiny_tokens_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
