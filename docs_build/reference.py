@@ -15,6 +15,7 @@ from fabric_train import checkpoint
 from fabric_train.cli import errors
 from fabric_train.cli.argument_types import describe, is_required, positional_of, shown_name, title_of, types_of
 from fabric_train.cli.help import PROGRAM, examples_of, fields_by_section, shown_default, texts_of
+from fabric_train.cli.tables import Table
 from fabric_train.report import health
 from fabric_train.training.metrics import COLUMNS, Metrics, grouped_name
 from tests.support.program_arguments import PROGRAM_ARGUMENTS
@@ -285,6 +286,9 @@ def _python() -> str:
     parts = []
     for name in names:
         thing = getattr(fabric_train, name)
+        if isinstance(thing, Table):
+            parts.append(_described_table(name, thing))
+            continue
         link = f"\nTakes the arguments of [fabric-train {name}](arguments/{name}.md).\n" if name in PROGRAMS else ""
         text = inspect.getdoc(thing) or ""
         parts.append(f"## {name}\n{link}\n```python\n{_signature(name, thing)}\n```\n\n```text\n{text}\n```\n")
@@ -292,6 +296,12 @@ def _python() -> str:
         f"# Python\n\n{_WRITTEN.format(source='the docstrings')}"
         "`import fabric_train` has these names; [api.md](../api.md) shows how they are used.\n\n" + "\n".join(parts)
     )
+
+
+def _described_table(name: str, table: Table[Any]) -> str:
+    """Return the section of a table of parts that modules register."""
+    names = ", ".join(f"`{part}`" for part in table) or "none of this project"
+    return f"## {name}\n\nThe table of `--{table.kind}`: {names}. [How to extend](../how-to/extend.md)\n"
 
 
 def _signature(name: str, thing: Any) -> str:

@@ -11,6 +11,10 @@ from fabric_train.api import TokenizeResult as TokenizeResult
 from fabric_train.api import TrainResult as TrainResult
 from fabric_train.cli.errors import InputError as InputError
 from fabric_train.cli.errors import RunError as RunError
+from fabric_train.cli.tables import LOGGERS as LOGGERS
+from fabric_train.cli.tables import METRICS as METRICS
+from fabric_train.cli.tables import OBJECTIVES as OBJECTIVES
+from fabric_train.cli.tables import OPTIMIZERS as OPTIMIZERS
 
 StrPath: TypeAlias = str | os.PathLike[str]
 __version__: str
@@ -114,7 +118,8 @@ def train(
     base_weights: Literal["nf4"] | None = None,
     train_also: StrPath | Sequence[StrPath] | None = None,
     init_adapter: StrPath | None = None,
-    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo"] = "sft",
+    objective: str = "sft",
+    objective_settings: Mapping[str, Any] | None = None,
     dpo_beta: float = 0.1,
     length_normalised: bool = False,
     label_smoothing: float = 0.0,
@@ -156,6 +161,8 @@ def train(
     decay_share: float | None = None,
     decay_form: Literal["1-sqrt", "linear", "cosine"] | None = None,
     warmup_steps: int = 0,
+    optimizer: str = "adamw",
+    optimizer_settings: Mapping[str, Any] | None = None,
     weight_decay: float = 0.01,
     beta1: float = 0.9,
     beta2: float = 0.95,
@@ -168,6 +175,7 @@ def train(
     eval_step_interval: int = 500,
     eval_at_start: bool = True,
     best_by: StrPath = "all",
+    metrics: Sequence[str] | None = None,
     sample_prompts: StrPath | None = None,
     sample_tokens: int | str = 64,
     early_stopping: StrPath | None = None,
@@ -179,7 +187,7 @@ def train(
     save_best: bool = True,
     async_save: bool = True,
     log_step_interval: int = 1,
-    loggers: Sequence[Literal["csv", "tensorboard", "wandb", "trackio", "mlflow"]] | None = None,
+    loggers: Sequence[str] | None = None,
     entity: StrPath | None = None,
     project: StrPath = "fabric_llama",
     run_name: StrPath | None = None,
@@ -190,6 +198,7 @@ def train(
     report: bool = True,
     profile: StrPath | None = None,
     profile_ranks: Literal["first", "all"] = "first",
+    extensions: StrPath | Sequence[StrPath] | None = None,
     plan: bool | Literal["check"] = False,
     device_memory: StrPath | None = None,
     interconnect: StrPath | None = None,
@@ -200,7 +209,8 @@ def train(
     """Train a Hugging Face causal language model on a token dataset or texts, as ``fabric run fabric_train`` does.
 
     One device trains in this process, as does a rank that a launcher has started. For several devices, the ranks are
-    processes of ``python -m fabric_train``: what this process has registered (a metric, a loss) does not reach them.
+    processes of ``python -m fabric_train``: they import the modules that have registered objectives, optimizers,
+    metrics and loggers here. What the script itself has registered cannot be imported, and is refused.
     Lines of the run are printed, and are in ``RUN/run.log``. A stop signal, such as Ctrl-C, ends the run after it has
     saved, and the result says so; where nothing is to be saved, Ctrl-C raises KeyboardInterrupt.
 

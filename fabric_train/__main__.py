@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -90,6 +90,7 @@ def run_training(arguments: TrainArguments, console: "Console") -> int:
     from fabric_train.preflight.memory_plan import print_plan
     from fabric_train.preflight.prepare import prepare
     from fabric_train.training import summary
+    from fabric_train.training.rank_extensions import note_on_unused_parts
 
     quiet_libraries()
     progress.info("checking data and model")
@@ -110,7 +111,8 @@ def run_training(arguments: TrainArguments, console: "Console") -> int:
         return 0
     show(summary.describe_start(run))
     idle = note_on_unused_gpus(arguments.device.devices, run.devices.accelerator)
-    for line in (*run.notes, *([idle] if idle else [])):
+    unused = note_on_unused_parts(arguments)
+    for line in filter(None, (*run.notes, idle, unused)):
         note(line)
     if (run.start.state.step >= run.plan.num_steps or run.ends_early) and not run.start.state.unlogged:
         _report_nothing_left(run)
@@ -145,10 +147,11 @@ def _launch(run: "PreparedRun", console: "Console", started: float) -> int:
     return code
 
 
-def run_ranks(arguments: TrainArguments) -> int:
+def run_ranks(arguments: TrainArguments, import_folders: Sequence[str] = ()) -> int:
     """Run ``python -m fabric_train``, which starts the other ranks; print its lines, and return its exit code.
 
-    Signals to this process are passed on. An InputError or a RunError has the lines of an error.
+    They find the modules of ``--extensions`` in ``import_folders``. Signals to this process are passed on. An
+    InputError or a RunError has the lines of an error.
     """
     errors = list[str]()
     with TemporaryDirectory() as folder, as_launcher():
@@ -157,7 +160,9 @@ def run_ranks(arguments: TrainArguments) -> int:
         command = [sys.executable, "-m", "fabric_train", "--config", str(config)]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         # in a session of their own, where Ctrl-C does not reach them twice
-        ranks = subprocess.Popen(command, env={**os.environ, **project_first()}, start_new_session=True, **pipes)
+        environment = {**os.environ, **project_first()}
+        environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], *import_folders])
+        ranks = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         reader = threading.Thread(target=_pass_errors, args=(ranks.stderr, errors), daemon=True)
         reader.start()
         assert ranks.stdout is not None

@@ -153,7 +153,8 @@ def train(**given: Any) -> TrainResult:
     """Train a Hugging Face causal language model on a token dataset or texts, as ``fabric run fabric_train`` does.
 
     One device trains in this process, as does a rank that a launcher has started. For several devices, the ranks are
-    processes of ``python -m fabric_train``: what this process has registered (a metric, a loss) does not reach them.
+    processes of ``python -m fabric_train``: they import the modules that have registered objectives, optimizers,
+    metrics and loggers here. What the script itself has registered cannot be imported, and is refused.
     Lines of the run are printed, and are in ``RUN/run.log``. A stop signal, such as Ctrl-C, ends the run after it has
     saved, and the result says so; where nothing is to be saved, Ctrl-C raises KeyboardInterrupt.
 
@@ -172,7 +173,7 @@ def run_train(arguments: TrainArguments) -> TrainResult:
     """Train in this process, or in ranks that it starts, and return how it ended."""
     from fabric_train.distributed import strategy
     from fabric_train.distributed.signals import stop_signals
-    from fabric_train.training.evaluation import METRICS
+    from fabric_train.training.rank_extensions import arguments_for_ranks, folders_for_ranks
     from fabric_train.training.run_log import end_log, start_log
 
     device = arguments.device
@@ -180,12 +181,8 @@ def run_train(arguments: TrainArguments) -> TrainResult:
         if not arguments.planning.plan and find_launcher() is None:
             accelerator = strategy.resolve_accelerator(device.accelerator)
             if strategy.count_devices(device.devices, accelerator) > 1:
-                if METRICS:
-                    raise InputError(
-                        f"--devices {device.devices}: the ranks are other processes, without the metrics of this one "
-                        f"({', '.join(METRICS)}); start your script with torchrun or fabric run, or give --devices 1"
-                    )
-                return _train_result(arguments, run_ranks(arguments))
+                arguments = arguments_for_ranks(arguments)
+                return _train_result(arguments, run_ranks(arguments, folders_for_ranks(arguments)))
         console = start_log()
         try:
             return _train_result(arguments, run_training(arguments, console))

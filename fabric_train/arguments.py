@@ -9,10 +9,11 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fabric_train.cli.argument_types import (
     LayerSize,
+    NameIn,
     NonNegativeFloat,
     NonNegativeInt,
     NonNegativeInt64,
@@ -33,6 +34,7 @@ from fabric_train.cli.argument_types import (
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import launcher_arguments
 from fabric_train.cli.parser import parse_arguments
+from fabric_train.cli.tables import LOGGERS, METRICS, OBJECTIVES, OPTIMIZERS, Table, resolve_settings
 
 T = TypeVar("T")
 
@@ -42,7 +44,10 @@ ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SH
 Schedule = Literal["cosine", "linear", "constant", "step", "exponential", "wsd"]
 DecayForm = Literal["1-sqrt", "linear", "cosine"]
 OptimizerStates = Literal["float32", "bfloat16", "8bit"]
-LoggerName = Literal["csv", "tensorboard", "wandb", "trackio", "mlflow"]
+ObjectiveName = Annotated[str, NameIn(OBJECTIVES)]
+OptimizerName = Annotated[str, NameIn(OPTIMIZERS)]
+MetricName = Annotated[str, NameIn(METRICS)]
+LoggerName = Annotated[str, NameIn(LOGGERS)]
 PROJECT = "fabric_llama"
 _TRACKERS = {"wandb", "trackio", "mlflow"}
 _OF_TRACKERS = ("project", "run_name", "tags", "group", "notes")
@@ -360,10 +365,13 @@ class AdapterArguments:
 class PreferenceArguments:
     """Preference"""
 
-    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo"] = "sft"
-    """The loss: sft is the cross entropy of the supervised tokens; the others train on preference pairs, so that the
-    chosen answer becomes more likely than the rejected one. dpo and ipo compare with a reference model.
+    objective: ObjectiveName = "sft"
+    """The loss: sft is the cross entropy of the supervised tokens; dpo, ipo, simpo and orpo train on preference pairs,
+    so that the chosen answer becomes more likely than the rejected one. dpo and ipo compare with a reference model.
+    --extensions registers others.
     """
+    objective_settings: dict[str, Any] | None = None
+    """Settings of an objective that --extensions has registered, such as {gamma: 2.0}."""
     dpo_beta: PositiveFloat = 0.1
     """Factor of the rewards of dpo, ipo and simpo, and of the odds ratio in orpo; simpo's authors take 2 to 10."""
     length_normalised: bool = False
@@ -385,8 +393,8 @@ class PreferenceArguments:
 
     @property
     def needs_pairs(self) -> bool:
-        """Whether the objective is one of preference pairs."""
-        return self.objective != "sft"
+        """Whether the objective is one of this project's that train on preference pairs."""
+        return self.objective != "sft" and self.objective in _OF_OBJECTIVES
 
     @property
     def needs_reference(self) -> bool:
@@ -396,9 +404,11 @@ class PreferenceArguments:
     def faults(self) -> list[str]:
         """Return values that the objective does not use."""
         faults = [] if self.label_smoothing < 0.5 else ["--label_smoothing must be below 0.5"]
-        defaults, used = asdict(PreferenceArguments()), _OF_OBJECTIVES[self.objective]
+        faults += _faults_of_settings(OBJECTIVES, self.objective, self.objective_settings)
+        defaults = asdict(PreferenceArguments())
+        used = ("objective", "objective_settings", *_OF_OBJECTIVES.get(self.objective, ()))
         for name, value in asdict(self).items():
-            if name != "objective" and name not in used and value != defaults[name]:
+            if name not in used and value != defaults[name]:
                 users = ", ".join(one for one, names in _OF_OBJECTIVES.items() if name in names)
                 faults.append(f"--{name} is of --objective {users}, not {self.objective}; leave it out")
         return faults
@@ -584,6 +594,10 @@ class TrainingArguments:
     """With wsd: how the learning rate falls; default: 1-sqrt, one minus the square root of the decay's progress."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly to lr."""
+    optimizer: OptimizerName = "adamw"
+    """What updates the weights from their gradients. --extensions registers others."""
+    optimizer_settings: dict[str, Any] | None = None
+    """Settings of an optimizer that --extensions has registered, such as {momentum: 0.9}."""
     weight_decay: NonNegativeFloat = 0.01
     """Weight decay of AdamW, for matrices only, not for norms and biases."""
     beta1: UnitInterval = 0.9
@@ -612,6 +626,7 @@ class TrainingArguments:
         if self.max_step is not None and self.warmup_steps > self.max_step:
             faults.append(f"--warmup_steps {self.warmup_steps} is more than --max_step {self.max_step}")
         faults += [f"--{name} must be below 1" for name in ("beta1", "beta2") if getattr(self, name) == 1]
+        faults += _faults_of_settings(OPTIMIZERS, self.optimizer, self.optimizer_settings)
         wrong = any(not name or not rate for name, rate in named_numbers(self.lr_of or [])) or self.lr_of == []
         return faults + [f"--lr_of: expected PATTERN=RATE, rates above 0; got {self.lr_of}"] * wrong
 
@@ -649,6 +664,8 @@ class EvaluationArguments:
     """Source whose validation loss says which checkpoint is the best (RUN/best, and what --keep_checkpoints keeps); all
     is the whole validation split.
     """
+    metrics: list[MetricName] | None = None
+    """Metrics that --extensions has registered, computed in each evaluation; default: all of them."""
     sample_prompts: str | None = None
     """File of prompts (.txt with one on each line, or .jsonl with a text "prompt" or the "messages" of a chat) that the
     model continues at each evaluation, by the most likely tokens: RUN/samples.jsonl, TensorBoard, W&B.
@@ -663,6 +680,11 @@ class EvaluationArguments:
     """Evaluate the model (or --checkpoint) on the validation split and exit."""
     self_check: bool = False
     """Compute loss and gradients of a few rows, split in several ways, and exit: 0 if they agree, else 1."""
+
+    @property
+    def computed_metrics(self) -> list[str]:
+        """The registered metrics that each evaluation computes."""
+        return METRICS.registered if self.metrics is None else self.metrics
 
     @property
     def only_reads(self) -> bool:
@@ -702,7 +724,8 @@ class LoggingArguments:
     loggers: list[LoggerName] | None = None
     """Where metrics are logged, in addition to RUN/metrics.csv, which is always written; csv adds nothing. trackio and
     mlflow need pip install 'fabric-train[trackio]' or 'fabric-train[mlflow]'. Default: csv tensorboard, and wandb
-    (Weights & Biases) too with --entity, or with a --project other than its default.
+    (Weights & Biases) too with --entity, or with a --project other than its default, and those that --extensions
+    registers.
     """
     entity: str | None = None
     """Team or user of Weights & Biases (wandb)."""
@@ -728,7 +751,9 @@ class LoggingArguments:
     @property
     def opened_loggers(self) -> list[LoggerName]:
         """The loggers of --loggers, and wandb if other arguments need it."""
-        chosen: list[LoggerName] = ["csv", "tensorboard"] if self.loggers is None else self.loggers
+        chosen: list[LoggerName] = ["csv", "tensorboard", *LOGGERS.registered]
+        if self.loggers is not None:
+            chosen = self.loggers
         uploads = self.log_model != "none" and not _TRACKERS & set(chosen)
         return [*chosen, "wandb"] if uploads or (self._turns_wandb_on and "wandb" not in chosen) else chosen
 
@@ -772,6 +797,16 @@ class LoggingArguments:
     def _values_of(self, name: str) -> list[str]:
         value: str | list[str] | None = getattr(self, name)
         return [] if value is None else [value] if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class ExtensionArguments:
+    """Extensions"""
+
+    extensions: list[str] | None = None
+    """Python modules, such as my_losses for my_losses.py in the current folder, that register objectives, optimizers,
+    metrics and loggers (docs/how-to/extend.md). Their code runs on every rank.
+    """
 
 
 @dataclass(frozen=True)
@@ -838,6 +873,7 @@ class TrainArguments:
     evaluation: EvaluationArguments
     save: SaveArguments
     logging: LoggingArguments
+    extensions: ExtensionArguments
     planning: PlanArguments
 
     def __post_init__(self) -> None:
@@ -845,6 +881,15 @@ class TrainArguments:
         if self.model.precision == "auto":
             precision: Precision = "bf16-mixed" if self.device.accelerator == "tpu" else "bf16-true"
             object.__setattr__(self, "model", replace(self.model, precision=precision))
+
+
+def _faults_of_settings(table: Table[Any], name: str, settings: dict[str, Any] | None) -> list[str]:
+    """Return what is wrong with the settings of a part that was registered."""
+    try:
+        resolve_settings(table, name, settings)
+    except InputError as error:
+        return list(error.faults)
+    return []
 
 
 def parse(arguments: type[T], argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> T:

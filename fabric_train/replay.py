@@ -8,6 +8,7 @@ into the run.
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,6 +21,7 @@ if __name__ == "__main__":
     stop_signals.listen()  # before the other imports
 
 from fabric_train.arguments import DeviceArguments, TrainArguments, parse
+from fabric_train.cli import yaml_core
 from fabric_train.cli.argument_types import POSITIONAL, PositiveInt, range_of_steps
 from fabric_train.cli.errors import FAILURE, InputError, missing_folder, run_program, set_memory_advice
 from fabric_train.cli.launcher import global_rank
@@ -49,6 +51,10 @@ class ReplayArguments:
     """Number of machines; default: as in the run."""
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] | None = None
     """Device type; default: as in the run."""
+    extensions: list[str] | None = None
+    """Python modules that register the run's objective or optimizer. Those that its config.yaml names are not imported
+    by themselves: the folder may be another's.
+    """
 
     @property
     def first_and_last(self) -> tuple[int, int] | None:
@@ -70,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     folder = Path(arguments.run)
     if re.fullmatch(r"best|latest|step-[0-9]{1,18}", folder.name):  # a checkpoint means its run
         folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
-    given = _read_config(folder)
+    given = _read_config(folder, arguments.extensions or [])
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")  # as in training
     progress.info("importing torch and transformers")
 
@@ -124,12 +130,21 @@ def _report(certificate: "Certificate") -> None:
         raise SystemExit(FAILURE)
 
 
-def _read_config(run: Path) -> TrainArguments:
+def _read_config(run: Path, extensions: Sequence[str]) -> TrainArguments:
+    """Read the arguments of a run; only ``extensions`` are imported for the parts that it has registered."""
     config = run / "config.yaml"
     if not config.is_file():
         reason = "no run folder, it has no config.yaml" if run.is_dir() else missing_folder(run)
         raise InputError(f"{run}: {reason}; give the --output_dir of training")
-    return parse_arguments(TrainArguments, ["--config", str(config)])
+    named = (yaml_core.load_file(str(config), "--config") or {}).get("extensions") or []
+    missing = [name for name in named if name not in extensions]
+    if missing:
+        raise InputError(
+            f"{config}: the run has parts of {', '.join(missing)}, whose code replay imports only if you name it; give "
+            f"--extensions {' '.join(named)}"
+        )
+    chosen = ["--extensions", *extensions] if extensions else []
+    return parse_arguments(TrainArguments, ["--config", str(config), *chosen])
 
 
 if __name__ == "__main__":

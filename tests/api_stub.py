@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import fabric_train
 from fabric_train import api
-from fabric_train.cli.argument_types import default_of, groups_of, is_required, types_of
+from fabric_train.cli.argument_types import NameIn, default_of, groups_of, is_required, types_of
 
 STUB = Path(fabric_train.__file__).with_suffix(".pyi")
 _HEAD = '''"""Written by python -m tests.api_stub from the classes of arguments: do not edit."""
@@ -75,8 +75,10 @@ def _types(kind: Any) -> list[str]:
     if get_origin(kind) in (Union, UnionType):
         return [one for part in get_args(kind) for one in _types(part)]
     if get_origin(kind) is Annotated:
-        base, range_ = get_args(kind)
-        return [base.__name__, *(["str"] if range_.thousand else [])]
+        base, limits = get_args(kind)
+        if isinstance(limits, NameIn):
+            return ["str"]
+        return [base.__name__, *(["str"] if limits.thousand else [])]
     if get_origin(kind) is Literal:
         return [f"Literal[{', '.join(map(_shown, get_args(kind)))}]"]
     if get_origin(kind) is list:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, create_model
 
 from fabric_train.cli.argument_types import HIGHER_IS_BETTER, planned_steps
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.tables import Component
 from fabric_train.data import DataOrder, PhaseRows, StreamOrder, describe_changes
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.origin import AdapterBase, ModelOrigin, ReferenceModel, TrainingSession, TrainingStage
@@ -233,7 +234,8 @@ class Description:
     that a branch comes from. ``stages`` are the runs before this one, in their order: each began with the weights of
     the one before. ``trained_modules`` names the modules that the step trained, with their numbers of parameters; None
     if nothing was frozen, or beside an adapter. ``adapter_base`` is None without an adapter, ``reference`` if the
-    objective needs no reference model.
+    objective needs no reference model. ``components`` are the objective, the optimizer, and the registered metrics and
+    loggers, with which a run goes on; checkpoints of earlier versions have none.
     """
 
     state_dict_type: str
@@ -255,6 +257,7 @@ class Description:
     stages: tuple[TrainingStage, ...] = ()
     adapter_base: AdapterBase | None = None
     reference: ReferenceModel | None = None
+    components: tuple[Component, ...] = ()
 
     def after(self, seconds: float) -> "Description":
         """Return the description after ``seconds`` of the present session."""
@@ -288,6 +291,7 @@ class TrainerJson:
     stages: tuple[TrainingStage, ...]
     adapter_base: AdapterBase | None
     reference: ReferenceModel | None
+    components: tuple[Component, ...]
     best_by: str
     interim: bool
     scheduled: bool
@@ -340,7 +344,7 @@ class _SavedArguments(BaseModel):
 _ADDED_LATER = {
     *("base_model", "rows_of_sources", "evaluation", "first_evaluation", "progress", "schedule_steps", "lineage"),
     *("phase_schedules", "phase_parts", "trained_modules", "device", "mixture_sources", "mixture_tokens", "sessions"),
-    *("stages", "adapter_base", "reference", "steps_without_targets", "counted_of_sources"),
+    *("stages", "adapter_base", "reference", "steps_without_targets", "counted_of_sources", "components"),
 }
 """Fields that checkpoints of earlier versions lack: then they have the default of their class, or are None."""
 _FIELDS: dict[str, Any] = {

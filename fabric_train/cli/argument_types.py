@@ -52,6 +52,20 @@ class NumberRange:
             raise WrongValueError(f"at most {int(self.highest):,}")
 
 
+@dataclass(frozen=True, eq=False)
+class NameIn:
+    """A text that is one of the ``names``, such as those of a table of ``cli.tables``, which may get more."""
+
+    names: Collection[str]
+
+    @property
+    def words(self) -> str:
+        """What a value looks like."""
+        if not self.names:
+            return "a name that --extensions adds"
+        return f"one of {', '.join(self.names)} (--extensions adds names)"
+
+
 PositiveInt = Annotated[int, NumberRange("a whole number above 0", 1, _INT32)]
 NonNegativeInt = Annotated[int, NumberRange("a whole number, 0 or more", 0, _INT32)]
 PositiveInt64 = Annotated[int, NumberRange("a whole number above 0", 1, _INT64)]
@@ -87,8 +101,12 @@ def convert(kind: Any, value: Any) -> Any:
     if get_origin(kind) in (Union, UnionType):
         return _convert_to_union(get_args(kind), value)
     if get_origin(kind) is Annotated:
-        base, range_ = get_args(kind)
-        return _convert_to_number(base, range_, value)
+        base, limits = get_args(kind)
+        if isinstance(limits, NameIn):
+            if not isinstance(value, str) or value not in limits.names:
+                raise WrongValueError(limits.words)
+            return value
+        return _convert_to_number(base, limits, value)
     if get_origin(kind) is list:
         return _convert_to_list(kind, value)
     if get_origin(kind) is dict:
@@ -114,13 +132,18 @@ def describe(kind: Any) -> str:
         words = [describe(part) for part in get_args(kind) if part is not type(None)]
         return " or ".join(words) + (" or null" if type(None) in get_args(kind) else "")
     if get_origin(kind) is Annotated:
-        range_: NumberRange = get_args(kind)[1]
-        return range_.words
+        limits: NumberRange | NameIn = get_args(kind)[1]
+        return limits.words
     if get_origin(kind) is list:
         return f"a list, each {describe(get_args(kind)[0])}"
     if get_origin(kind) is dict:
         return "names with values, such as {name: 1}"
     return {str: "text", bool: "true or false", int: "a whole number"}[kind]
+
+
+def takes_dict(kind: Any) -> bool:
+    """Whether values of this type may be mappings, also in lists of them."""
+    return get_origin(kind) is dict or any(takes_dict(choice) for choice in get_args(kind))
 
 
 def takes_list(kind: Any) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from fabric_train.cli import yaml_core
+from fabric_train.cli.argument_types import NameIn
 
 _TRAINING = "TrainArguments"
 
@@ -62,9 +63,9 @@ def value_here(argument: str, kind: Any, value: Any) -> str | None:
     """
     values = read_table()["values"]
     parts = _parts(kind)
-    own_spelling = {
-        _plain(choice): choice for part in parts if get_origin(part) is Literal for choice in get_args(part)
-    }
+    choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+    choices += [name for part in parts if isinstance(part, NameIn) for name in part.names]
+    own_spelling = {_plain(choice): choice for choice in choices}
     rows = [values.get(argument, {})]
     if bool in parts:
         rows.append(values["true or false"])

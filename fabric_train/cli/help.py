@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import fabric_train
 from fabric_train.cli import fabric_command
 from fabric_train.cli.argument_types import (
+    NameIn,
     default_of,
     groups_of,
     is_required,
@@ -194,6 +195,9 @@ def _form(kind: Any) -> dict[str, Any]:
         return {"choices": get_args(kind), "metavar": "|".join(get_args(kind))}
     if kind is bool:
         return _SWITCH
+    if get_origin(kind) is Annotated and isinstance(get_args(kind)[1], NameIn):
+        names = tuple(get_args(kind)[1].names)
+        return {"choices": names, "metavar": "|".join(names)} if names else {"metavar": "NAME"}
     if get_origin(kind) is Annotated:
         return {"metavar": "N" if get_args(kind)[0] is int else "NUMBER"}
     return {"metavar": {int: "N", dict: "{NAME: VALUE}"}.get(get_origin(kind) or kind, "TEXT")}

@@ -7,6 +7,7 @@ the nearest argument, also for the names and values that other programs have (``
 
 import dataclasses
 import difflib
+import itertools
 import keyword
 import os
 import re
@@ -20,6 +21,7 @@ from fabric_train.cli.errors import InputError, print_errors
 from fabric_train.cli.foreign_names import advice_for_name, advice_for_value
 from fabric_train.cli.help import complete_words, print_help, print_version
 from fabric_train.cli.launcher import GivenValue, GivenValues, global_rank
+from fabric_train.cli.tables import load_extensions
 
 _COMMAND_LINE_ONLY = ("config", "debug")  # arguments of every program that a file cannot set
 _LONGEST_VALUE, _LONGEST_FAULT = 100, 2000  # characters of what a user gave in an error message, and of the message
@@ -37,6 +39,7 @@ def parse_arguments(arguments: type[T], argv: list[str] | None = None, launcher:
     complete_words(arguments)
     argv = sys.argv[1:] if argv is None else argv
     if (words := _words_of_help(argv)) is not None:
+        load_extensions(_extensions_on(argv))
         print_help(arguments, words)
         raise SystemExit(0)
     if "--version" in argv:
@@ -72,11 +75,24 @@ def _build(arguments: type[T], on_line: GivenValues, launcher: GivenValues, faul
     config = on_line.pop("config", None)
     in_file = _from_file(config, faults) if config is not None and config.value is not None else {}
     given = _merge(in_file, on_line, launcher, faults)
+    faults += _load_extensions(given, argument_types.types_of(arguments))
     values = _convert_given(given, argument_types.types_of(arguments), faults, arguments.__name__)
     built = _build_groups(arguments, given, values, faults)
     if faults:
         raise InputError(*map(_in_one_line, faults))
     return built[""] if "" in built else arguments(**built)
+
+
+def _load_extensions(given: GivenValues, types: Mapping[str, Any]) -> list[str]:
+    """Import the modules of ``--extensions``, whose names the other arguments may have; return faults."""
+    item = given.get("extensions")
+    if item is None or "extensions" not in types:
+        return []
+    try:
+        names = argument_types.convert(types["extensions"], item.value)
+    except argument_types.WrongValueError:
+        return []  # which the conversion of all values reports
+    return load_extensions(names or [])
 
 
 def flatten(arguments: Any) -> dict[str, Any]:
@@ -91,6 +107,14 @@ def to_yaml(arguments: Any) -> str:
         values = dataclasses.asdict(getattr(arguments, group.name))
         parts.append(f"# {argument_types.title_of(type(getattr(arguments, group.name)))}\n{yaml_core.dump(values)}")
     return "\n".join(parts)
+
+
+def _extensions_on(argv: list[str]) -> list[str]:
+    """Return the modules that a command line with ``--help`` names, so that the help has what they register."""
+    if "--extensions" not in argv:
+        return []
+    following = argv[argv.index("--extensions") + 1 :]
+    return list(itertools.takewhile(lambda word: not word.startswith("-"), following))
 
 
 def _words_of_help(argv: list[str]) -> list[str] | None:
@@ -123,7 +147,8 @@ def _convert_given(given: GivenValues, types: dict[str, Any], faults: list[str],
     """Return the values that have their argument's type; report the others, and names that no argument has."""
     values = {}
     for name, item in given.items():
-        if name not in types:
+        is_mapping = isinstance(item.value, dict) and bool(item.value)
+        if name not in types or (is_mapping and not argument_types.takes_dict(types[name])):
             faults += [_unknown(inner, item, types, program) for inner in _dotted(name, item.value)]
             continue
         try:

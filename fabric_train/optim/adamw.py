@@ -56,7 +56,7 @@ class LocalElements:
         return indices.to(torch.int32)
 
 
-def local_elements(parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> LocalElements:
+def local_elements(parameter: nn.Parameter, cuts: Mapping[int, FlatShard]) -> LocalElements:
     """Return the elements of a parameter that this rank has; ``cuts`` are FSDP1's, from ``ranks.flat_shards``."""
     if id(parameter) in cuts:
         cut = cuts[id(parameter)]

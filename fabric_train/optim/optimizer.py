@@ -1,17 +1,18 @@
 """The optimizer of a run and its learning rate, which is a pure function of the step.
 
-The optimizer is AdamW over the parameters that train, or another one given to ``use_optimizer``.
+``OPTIMIZERS`` has optimizers by name; CONTRIBUTING.md says how to add one, also from outside.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fabric_train.cli.errors import first_line
+from fabric_train.cli.tables import OPTIMIZERS, resolve_settings
 from fabric_train.distributed.ranks import FlatShard, original_name
 from fabric_train.optim.adamw import MOMENTS, AdamW, LocalElements, LowPrecisionAdamW, local_elements
 from fabric_train.optim.states import DeclaredStates, TensorTable
@@ -28,9 +29,6 @@ _STEP_DECAYS = 3
 RATE_ARGUMENTS = ("lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps", "decay_steps", "decay_share", "decay_form")
 """Those that decide the learning rate."""
 
-Groups = list[dict[str, Any]]
-Build = Callable[[Groups, "TrainingArguments"], DeclaredStates]
-_build_other: Build | None = None
 _MOST_DIFFERENT = 0.01
 """Share of the numbers that may differ by more than fp32's last bits: those that are rounded to another neighbour."""
 
@@ -128,15 +126,35 @@ def set_learning_rate(optimizer: Any, rate: float) -> None:
         group["lr"] = rate * group.get("lr_ratio", 1.0)
 
 
-def use_optimizer(build: Build | None) -> None:
-    """Train with the optimizer that ``build`` returns instead of AdamW; None: with AdamW.
+@dataclass(frozen=True)
+class OptimizedParameters:
+    """What an optimizer is built over: the parameters that train, and how.
 
-    ``build`` gets parameter groups, each with its weight decay and peak learning rate, and the run's arguments. A group
-    must keep its ``lr_ratio``, by which the rate of each step is multiplied. All ranks must call this before the run is
-    prepared, since the memory plan counts the states that the optimizer declares.
+    ``groups`` are parameter groups of ``torch.optim``, with names: ``params`` is a list of (name, parameter). Each has
+    its ``weight_decay``, its peak ``lr``, and ``lr_ratio``, by which the rate of each step is multiplied. ``decayed``
+    are the names of parameters with weight decay, which are matrices.
+
+    ``fused``: AdamW updates with one kernel; under an fp16 gradient scaler Fabric could not clip its gradients.
+    ``seed`` is for stochastic rounding. ``cuts`` are FSDP1's shards, from ``ranks.flat_shards``. For ``compiles`` see
+    ``LowPrecisionAdamW``.
     """
-    global _build_other
-    _build_other = build
+
+    groups: list[dict[str, Any]]
+    decayed: frozenset[str]
+    arguments: "TrainingArguments"
+    fused: bool = True
+    seed: int = 0
+    cuts: Mapping[int, FlatShard] = field(default_factory=dict)
+    compiles: bool = False
+
+    @property
+    def names(self) -> dict[nn.Parameter, str]:
+        """The name of each parameter."""
+        return {parameter: name for group in self.groups for name, parameter in group["params"]}
+
+
+BuildOptimizer = Callable[..., DeclaredStates]
+"""Builds an optimizer over :class:`OptimizedParameters`, and of settings: its further parameters, with defaults."""
 
 
 def decayed_names(model: nn.Module) -> set[str]:
@@ -146,29 +164,27 @@ def decayed_names(model: nn.Module) -> set[str]:
 
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
-    decayed: set[str],
+    decayed: Collection[str],
     arguments: "TrainingArguments",
     fused: bool = True,
     seed: int = 0,
-    cuts: dict[int, FlatShard] | None = None,
+    cuts: Mapping[int, FlatShard] | None = None,
     compiles: bool = False,
     rates: Mapping[str, float] | None = None,
 ) -> DeclaredStates:
-    """Build the optimizer over the parameters of a set-up model that train; ``decayed`` ones with weight decay.
+    """Build the optimizer of ``--optimizer`` over the parameters of a set-up model that train.
 
-    AdamW is torch's own if moments and weights have the same dtype and are not rounded stochastically. ``fused``: it
-    updates with one kernel; under an fp16 gradient scaler Fabric could not clip its gradients. ``seed`` is for
-    stochastic rounding. ``cuts`` are FSDP1's shards, from ``ranks.flat_shards``. For ``compiles`` see
-    ``LowPrecisionAdamW``. ``rates`` are the peak learning rates of parameters that have another one than ``--lr``.
+    ``rates`` are the peak learning rates of parameters that have another one than ``--lr``. For the others see
+    :class:`OptimizedParameters`.
     """
-    names = {parameter: original_name(name) for name, parameter in named_parameters}
     rates = rates or {}
-    grouped: dict[tuple[bool, float, Any], list[nn.Parameter]] = {}
-    for parameter, name in names.items():
+    grouped: dict[tuple[bool, float, Any], list[tuple[str, nn.Parameter]]] = {}
+    for full_name, parameter in named_parameters:
+        name = original_name(full_name)
         mesh = getattr(parameter, "device_mesh", None)  # the fused kernel does not accept tensors of several meshes
         key = (name in decayed, rates.get(name, arguments.lr), mesh)
-        grouped.setdefault(key, []).append(parameter)
-    groups: Groups = [
+        grouped.setdefault(key, []).append((name, parameter))
+    groups = [
         {
             "params": parameters,
             "weight_decay": arguments.weight_decay if has_decay else 0.0,
@@ -177,28 +193,36 @@ def build_optimizer(
         }
         for (has_decay, rate, _), parameters in grouped.items()
     ]
-    if _build_other is not None:
-        return _build_other(groups, arguments)
+    parameters = OptimizedParameters(groups, frozenset(decayed), arguments, fused, seed, cuts or {}, compiles)
+    settings = resolve_settings(OPTIMIZERS, arguments.optimizer, arguments.optimizer_settings)
+    return OPTIMIZERS[arguments.optimizer](parameters, **settings)
+
+
+def build_adamw(parameters: OptimizedParameters) -> DeclaredStates:
+    """Build AdamW; torch's own if moments and weights have the same dtype and are not rounded stochastically."""
+    arguments = parameters.arguments
+    names = parameters.names
     betas = (arguments.beta1, arguments.beta2)
-    dtypes, states = {parameter.dtype for parameter in names}, arguments.optimizer_states
+    dtypes = {parameter.dtype for parameter in names}
+    states = arguments.optimizer_states
     # bf16 modules train beside an fp32 adapter
     weights_dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
-    in_8bit = [parameter for parameter, name in names.items() if name in decayed and states == "8bit"]
+    in_8bit = [parameter for parameter, name in names.items() if name in parameters.decayed and states == "8bit"]
     moments_dtype = weights_dtype if states is None else getattr(torch, "float32" if states == "8bit" else states)
     stochastic_rounding = arguments.stochastic_rounding and torch.bfloat16 in {*dtypes, moments_dtype}
     if moments_dtype == weights_dtype and not stochastic_rounding and not in_8bit:
-        return AdamW(groups, lr=arguments.lr, betas=betas, fused=fused)
+        return AdamW(parameters.groups, lr=arguments.lr, betas=betas, fused=parameters.fused)
     return LowPrecisionAdamW(
-        groups,
+        parameters.groups,
         lr=arguments.lr,
         betas=betas,
         moments_dtype=moments_dtype,
         in_8bit=in_8bit,
         stochastic_rounding=stochastic_rounding,
         names=names,
-        elements={parameter: local_elements(parameter, cuts or {}) for parameter in names},
-        seed=seed,
-        compiles=compiles,
+        elements={parameter: local_elements(parameter, parameters.cuts) for parameter in names},
+        seed=parameters.seed,
+        compiles=parameters.compiles,
     )
 
 

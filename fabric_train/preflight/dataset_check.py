@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.tables import OBJECTIVES, PROJECT
 from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.step_sampler import select_validation_rows
 from fabric_train.data.streaming import Stream
@@ -24,8 +25,8 @@ from fabric_train.tokenization.manifest import FILE_NAME, Manifest, TokenizerRec
 from fabric_train.tokenization.tokenizers.text_encoder import load_fast
 from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
 from fabric_train.tokenization.tokenizers.vocabulary import ADDED, AddedVocabulary, compare_tokenizers
-from fabric_train.training.evaluation import METRICS, EarlyStopping, parse_early_stopping
-from fabric_train.training.objective import Objective, objective_of
+from fabric_train.training.evaluation import EarlyStopping, parse_early_stopping
+from fabric_train.training.objective import Objective
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
@@ -120,6 +121,8 @@ def faults_of_objective(given: "TrainArguments", data: "TrainingData", accelerat
     option = f"--objective {given.preference.objective}"
     if given.preference.needs_reference and (given.model.scaling or given.model.rope_theta):
         return [f"{option} compares with a model of the same positions: give --rope_scaling in a run before"]
+    if OBJECTIVES.module_of(given.preference.objective) != PROJECT:
+        return []  # it knows which data it takes
     if not given.preference.needs_pairs:
         if isinstance(data, Stream) or not data.has_pairs:
             return []
@@ -135,10 +138,12 @@ def faults_of_objective(given: "TrainArguments", data: "TrainingData", accelerat
     return faults
 
 
-def check_deciding_sources(arguments: "TrainArguments", data: "TrainingData") -> EarlyStopping | None:
+def check_deciding_sources(
+    arguments: "TrainArguments", data: "TrainingData", objective: Objective
+) -> EarlyStopping | None:
     """Check the sources of ``--best_by`` and ``--early_stopping``, and return the latter, None if it is not given."""
     given, names = arguments.evaluation, _validated_sources(data)
-    figures = {*METRICS, *objective_of(arguments).metric_names}
+    figures = {*given.computed_metrics, *objective.metric_names}
     can_decide = _can_decide(given.best_by, ["all", *names], figures)
     faults = [] if can_decide else [_no_such_source("best_by", given.best_by, names)]
     stopping = None

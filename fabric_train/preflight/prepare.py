@@ -57,6 +57,11 @@ from fabric_train.preflight.phases import (
 )
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
 from fabric_train.preflight.steps import plan_steps, rows_at_once, starting_point
+from fabric_train.training.components import (
+    components_of,
+    describe_other_component,
+    find_other_components,
+)
 from fabric_train.training.evaluation import SamplePrompts
 from fabric_train.training.loggers import read_samples
 from fabric_train.training.metrics import find_lost_rows
@@ -114,15 +119,36 @@ def prepare(
             run, changed = (check_branch if start_from.branch else check_resume)(run, checkpoint)
             run, lengths = choose_schedule(run, checkpoint)
             changed += lengths
+        elif compares:
+            changed += _compare_objectives(run, checkpoint)
         damaged = checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages)
         named = named_checkpoint(start_from)
         chosen = checkpoints.describe_choice(Path(named), checkpoint) if named else None
         run = _with_notes(run, *damaged, chosen, *changed)
+    adapter_dir = Path(arguments.adapter.init_adapter or "")
+    if compares and arguments.adapter.init_adapter and (adapter_dir / "trainer.json").is_file():
+        run = _with_notes(run, *_compare_objectives(run, adapter_dir))
     run = _with_following(run, stretches[place + 1 :])
     goes_on = run.following is not None and run.start.state.step == run.plan.last_step and not run.ends_early
     if checkpoint is not None and goes_on and not run.start.state.unlogged:
         return run.continued_from(checkpoint, run.start.state)
     return run
+
+
+def _compare_objectives(run: PreparedRun, checkpoint: Path) -> list[str]:
+    """Compare the objective of a run that takes only weights from a checkpoint, and return notes.
+
+    Raises:
+        InputError: An evaluation would compute the loss of another objective, and one of them was registered.
+    """
+    saved = checkpoints.read_trainer_json(checkpoint)
+    others = list(find_other_components(saved, run.components, ("objective",)))
+    arguments = run.arguments
+    if arguments.evaluation.only_reads and not arguments.checkpoint.allow_changes:
+        faults = [describe_other_component(checkpoint, there, here, "another loss") for there, here in others]
+        if faults:
+            raise InputError(*faults)
+    return [f"{checkpoint.name} was trained with the {there}, and this run has the {here}" for there, here in others]
 
 
 def _prepare_stretch(
@@ -160,8 +186,9 @@ def _prepare_stretch(
         start, starts_after = replace(start, checkpoint=checkpoint), checkpoints.data_starts_after(start.lineage)
     version = order.version if isinstance(order, DataOrder) else SHUFFLED
     plan = plan_steps(arguments, model, data, devices.world_size, starts_after, phases, stretch.last_step, version)
-    early_stopping = check_deciding_sources(arguments, data)
-    if faults := faults_of_validation(arguments, data, objective_of(arguments), early_stopping):
+    objective = objective_of(arguments)
+    early_stopping = check_deciding_sources(arguments, data, objective)
+    if faults := faults_of_validation(arguments, data, objective, early_stopping):
         raise InputError(*faults)
     base = None
     if model.adapter is not None and not arguments.planning.plan:  # a plan reads no weights
@@ -180,6 +207,7 @@ def _prepare_stretch(
         notes=plan.notes,
         early_stopping=early_stopping,
         sample_prompts=_open_sample_prompts(arguments, data, model, checkpoint),
+        components=components_of(arguments, objective),
         adapter_base=base,
         models=models,
     ).with_present_parts()

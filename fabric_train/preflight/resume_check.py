@@ -19,6 +19,11 @@ from fabric_train.model.attention import VARLEN
 from fabric_train.model.context_parallel import CONTEXT_VARLEN
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.optim.optimizer import RATE_ARGUMENTS, SCHEDULES_VERSION, Schedule
+from fabric_train.training.components import (
+    describe_other_component,
+    find_other_components,
+    notes_on_components,
+)
 from fabric_train.training.metrics import read_metrics
 from fabric_train.training.prepared_run import PreparedRun, StepPlan, TrainingData
 
@@ -92,7 +97,10 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     )
     faults = [f"{checkpoint}: {change}; {advice}" for change in saved.data_changes(run.order)]
     faults = faults or _faults_of_rows(run, checkpoint)
-    changes = list(_changes(_WITHOUT_PARTS | saved.arguments, _as_saved(arguments, plan)))
+    other_parts = list(find_other_components(saved, run.components))
+    compared_as_parts = {there.kind for there, _ in other_parts}
+    changed = _changes(_WITHOUT_PARTS | saved.arguments, _as_saved(arguments, plan))
+    changes = [change for change in changed if change.name not in compared_as_parts]
     in_data = () if run.order.seed is None else ("seed",)  # the comparison of the data order reports it
     deciding = [change for change in changes if _decides(change, arguments) and change.name not in in_data]
     deciding += find_changes_of_begun_phases(run, saved, run.start.state.step)
@@ -102,6 +110,7 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
             "with --allow_changes true (docs/reference/errors.md#resume-refused)"
             for change in deciding
         ]
+        faults += [describe_other_component(checkpoint, *pair, "other losses") for pair in other_parts]
     if faults:
         raise InputError(*faults)
     others = [change for change in changes if change not in deciding]
@@ -111,6 +120,8 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
             f"changed since {checkpoint.name}, so the losses to come differ from an unchanged run's: "
             + _joined(deciding)
         )
+    notes += [f"the {here} instead of the {there}: the losses to come differ" for there, here in other_parts]
+    notes += notes_on_components(saved, run.components, checkpoint)
     step = run.start.state.step
     there, here = _phases_in_words(saved, run, step)
     if there != here:
@@ -129,9 +140,12 @@ def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
             f"{plan.num_steps}; give a larger --max_step or --number_epochs"
         )
     *before, branch = start.lineage
+    saved = read_trainer_json(checkpoint)
+    other_parts = list(find_other_components(saved, run.components))
+    if other_parts and not run.arguments.checkpoint.allow_changes:
+        raise InputError(*(describe_other_component(checkpoint, *pair, "other losses") for pair in other_parts))
     if branch.continues_data and (faults := _faults_of_rows(run, checkpoint)):
         raise InputError(*faults)
-    saved = read_trainer_json(checkpoint)
     changes = _changes(_WITHOUT_PARTS | saved.arguments, _as_saved(run.arguments, plan))
     changed = {change.name: change for change in changes if change.name not in ("output_dir", "phases")}
     there, here = _phases_in_words(saved, run)
@@ -142,6 +156,8 @@ def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     if not branch.continues_data:
         causes = "; ".join(saved.data_changes(run.order))
         notes.append(f"the data begin at their first epoch: {causes}")
+    notes += [f"the {here} instead of the {there}: the losses to come differ" for there, here in other_parts]
+    notes += notes_on_components(saved, run.components, checkpoint)
     run = replace(run, start=replace(start, lineage=(*before, branch)))
     return run, [*notes, *_notes_on_versions(run, checkpoint, saved.versions)]
 

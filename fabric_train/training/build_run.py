@@ -41,7 +41,8 @@ from fabric_train.model.parallelize import setup_model
 from fabric_train.model.trained_parts import Parts, freeze_other_parts, rates_by_name, trained_parameters
 from fabric_train.optim.adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer, decayed_names, use_triton
-from fabric_train.training.evaluation import METRICS, Validation
+from fabric_train.training.components import component, saved_component
+from fabric_train.training.evaluation import Validation, select_metrics
 from fabric_train.training.loggers import GuardedLogger, LoggedRun, Outputs, open_loggers
 from fabric_train.training.loop import Loop, ProfiledWindows
 from fabric_train.training.metrics import further_columns
@@ -94,6 +95,12 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
             if fabric.is_global_zero:
                 note("the optimizer starts from zero: the checkpoint has states of weights that are frozen now")
             return optimizer
+        there = saved_component(checkpoints.read_trainer_json(run.start.checkpoint), "optimizer")
+        here = component(run.components, "optimizer")
+        if (there.name, there.module) != (here.name, here.module):
+            if fabric.is_global_zero:
+                note(f"the optimizer starts from zero: the checkpoint has the states of the {there}")
+            return optimizer
         progress.info("loading the optimizer's state")
         new = run.model.trained.keys() - _trained_there(run, run.start.checkpoint)
         if new and fabric.is_global_zero:
@@ -129,7 +136,16 @@ def build_validation(
         return None
     ranks, size, limit = data_ranks(fabric), limits.eval_batch_size, limits.eval_iters
     batches = validation_batches(rows, size, ranks.size, ranks.rank, limit, given.seed, given.num_workers)
-    return Validation(fabric, model, objective, batches, rows.source_names, run.sample_prompts, heartbeat)
+    return Validation(
+        fabric=fabric,
+        model=model,
+        objective=objective,
+        metrics=select_metrics(limits.computed_metrics),
+        batches=batches,
+        source_names=rows.source_names,
+        prompts=run.sample_prompts,
+        heartbeat=heartbeat,
+    )
 
 
 def build_outputs(
@@ -144,7 +160,10 @@ def build_outputs(
         last_step=state.step - (bool(state.unlogged) or state.step == 0),  # a run that starts at step 0 logs it
         config=flatten(run.arguments),
         columns=further_columns(
-            objective.metric_names, list(METRICS), run.sources_ever_logged, counts_pieces(objective)
+            objective.metric_names,
+            run.arguments.evaluation.computed_metrics,
+            run.sources_ever_logged,
+            counts_pieces(objective),
         ),
         branched_after=[branch.step for branch in run.start.lineage if not branch.is_border_of(run.folder)],
     )
@@ -274,6 +293,7 @@ def _description(
         stages=stages,
         adapter_base=run.adapter_base,
         reference=run.reference,
+        components=run.components,
     )
 
 

@@ -6,7 +6,7 @@ Every supervised token of all ranks has the same weight, however rows are split 
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -16,6 +16,7 @@ import torch
 from lightning import Fabric
 
 from fabric_train.checkpoint import Evaluation, LossProgress, TokenLoss, TrainerState
+from fabric_train.cli.tables import METRICS
 from fabric_train.data.batch import SUM_OF_HASHES, Batch, hash_supervised
 from fabric_train.distributed.ranks import StepSync, gather_over_ranks, sum_over_data_ranks, sync_step
 from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
@@ -88,18 +89,20 @@ class Metric:
     figure: Callable[[TokenLoss], float | None] = lambda sums: sums.loss
 
 
-METRICS: dict[str, Metric] = {}
-"""By name, such as ``below_one_nat``. Loss, perplexity and bits per byte are figures of every ``TokenLoss``."""
+def select_metrics(names: Iterable[str]) -> dict[str, Metric]:
+    """Return the metrics of these names. Loss, perplexity and bits per byte are figures of every ``TokenLoss``."""
+    return {name: METRICS[name] for name in names}
 
 
 class _Sums:
     """What an evaluation adds up: of all tokens, of the objective's metrics, and of each source.
 
-    Of a source there are the sums of ``METRICS``, or of the objective's metrics if that sums over pieces.
+    Of a source there are the sums of ``metrics``, or of the objective's metrics if that sums over pieces.
     """
 
-    def __init__(self, fabric: Fabric, objective: Objective, num_sources: int) -> None:
+    def __init__(self, fabric: Fabric, objective: Objective, num_sources: int, metrics: Mapping[str, Metric]) -> None:
         self._fabric, device = fabric, fabric.device
+        self._of_tokens = metrics
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
@@ -108,8 +111,9 @@ class _Sums:
         self._totals = zeros(2)  # loss, and what it counts
         self._metrics = zeros(len(objective.metric_names))
         self._as_wholes = counts_pieces(objective)
-        of_source = len(objective.metric_names if self._as_wholes else METRICS)
-        self._of_metrics, self._of_sources = zeros(len(METRICS)), zeros(1 + of_source, num_sources)
+        of_source = len(objective.metric_names if self._as_wholes else metrics)
+        self._of_metrics = zeros(len(metrics))
+        self._of_sources = zeros(1 + of_source, num_sources)
         self._counts = torch.zeros(2, num_sources, dtype=torch.float64)  # supervised tokens or pieces, bytes
         self._device = device
 
@@ -127,7 +131,7 @@ class _Sums:
                 self._add_by_source(batch, of_pieces)
             return
         values = [loss.of_tokens]
-        for number, metric in enumerate(METRICS.values()):
+        for number, metric in enumerate(self._of_tokens.values()):
             values.append(metric.of_tokens(losses_of_targets(loss.of_tokens, batch)))
             self._of_metrics[number] += values[-1].sum(dtype=torch.float64)
         if batch.pieces is not None:
@@ -158,22 +162,24 @@ class _Sums:
         rows = f"{int(hashed) % SUM_OF_HASHES:010x}"
         if self._as_wholes:
             return Evaluation(self._loss_of(nats, int(count), None, metrics.tolist()), sources, rows=rows)
-        whole = _token_loss(nats, int(count), num_bytes, of_metrics.tolist())
+        whole = _token_loss(nats, int(count), num_bytes, self._of_tokens, of_metrics.tolist())
         means = dict(zip(self._objective.metric_names, (metrics / max(count, 1)).tolist(), strict=True))
         return Evaluation(replace(whole, further=whole.further | means), sources, rows=rows)
 
     def _loss_of(self, nats: float, count: int, num_bytes: float | None, sums: Sequence[float]) -> TokenLoss:
         if not self._as_wholes:
-            return _token_loss(nats, count, num_bytes, sums)
+            return _token_loss(nats, count, num_bytes, self._of_tokens, sums)
         means = {name: total / max(count, 1) for name, total in zip(self._objective.metric_names, sums, strict=True)}
         return TokenLoss(nats, count, None, dict(means), of_pairs=True)
 
 
-def _token_loss(nats: float, num_tokens: int, num_bytes: float | None, sums: Sequence[float]) -> TokenLoss:
-    """Return the loss of some tokens with the figures of ``METRICS``; ``sums`` has a sum for each, NaN for none."""
+def _token_loss(
+    nats: float, num_tokens: int, num_bytes: float | None, metrics: Mapping[str, Metric], sums: Sequence[float]
+) -> TokenLoss:
+    """Return the loss of some tokens with the figures of ``metrics``; ``sums`` has a sum for each, NaN for none."""
     further = {
         name: metric.figure(TokenLoss(total, num_tokens, num_bytes))
-        for (name, metric), total in zip(METRICS.items(), sums, strict=True)
+        for (name, metric), total in zip(metrics.items(), sums, strict=True)
         if not math.isnan(total)
     }
     return TokenLoss(nats, num_tokens, num_bytes, further)
@@ -187,6 +193,7 @@ def evaluate(
     source_names: Sequence[str] = (),
     *,
     objective: Objective | None = None,
+    metrics: Mapping[str, Metric] | None = None,
     interrupted: Callable[[int], bool] = lambda _: False,
 ) -> Evaluation | None:
     """Evaluate on this rank's batches and sum over the ranks; return None if ``interrupted`` returned True.
@@ -195,7 +202,7 @@ def evaluate(
     ``interrupted`` gets the index of each batch before it, and returns the same on all ranks.
     """
     model.eval()
-    sums = _Sums(fabric, objective or CrossEntropy(), len(source_names))
+    sums = _Sums(fabric, objective or CrossEntropy(), len(source_names), metrics or {})
     for index, batch in enumerate(batches):
         if interrupted(index):
             model.train()
@@ -266,6 +273,7 @@ class Validation:
     fabric: Fabric
     model: Any
     objective: Objective
+    metrics: Mapping[str, Metric]
     batches: Iterable[Batch]
     source_names: tuple[str, ...]
     prompts: SamplePrompts | None
@@ -273,9 +281,15 @@ class Validation:
 
     def evaluate(self, step: int = 0) -> Evaluation | None:
         """Return the evaluation of the model after ``step``; None if a signal stops the run."""
-        given: dict[str, Any] = {"objective": self.objective}
-        given["interrupted"] = partial(self._is_stopped, StepPhase.VALIDATION)
-        found = evaluate(self.fabric, self.model, self.batches, self.source_names, **given)
+        found = evaluate(
+            self.fabric,
+            self.model,
+            self.batches,
+            self.source_names,
+            objective=self.objective,
+            metrics=self.metrics,
+            interrupted=partial(self._is_stopped, StepPhase.VALIDATION),
+        )
         return found and replace(found, step=step)
 
     def sample(self, step: int) -> list[Sample] | None:

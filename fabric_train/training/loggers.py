@@ -21,6 +21,7 @@ from textwrap import indent
 from typing import Any
 
 from fabric_train.cli.errors import describe_os_error, first_line
+from fabric_train.cli.tables import LOGGERS
 from fabric_train.files.regular_file import (
     check_no_link,
     check_no_links_in,
@@ -255,36 +256,41 @@ def _cut_events(path: Path, last_step: int) -> None:
     os.truncate(path, end)
 
 
-def _loss_curves(run: LoggedRun) -> Logger:
+def open_csv(run: LoggedRun) -> Logger:
+    """Open metrics.csv."""
+    return CSVLogger(run.folder / "metrics.csv", run.last_step, run.columns)
+
+
+def open_tensorboard(run: LoggedRun) -> Logger:
+    """Open ``RUN/tensorboard``."""
+    return TensorBoardLogger(run.folder / "tensorboard", run.last_step)
+
+
+def open_loss_curves(run: LoggedRun) -> Logger:
+    """Open loss_curves.png, which every run has."""
     from fabric_train.training.curves import LossCurves  # which imports this module
 
     return LossCurves(run.folder, run.branched_after)
 
 
-def _open_tracker(name: str, run: LoggedRun) -> Logger:
-    from fabric_train.training.trackers import TRACKERS  # as above
-
-    return TRACKERS[name](run)
-
-
-LOGGERS: dict[str, Callable[[LoggedRun], Logger]] = {
-    "loss_curves.png": _loss_curves,
-    "--loggers tensorboard": lambda run: TensorBoardLogger(run.folder / "tensorboard", run.last_step),
-    **{f"--loggers {name}": partial(_open_tracker, name) for name in ("wandb", "trackio", "mlflow")},
-}
-"""How loggers are opened, by the name that messages call them. A name with ``--loggers`` is opened if that option names
-it, and any other one in every run."""
+OpenLogger = Callable[[LoggedRun], Logger]
+"""Opens a logger of ``LOGGERS`` on rank 0."""
 
 
 def open_loggers(names: Sequence[str], run: LoggedRun) -> list[Logger]:
-    """Open metrics.csv, samples.jsonl and all of ``LOGGERS``, but of ``--loggers`` only the ones in ``names``."""
-    table = CSVLogger(run.folder / "metrics.csv", run.last_step, run.columns)
+    """Open metrics.csv, samples.jsonl and loss_curves.png, which every run has, and those of ``LOGGERS`` in ``names``.
+
+    No failure of a logger except metrics.csv ends the run.
+    """
     samples = SampleFile(run.folder / "samples.jsonl", run.last_step)
-    opened: list[Logger] = [table, GuardedLogger("samples.jsonl", lambda: samples)]
-    for name, open_logger in LOGGERS.items():
-        option, _, chosen = name.partition(" ")
-        if option != "--loggers" or chosen in names:
-            opened.append(GuardedLogger(name, partial(open_logger, run)))
+    opened: list[Logger] = [
+        open_csv(run),
+        GuardedLogger("samples.jsonl", lambda: samples),
+        GuardedLogger("loss_curves.png", partial(open_loss_curves, run)),
+    ]
+    for name in dict.fromkeys(names):
+        if name != "csv":
+            opened.append(GuardedLogger(f"--loggers {name}", partial(LOGGERS[name], run)))
     return opened
 
 

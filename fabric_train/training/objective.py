@@ -1,5 +1,7 @@
 """The objective: what the documents of a batch add to the loss of a window. Cross entropy is the default.
 
+``OBJECTIVES`` has objectives by name; CONTRIBUTING.md says how to add one, also from outside.
+
 A loss is a sum, and says over how many things it sums. The step divides by the number in the whole window on all ranks.
 
 DPO, IPO, SimPO and ORPO are functions of the log-probabilities of both answers of preference pairs. A log-probability
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from fabric_train.cli.tables import OBJECTIVES, resolve_settings
 from fabric_train.data.batch import Batch, Targets, count_supervised, find_targets
 from fabric_train.distributed.ranks import to_device_async
 from fabric_train.model.attention import forward_batch
@@ -124,21 +127,20 @@ def losses_at_targets(
     return total, of_all
 
 
-MakeObjective = Callable[["TrainArguments"], Objective]
-_make: MakeObjective | None = None
+MakeObjective = Callable[..., Objective]
+"""Makes an objective of the arguments of a run, and of settings: its further parameters, which have defaults."""
 
 
-def use_objective(make: MakeObjective) -> None:
-    """Let the runs of this process train with another objective; ``make`` gets their arguments."""
-    global _make
-    _make = make
+def cross_entropy(arguments: "TrainArguments") -> CrossEntropy:
+    """Make the objective of ``--objective sft``."""
+    return CrossEntropy()
 
 
 def objective_of(arguments: "TrainArguments") -> Objective:
-    """Return the objective of ``use_objective``, or else the one that ``--objective`` names."""
-    if _make is not None:
-        return _make(arguments)
-    return Preference(arguments.preference) if arguments.preference.needs_pairs else CrossEntropy()
+    """Return the objective that ``--objective`` names, with its settings."""
+    given = arguments.preference
+    settings = resolve_settings(OBJECTIVES, given.objective, given.objective_settings)
+    return OBJECTIVES[given.objective](arguments, **settings)
 
 
 def counts_pieces(objective: Objective) -> bool:
@@ -340,6 +342,11 @@ class Preference:
             "sft_loss": -per_token.chosen,
             "kl": -(per_token.chosen_ratio + per_token.rejected_ratio) / 2,
         }
+
+
+def preference(arguments: "TrainArguments") -> Preference:
+    """Make the objective of ``--objective dpo`` and the others of ``LOSSES``."""
+    return Preference(arguments.preference)
 
 
 def answers_of(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from fabric_train.checkpoint import BranchPoint, PhaseParts, PhaseSchedule, TrainerState, read_trainer_json, run_of
 from fabric_train.cli.parser import flatten
+from fabric_train.cli.tables import Component
 from fabric_train.data import SHUFFLED, DataOrder, StreamOrder
 from fabric_train.data.mixture_order import MixtureOrder
 from fabric_train.data.step_sampler import WindowOrder
@@ -120,9 +121,10 @@ class PreparedRun:
     """A run that is checked; ``given`` are the user's arguments, in ``arguments`` some "auto" ones are resolved.
 
     ``adapter_base`` is the frozen model of an adapter; None if all weights train. ``reference`` is found when the run
-    begins; None if its objective needs none. If phases train other parts, ``models`` has the model with its parts from
-    each step at which they change, step 1 included, and ``model`` is the one to begin with. If a phase has other token
-    datasets, ``following`` is the run from there on; its start is known when the run comes there.
+    begins; None if its objective needs none. ``components`` are the parts that it uses by name. If phases train other
+    parts of the model, ``models`` has the model with its parts from each step at which they change, step 1 included,
+    and ``model`` is the one to begin with. If a phase has other token datasets, ``following`` is the run from there on;
+    its start is known when the run comes there.
     """
 
     given: "TrainArguments"
@@ -140,6 +142,7 @@ class PreparedRun:
     sample_prompts: SamplePrompts | None = None
     adapter_base: AdapterBase | None = None
     reference: ReferenceModel | None = None
+    components: tuple[Component, ...] = ()
     models: Mapping[int, ModelShape] = field(default_factory=dict)
     following: "PreparedRun | None" = None
 

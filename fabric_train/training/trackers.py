@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.tables import LOGGERS
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
 from fabric_train.files.requirements import check_package
 from fabric_train.training.loggers import GuardedLogger, LoggedRun, Logger, Sample, read_samples
@@ -327,12 +328,7 @@ def _create_mlflow_run(client: Any, run: LoggedRun) -> str:
     return created.info.run_id
 
 
-TRACKERS: dict[str, Callable[[LoggedRun], Logger]] = {
-    "wandb": open_wandb,
-    "trackio": TrackioLogger,
-    "mlflow": MlflowLogger,
-}
-"""How each is opened."""
+_TRACKERS = ("wandb", "trackio", "mlflow")
 
 
 def complete_trackers(names: Sequence[str], run: LoggedRun) -> None:
@@ -343,5 +339,5 @@ def complete_trackers(names: Sequence[str], run: LoggedRun) -> None:
         return
     has_all = told.is_file() and told.read_bytes().strip() == str(past[-1].step).encode()
     complete = {"wandb"} if has_all or wandb_mode() == "disabled" else set[str]()
-    for name in (TRACKERS.keys() & set(names)) - complete:
-        GuardedLogger(f"--loggers {name}", partial(TRACKERS[name], run)).close()
+    for name in {*_TRACKERS} & {*names} - complete:
+        GuardedLogger(f"--loggers {name}", partial(LOGGERS[name], run)).close()

@@ -96,7 +96,9 @@ def test_accepted_arguments_are_saved_and_read_back_equal(
 
 def numbers_in(kind: Any) -> list[Any]:
     """Return the number types within a type, those without a range as they are."""
-    if get_origin(kind) is Annotated or kind in (int, float):
+    if get_origin(kind) is Annotated:
+        return [kind] if isinstance(get_args(kind)[1], NumberRange) else []
+    if kind in (int, float):
         return [kind]
     return [number for part in get_args(kind) for number in numbers_in(part)]
 

@@ -13,7 +13,6 @@ from fabric_train.arguments import (
     DecayForm,
     DeviceArguments,
     FSDPArguments,
-    LoggerName,
     LoggingArguments,
     ModelArguments,
     Parallelism,
@@ -26,6 +25,7 @@ from fabric_train.arguments import (
 )
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten, parse_arguments, to_yaml
+from fabric_train.cli.tables import LOGGERS
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.programs.convert_to_hf import ConvertArguments
 from fabric_train.tokenization.arguments import TokenizeArguments
@@ -36,6 +36,8 @@ from tests.support.former_command_line import FORMER_COMMAND_LINE
 
 REQUIRED = ["--train_data_dir", "tokens", "--output_dir", "run"]
 GROUPS: dict[str, Any] = get_type_hints(TrainArguments)
+
+LOGGERS_EXPECTED = "a list, each one of csv, tensorboard, wandb, trackio, mlflow (--extensions adds names) or null"
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +181,7 @@ def test_only_a_switch_needs_no_value() -> None:
     assert faults("--project", "--lr", "--loggers", "--micro_batch_size") == [
         "--project: expected text, got nothing",
         "--lr: expected a number above 0, got nothing",
-        "--loggers: expected a list, each one of csv, tensorboard, wandb, trackio, mlflow or null, got nothing",
+        f"--loggers: expected {LOGGERS_EXPECTED}, got nothing",
         "--micro_batch_size: expected a whole number above 0, got nothing",
     ]
 
@@ -217,7 +219,11 @@ def test_text_that_looks_like_yaml_stays_text() -> None:
         ("num_workers", "-1", "a whole number, 0 or more"),
         ("beta1", "1.5", "a number from 0 to 1"),
         ("precision", "fp8", "one of auto, bf16-true, bf16-mixed, 32-true, 16-mixed"),
-        ("loggers", "paper", "a list, each one of csv, tensorboard, wandb, trackio, mlflow or null"),
+        (
+            "loggers",
+            "paper",
+            "a list, each one of csv, tensorboard, wandb, trackio, mlflow (--extensions adds names) or null",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_is_expected(name: str, value: str, expected: str) -> None:
@@ -410,7 +416,7 @@ def test_the_default_of_a_wrong_value_makes_no_fault() -> None:
         ("project: ''", "project: expected text, got ''"),
         (
             "loggers: [paper]",
-            "loggers: expected a list, each one of csv, tensorboard, wandb, trackio, mlflow or null, got ['paper']",
+            f"loggers: expected {LOGGERS_EXPECTED}, got ['paper']",
         ),
         ("training: {lr: 1}", "training.lr: no such argument; here it is --lr"),
         ("config: other.yaml", "config: no such argument; --help lists them"),
@@ -553,7 +559,7 @@ FLOATS = st.floats(0, 1, allow_subnormal=False)
     save=st.builds(SaveArguments, output_dir=WORDS, keep_checkpoints=st.none() | POSITIVE),
     logging=st.builds(
         LoggingArguments,
-        loggers=st.lists(st.sampled_from(get_args(LoggerName))),
+        loggers=st.lists(st.sampled_from(list(LOGGERS))),
         entity=st.none() | WORDS,
         notes=st.none() | WORDS,
     ),

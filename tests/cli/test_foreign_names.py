@@ -149,8 +149,7 @@ def test_keys_of_a_yaml_file_get_our_names_too(tmp_path: Path) -> None:
         f"{config}: per_device_train_batch_size: no such argument; here it is --micro_batch_size",
         f"{config}: bf16: no such argument; here it is --precision bf16-mixed, with weights in fp32, or bf16-true",
         f"{config}: optimizer.lr: no such argument; here it is --lr",
-        f"{config}: optimizer._component_: no such argument; here it is --optimizer_states; the optimizer is always "
-        "AdamW",
+        f"{config}: optimizer._component_: no such argument; here it is --optimizer",
         f"{config}: adapter: expected one of lora, dora or null, got 'qlora'; here it is lora",
         f"{config}: resume: expected true or false, got 'off'; here it is false",
     ]

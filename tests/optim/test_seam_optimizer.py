@@ -8,10 +8,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from fabric_train import OPTIMIZERS
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.model.hf_model import read_shape
-from fabric_train.optim import optimizer
-from fabric_train.optim.optimizer import use_optimizer
 from fabric_train.optim.states import DeclaredStates, State
 from fabric_train.preflight.memory_layout import bytes_of_states
 from tests.support.forked_runs import ForkedRuns
@@ -37,12 +36,12 @@ class MomentumSGD(DeclaredStates):
                     weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(state["velocity"], alpha=group["lr"])
 
 
-def plug_in() -> None:
-    """Train with it from now on."""
-    use_optimizer(lambda groups, arguments: MomentumSGD(groups, {"lr": arguments.lr}))
+def register() -> None:
+    """Let ``--optimizer momentum`` mean it."""
+    OPTIMIZERS["momentum"] = lambda parameters: MomentumSGD(parameters.groups, {"lr": parameters.arguments.lr})
 
 
-PLUG_IN = "from tests.optim.test_seam_optimizer import plug_in; plug_in()\n"
+PLUG_IN = "from tests.optim.test_seam_optimizer import register; register()\n"
 KILLED = PLUG_IN + at_point("os.kill(os.getpid(), signal.SIGKILL)", step=4, phase="OPTIMIZER")
 
 
@@ -60,6 +59,7 @@ def test_killed_run_resumes_bit_for_bit_on_other_ranks(forked_runs: ForkedRuns, 
     model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
     given = {
         "max_step": 6,
+        "optimizer": "momentum",
         "save_step_interval": 2,
         "total_batch_size": 2,
         "lr": 0.1,
@@ -86,10 +86,12 @@ def test_killed_run_resumes_bit_for_bit_on_other_ranks(forked_runs: ForkedRuns, 
         assert [name for name in whole if not torch.equal(resumed[name], whole[name])] == [], run
 
 
-def test_the_plan_counts_the_states_that_it_declares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer, "_build_other", None)  # and so again after the test
+def test_the_plan_counts_the_states_that_it_declares(tmp_path: Path) -> None:
     shape = read_shape(str(write_model(tmp_path / "model")))
-    arguments = parse(TrainArguments, ["--train_data_dir", "tokens", "--output_dir", "run", "--precision", "bf16-true"])
+    line = ["--train_data_dir", "tokens", "--output_dir", "run", "--precision", "bf16-true"]
+    arguments = parse(TrainArguments, line)
     assert bytes_of_states(shape, arguments) == (4 * shape.num_parameters, 4 * shape.num_parameters)  # two moments
-    plug_in()
+    register()
+    arguments = parse(TrainArguments, [*line, "--optimizer", "momentum"])
     assert bytes_of_states(shape, arguments) == (2 * shape.num_parameters, 2 * shape.num_parameters)
+    del OPTIMIZERS["momentum"]

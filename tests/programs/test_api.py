@@ -23,7 +23,8 @@ from tests.support.programs import ROOT
 FAILED_STOPPED_AND_RESUMED = """
 import os, signal
 import fabric_train
-from fabric_train.training.objective import CrossEntropy, use_objective
+from fabric_train import OBJECTIVES
+from fabric_train.training.objective import CrossEntropy
 from fabric_train.distributed.signals import Heartbeat
 
 original_enter = Heartbeat.enter
@@ -35,12 +36,13 @@ class Broken(CrossEntropy):
     def loss(self, *_):
         raise ZeroDivisionError
 
-use_objective(lambda arguments: Broken())
+OBJECTIVES["broken"] = lambda arguments: Broken()
 try:
-    fabric_train.train(**{**given, "output_dir": given["output_dir"] + "-failed", "parallelism": "fsdp2"})
+    changed = {"output_dir": given["output_dir"] + "-failed", "parallelism": "fsdp2", "objective": "broken"}
+    fabric_train.train(**{**given, **changed})
     raise AssertionError
 except ZeroDivisionError:
-    use_objective(lambda arguments: CrossEntropy())
+    pass
 first = fabric_train.train(**given)
 assert first.state == "stopped" and first.step in (3, 4), first  # before or after its step
 assert first.checkpoint == first.folder / f"checkpoints/step-{first.step:08d}", first

@@ -39,9 +39,9 @@ def own_documents() -> None:
 
 
 def own_metric() -> None:
-    from fabric_train.training.evaluation import METRICS, Metric
+    from fabric_train.training.evaluation import Metric
 
-    METRICS["above_one_nat"] = Metric(lambda losses: losses > 1)
+    fabric_train.METRICS["above_one_nat"] = Metric(lambda losses: losses > 1)
     fabric_train.train(
         train_data_dir="data", model_name="model", output_dir="own", max_step=2, total_batch_size=2, precision="32-true"
     )

@@ -457,13 +457,13 @@ def _run(rank: int, request: dict[str, Any]) -> NoReturn:
     import torch
 
     from fabric_train.cli.errors import run_program
-    from fabric_train.training.loggers import LOGGERS
+    from fabric_train.training import loggers
 
     torch.set_num_threads(1)
 
     def main() -> None:
         if not request["draws"]:
-            del LOGGERS["loss_curves.png"]
+            loggers.__dict__["open_loss_curves"] = lambda run: loggers.Logger()
             if "--report" not in request["argv"]:
                 importlib.import_module("fabric_train.__main__").__dict__["write_run_report"] = lambda _: None
         exec(request["before"], {"rank": rank})

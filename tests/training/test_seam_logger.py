@@ -11,7 +11,8 @@ from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv, metrics
 
 NOTES = """
-from fabric_train.training.loggers import LOGGERS, Logger
+from fabric_train import LOGGERS
+from fabric_train.training.loggers import Logger
 
 class Notes(Logger):
     def __init__(self, run):
@@ -40,7 +41,8 @@ LOGGERS["notes"] = Notes
 """
 BROKEN = """
 import sys
-from fabric_train.training.loggers import LOGGERS, Logger
+from fabric_train import LOGGERS
+from fabric_train.training.loggers import Logger
 
 def fail(*_):
     raise {error}
@@ -70,7 +72,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_logger_from_outside_gets_everything_in_order(
     forked_runs: ForkedRuns, tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path, prompts: Path
 ) -> None:
-    given = argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **OPTIONS, sample_prompts=prompts)
+    given = argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **OPTIONS, sample_prompts=prompts, loggers=None)
     forked_runs.start(given, 2, before=NOTES, env=ENVIRONMENT).finish()
     losses = [row[2] for row in metrics(tmp_path / "run")]
     assert (tmp_path / "run" / "notes.txt").read_text().splitlines() == [
@@ -89,11 +91,11 @@ def test_no_logger_ends_a_run_or_changes_its_exit_code(
     method: str,
 ) -> None:
     error = "SystemExit(3)" if method == "log" else "RuntimeError('no room')"
-    given = argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **OPTIONS, sample_prompts=prompts)
+    given = argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **OPTIONS, sample_prompts=prompts, loggers=None)
     run = forked_runs.start(given, 1, before=BROKEN.format(method=method, error=error), env=ENVIRONMENT)
     run.finish()
     assert [row[0] for row in metrics(tmp_path / "run")] == ["1", "2"]
-    (line,) = [line for line in run.lines() if line.startswith("warning: broken: ")]
+    (line,) = [line for line in run.lines() if line.startswith("warning: --loggers broken: ")]
     assert line.endswith("; the run goes on without it, and metrics.csv has every step")
 
 

@@ -15,7 +15,8 @@ from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
 
 TWO_METRICS = """
 import math
-from fabric_train.training.evaluation import METRICS, Metric
+from fabric_train import METRICS
+from fabric_train.training.evaluation import Metric
 
 METRICS["doubled"] = Metric(lambda losses: 2 * losses)
 METRICS["root_of_bytes"] = Metric(lambda losses: losses, lambda sums: math.sqrt(sums.num_bytes))

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from fabric_train.data.batch import next_token_labels
 from fabric_train.model.attention import forward
-from fabric_train.training.objective import BatchLoss, use_objective
+from fabric_train import OBJECTIVES
+from fabric_train.training.objective import BatchLoss
 
 class Preference:
     metric_names = ("pairs_in_order",)
@@ -37,7 +38,7 @@ class Preference:
         margins = (rejected - chosen).double()
         return BatchLoss(-F.logsigmoid(margins).sum(), metrics=(margins > 0).double().sum()[None])
 
-use_objective(lambda arguments: Preference())
+OBJECTIVES["in-order"] = lambda arguments: Preference()
 """
 PAIRS, LENGTH = 8, 12
 
@@ -68,7 +69,13 @@ def test_an_objective_from_outside_trains_is_logged_and_does_not_depend_on_the_c
     loss, in_order = by_hand(LlamaForCausalLM.from_pretrained(model).eval(), pairs)
     found = []
     for num_ranks, parallelism, rows in ((1, "single", 8), (1, "single", 3), (2, "fsdp", 3)):
-        given = {"parallelism": parallelism, "micro_batch_size": rows, "total_batch_size": None, "lr": 5e-3}
+        given = {
+            "objective": "in-order",
+            "parallelism": parallelism,
+            "micro_batch_size": rows,
+            "total_batch_size": None,
+            "lr": 5e-3,
+        }
         given |= {"gradient_accumulation_steps": -(-PAIRS // (rows * num_ranks)), "max_step": 5, "log_step_interval": 1}
         given |= {"eval_at_start": "true", "eval_iters": None, "loggers": "tensorboard", "save_step_interval": 5}
         run = tmp_path / f"{rows}-{num_ranks}"

@@ -1,0 +1,91 @@
+"""Let ranks that are other processes have the parts that this process has registered: they import the same modules."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.tables import LOGGERS, METRICS, OBJECTIVES, OPTIMIZERS, PROJECT, Table
+
+if TYPE_CHECKING:
+    from fabric_train.arguments import TrainArguments
+
+
+def used_parts(arguments: "TrainArguments") -> Iterator[tuple[Table[Any], str]]:
+    """Yield the registered parts that a run uses: their table and name."""
+    selected = [(OBJECTIVES, arguments.preference.objective), (OPTIMIZERS, arguments.training.optimizer)]
+    selected += [(METRICS, name) for name in arguments.evaluation.computed_metrics]
+    selected += [(LOGGERS, name) for name in arguments.logging.opened_loggers]
+    for table, name in selected:
+        if table.module_of(name) != PROJECT:
+            yield table, name
+
+
+def note_on_unused_parts(arguments: "TrainArguments") -> str | None:
+    """Return a note on registered parts that a run does not use although it could; None if there are none.
+
+    Of the objective and the optimizer there is one, so a run that has a registered one uses no other.
+    """
+    used = list(used_parts(arguments))
+    kinds = {table.kind for table, _ in used}
+    unused = []
+    for table in (OBJECTIVES, OPTIMIZERS, METRICS, LOGGERS):
+        if table in (OBJECTIVES, OPTIMIZERS) and table.kind in kinds:
+            continue
+        unused += [f"--{table.kind} {name}" for name in table.registered if (table, name) not in used]
+    if not unused:
+        return None
+    return f"registered and not used: {', '.join(unused)}; give the arguments to use them"
+
+
+def arguments_for_ranks(arguments: "TrainArguments") -> "TrainArguments":
+    """Return the arguments with which the ranks of a run have its registered parts.
+
+    Raises:
+        InputError: One of them was registered by the script itself, or by a module that cannot be imported again.
+    """
+    used = list(used_parts(arguments))
+    missing = [
+        f"{table.kind} {name}"
+        for table, name in used
+        if not table.is_imported(name) or _folder_of(table.module_of(name)) is None
+    ]
+    if missing:
+        raise InputError(
+            f"--devices {arguments.device.devices}: the ranks are other processes, which do not have what this script "
+            f"has registered ({', '.join(missing)}); register it where a module is imported and give "
+            "extensions=['MODULE'], start your script with torchrun or fabric run, or give --devices 1"
+        )
+    modules = dict.fromkeys(arguments.extensions.extensions or [])
+    modules |= dict.fromkeys(table.module_of(name) for table, name in used)
+    if not modules:
+        return arguments
+    # by name, so that ranks which lack one refuse it
+    evaluation = replace(arguments.evaluation, metrics=arguments.evaluation.computed_metrics or None)
+    logging = arguments.logging
+    if LOGGERS.registered:
+        logging = replace(logging, loggers=logging.opened_loggers)
+    extensions = replace(arguments.extensions, extensions=list(modules))
+    return replace(arguments, evaluation=evaluation, logging=logging, extensions=extensions)
+
+
+def folders_for_ranks(arguments: "TrainArguments") -> list[str]:
+    """Return the folders in which Python finds the modules of ``arguments_for_ranks``."""
+    found = [_folder_of(name) for name in arguments.extensions.extensions or []]
+    return list(dict.fromkeys(str(folder) for folder in found if folder is not None))
+
+
+def _folder_of(module: str) -> Path | None:
+    """Return the folder of the path in which Python finds a module; None if another process would not find it."""
+    loaded = sys.modules.get(module)
+    file = getattr(loaded, "__file__", None)
+    if loaded is None or file is None or getattr(loaded, "__spec__", None) is None:
+        return None
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != Path(file).resolve():
+        return None
+    depth = module.count(".") + (Path(file).name == "__init__.py")
+    return Path(file).resolve().parents[depth]
