@@ -56,6 +56,8 @@ def check_rendered(messages: Sequence[Message], supervised: frozenset[int], text
     A template may leave out the thoughts of turns that are not ``supervised``, as it does when the model answers; the
     keys of thoughts that it has left out are returned.
     """
+    if _are_plain_and_in_order(messages, text):
+        return frozenset()
     always: list[MessageText] = []
     thoughts: list[MessageText] = []
     for turn, message in enumerate(messages):
@@ -65,8 +67,6 @@ def check_rendered(messages: Sequence[Message], supervised: frozenset[int], text
         for message_text in _texts_of(message, turn):
             may_be_lost = is_context and message_text.key in REASONING
             (thoughts if may_be_lost else always).append(message_text)
-    if not thoughts and _are_in_order(always, text):
-        return frozenset()
     lost = find_lost(always, text)
     if lost is not None:
         raise _fault(lost, "which the model would not see")
@@ -90,14 +90,17 @@ def find_lost(texts: Iterable[MessageText], rendered: str) -> MessageText | None
     return None
 
 
-def _are_in_order(texts: Iterable[MessageText], rendered: str) -> bool:
-    """Return whether the texts follow each other in a rendering as they are, which they mostly do."""
+def _are_plain_and_in_order(messages: Sequence[Message], rendered: str) -> bool:
+    """Return whether messages have only contents, which follow each other in a rendering, as they mostly do."""
     end = 0
-    for message_text in texts:
-        begin = rendered.find(message_text.plain, end)
+    for message in messages:
+        if len(message) > 2:  # role and content
+            return False
+        content = message["content"].strip()
+        begin = rendered.find(content, end)
         if begin < 0:
             return False
-        end = begin + len(message_text.plain)
+        end = begin + len(content)
     return True
 
 

@@ -15,6 +15,8 @@ from fabric_train.tokenization.documents import TRAINED, Message, excerpt
 
 _ROLE_KEYS = ("role", "from")
 _TEXT_KEYS = ("content", "value")
+_PLAIN_TURN = {"role", "content"}
+_PLAIN_ROLES = ("system", "user", "assistant", "tool")
 _FUNCTION_CALL = "function_call"
 _SPEAKERS: dict[str, tuple[str, ...]] = {
     "system": ("system", "developer"),
@@ -80,6 +82,8 @@ class TurnReader:
 
     def _read_turn(self, turn: Mapping[str, Any], number: int) -> Message:
         """Return a turn as a message, without null entries; tool calls of a function_call turn are kept apart."""
+        if turn.keys() == _PLAIN_TURN and isinstance(turn["content"], str) and turn["role"] in _PLAIN_ROLES:
+            return {"role": turn["role"], "content": turn["content"]}  # most turns: what follows takes time
         entries = {key: value for key, value in turn.items() if value is not None}
         name = entries.pop(_first_key(entries, _ROLE_KEYS, turn, number))
         role = _ROLE_OF.get(name.lower()) if isinstance(name, str) else None
