@@ -124,6 +124,7 @@ def train(
     length_normalised: bool = False,
     label_smoothing: float = 0.0,
     sft_weight: float = 0.0,
+    dpop_lambda: float = 50.0,
     simpo_gamma: float = 0.5,
     reference: StrPath | None = None,
     parallelism: Literal["auto", "fsdp", "fsdp2", "ddp", "single", "xla"] = "auto",

@@ -58,6 +58,8 @@ _OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
     "ipo": ("dpo_beta", "sft_weight", "reference"),
     "simpo": ("dpo_beta", "label_smoothing", "sft_weight", "simpo_gamma"),
     "orpo": ("dpo_beta",),
+    "apo_zero": ("dpo_beta", "sft_weight", "reference"),
+    "dpop": ("dpo_beta", "sft_weight", "dpop_lambda", "reference"),
 }
 """The arguments that each objective uses."""
 PARTS = ("train_only", "freeze")
@@ -366,14 +368,14 @@ class PreferenceArguments:
     """Preference"""
 
     objective: ObjectiveName = "sft"
-    """The loss: sft is the cross entropy of the supervised tokens; dpo, ipo, simpo and orpo train on preference pairs,
-    so that the chosen answer becomes more likely than the rejected one. dpo and ipo compare with a reference model.
-    --extensions registers others.
+    """The loss: sft is the cross entropy of the supervised tokens; the others of this project train on preference
+    pairs, so that the chosen answer becomes more likely than the rejected one. dpo, ipo, apo_zero and dpop compare with
+    a reference model. --extensions registers others.
     """
     objective_settings: dict[str, Any] | None = None
     """Settings of an objective that --extensions has registered, such as {gamma: 2.0}."""
     dpo_beta: PositiveFloat = 0.1
-    """Factor of the rewards of dpo, ipo and simpo, and of the odds ratio in orpo; simpo's authors take 2 to 10."""
+    """Factor of the rewards, and of the odds ratio in orpo; simpo's authors take 2 to 10."""
     length_normalised: bool = False
     """With dpo: divide the log-probability of each answer by its number of tokens, as Tülu 3 does, with a larger
     --dpo_beta such as 5.
@@ -381,14 +383,15 @@ class PreferenceArguments:
     label_smoothing: UnitInterval = 0.0
     """With dpo and simpo: the share of pairs whose answers may be the wrong way round, below 0.5."""
     sft_weight: NonNegativeFloat = 0.0
-    """With dpo, ipo and simpo: factor of the chosen answer's cross entropy per token, which is added; orpo has it with
-    factor 1.
+    """Factor of the chosen answer's cross entropy per token, which is added; not with orpo, which has it with factor 1.
     """
+    dpop_lambda: NonNegativeFloat = 50.0
+    """With dpop: factor of what the chosen answer is less likely than with the reference."""
     simpo_gamma: NonNegativeFloat = 0.5
     """With simpo: by how much the reward of the chosen answer is to be the higher one."""
     reference: str | None = None
-    """With dpo and ipo: the reference model, a hub name, folder, checkpoint, RUN or RUN/best; default: the weights that
-    the run starts from, without a new adapter.
+    """With dpo, ipo, apo_zero and dpop: the reference model, a hub name, folder, checkpoint, RUN or RUN/best; default:
+    the weights that the run starts from, without a new adapter.
     """
 
     @property
@@ -399,7 +402,7 @@ class PreferenceArguments:
     @property
     def needs_reference(self) -> bool:
         """Whether the objective compares with a reference model."""
-        return self.objective in ("dpo", "ipo")
+        return "reference" in _OF_OBJECTIVES.get(self.objective, ())
 
     def faults(self) -> list[str]:
         """Return values that the objective does not use."""

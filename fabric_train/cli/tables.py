@@ -116,7 +116,9 @@ OBJECTIVES: Table[Any] = Table(
     "objective",
     {
         "sft": "fabric_train.training.objective:cross_entropy",
-        **dict.fromkeys(("dpo", "ipo", "simpo", "orpo"), "fabric_train.training.objective:preference"),
+        **dict.fromkeys(
+            ("dpo", "ipo", "simpo", "orpo", "apo_zero", "dpop"), "fabric_train.training.objective:preference"
+        ),
     },
 )
 """Factories of objectives (``training.objective.MakeObjective``)."""

@@ -236,6 +236,24 @@ def dpo(pairs: Pairs, given: "PreferenceArguments") -> torch.Tensor:
     return _smoothed(given.dpo_beta * (pairs.chosen_ratio - pairs.rejected_ratio), given.label_smoothing)
 
 
+def apo_zero(pairs: Pairs, given: "PreferenceArguments") -> torch.Tensor:
+    """Return the loss of Anchored Preference Optimization, zero (arXiv:2408.06266, table 1), of each pair, fp64 [P].
+
+    Each answer has a loss of its own, so that the chosen one becomes likelier and the rejected one less likely.
+    """
+    return F.sigmoid(-given.dpo_beta * pairs.chosen_ratio) + F.sigmoid(given.dpo_beta * pairs.rejected_ratio)
+
+
+def dpop(pairs: Pairs, given: "PreferenceArguments") -> torch.Tensor:
+    """Return the loss of DPO-Positive (arXiv:2402.13228, equation 3) of each pair, fp64 [P].
+
+    ``dpop_lambda`` times what the chosen answer is less likely than with the reference is taken from the margin.
+    """
+    lost = (-pairs.chosen_ratio).clamp(min=0)
+    margins = pairs.chosen_ratio - pairs.rejected_ratio - given.dpop_lambda * lost
+    return _smoothed(given.dpo_beta * margins, 0.0)
+
+
 def ipo(pairs: Pairs, given: "PreferenceArguments") -> torch.Tensor:
     """Return the loss of Identity Preference Optimization (arXiv:2310.12036, equation 17) of each pair, fp64 [P].
 
@@ -277,11 +295,17 @@ LOSSES: dict[str, Callable[[Pairs, "PreferenceArguments"], torch.Tensor]] = {
     "ipo": ipo,
     "simpo": simpo,
     "orpo": orpo,
+    "apo_zero": apo_zero,
+    "dpop": dpop,
 }
 _METRICS = (
     *("reward_chosen", "reward_rejected", "margin", "accuracy", "ties"),
     *("logp_chosen", "logp_rejected", "length_chosen", "length_rejected", "sft_loss"),
 )
+
+
+_OF_SUMS = ("dpo", "apo_zero", "dpop")
+"""The losses of log-probabilities of whole answers; the others take means over their tokens."""
 
 
 class Preference:
@@ -326,7 +350,8 @@ class Preference:
         KL(reference ‖ policy) as far as the answers are such as the reference gives.
         """
         per_token = pairs.per_token()
-        scored = per_token if self._given.objective != "dpo" or self._given.length_normalised else pairs
+        takes_sums = self._given.objective in _OF_SUMS and not self._given.length_normalised
+        scored = pairs if takes_sums else per_token
         chosen, rejected = self._given.dpo_beta * scored.chosen_ratio, self._given.dpo_beta * scored.rejected_ratio
         ties = (chosen == rejected).double()
         return {

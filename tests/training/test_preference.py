@@ -37,6 +37,8 @@ GIVEN = {
     "ipo": PreferenceArguments(objective="ipo", dpo_beta=0.4),
     "simpo": PreferenceArguments(objective="simpo", dpo_beta=2.0, simpo_gamma=1.1, label_smoothing=0.1),
     "orpo": PreferenceArguments(objective="orpo", dpo_beta=0.7),
+    "apo_zero": PreferenceArguments(objective="apo_zero", dpo_beta=0.3, sft_weight=0.5),
+    "dpop": PreferenceArguments(objective="dpop", dpo_beta=0.3, dpop_lambda=5.0),
 }
 FIGURES = ("train_loss", "grad_norm", "train_margin", "train_logp_chosen", "train_accuracy", "train_length_rejected")
 
@@ -57,6 +59,11 @@ def by_hand(name: str, logs: tuple[float, float], reference: tuple[float, float]
     if name == "orpo":
         odds = [math.log(math.exp(one) / (1 - math.exp(one))) for one in mean]
         return -mean[0] - beta * log_sigmoid(odds[0] - odds[1])
+    if name == "apo_zero":
+        return 1 - math.exp(log_sigmoid(beta * ratios[0])) + math.exp(log_sigmoid(beta * ratios[1]))
+    if name == "dpop":
+        lost = max(0.0, reference[0] - logs[0])
+        return -log_sigmoid(beta * (ratios[0] - ratios[1] - given.dpop_lambda * lost))
     if name == "simpo":
         margin = beta * (mean[0] - mean[1]) - given.simpo_gamma
     else:
@@ -581,8 +588,8 @@ def test_a_fall_of_the_chosen_answers_is_warned_of() -> None:
     [
         ({"objective": "sft"}, "preference pairs, which --objective sft does not train on"),
         ({"isolate_documents": "false"}, "leave --isolate_documents false out"),
-        ({"objective": "simpo", "reference": "x"}, "--reference is of --objective dpo, ipo, not simpo"),
-        ({"objective": "sft", "dpo_beta": 0.2}, "--dpo_beta is of --objective dpo, ipo, simpo, orpo, not sft"),
+        ({"objective": "simpo", "reference": "x"}, "--reference is of --objective dpo, ipo, apo_zero, dpop, not simpo"),
+        ({"objective": "sft", "dpo_beta": 0.2}, "--dpo_beta is of --objective dpo, ipo, simpo, orpo, apo_zero, dpop"),
         ({"reference": "/nowhere"}, "--reference /nowhere: no such folder"),
     ],
 )
