@@ -15,6 +15,7 @@ import pytest
 from tests.support.checkpoint_examples import run_with_two_checkpoints
 from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import ROOT
+from tests.support.stand_in_hub import StandInHub
 
 pytestmark = pytest.mark.downstream
 
@@ -100,6 +101,24 @@ def test_two_watchers_evaluate_each_model_once_and_a_third_nothing(folder: Path,
     code, stderr = finish(start(*argv))
     assert code == 0
     assert "evaluating" not in stderr
+
+
+def test_a_task_that_imports_hugging_faces_evaluate_runs_in_the_checkout(folder: Path, lm_eval_python: Path) -> None:
+    """The functions of lm_eval's French tasks are in a module that imports it."""
+    row = {"activity_label": "Lire", "ctx_a": "Il ouvre", "ctx_b": "le livre", "endings": ["et lit.", "et dort."]}
+    lines = "".join(json.dumps(row | {"label": str(number % 2)}) + "\n" for number in range(6))
+    (folder / "tasks.yaml").write_text("languages:\n  fr: [french_bench_hellaswag]\n", encoding="utf-8")
+    run, tasks = (os.path.relpath(folder / name, ROOT) for name in ("run", "tasks.yaml"))
+    words = ["evaluate.py", "--watch", run, "--tasks", tasks, "--wait", "false"]
+    with StandInHub() as hub:
+        hub.add("datasets/manu/french_bench_hellaswag", {"validation.jsonl": lines.encode()})
+        online = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder / "cache")}
+        command, environment = [lm_eval_python, *words], {**os.environ, **online}
+        ended = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=900
+        )
+    assert ended.returncode == 0, ended.stderr
+    assert 0 <= scores(folder)["step-00000001", "acc"] <= 1
 
 
 def test_scores_are_those_of_lm_evals_own_program(folder: Path, start: Start, lm_eval_python: Path) -> None:
