@@ -21,7 +21,7 @@ from benchmarks.training import (
     run_peer,
     tokenize_command,
 )
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 REPETITIONS = 2
 LENGTH = RunLength(steps=6, accumulation=2)

@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.measure import ROOT, Command, Spread, interleave, run, spread
 from benchmarks.packages import install_packages
 from benchmarks.report import Report
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 REPETITIONS = 2
 NUM_CHATS = 48

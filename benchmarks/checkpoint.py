@@ -13,7 +13,7 @@ from rich.table import Table
 
 from benchmarks.measure import ROOT, Command, Spread, interleave, run, spread
 from benchmarks.report import Report
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 NUM_RANKS = 2
 OURS = ("ours_full_sync", "ours_full_async", "ours_sharded_sync", "ours_sharded_async")

@@ -16,11 +16,11 @@ from benchmarks.corpora import DOCUMENT_CHARACTERS, cut_documents, whole_documen
 from benchmarks.measure import Spread, interleave, spread
 from benchmarks.report import Report
 from fabric_train.cli.parser import parse_arguments
+from fabric_train.sample_data import real_data
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
 from fabric_train.tokenization.cleaning.dropped import Dropped
-from sample_data import real_data
 
 SWITCHES = (
     "--language es,en",

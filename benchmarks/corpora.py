@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 DOCUMENT_CHARACTERS = 5_000
 _SHIFT = 577  # offset of each copy in characters; a prime number

@@ -23,7 +23,7 @@ from benchmarks.mutants import Mutant, compiles, mutants_by_place
 from benchmarks.nearest_tests import RecordedTest, Recordings, place_of
 from benchmarks.report import RESULTS, Report
 from fabric_train.cli.errors import InputError
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 SAMPLE, SEED = 150, 25
 PACKAGES = (

@@ -13,7 +13,7 @@ from benchmarks.large_checkpoint import LLAMA_8B, NUM_SHARDS, write_checkpoint
 from benchmarks.measure import ROOT, Command, Measurement, run
 from benchmarks.peers.export_step import MAX_SHARD_SIZE
 from benchmarks.report import Report
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 _KINDS = {"full": ("copy", "ours", "verification", "transformers"), "sharded": ("copy", "ours", "verification")}
 _FREE_BYTES = 4_000_000_000  # that stay free on the disk

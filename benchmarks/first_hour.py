@@ -30,7 +30,7 @@ from benchmarks.measure import ROOT, CommandError, CommandTimeoutError
 from benchmarks.report import RESULTS, Machine, Report, write_report
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.files.regular_file import read_json, write_atomically
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 NAME = "gpu-first-hour"
 WORK = real_data.CACHE / "first_hour"

@@ -15,7 +15,7 @@ from benchmarks.corpora import cut_documents, to_line, whole_documents
 from benchmarks.measure import ROOT, Command, Measurement, run
 from benchmarks.report import Report
 from benchmarks.tokenization_systems import GIGATOKEN, MAX_LENGTH, NUM_PROC, OURS, bare_gigatoken_command, our_command
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 SIZES = {"9 MB": 9_000_000, "90 MB": 90_000_000, "300 MB": 300_000_000, "2 GB": 2_000_000_000}
 NUM_FILES = (1, 1_000, 200_000)

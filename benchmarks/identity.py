@@ -14,9 +14,9 @@ from rich.table import Table
 
 from benchmarks.measure import ROOT
 from benchmarks.report import Report
+from fabric_train.sample_data import real_data
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, load_fast, open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
-from sample_data import real_data
 
 CORPORA: dict[str, Callable[[], Path]] = {
     "Shakespeare": real_data.shakespeare,

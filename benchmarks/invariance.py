@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.measure import ROOT, Command, interleave, run
 from benchmarks.report import Report
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 NUM_ROWS, MAX_LENGTH, ROWS_PER_WINDOW = 18, 64, 4  # four full windows, and one of two rows
 LR, GRAD_CLIP = 2e-5, 1.0

@@ -15,7 +15,7 @@ from benchmarks.corpora import to_line, whole_documents
 from benchmarks.measure import ROOT, Command, run
 from benchmarks.report import Report
 from fabric_train.data.token_dataset import open_dataset
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 LENGTHS = (131_072, 2_048)
 PACKINGS = ("concat", "best_fit")

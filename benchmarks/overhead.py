@@ -24,7 +24,7 @@ from benchmarks.training import (
     run_ours,
     run_peer,
 )
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 from tests.support.plan_accuracy import write_model, write_rows
 
 REPETITIONS = 3

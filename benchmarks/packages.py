@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.measure import ROOT
 from fabric_train.files.atomic_folder import complete_folder
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 _REQUIREMENTS = ROOT / "benchmarks" / "peers" / "requirements"
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from benchmarks.measure import ROOT, Command
 from benchmarks.report import Report
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 from tests.support.forked_runs import ForkedRuns
 from tests.support.plan_accuracy import (
     LAYERS,

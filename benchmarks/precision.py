@@ -14,7 +14,7 @@ from benchmarks.measure import ROOT, Command, run
 from benchmarks.report import Report
 from fabric_train.pages import charts
 from fabric_train.pages.charts import Chart, Series
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 STEPS, LR = 100, 2e-5
 MAX_LENGTH = 32  # tokens per step: bf16 products take four times as long on a CPU without bf16 instructions

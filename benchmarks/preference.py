@@ -15,7 +15,7 @@ from benchmarks.report import Report
 from benchmarks.training import TrainingRun, run_ours, run_peer
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.token_dataset import open_dataset
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 REPETITIONS = 2
 NUM_PAIRS = 24

@@ -30,7 +30,7 @@ from benchmarks.tokenization_systems import (
     prepare_peers,
     read_rows,
 )
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 REPETITIONS = 3
 COPIES = 10  # of the text in the larger set

@@ -8,7 +8,7 @@ from benchmarks.corpora import Corpus
 from benchmarks.measure import ROOT, Command, run
 from benchmarks.packages import install_packages
 from benchmarks.token_rows import TokenRows, read_dataset, read_datatrove, read_litdata, read_token_dataset
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 NUM_PROC = 2
 MAX_LENGTH = 2048

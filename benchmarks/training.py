@@ -16,7 +16,7 @@ from benchmarks.packages import install_packages
 from benchmarks.report import Report
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.token_dataset import open_dataset
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 REPETITIONS = 2
 STEPS = 6

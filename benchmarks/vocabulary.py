@@ -12,7 +12,7 @@ from rich.table import Table
 
 from benchmarks.measure import ROOT, Command, run
 from benchmarks.report import Report
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 NUM_TOKENS = 2000  # that are added
 STEPS, LR, MAX_LENGTH, BATCH = 60, 5e-4, 128, 4

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from demo.stages import ROOT, StageError, run_stage
+from fabric_train.sample_data import real_data
 from fabric_train.training.curves import MetricsTable, draw_loss_curves, joined, read_curves
-from sample_data import real_data
 
 FOLDER = Path("demo_run")
 TOKENS, BEFORE, RUN, EXPORT = FOLDER / "tokens", FOLDER / "before", FOLDER / "run", FOLDER / "model"

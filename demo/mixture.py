@@ -6,8 +6,8 @@ It takes about five minutes on two cores. docs/mixture.md shows what it prints.
 import shutil
 
 from demo.stages import ROOT, exit_on_failure, run_stage
+from fabric_train.sample_data import real_data
 from fabric_train.training.curves import draw_loss_curves, joined, read_curves
-from sample_data import real_data
 
 FOLDER = "demo_run/mixture"
 TOKENS, TRUNK, DECAY, PICTURE = (f"{FOLDER}/{name}" for name in ("tokens", "trunk", "decay", "losses.png"))

@@ -7,7 +7,7 @@ and lines of Shakespeare as the rejected one. It took 15 minutes on two busy cor
 import shutil
 
 from demo.stages import ROOT, exit_on_failure, run_stage
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 FOLDER = "demo_run/preference"
 TOKENS, RUN, RESULTS = (f"{FOLDER}/{name}" for name in ("tokens", "run", "evaluation"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 ROOT = Path(__file__).resolve().parent.parent
 

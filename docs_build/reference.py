@@ -55,6 +55,8 @@ PROGRAMS = {
     "replay": Program("-m fabric_train.replay", ("reliability",)),
     "download": Program("download_model.py", ("launch", "publish")),
     "doctor": Program("-m fabric_train.doctor", ("launch",)),
+    "sample_data": Program("-m fabric_train.sample_data", ("tutorials/first_run",)),
+    "launch_files": Program("-m fabric_train.launch_files", ("launch",)),
     "translate": Program("-m fabric_train.translate", ("how-to/from_axolotl",)),
 }
 """By the names of ``fabric-train NAME``."""
@@ -121,13 +123,14 @@ def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
 def _page_of_program(name: str) -> str:
     program = PROGRAMS[name]
     arguments = PROGRAM_ARGUMENTS[program.called]
-    words = "fabric run fabric_train" if name == "train" else f"python {program.called}"
+    words = "fabric run fabric_train" if name == "train" else f"fabric-train {name}"
+    also = "`fabric run fabric_train`" if name == "train" else f"`python {program.called}` in a checkout"
     examples = "\n".join(example.replace(PROGRAM, words) for example in examples_of(arguments))
     positional = positional_of(arguments)
     types = types_of(arguments)
     parts = [
         f"# fabric-train {name}\n\n{_WRITTEN.format(source='the dataclass of the arguments')}"
-        f"{title_of(arguments)}. Also called as `{words}`. "
+        f"{title_of(arguments)}. Also called as {also}. "
         f"[How arguments are read](../../programs.md#arguments).\n\n```text\n{examples}\n```\n"
     ]
     for title, fields in fields_by_section(arguments).items():

@@ -384,7 +384,9 @@ def generate(**given: Any) -> list[str]:
 
         if arguments.prompts is None:
             if arguments.prompt is None:
-                raise InputError("--prompt is required, or --prompts: a chat in the terminal is of generate.py")
+                raise InputError(
+                    "--prompt is required, or --prompts: a chat in the terminal is of fabric-train generate"
+                )
             return [continue_prompt(arguments)[1].text]
         write_texts(arguments)
         return [json.loads(line)["text"] for line in Path(output).read_text(encoding="utf-8").splitlines()]

@@ -106,7 +106,7 @@ class DataArguments:
     """Data"""
 
     train_data_dir: str | list[str] | None = None
-    """Token datasets from tokenize_dataset.py: folders with train/ and validation/. Several with one tokenizer and
+    """Token datasets from fabric-train tokenize: folders with train/ and validation/. Several with one tokenizer and
     --max_length can be trained on together; then every optimizer step has rows of each in its share.
     """
     shares: list[PositiveFloat] | list[dict[str, Any]] | list[str] | None = None
@@ -159,7 +159,7 @@ class DataArguments:
             missing = "--train_data_dir is required, or --streaming_dataset"
             return faults if self.data_dirs else [missing, *faults]
         faults += [
-            f"--streaming_dataset {name}: a URL is not streamed; download it, or tokenize it with tokenize_dataset.py"
+            f"--streaming_dataset {name}: a URL is not streamed; download it, or tokenize it with fabric-train tokenize"
             for name in self.streaming_dataset
             if "://" in name
         ]

@@ -30,7 +30,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "true"
 # containers often set it: each worker and each program that a test starts would then compile all modules again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 from tests.support import forked_runs as forks
 from tests.support import short_runs
 from tests.support.forked_runs import ForkedRuns

@@ -25,6 +25,7 @@ FROM_THE_TOP = (
     "optim",
     "tokenization",
     "distributed",
+    "sample_data",
     "pages",
     "arguments",
     "files",
@@ -32,7 +33,7 @@ FROM_THE_TOP = (
 )
 """A subpackage, or the module ``arguments``, imports only those after it."""
 
-TOP_LEVEL_MODULES = {"__init__", "__main__", "api", "doctor", "replay", "runs"}
+TOP_LEVEL_MODULES = {"__init__", "__main__", "api", "doctor", "launch_files", "replay", "runs"}
 READ_ARGUMENTS_OF_TRAINING = {
     *("__main__", "api", "replay", "export.model_card"),
     *("translate.__main__", "translate.method", "translate.translation", "translate.write_config"),

@@ -30,7 +30,6 @@ FOLDERS = (
     "docker",
     "demo",
     "examples",
-    "sample_data",
     "docs_build",
 )
 FOREIGN_OPTIONS = {

@@ -105,7 +105,7 @@ def _series(name: str, points: tuple[Point, ...]) -> Series:
 
 def _tokenize(folder: Path, part: Path) -> None:
     """Make a token dataset of ``ROWS`` rows with ``NUM_DOCUMENTS`` documents."""
-    from sample_data.real_data import smollm2
+    from fabric_train.sample_data.real_data import smollm2
 
     documents = folder / "documents.jsonl"
     with documents.open("w", encoding="utf-8") as file:

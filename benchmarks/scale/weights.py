@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.large_checkpoint import write_checkpoint
 from benchmarks.measure import ROOT, Command, Measurement, run
 from benchmarks.scale.series import Point, Series
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 RANKS = 512
 SHARD_SIZE = "5GB"

@@ -28,7 +28,8 @@ from typing import NoReturn
 import click
 import psutil  # here, because a second signal may come while the handler of the first one imports it
 
-from fabric_train.cli.errors import FAILURE, INPUT_ERROR, InputError, print_errors
+from fabric_train.cli.argument_types import nearest_name
+from fabric_train.cli.errors import FAILURE, INPUT_ERROR, InputError, print_errors, run_program
 from fabric_train.cli.launcher import LOOPBACK, as_launcher, serve_on_loopback, variables_of_rank_0
 from fabric_train.cli.output import keep_streams_writable
 
@@ -49,6 +50,8 @@ PROGRAMS = {
     "evaluate": "fabric_train.programs.evaluate",
     "download": "fabric_train.programs.download_model",
     "doctor": "fabric_train.doctor",
+    "sample_data": "fabric_train.sample_data",
+    "launch_files": "fabric_train.launch_files",
     "translate": "fabric_train.translate",
 }
 """What ``fabric-train`` calls each program, and its module."""
@@ -85,7 +88,8 @@ def fabric_train() -> None:
     words = sys.argv[1:]
     if "_ARGCOMPLETE" in os.environ:
         words = os.environ["COMP_LINE"].split()[1:]
-    name = words[0] if words else "--help"
+    written = words[0] if words else "--help"
+    name = written.replace("-", "_") if written.replace("-", "_") in PROGRAMS else written
     if name not in PROGRAMS:
         if "_ARGCOMPLETE" in os.environ:
             from fabric_train.cli.help import complete_choice  # which imports this module
@@ -97,12 +101,21 @@ def fabric_train() -> None:
 
             print_version()
             return
+        if name in ("--help", "-h") and words[1:]:
+            programs = importlib.import_module("fabric_train.all_arguments")  # by name: it imports this module
+            from fabric_train.cli.help import search_help
+
+            run_program(lambda: search_help(programs.ALL_ARGUMENTS, words[1:]))
         if name in ("--help", "-h"):
-            print(f"usage: {usage}\nfabric-train {next(iter(PROGRAMS))} --help shows the arguments of one of them")
+            print(f"usage: {usage}")
+            print(
+                "fabric-train NAME --help shows the arguments of a program, and fabric-train --help WORD those of all"
+            )
+            print("programs that have the word in their name or text")
             return
-        print_errors(f"error: fabric-train {name}: no such program; write {usage}")
+        print_errors(f"error: fabric-train {name}: no such program{nearest_name(name, PROGRAMS)}; write {usage}")
         raise SystemExit(INPUT_ERROR)
-    called_as = f"fabric-train {name}"
+    called_as = f"fabric-train {written}"
     os.environ |= project_first()
     del sys.argv[1:2]
     runpy.run_module(PROGRAMS[name], run_name="__main__", alter_sys=True)

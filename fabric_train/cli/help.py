@@ -8,7 +8,7 @@ import itertools
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -32,6 +32,7 @@ from fabric_train.cli.launcher import global_rank
 PROGRAM = "PROGRAM"
 """Stands for the program's name in the examples of a dataclass."""
 
+_OF_EVERY_PROGRAM = "Every program"
 _SWITCH = {"choices": ("true", "false"), "metavar": "true|false", "nargs": "?"}
 _EVERY_PROGRAM: dict[str, dict[str, Any]] = {
     "config": {"metavar": "FILE.yaml", "help": "A YAML file of arguments; the command line overrides it."},
@@ -56,6 +57,23 @@ def print_help(arguments: type, words: Sequence[str] = ()) -> None:
     introduction = "\n".join([f"{title_of(arguments)}.", "", "examples:", *lines])
     if not global_rank():
         _parser(arguments, sections, "" if words else introduction).print_help()
+
+
+def search_help(programs: Mapping[str, type], words: Sequence[str]) -> None:
+    """Print the arguments of all programs, by their names, that have ``words``; some must."""
+    searched = " ".join(words)
+    has_some = False
+    for name, arguments in programs.items():
+        sections = _sections(arguments, searched)
+        del sections[_OF_EVERY_PROGRAM]
+        if not any(sections.values()):
+            continue
+        fabric_command.called_as = f"fabric-train {name}"
+        _parser(arguments, sections).print_help()
+        print()
+        has_some = True
+    if not has_some:
+        raise InputError(f"--help {searched}: no program has an argument with it in its name or text")
 
 
 def complete_words(arguments: type) -> None:
@@ -140,7 +158,7 @@ def _sections(arguments: type, words: str = "") -> dict[str, dict[str, dict[str,
         }
         for title, fields in fields_by_section(arguments).items()
     }
-    sections["Every program"] = _EVERY_PROGRAM
+    sections[_OF_EVERY_PROGRAM] = _EVERY_PROGRAM
     of_name = words.lower().replace("-", "_").strip("_")
     return {
         title: {

@@ -20,12 +20,12 @@ from fabric_train.cli import argument_types, yaml_core
 from fabric_train.cli.errors import InputError, print_errors
 from fabric_train.cli.foreign_names import advice_for_name, advice_for_value
 from fabric_train.cli.help import complete_words, print_help, print_version
+from fabric_train.cli.installed_files import find_installed
 from fabric_train.cli.launcher import GivenValue, GivenValues, global_rank
 from fabric_train.cli.tables import load_extensions
 
 _COMMAND_LINE_ONLY = ("config", "debug")  # arguments of every program that a file cannot set
 _LONGEST_VALUE, _LONGEST_FAULT = 100, 2000  # characters of what a user gave in an error message, and of the message
-_PROJECT, _INSTALLED = Path(__file__).resolve().parents[2], "share/fabric-train"
 T = TypeVar("T")
 
 
@@ -246,8 +246,7 @@ def _from_file(config: GivenValue, faults: list[str]) -> GivenValues:
         faults.append("--config: expected one YAML file")
         return {}
     if path.startswith("configs/") and not Path(path).exists():  # this project's, a folder or installed
-        folders = (_PROJECT, _PROJECT / _INSTALLED, Path(sys.prefix) / _INSTALLED)
-        path = next((str(folder / path) for folder in folders if (folder / path).is_file()), path)
+        path = str(find_installed(path) or path)
     try:
         content = yaml_core.load_file(path, "--config")
     except InputError as error:

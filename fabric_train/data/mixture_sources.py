@@ -101,7 +101,7 @@ def find_source_rows(dataset: TokenDataset) -> dict[str, list[range]]:
     if dataset.manifest is None or index is None:
         raise InputError(
             f"{dataset.folder} has no document index, so the rows of its sources are not known; tokenize again with "
-            "tokenize_dataset.py"
+            "fabric-train tokenize"
         )
     split = dataset.train.split
     if isinstance(split, JoinedSplit):

@@ -80,13 +80,15 @@ def load_splits(folder: str) -> "tuple[datasets.Dataset, datasets.Dataset | None
         raise InputError(f"--train_data_dir {folder}: a split has no rows; leave it out or tokenize again") from error
     if "train" not in splits:
         raise InputError(
-            f"--train_data_dir {folder}: no train split, only {', '.join(splits)}; make one with tokenize_dataset.py"
+            f"--train_data_dir {folder}: no train split, only {', '.join(splits)}; make one with fabric-train tokenize"
         )
     validation = next((splits[name] for name in VALIDATION_NAMES if name in splits), None)
     for name, split in (("train", splits["train"]), ("validation", validation)):
         fault = _fault_of_columns(split) if split is not None else None
         if fault:
-            raise InputError(f"--train_data_dir {folder}: {name} has {fault}; tokenize again with tokenize_dataset.py")
+            raise InputError(
+                f"--train_data_dir {folder}: {name} has {fault}; tokenize again with fabric-train tokenize"
+            )
     if len(splits["train"]) == 0:
         raise InputError(f"--train_data_dir {folder}: the train split has no rows; tokenize again with more documents")
     return splits["train"], validation

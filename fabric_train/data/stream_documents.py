@@ -242,7 +242,7 @@ class StreamedDocuments:
 
 def fault_of(bad_row: str) -> InputError:
     """Return the error that ends the run, from a message that names the row and its fault."""
-    return InputError(f"{bad_row}; fix it, or leave such rows out with tokenize_dataset.py --on_bad_rows skip")
+    return InputError(f"{bad_row}; fix it, or leave such rows out with fabric-train tokenize --on_bad_rows skip")
 
 
 def _num_rows(info: "DatasetInfo", split: str) -> int:

@@ -195,7 +195,7 @@ def _open_template(documents: StreamedDocuments, tokenizer: CorpusTokenizer) -> 
         try:
             encoder = _chat_encoder(Path(folder), chats[0].kind)
         except InputError as error:
-            of_tokenization = "--chat_template of tokenize_dataset.py"
+            of_tokenization = "--chat_template of fabric-train tokenize"
             raise InputError(*(fault.replace("--chat_template", of_tokenization) for fault in error.faults)) from None
     notes = [*encoder.notes, *filter(None, (_note_of_unused_columns(place, encoder) for place in chats))]
     return ChatTemplateInUse(encoder.chat_template, encoder.end_of_turn_token_id, tuple(notes))
@@ -260,7 +260,7 @@ def _fault_in_share(place: StreamedSource, share: float, alone: bool) -> str | N
     if not alone and not place.size:
         return (
             f"--shares: the hub does not say how many rows {place.name} has, so it cannot be mixed evenly; download it "
-            "and give its folder, or tokenize it with tokenize_dataset.py"
+            "and give its folder, or tokenize it with fabric-train tokenize"
         )
     first = list(islice(place.read(0), _COUNTED_DOCUMENTS))
     if not first:

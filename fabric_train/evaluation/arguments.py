@@ -46,12 +46,12 @@ class EvaluateArguments:
     models and texts are added to those that are there. Default with --watch: RUN/evaluation.
     """
     texts: list[str] | None = None
-    """What the loss is of, by source: es=PLACE, where PLACE is anything with text that tokenize_dataset.py reads, or a
-    token dataset, whose validation split is meant. Default: the validation split of the first checkpoint in --models.
+    """What the loss is of, by source: es=PLACE, where PLACE is anything with text that fabric-train tokenize reads, or
+    a token dataset, whose validation split is meant. Default: the validation split of the first checkpoint in --models.
     """
     pairs: list[str] | None = None
     """Preference pairs, by name: ultra=PLACE, a token dataset of pairs (its validation split, or all if it has none) or
-    rows that tokenize_dataset.py reads as pairs. How often each model prefers the chosen answer comes into pairs.json.
+    rows that fabric-train tokenize reads as pairs. How often each model prefers the chosen answer is in pairs.json.
     """
     needle: list[RowLength] | None = None
     """Lengths of texts in tokens, such as 4k 32k 128k. Instead of the loss, test how many facts each model finds that

@@ -94,7 +94,7 @@ def _read_documents(name: str, place: str, text_column: str, downloads: Path) ->
     if kind != "text":
         raise InputError(
             f"--texts {place}: its rows are chats or instructions, which are texts only with a template; tokenize them "
-            "with tokenize_dataset.py and give the token dataset"
+            "with fabric-train tokenize and give the token dataset"
         )
     read = [document for _, document in StreamedSource(name, source, kind, (text_column,)).read(0)]
     if not read:

@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Publish a finished token dataset:  python -m fabric_train.export.publish DIR --push_to_hub OWNER/NAME
+"""Publish a finished token dataset:  fabric-train publish DIR --push_to_hub OWNER/NAME
 
 The public copy has the files of the token dataset, a card, and its manifest without names of private places. Parts
 become one plain token dataset, with the files of the full merge.
@@ -58,7 +58,7 @@ class PublishArguments(CardArguments):
     """
 
     dataset_dir: str = field(metadata=POSITIONAL)
-    """Token dataset: an --output_dir of tokenize_dataset.py or of a merge. It stays as it is."""
+    """Token dataset: an --output_dir of fabric-train tokenize or of a merge. It stays as it is."""
 
     def faults(self) -> list[str]:
         """Return what :class:`CardArguments` finds, and a missing repository."""

@@ -127,7 +127,7 @@ def faults_of_objective(given: "TrainArguments", data: "TrainingData", accelerat
         if isinstance(data, Stream) or not data.has_pairs:
             return []
         return [f"{data.name} has preference pairs, which {option} does not train on; give --objective dpo"]
-    fix = "tokenize rows with chosen and rejected answers with tokenize_dataset.py, and give --train_data_dir"
+    fix = "tokenize rows with chosen and rejected answers with fabric-train tokenize, and give --train_data_dir"
     if isinstance(data, Stream):
         return [f"{option} trains on preference pairs, and --streaming_dataset has none; {fix}"]
     faults = [f"{option}: {part.name} has no preference pairs; {fix}" for part in data.parts if not part.has_pairs]

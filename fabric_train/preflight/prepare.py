@@ -317,7 +317,7 @@ def _open_data(
     if arguments.evaluation.self_check and given.streaming_dataset is not None:
         raise InputError(
             "--self_check true reads rows of a token dataset, not --streaming_dataset: make a small one of the same "
-            "texts with tokenize_dataset.py --max_tokens 100000 and give --train_data_dir"
+            "texts with fabric-train tokenize --max_tokens 100000 and give --train_data_dir"
         )
     dataset: TokenDataset | TokenMixture | None = None
     if given.mixes:
@@ -345,7 +345,7 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
     if checkpoint and is_adapter(checkpoint) and adapter is None:
         raise InputError(
             f"{checkpoint} is of an adapter; go on with the same --adapter arguments, or make a whole model of it with "
-            "convert_to_hf.py --merge true"
+            "fabric-train convert --merge true"
         )
     if adapter and adapter.base_weights:
         check_installed()

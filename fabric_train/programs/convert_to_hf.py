@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Convert a checkpoint to a verified Hugging Face folder:  python convert_to_hf.py --checkpoint RUN --output_dir DIR"""
+"""Convert a checkpoint to a verified Hugging Face folder:  fabric-train convert --checkpoint RUN --output_dir DIR"""
 
 import os
 import re

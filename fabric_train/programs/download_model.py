@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Download a model for machines without internet:  python download_model.py --model_name HUB_NAME --output_dir DIR"""
+"""Download a model for machines without internet:  fabric-train download --model_name HUB_NAME --output_dir DIR"""
 
 from dataclasses import dataclass
 from pathlib import Path

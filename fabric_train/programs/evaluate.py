@@ -1,7 +1,7 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Compare models by their loss on texts:  python evaluate.py --models BASE RUN/best --texts es=FILE --output_dir DIR
+"""Compare models by their loss on texts:  fabric-train evaluate --models BASE RUN/best --texts es=FILE --output_dir DIR
 
-Evaluate each checkpoint of a run, also on tasks of lm_eval:  python evaluate.py --watch RUN --tasks FILE.yaml --texts …
+Evaluate each checkpoint, also on tasks of lm_eval:  fabric-train evaluate --watch RUN --tasks FILE.yaml --texts …
 """
 
 from fabric_train.cli.errors import run_program

@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Generate text:  python generate.py --model_name CHECKPOINT|RUN|HF_FOLDER|ADAPTER_FOLDER|HUB_NAME --prompt TEXT"""
+"""Generate text:  fabric-train generate --model_name CHECKPOINT|RUN|HF_FOLDER|ADAPTER_FOLDER|HUB_NAME --prompt TEXT"""
 
 import sys
 

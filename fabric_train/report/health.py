@@ -77,7 +77,7 @@ def _norm_spikes(table: MetricsTable) -> Iterator[Finding]:
         yield Finding(
             f"The gradient norm has {counted(len(spikes), 'spike')} above {_SPIKE:.0f} times its median; the highest, "
             f"{norms[highest]:.3g}, is at step {step:,}. To see its documents: "
-            f"python -m fabric_train.trace RUN --step {step}.",
+            f"fabric-train trace RUN --step {step}.",
             "docs/how-to/loss_nan_or_flat.md",
         )
 
@@ -171,7 +171,7 @@ def _near_uniform(run: RunFiles, table: MetricsTable) -> Iterator[Finding]:
     if float(losses.mean()) > _NEAR_UNIFORM * of_guessing:
         yield Finding(
             f"The training loss is {losses.mean():.2f}; a model that guesses has {of_guessing:.2f}, ln {vocab_size:,}: "
-            "look at the tokens with python -m fabric_train.tokenization.inspect, and at --lr.",
+            "look at the tokens with fabric-train inspect, and at --lr.",
             "docs/how-to/loss_nan_or_flat.md",
         )
 

@@ -37,7 +37,7 @@ _SHOWN_SAMPLES = 4  # of each prompt
 _SHOWN_SOURCES = 12
 _SHOWN_LINES = 200
 _MOST_RUNS_BESIDE = 200
-_SEED = 0  # of the bootstrap, as in evaluate.py
+_SEED = 0  # of the bootstrap, as in fabric-train evaluate
 
 
 def run_sections(run: RunFiles, price_per_hour: float | None = None) -> list[Section]:
@@ -344,7 +344,7 @@ def _repeat(run: RunFiles) -> Iterator[Section]:
     devices = run.config.get("devices", "auto")
     lines = [
         f"fabric run fabric_train --devices {devices} --config {config} --resume false --output_dir NEW",
-        f"python -m fabric_train.replay {run.folder} --steps FIRST:LAST",
+        f"fabric-train replay {run.folder} --steps FIRST:LAST",
     ]
     about = "The second command trains some steps again and compares every loss with this run's."
     blocks = "\n\n".join(_block(line) for line in lines)

@@ -168,7 +168,7 @@ class TokenizeArguments(CleaningArguments, CardArguments):
     """Processes that encode; default: one per core."""
     shard: str | None = None
     """I/N: only encode slice I of N of the input, into --output_dir. N such tasks, on any number of machines, and
-    python -m fabric_train.tokenization.merge of their folders give what one run gives. With --boilerplate, tasks count
+    fabric-train merge of their folders give what one run gives. With --boilerplate, tasks count
     lines first.
     """
     parts: bool = False

@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Merge token datasets, or slices, into one:  python -m fabric_train.tokenization.merge DIR DIR ... --output_dir OUT"""
+"""Merge token datasets, or slices, into one:  fabric-train merge DIR DIR ... --output_dir OUT"""
 
 import json
 from collections import Counter

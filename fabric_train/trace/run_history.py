@@ -196,7 +196,7 @@ def _token_order(checkpoint: Path) -> DataOrder:
     if isinstance(order, StreamOrder):
         raise InputError(
             f"{checkpoint}: its run read --streaming_dataset, whose rows depend on the texts and cannot be computed "
-            "from a step; tokenize the texts with tokenize_dataset.py for runs that can be traced"
+            "from a step; tokenize the texts with fabric-train tokenize for runs that can be traced"
         )
     return order
 

@@ -194,7 +194,7 @@ def _report(loop: Loop, write_report: ReportWriter) -> list[str]:
             return []
         loop.outputs.log_report(written.page, written.markdown.read_text(encoding="utf-8"))
     except Exception as error:  # noqa: BLE001 - a folder, a disk, a library, a bug
-        warn(f"no report: {first_line(error)}; later: python -m fabric_train.report {folder}")
+        warn(f"no report: {first_line(error)}; later: fabric-train report {folder}")
         return []
     return written.lines
 

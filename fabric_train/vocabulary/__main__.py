@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Measure tokenizers, or extend a vocabulary:  python -m fabric_train.vocabulary report|extend"""
+"""Measure tokenizers, or extend a vocabulary:  fabric-train vocabulary report|extend"""
 
 import os
 import sys
@@ -39,7 +39,7 @@ class VocabularyReportArguments:
     tokenizer: list[str]
     """Tokenizers: hub names, folders, or tokenizer.model files. The others are compared with the first one."""
     texts: list[str]
-    """Texts by language: ca=PLACE, where PLACE is anything with text that tokenize_dataset.py reads."""
+    """Texts by language: ca=PLACE, where PLACE is anything with text that fabric-train tokenize reads."""
     text_column: str = "text"
     """Column with the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts, such as
     'moves: ' with a space.
@@ -78,7 +78,7 @@ class VocabularyExtendArguments:
     """Model folder to write; must not exist yet."""
     texts: list[str] | None = None
     """Texts by language from which tokens are learned: ca=PLACE, where PLACE is anything with text that
-    tokenize_dataset.py reads. A tenth of the documents is held out, to count what the new tokens save.
+    fabric-train tokenize reads. A tenth of the documents is held out, to count what the new tokens save.
     """
     num_tokens: PositiveInt | None = None
     """Number of tokens to learn from --texts."""

@@ -75,7 +75,7 @@ class Extension:
 
     def __init__(self, model: str, folder: Path) -> None:
         if means_checkpoint(Path(model)):
-            raise InputError(f"--model {model}: a run or checkpoint; convert it with convert_to_hf.py first")
+            raise InputError(f"--model {model}: a run or checkpoint; convert it with fabric-train convert first")
         self.name = model
         try:
             self.shape = hf_model.read_shape(model)
@@ -272,7 +272,7 @@ def _write(
     for name, norm in norms.items():
         print(f"norms      {name}: {norm.old:.3g} of old rows, {norm.new:.3g} of new rows, on average")
     print(f"written    {target}, verified: only rows of new tokens changed, texts without a new token keep their ids")
-    print(f"next       python tokenize_dataset.py --tokenizer_name {target} --dataset … --output_dir …")
+    print(f"next       fabric-train tokenize --tokenizer_name {target} --dataset … --output_dir …")
 
 
 def _added(extension: Extension, new: NewTokens, arguments: "VocabularyExtendArguments") -> AddedVocabulary:

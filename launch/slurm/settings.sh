@@ -17,7 +17,7 @@ TRAIN_OPTIONS=(    # for training, per node or per process ("task")
   --time=24:00:00
   --exclusive
   --mem=0          # all memory of the node
-  --gpus-per-node=8
+  --gpus-per-node=8    # as many as TASKS_PER_NODE; on CPUs leave it out
   --cpus-per-task=8
 )
 EACH_OPTIONS=(     # for the jobs of "submit.sh each": one process, unless --ntasks-per-node says more
@@ -31,7 +31,7 @@ EACH_AT_ONCE=8     # jobs of one array that run at the same time
 PYTHON=python      # of the virtual environment, such as /shared/fabric-train/.venv/bin/python, or of the container
 LOGS=logs          # folder of the logs, one file for a job and all its restarts, one for each job of an array
 
-# Nodes that compute usually have no internet. Fetch models first, on the login node (download_model.py), and send the records
+# Nodes that compute usually have no internet. Fetch models first, on the login node (fabric-train download), and send the records
 # of Weights & Biases later (wandb sync).
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 WANDB_MODE=offline
 # export HF_HOME=/shared/huggingface

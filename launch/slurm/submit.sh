@@ -3,8 +3,8 @@
 #   launch/slurm/submit.sh train --config run.yaml                      a training run on NODES nodes
 #   launch/slurm/submit.sh each ITEM ITEM … -- COMMAND                  a job array: COMMAND once for each item, where {} is the
 #                                                                       item and {/} its name without folders
-#   launch/slurm/submit.sh each runs/1/checkpoints/step-* -- python convert_to_hf.py --checkpoint {} --output_dir exports/{/}
-#   launch/slurm/submit.sh each 1 2 3 4 -- python evaluate.py --watch runs/1 --tasks tasks.yaml --wait false
+#   launch/slurm/submit.sh each runs/1/checkpoints/step-* -- fabric-train convert --checkpoint {} --output_dir exports/{/}
+#   launch/slurm/submit.sh each 1 2 3 4 -- fabric-train evaluate --watch runs/1 --tasks tasks.yaml --wait false
 #   launch/slurm/submit.sh --print train --config run.yaml              check it and show the job; this needs no Slurm
 set -euo pipefail
 
@@ -74,6 +74,23 @@ check_each() { # the arguments of one of this project's programs; of others, tha
     grep -Eq -- "(^|[^a-z_-])$word([^a-z_]|\$)" <<< "$known" || fail "$word: no such argument; ${program[*]} --help lists them"
   done
 }
+
+gpus_per_node() { # the number of GPUs that these options of sbatch ask for on each node; the last one counts
+  local number='' word
+  for word; do
+    if [[ $word =~ ^(--gpus-per-node|--gres)=([^0-9]*:|[^,]*gpu:([^,:]*:)?)?([0-9]+) ]]; then
+      number=${BASH_REMATCH[4]}
+    fi
+  done
+  echo "$number"
+}
+
+if [[ $kind == train ]]; then
+  gpus=$(gpus_per_node "${options[@]}" "${JOB_OPTIONS[@]}")
+  if [[ -n $gpus && $gpus != "$TASKS_PER_NODE" ]]; then
+    fail "$settings: TASKS_PER_NODE=$TASKS_PER_NODE, but the job asks for $gpus GPUs on each node (--gpus-per-node or --gres): a process computes on one GPU, so make them equal; leave the option out for CPUs"
+  fi
+fi
 
 # faults are reported now, and not when the job has waited in the queue
 for mount in "${MOUNTS[@]}"; do

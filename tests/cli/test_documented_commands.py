@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from fabric_train.all_arguments import ALL_ARGUMENTS
 from fabric_train.arguments import TrainArguments, parse
 from tests.support.program_arguments import PROGRAM_ARGUMENTS
 from tests.support.programs import ROOT
 
 PROGRAMS = {f"python {words}": kind for words, kind in PROGRAM_ARGUMENTS.items()}
-PROGRAMS["fabric run fabric_train"] = TrainArguments
+PROGRAMS |= {f"fabric-train {name}": kind for name, kind in ALL_ARGUMENTS.items()}
+PROGRAMS |= {"fabric run fabric_train": TrainArguments, "fabric-train sample-data": ALL_ARGUMENTS["sample_data"]}
+PROGRAMS["fabric-train launch-files"] = ALL_ARGUMENTS["launch_files"]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "configs").rglob("*.yaml"))]
 
 

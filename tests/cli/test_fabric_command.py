@@ -16,13 +16,16 @@ from pathlib import Path
 
 import pytest
 
+from fabric_train.all_arguments import ALL_ARGUMENTS
 from fabric_train.cli import fabric_command
+from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import PROGRAMS, command_from_here, project_first
+from fabric_train.cli.help import search_help
 from tests.support.forked_runs import ForkedRun, ForkedRuns, free_port
 from tests.support.launched import launcher, living_children
 from tests.support.programs import ROOT
 
-FAULT = "error: --train_data_dir nowhere: no such folder; make one with tokenize_dataset.py --output_dir nowhere"
+FAULT = "error: --train_data_dir nowhere: no such folder; make one with fabric-train tokenize --output_dir nowhere"
 BAD_NUMBER = "error: --lr: expected a number above 0, got 'x'"
 ARGUMENTS = ["--train_data_dir", "nowhere", "--model_name", "m", "--output_dir", "out", "--accelerator", "cpu"]
 
@@ -276,6 +279,26 @@ def test_fabric_train_without_a_program_says_which_there_are(
     assert (
         "error: fabric-train tokenise: no such program; write fabric-train tokenize|inspect|" in capsys.readouterr().err
     )
+
+
+def test_a_mistyped_program_gets_the_nearest_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fabric-train", "trian"])
+    with pytest.raises(SystemExit):
+        fabric_command.fabric_train()
+    assert "did you mean train?" in capsys.readouterr().err
+
+
+def test_help_with_a_word_searches_the_arguments_of_all_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    search_help(ALL_ARGUMENTS, ["validation_split"])
+    shown = capsys.readouterr().out
+    assert "usage: fabric-train tokenize " in shown
+    assert "--validation_split" in shown
+    assert "usage: fabric-train doctor" not in shown
+    with pytest.raises(InputError, match="no program has an argument with it"):
+        search_help(ALL_ARGUMENTS, ["nosuchword"])
+    assert set(PROGRAMS) == {name.split()[0] for name in ALL_ARGUMENTS}
 
 
 @pytest.fixture

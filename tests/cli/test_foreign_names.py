@@ -9,20 +9,18 @@ from typing import Any
 
 import pytest
 
+from fabric_train.all_arguments import ALL_ARGUMENTS
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import convert, types_of
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.foreign_names import read_table
 from fabric_train.cli.yaml_core import load
 from fabric_train.inference.arguments import GenerateArguments
-from tests.support.program_arguments import PROGRAM_ARGUMENTS
 
-_SCRIPTS = ("tokenize_dataset.py", "convert_to_hf.py", "generate.py", "evaluate.py", "download_model.py")
+_OF_OUR_PROGRAMS = ("tokenize", "convert", "generate", "evaluate")
 PROGRAMS: dict[str, type] = {
-    kind.__name__: kind for kind in (TrainArguments, *map(PROGRAM_ARGUMENTS.__getitem__, _SCRIPTS[:4]))
+    kind.__name__: kind for kind in (TrainArguments, *(ALL_ARGUMENTS[name] for name in _OF_OUR_PROGRAMS))
 }
-SCRIPTS: dict[str, type] = {words: PROGRAM_ARGUMENTS[words] for words in _SCRIPTS}
-SCRIPTS["fabric_train.replay"] = PROGRAM_ARGUMENTS["-m fabric_train.replay"]
 OTHERS: dict[str, list[str]] = {
     program: names.split()
     for program, names in load(Path(__file__).with_name("other_programs_arguments.yaml").read_text()).items()
@@ -63,8 +61,8 @@ def test_every_argument_that_the_table_names_is_one_of_ours() -> None:
     wrong = []
     for program, line in lines:
         for part in re.split("[,;(]", line):  # a program's name counts up to the next of these
-            script = re.search(r"\w+\.py|fabric_train\.replay", part)
-            owner = SCRIPTS[script[0]] if script else program
+            other = re.search(r"fabric-train (\w+)", part)
+            owner = ALL_ARGUMENTS[other[1]] if other else program
             wrong += [line for name in re.findall(r"--(\w+)", part) if name not in types_of(owner)]
     assert wrong == []
 

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from benchmarks import gpu
 from benchmarks.measure import ROOT
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 
 gpu.LENGTH, gpu.STEPS, gpu.WARM_UP_STEPS = 256, 3, 1
 gpu.LONG = {512: 2, 1024: 1}

@@ -415,10 +415,10 @@ def refusal(folder: Path | str) -> str:
 
 
 def test_a_folder_that_is_no_token_dataset_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path / "missing").startswith("no such folder; make one with tokenize_dataset.py")
+    assert refusal(tmp_path / "missing").startswith("no such folder; make one with fabric-train tokenize")
     assert refusal(tmp_path).startswith("the folder has no dataset_dict.json; make one with")
     good = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
-    assert refusal(save(tmp_path / "a", test=good)) == "no train split, only test; make one with tokenize_dataset.py"
+    assert refusal(save(tmp_path / "a", test=good)) == "no train split, only test; make one with fabric-train tokenize"
     text = datasets.Dataset.from_dict({"text": ["a"]})
     assert refusal(save(tmp_path / "b", train=text)).startswith("train has no column input_ids, only text; ")
     assert refusal(save(tmp_path / "c", train=good, valid=text)).startswith("validation has no column input_ids")
@@ -434,7 +434,7 @@ def test_columns_that_hold_no_tokens_are_refused(tmp_path: Path) -> None:
     labelled = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]], "labels": [[1, 2], [3, 4]]})
     assert refusal(save(tmp_path / "labels", train=labelled)) == (
         "train has rows whose labels are not as many as their input_ids, row 1 first; "
-        "tokenize again with tokenize_dataset.py"
+        "tokenize again with fabric-train tokenize"
     )
 
 

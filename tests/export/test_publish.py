@@ -232,7 +232,7 @@ def test_what_cannot_be_published_is_refused_before_the_hub_is_asked(
     older = Path(shutil.copytree(merged / "whole", tmp_path / "older"))
     (older / MANIFEST).unlink()
     for folder, line in {
-        tmp_path / "none": "none: no such folder; give the --output_dir of tokenize_dataset.py",
+        tmp_path / "none": "none: no such folder; give the --output_dir of fabric-train tokenize",
         merged: "not a token dataset: no dataset_dict.json in it",
         alone: "part 1 of 2, ../secret/tokens, is missing",
         older: "no manifest.json, so its sources and tokenizer are unknown; tokenize again",

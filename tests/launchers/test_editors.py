@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from fabric_train.files.atomic_folder import complete_folder
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 from tests.support.programs import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.launchers]

@@ -426,7 +426,7 @@ CASES: dict[str, Case] = {
     "no token dataset": Case(
         "train",
         "--train_data_dir nowhere",
-        "--train_data_dir nowhere: no such folder; make one with tokenize_dataset.py --output_dir nowhere",
+        "--train_data_dir nowhere: no such folder; make one with fabric-train tokenize --output_dir nowhere",
         num_ranks=2,
     ),
     "a file as token dataset": Case(
@@ -436,7 +436,7 @@ CASES: dict[str, Case] = {
         "train",
         "--train_data_dir model",
         "--train_data_dir model: the folder has no dataset_dict.json; "
-        "make one with tokenize_dataset.py --output_dir model",
+        "make one with fabric-train tokenize --output_dir model",
     ),
     "no train split": Case("train", "--train_data_dir datasets/no-train", "… no train split, only test; make …"),
     "an empty training set": Case(

@@ -44,9 +44,9 @@ from fabric_train.cli.parser import parse_arguments
 from fabric_train.export.model_comparison import compare
 from fabric_train.export.source import ExportSource
 from fabric_train.model.weight_files import open_weights
+from fabric_train.sample_data import real_data
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.inspect.__main__ import InspectArguments
-from sample_data import real_data
 
 
 def test_our_tokenization_command_is_valid() -> None:

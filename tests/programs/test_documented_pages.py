@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from fabric_train.all_arguments import ALL_ARGUMENTS
 from tests.support.documented_commands import Command, commands_in, pattern_of, plain, words_of, write_stand_ins
 from tests.support.exports import VERIFY_IN_PROCESS
 from tests.support.forked_runs import ForkedRuns
-from tests.support.program_arguments import PROGRAM_ARGUMENTS
+from tests.support.program_arguments import PROGRAM_ARGUMENTS, words_of_program
 from tests.support.programs import ROOT
 from tests.support.tiny_model import write_tiny_llama
 
@@ -46,18 +47,21 @@ NOT_RUN = {
     "cat questions.txt": "a chat through a pipe; tests/inference/",
     "seq 64": "64 processes; tests/tokenization/test_slices.py",
     "hf auth": "asks for a token",
-    "fabric-train ": "tests/cli/test_fabric_command.py",
+    "fabric-train train": "tests/cli/test_fabric_command.py",
+    "fabric-train translate": "tests/translate/",
+    "fabric-train --": "tests/cli/test_fabric_command.py",
+    "fabric-train launch-files": "tests/programs/test_package.py",
     "eval ": "changes the shell; tests/cli/test_help.py",
-    "python -m sample_data": "downloads; tests/programs/test_sample_data.py",
+    "fabric-train sample-data": "downloads; tests/programs/test_sample_data.py",
     "fabric run fabric_train --devices 4 --train_data_dir /data/": "reads /data; test_former_command_line.py",
-    "python download_model.py": "needs the hub; tests/export/test_hub.py",
-    "python -m fabric_train.vocabulary": "of real tokenizers and models; tests/vocabulary/",
-    "python -m fabric_train.doctor": "looks at the machine; tests/programs/test_doctor.py",
-    "python evaluate.py --watch": "needs lm_eval, which is not installed; tests/evaluation/",
-    "python evaluate.py --needle": "of texts longer than the stand-in's positions; tests/evaluation/test_needle.py",
+    "fabric-train download": "needs the hub; tests/export/test_hub.py",
+    "fabric-train vocabulary": "of real tokenizers and models; tests/vocabulary/",
+    "fabric-train doctor": "looks at the machine; tests/programs/test_doctor.py",
+    "fabric-train evaluate --watch": "needs lm_eval, which is not installed; tests/evaluation/",
+    "fabric-train evaluate --needle": "of texts longer than the stand-in's positions; tests/evaluation/test_needle.py",
     "CUDA_VISIBLE_DEVICES=7": "needs lm_eval, which is not installed; tests/evaluation/",
-    "python -m fabric_train.export.publish": "needs the hub; tests/export/test_publish.py",
-    "python -m fabric_train.tokenization.merge": "of slices that xargs makes; tests/tokenization/test_slices.py",
+    "fabric-train publish": "needs the hub; tests/export/test_publish.py",
+    "fabric-train merge": "of slices that xargs makes; tests/tokenization/test_slices.py",
 }
 """The beginnings of command lines that are only parsed (``tests/cli/test_documented_commands.py``), and why."""
 IN_A_SHELL = ("mkdir ", "head ", "cat > ", "python - <<", "python hold_out.py")
@@ -83,12 +87,12 @@ WITHOUT_PICTURES = (
 )
 """Source that each program executes first: to draw takes more time than all else, and other tests look at pictures."""
 NOT_COMPARED = {
-    "python generate.py": "the text depends on the weights",
+    "fabric-train generate": "the text depends on the weights",
     "head ": "the file is a stand-in",
-    "python -m fabric_train.runs": "the runs are stand-ins",
+    "fabric-train runs": "the runs are stand-ins",
     "fabric run fabric_train --plan true": "the plan is of a stand-in for the model",
-    "python -m fabric_train.tokenization.inspect data/chats": "the chats are stand-ins",
-    "python -m fabric_train.tokenization.inspect data/pairs": "the pairs are stand-ins",
+    "fabric-train inspect data/chats": "the chats are stand-ins",
+    "fabric-train inspect data/pairs": "the pairs are stand-ins",
 }
 """The beginnings of command lines whose output is not compared with the page, and why."""
 OF_SLOW_RUNS = "reference log-probabilities of train, batch"
@@ -99,7 +103,9 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): list(commands_in(path.read_text(encoding="utf-8")))
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-PROGRAMS = {f"python {words}": words for words in PROGRAM_ARGUMENTS} | {"fabric run fabric_train": "-m fabric_train"}
+PROGRAMS = {f"python {words}": words for words in PROGRAM_ARGUMENTS}
+PROGRAMS |= {f"fabric-train {name}": words_of_program(name) for name in ALL_ARGUMENTS}
+PROGRAMS |= {"fabric run fabric_train": "-m fabric_train"}
 
 
 def is_run(command: Command) -> bool:
@@ -154,7 +160,7 @@ def stand_ins(
     run(
         forked_runs,
         folder,
-        "python tokenize_dataset.py --dataset chats.jsonl --tokenizer_name MODEL --output_dir data/va",
+        "fabric-train tokenize --dataset chats.jsonl --tokenizer_name MODEL --output_dir data/va",
     )
     for name in ("tokens", "es", "en", "raw", "chats", "ca", "books-32k", "part1", "part2", "part3", "part4"):
         shutil.copytree(folder / "data/va", folder / "data" / name)

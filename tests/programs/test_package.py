@@ -31,7 +31,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("package")
     project = folder / "project"
     leave_out = shutil.ignore_patterns("__pycache__")
-    for name in ("fabric_train", "configs"):
+    for name in ("fabric_train", "configs", "launch", "docker"):
         shutil.copytree(ROOT / name, project / name, ignore=leave_out)
     for file in (*ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "LICENSE", ROOT / "README.md"):
         shutil.copy(file, project)
@@ -87,3 +87,8 @@ def test_an_installed_wheel_runs_in_an_empty_folder(built: Path, tmp_path: Path)
     )
     assert ended.stderr == "error: --lr: expected a number above 0, got 'x'\n"
     assert list(empty.iterdir()) == []
+    run(empty, *train, "launch-files", "jobs", path=built / "site")
+    for name in ("launch", "docker"):
+        theirs, ours = ({path.relative_to(top) for path in (top / name).rglob("*")} for top in (empty / "jobs", ROOT))
+        assert theirs == ours
+    assert os.access(empty / "jobs" / "launch" / "slurm" / "submit.sh", os.X_OK)

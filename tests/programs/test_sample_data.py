@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sample_data import real_data
-from sample_data.__main__ import main as download
+from fabric_train.cli.errors import InputError
+from fabric_train.sample_data import real_data
+from fabric_train.sample_data.__main__ import main as download
 
 
 @pytest.fixture
@@ -83,14 +84,28 @@ def test_pairs_go_on_with_the_chapter_or_with_shakespeare(capsys: pytest.Capture
     assert pairs[0]["rejected"].isascii()
 
 
-@pytest.mark.parametrize("names", [[], ["shakespear"]])
-def test_sample_data_that_does_not_exist_is_refused_with_the_names(
-    names: list[str], capsys: pytest.CaptureFixture[str]
+def test_sample_data_that_does_not_exist_is_refused_with_the_names() -> None:
+    with pytest.raises(InputError, match="smollm2, shakespeare, bible_es, guide, catalan, chats, pairs"):
+        download(["shakespear"])
+
+
+def test_sample_data_lies_in_the_cache_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match=r"^2$"):
-        download(names)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("; give some of smollm2, shakespeare, bible_es, guide, catalan, chats, pairs")
+    """The commands of the tutorials find it there, also without a checkout."""
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "shakespeare.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    download(["shakespeare"])
+    assert capsys.readouterr().out == ".cache/shakespeare.jsonl\n"
+
+
+def test_smollm2_without_gguf_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fabric_train.sample_data.__main__.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"fabric-train\[demo\]"):
+        download(["smollm2"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_smollm2_special_tokens_agree_between_tokenizer_and_model(smollm2_dir: Path) -> None:

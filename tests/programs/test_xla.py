@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from fabric_train.distributed.xla import NOTE
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 from tests.support.programs import ROOT, RunProgram
 from tests.support.short_runs import argv, checkpoints, metrics
 

@@ -16,10 +16,10 @@ from tempfile import TemporaryDirectory
 import datasets
 import numpy as np
 
+from fabric_train.sample_data.real_data import llama3_tokenizer_model
 from fabric_train.tokenization.manifest import Manifest, load_manifest
 from fabric_train.tokenization.packing.document_index import open_index
 from fabric_train.tokenization.tokenizers.text_encoder import load_fast
-from sample_data.real_data import llama3_tokenizer_model
 from tests.support.dirty_corpus import DirtyCorpus, Planted
 from tests.support.dirty_texts import TASKS
 from tests.support.programs import ROOT

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sample_data.real_data import bible_es, chats, shakespeare
+from fabric_train.sample_data.real_data import bible_es, chats, shakespeare
 from tests.support.dirty_texts import (
     CONTACTS,
     FOOTER,

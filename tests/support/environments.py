@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric_train.files.atomic_folder import complete_folder
-from sample_data.real_data import CACHE
+from fabric_train.sample_data.real_data import CACHE
 from tests.support.programs import ROOT
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fabric_train.files.atomic_folder import complete_folder
-from sample_data import real_data
+from fabric_train.sample_data import real_data
 from tests.support.programs import ROOT
 
 CACHE = (real_data.CACHE / "containers").resolve()  # podman's storage knows its own path

@@ -28,12 +28,12 @@ from fabric_train.model.hf_model import read_shape
 from fabric_train.model.weight_files import open_weights
 from fabric_train.preflight import dataset_check
 from fabric_train.preflight.dataset_check import note_on_added_tokens
+from fabric_train.sample_data import real_data
 from fabric_train.tokenization.tokenizers.text_encoder import open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.vocabulary.__main__ import main
 from fabric_train.vocabulary.extend import verify_tokenizer
 from fabric_train.vocabulary.model_files import KEPT_TEXTS, ExtendableTokenizer, ExtendedMatrix, NewTokens
-from sample_data import real_data
 from tests.support.token_datasets import tokenize
 
 LANGUAGES = ("cs", "de", "el", "en", "es", "fr", "ja", "ko", "ru", "vi", "zh_CN")

@@ -10,11 +10,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from fabric_train.cli.errors import InputError
+from fabric_train.sample_data import real_data
 from fabric_train.vocabulary import report
 from fabric_train.vocabulary.__main__ import main
 from fabric_train.vocabulary.report import Figure, Measured
 from fabric_train.vocabulary.words import LanguageTexts, hold_out, read_texts, words_of
-from sample_data import real_data
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ class InspectArguments:
     """
 
     dataset_dir: str | None = field(default=None, metadata=POSITIONAL)
-    """Token dataset: a folder written by tokenize_dataset.py."""
+    """Token dataset: a folder written by fabric-train tokenize."""
     compare: list[str] | None = None
     """Two token datasets to compare, instead of one to show: sources, languages, lengths, tokens per byte, and the
     words that each has more often. Their tokenizers may differ.

@@ -136,9 +136,9 @@ def open_splits(folder: Path) -> dict[str, Split]:
         joined = check_joined_splits(parts)
         return {name: Split(name, split.files, split.schema(), len(split)) for name, split in joined.items()}
     if not folder.is_dir():
-        raise InputError(f"{folder}: {missing_folder(folder)}; give the --output_dir of tokenize_dataset.py")
+        raise InputError(f"{folder}: {missing_folder(folder)}; give the --output_dir of fabric-train tokenize")
     if not listing.is_file():
-        fault, fix = "no dataset_dict.json in it", "give the --output_dir of tokenize_dataset.py"
+        fault, fix = "no dataset_dict.json in it", "give the --output_dir of fabric-train tokenize"
         if (folder / "state.json").is_file():
             fault, fix = "only one split of it", "give the folder above it"
         raise InputError(f"{folder}: not a token dataset: {fault}; {fix}")
@@ -155,7 +155,9 @@ def check_token_dataset(folder: str) -> None:
         return
     if not (path / "dataset_dict.json").is_file():
         cause = "the folder has no dataset_dict.json" if path.is_dir() else missing_folder(path)
-        raise InputError(f"--train_data_dir {folder}: {cause}; make one with tokenize_dataset.py --output_dir {folder}")
+        raise InputError(
+            f"--train_data_dir {folder}: {cause}; make one with fabric-train tokenize --output_dir {folder}"
+        )
     check_listed_files(path, "tokenize again")
 
 
@@ -212,14 +214,14 @@ def _check_columns(schema: pa.Schema, folder: Path) -> None:
     """Raise InputError if a split has no ``input_ids``, or if a column does not hold lists of integers."""
     if "input_ids" not in schema.names:
         columns = ", ".join(schema.names)
-        raise InputError(f"{folder}: no column input_ids, only {columns}; tokenize with tokenize_dataset.py")
+        raise InputError(f"{folder}: no column input_ids, only {columns}; tokenize with fabric-train tokenize")
     for name in ("input_ids", "labels", "document_starts"):
         if name in schema.names:
             kind = schema.field(name).type
             is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
             if not is_list or not pa.types.is_integer(kind.value_type):
                 raise InputError(
-                    f"{folder}: column {name} holds {kind}, not lists of integers; tokenize with tokenize_dataset.py"
+                    f"{folder}: column {name} holds {kind}, not lists of integers; tokenize with fabric-train tokenize"
                 )
 
 

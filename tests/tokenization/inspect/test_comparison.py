@@ -290,7 +290,7 @@ def add_unknown_tokens(folder: Path) -> str:
 
 def remove_folder(folder: Path) -> str:
     shutil.rmtree(folder)
-    return "no such folder; give the --output_dir of tokenize_dataset.py"
+    return "no such folder; give the --output_dir of fabric-train tokenize"
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sample_data.html_text import read_paragraphs
-from sample_data.sword_bible import read_chapters
+from fabric_train.sample_data.html_text import read_paragraphs
+from fabric_train.sample_data.sword_bible import read_chapters
 
-CACHE = Path(__file__).resolve().parent.parent / ".cache"
+CACHE = Path(__file__).resolve().parents[2] / ".cache"  # of the checkout, for demo, tests and benchmarks
 _DEBIAN = "https://deb.debian.org/debian/pool/main/"
 _HEARTBEAT_SECONDS = 3.0
 _TIMEOUT_SECONDS = 60.0
