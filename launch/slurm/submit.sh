@@ -76,11 +76,13 @@ check_each() { # the arguments of one of this project's programs; of others, tha
 }
 
 gpus_per_node() { # the number of GPUs that these options of sbatch ask for on each node; the last one counts
-  local number='' word
+  local number='' option='' word
   for word; do
-    if [[ $word =~ ^(--gpus-per-node|--gres)=([^0-9]*:|[^,]*gpu:([^,:]*:)?)?([0-9]+) ]]; then
+    [[ $option =~ ^--(gpus-per-node|gres)$ ]] && word=$option=$word # written as two words
+    if [[ $word =~ ^(--gpus-per-node=|--gres=([^,]*,)*gpu:)([^,:=]+:)?([0-9]+)(,|$) ]]; then
       number=${BASH_REMATCH[4]}
     fi
+    option=$word
   done
   echo "$number"
 }

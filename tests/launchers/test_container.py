@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from fabric_train.cli.fabric_command import PROGRAMS
 from fabric_train.files.atomic_folder import complete_folder
 from tests.support.programs import ROOT
 from tests.support.short_runs import argv, checkpoints, metrics
@@ -209,7 +210,7 @@ def test_hadolint_and_compose_accept_the_files(tools: Path, tmp_path: Path) -> N
     resolved = compose(tools, tmp_path, "config")
     assert resolved.returncode == 0, resolved.stderr
     services = yaml.safe_load(resolved.stdout)["services"]
-    assert set(services) == {"train", "train-xla", "tokenize", "convert", "generate"}
+    assert set(services) == {"train-xla", *PROGRAMS} - {"sample_data", "launch_files"}
     assert {tuple(service["volumes"]) for service in services.values()} == {
         (f"{tmp_path}/data:/data", f"{tmp_path}/runs:/runs", "huggingface:/home/ubuntu/.cache/huggingface")
     }

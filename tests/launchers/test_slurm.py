@@ -241,7 +241,8 @@ def test_a_job_on_one_node_saves_and_its_checkpoints_are_items(
 ) -> None:
     """A job that may not be queued again ends when it has saved. Its checkpoints are exported and evaluated."""
     with settings.open("a", encoding="utf-8") as file:
-        file.write("NODES=1 TASKS_PER_NODE=2\nEACH_OPTIONS=(--time=30 --cpus-per-task=1 --mem=3000)\n")
+        file.write("NODES=1 TASKS_PER_NODE=2\nTRAIN_OPTIONS=(--time=30 --cpus-per-task=2 --mem=2000)\n")
+        file.write("EACH_OPTIONS=(--time=30 --cpus-per-task=1 --mem=3000)\n")
     run = cluster.folder / "run"
     long = arguments(run, max_step=5000, save_step_interval=30)
     job = cluster.submit(settings, "train", *long)

@@ -12,8 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import yaml
 
+from fabric_train.cli.fabric_command import PROGRAMS
 from tests.support.programs import ROOT
 
 
@@ -68,6 +70,39 @@ def test_compose_and_apptainer_start_the_entry_point() -> None:
     services = yaml.safe_load((docker / "compose.yaml").read_text(encoding="utf-8"))["services"]
     assert {service["entrypoint"][0] for service in services.values()} == {entry[1]}
     assert f'exec {entry[1]} "$@"' in (docker / "apptainer.def").read_text(encoding="utf-8")
+
+
+def test_every_program_is_a_service_and_takes_the_arguments_that_follow() -> None:
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    programs = set(PROGRAMS) - {"sample_data", "launch_files"}  # files for the machine outside
+    assert set(services) == {"train-xla", *programs}
+    started = {name: service["entrypoint"][1:] for name, service in services.items() if not name.startswith("train")}
+    assert started == {name: ["fabric-train", name] for name in programs - {"train"}}
+    assert {tuple(service["command"]) for service in services.values()} == {("--help",)}
+
+
+def test_images_have_the_extras_that_recipes_need() -> None:
+    """Without them a QLoRA recipe, --tasks and the check of an exported adapter end in a container."""
+    needed = {"peft", "bitsandbytes", "liger", "eval"}
+    docker, apptainer = ((ROOT / "docker" / name).read_text("utf-8") for name in ("Dockerfile", "apptainer.def"))
+    in_docker = re.search(r'^ARG EXTRAS="(.*)"$', docker, re.MULTILINE)
+    in_apptainer = re.search(r"--editable '\.\[(.*)\]'", apptainer)
+    assert in_docker is not None
+    assert in_apptainer is not None
+    assert set(in_docker[1].split()) == set(in_apptainer[1].split(",")) == needed
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no tomllib, the image has 3.12")
+def test_the_pins_of_an_image_are_those_of_the_project_and_its_extras(tmp_path: Path) -> None:
+    text = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    command = re.search(r"python3 -c '(.*?)' \$EXTRAS", text, re.DOTALL)
+    assert command is not None
+    source = command[1].replace("\\\n", "").replace("/pins/", f"{ROOT}/")
+    printed = subprocess.run(
+        [sys.executable, "-c", source, "peft"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert "transformers>=5.17" in printed
+    assert printed[-1].startswith("peft==")
 
 
 def test_apptainer_has_the_base_packages_and_files_of_the_image() -> None:
