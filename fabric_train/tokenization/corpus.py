@@ -258,7 +258,9 @@ def find_kind(
                 kind = detect_format({name: value for name, value in row.items() if name != "chosen"})
                 if kind is None and not has_text:
                     place = reader.place(number)
-                    raise InputError(f"{place}: a preference pair; make a token dataset with fabric-train tokenize first")
+                    raise InputError(
+                        f"{place}: a preference pair; make a token dataset with fabric-train tokenize first"
+                    )
             if kind is None and has_text:
                 return "text"
             if kind is None:
