@@ -13,6 +13,7 @@ import math
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,11 +23,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
 from fabric_train.cli import yaml_core
-from fabric_train.cli.argument_types import HIGHER_IS_BETTER, POSITIONAL, planned_steps
+from fabric_train.cli.argument_types import HIGHER_IS_BETTER, POSITIONAL, nearest_name, planned_steps
 from fabric_train.cli.errors import InputError, missing_folder, run_program
 from fabric_train.cli.output import ago, open_console
 from fabric_train.cli.parser import parse_arguments
@@ -41,13 +43,17 @@ _TAIL = 1 << 18  # bytes that are read from the end of metrics.csv and run.log
 _RECENT = 600.0  # seconds
 _COLOURS = {"running": "bold green", "running?": "green", "failed": "bold red", "stopped": "yellow"}
 _FALLING = ("step", "speed", "changed")
+_LEFT_OUT_FIRST = ("data", "model", "tokens/s", "changed")
+"""The columns that a narrow terminal does not show, in this order."""
+_WIDTH_OF_FILES = 200  # columns of a table in redirected output, which rich would cut to 80
+_BETWEEN_COLUMNS = 2
 
 
 @dataclass(frozen=True)
 class RunsArguments:
     """List the runs below a folder: their state, step, best loss, data, model and speed
 
-    PROGRAM runs --sort best
+    PROGRAM runs --sort best --columns lr warmup_steps
     PROGRAM runs --filter running llama
     PROGRAM runs --json
     """
@@ -55,16 +61,20 @@ class RunsArguments:
     folder: str = field(default=".", metadata=POSITIONAL)
     """Folder with runs in it, at any depth; default: the current one."""
     sort: Literal["run", "state", "step", "best", "speed", "data", "model", "changed"] = "changed"
-    """Column to sort by: step, speed and changed with the highest first, the others with the lowest."""
+    """Column to sort by: step, speed and changed with the highest first, the others with the lowest. best puts the best
+    run first, so the highest accuracy, of runs with another --best_by each for itself.
+    """
+    columns: list[str] | None = None
+    """Arguments of training to show, such as lr warmup_steps, in place of data, model and speed."""
     filter: list[str] | None = None
     """Show only runs that have each of these words in their name, state, data or model."""
     json: bool = False
-    """Print the runs as JSON."""
+    """Print the runs as JSON, with all their arguments."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run; None is not known. ``best`` is the loss of ``--best_by``, ``speed`` is in tokens/s,
+    """One run; None is not known. ``best`` is the loss or figure of ``best_by``, ``speed`` is in tokens/s,
     ``code`` the version and commit of its newest checkpoint.
 
     ``state`` is running, done, stopped (by a signal, or it has not begun) or failed. ``running?`` and ``stopped?``: the
@@ -76,6 +86,7 @@ class Run:
     state: str
     step: int | None
     num_steps: int | None
+    best_by: str
     best: float | None
     best_step: int | None
     speed: float | None
@@ -84,6 +95,7 @@ class Run:
     code: str | None
     changed: float
     damage: tuple[str, ...]
+    arguments: dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -93,12 +105,13 @@ def main(argv: list[str] | None = None) -> None:
     if not folder.is_dir():
         raise InputError(f"{folder}: {missing_folder(folder)}; give a folder with runs in it")
     runs = [run for run in map(read_run, find_runs(folder)) if _matches(run, arguments.filter or ())]
+    _check_columns(arguments.columns or [], runs)
     runs.sort(key=lambda run: run.run)
     runs.sort(key=lambda run: _sort_key(run, arguments.sort))
     if arguments.json:
         print(json.dumps([_as_json(run) for run in runs], indent=2, ensure_ascii=False))
     elif runs:
-        open_console().print(_table(runs, folder))
+        _print_table(runs, folder, arguments.columns)
     else:
         print(f"no runs {'that match ' if arguments.filter else ''}below {folder}")
 
@@ -135,6 +148,7 @@ def read_run(folder: Path) -> Run:
         state=state,
         step=max(steps, default=None),
         num_steps=num_steps,
+        best_by=best_by,
         best=best[0] if best else None,
         best_step=best[1] if best else None,
         speed=speeds[-1] if speeds else None,
@@ -143,6 +157,7 @@ def read_run(folder: Path) -> Run:
         code=_try(damage, None, folder / "checkpoints", lambda _: newest.get("versions", {}).get("fabric-train")),
         changed=changed,
         damage=tuple(dict.fromkeys(damage)),
+        arguments=given,
     )
 
 
@@ -283,8 +298,24 @@ def _matches(run: Run, words: Sequence[str]) -> bool:
 
 
 def _sort_key(run: Run, column: str) -> tuple[bool, Any]:
+    """Return what sorts the runs: those without a value come last."""
     value = getattr(run, column)
-    return value is None, (-value if column in _FALLING else value) if value is not None else 0
+    if value is None:
+        return True, 0
+    if column == "best":
+        figure = run.best_by.partition("/")[0]
+        return False, (run.best_by, -value if figure in HIGHER_IS_BETTER else value)
+    return False, -value if column in _FALLING else value
+
+
+def _check_columns(columns: Sequence[str], runs: Sequence[Run]) -> None:
+    """Raise an InputError for each column that is an argument of no run."""
+    known = {name for run in runs for name in run.arguments}
+    unknown = [name for name in columns if name not in known]
+    if runs and unknown:
+        raise InputError(
+            *(f"--columns {name}: no run has this argument{nearest_name(name, known)}" for name in unknown)
+        )
 
 
 def _as_json(run: Run) -> dict[str, Any]:
@@ -292,25 +323,70 @@ def _as_json(run: Run) -> dict[str, Any]:
     return dataclasses.asdict(run) | {"changed": changed}
 
 
-def _table(runs: Sequence[Run], folder: Path) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("run", "state", "step", "best", "tokens/s", "data", "model", "changed"):
-        is_number = name in ("step", "best", "tokens/s", "changed")
-        table.add_column(name, justify="right" if is_number else "left", overflow="fold")
-    if any(run.damage for run in runs):
-        table.add_column("cannot be read", overflow="fold", style="red")
-    for run in runs:
-        of_all = f"/{run.num_steps:,}" if run.num_steps else ""
-        cells = (
-            "" if run.step is None else f"{run.step:,}{of_all}",
-            "" if run.best is None else f"{run.best:.4f} at {run.best_step:,}",
-            "" if run.speed is None else f"{run.speed:,.0f}",
-            *(run.data or "", run.model or "", ago(time.time() - run.changed), "; ".join(run.damage)),
+def _print_table(runs: Sequence[Run], folder: Path, columns: Sequence[str] | None) -> None:
+    """Print a row for each run. Columns for which a terminal has no room are named below the table instead."""
+    console = open_console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
+    rows = [_cells(run, folder, columns) for run in runs]
+    names = list(rows[0])
+    if not any(row["cannot be read"].plain for row in rows):
+        names.remove("cannot be read")
+    left_out = list[str]()
+    for name in _LEFT_OUT_FIRST:
+        widths = [max(cell_len(name), *(row[name].cell_len for row in rows)) for name in names]
+        if sum(widths) + _BETWEEN_COLUMNS * (len(names) - 1) <= console.width:
+            break
+        if name in names:
+            names.remove(name)
+            left_out.append(name)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _BETWEEN_COLUMNS, 0, 0))
+    for name in names:
+        is_text = name in ("run", "state", "data", "model", "cannot be read")
+        style = "red" if name == "cannot be read" else ""
+        # the name of a run and its damage have no bound; other cells are never broken
+        table.add_column(
+            name,
+            justify="left" if is_text else "right",
+            overflow="fold",
+            style=style,
+            no_wrap=name not in ("run", "cannot be read"),
         )
-        name, state = os.path.relpath(run.run, folder), Text(run.state, _COLOURS.get(run.state, ""))
-        name = folder.resolve().name if name == "." else name
-        table.add_row(Text(name), state, *map(Text, cells[: len(table.columns) - 2]))
-    return table
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
+    console.print(table)
+    if left_out:
+        console.print(f"no room for {', '.join(left_out)}: use a wider terminal, or --json", style="dim")
+
+
+def _cells(run: Run, folder: Path, columns: Sequence[str] | None) -> dict[str, Text]:
+    """Return the cells of a run's row by the titles of their columns."""
+    name = os.path.relpath(run.run, folder)
+    of_all = f"/{run.num_steps:,}" if run.num_steps else ""
+    cells = {
+        "run": Text(folder.resolve().name if name == "." else name),
+        "state": Text(run.state, _COLOURS.get(run.state, "")),
+        "step": Text("" if run.step is None else f"{run.step:,}{of_all}"),
+        "best": Text("" if run.best is None else f"{run.best:.4f} at {run.best_step:,}"),
+    }
+    if columns is None:
+        cells["tokens/s"] = Text("" if run.speed is None else f"{run.speed:,.0f}")
+        cells["data"] = Text(run.data or "")
+        cells["model"] = Text(run.model or "")
+    else:
+        cells |= {name: Text(_shown(run.arguments.get(name))) for name in columns}
+    cells["changed"] = Text(ago(time.time() - run.changed))
+    cells["cannot be read"] = Text("; ".join(run.damage))
+    return cells
+
+
+def _shown(value: Any) -> str:
+    """Return an argument's value as a command line takes it; '' for null."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

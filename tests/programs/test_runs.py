@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +171,40 @@ def test_the_list_needs_no_torch(found: Found) -> None:
     code = "import sys; from fabric_train import runs; runs.main(sys.argv[1:]); print('torch' in sys.modules)"
     listed = subprocess.run([sys.executable, "-c", code, found.folder], capture_output=True, text=True, check=True)
     assert listed.stdout.splitlines()[-1] == "False"
+
+
+def test_arguments_of_training_are_columns_and_in_json(found: Found, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.main([str(found.folder), "--columns", "max_step", "eval_step_interval", "--sort", "run"])
+    header, _, done, *_ = capsys.readouterr().out.splitlines()
+    assert header.split()[4:6] == ["max_step", "eval_step_interval"]
+    assert done.split()[:2] == ["done", "done"]
+    assert done.split()[6:8] == ["4", "2"]
+    assert listed_in(found.folder, capsys)["done"]["arguments"]["eval_step_interval"] == 2
+    with pytest.raises(InputError, match="--columns warmup_step: no run has this argument; did you mean warmup_steps"):
+        runs.main([str(found.folder), "--columns", "warmup_step"])
+
+
+def test_the_best_run_is_first_where_higher_is_better_too(found: Found) -> None:
+    done = runs.read_run(found.folder / "done")
+    of_loss = [replace(done, best=loss) for loss in (2.0, 1.0)]
+    of_accuracy = [replace(done, best_by="accuracy", best=accuracy) for accuracy in (0.5, 0.9)]
+    ordered = sorted([*of_accuracy, *of_loss], key=lambda run: runs._sort_key(run, "best"))
+    assert [(run.best_by, run.best) for run in ordered] == [
+        ("accuracy", 0.9),
+        ("accuracy", 0.5),
+        ("all", 1.0),
+        ("all", 2.0),
+    ]
+
+
+def test_no_word_is_broken_in_a_narrow_terminal(
+    found: Found, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "_WIDTH_OF_FILES", 60)
+    runs.main([str(found.folder)])
+    *rows, last = capsys.readouterr().out.splitlines()
+    assert [len(row) <= 60 for row in rows] == [True] * 5
+    assert last.startswith("no room for data, model")
+    monkeypatch.setattr(runs, "_WIDTH_OF_FILES", 1000)
+    runs.main([str(found.folder)])
+    assert str(tiny_model_dir) in capsys.readouterr().out
