@@ -155,8 +155,14 @@ class Rows(IndexedRows):
         return self._lengths[rows].astype(np.int64)
 
     def chunks(self, column: str, rows: range | None = None) -> Iterator[pa.Array]:
-        """Yield a column, of consecutive rows or all, as one array of lists after the other."""
-        return self._stored.chunks(column, range(len(self)) if rows is None else rows)
+        """Yield a column, of consecutive rows or all, as one array of lists after the other; InputError for damage."""
+        first = 0 if rows is None else rows.start
+        for chunk in self._stored.chunks(column, range(len(self)) if rows is None else rows):
+            if not is_sound(pa.chunked_array([chunk])):
+                file, _ = self._stored.place(first)
+                raise InputError(f"{file}: damaged, {column} has lists outside of their values; tokenize again")
+            first += len(chunk)
+            yield chunk
 
     def id_range(self, column: str = "input_ids") -> tuple[int, int]:
         """Return the lowest and highest token id in a column, without unsupervised labels. Reads the whole column."""
@@ -174,7 +180,7 @@ class Rows(IndexedRows):
         if not self.has_borders:
             return None
         first = 0
-        for chunk in self.chunks("document_starts"):
+        for chunk in self._stored.chunks("document_starts", range(len(self))):
             if not is_sound(pa.chunked_array([chunk])):
                 return first
             starts, counts = chunk.flatten().to_numpy(), pc.list_value_length(chunk).to_numpy()

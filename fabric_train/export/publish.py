@@ -264,10 +264,27 @@ def public_manifest(manifest: Manifest) -> Manifest:
         tokenizer=replace(manifest.tokenizer, name=markdown.public_value(manifest.tokenizer.name)),
         settings=_public_settings(manifest.settings),
         parts=tuple(
-            replace(part, name=part_names[part.name], settings=_public_settings(part.settings))
+            replace(
+                part,
+                name=part_names[part.name],
+                settings=_public_settings(part.settings),
+                cleaning=_without_places(part.cleaning),
+            )
             for part in manifest.parts
         ),
+        cleaning=_without_places(manifest.cleaning),
     )
+
+
+def _without_places(content: Any) -> Any:
+    """Return settings of cleaning with the last part of each URL and absolute path in them."""
+    if isinstance(content, dict):
+        return {name: _without_places(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_without_places(value) for value in content]
+    if isinstance(content, str) and ("://" in content or os.path.isabs(content)):
+        return markdown.last_part(content)
+    return content
 
 
 def _public_settings(settings: Settings) -> Settings:

@@ -2,9 +2,10 @@
 
 import json
 import logging
+import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 
 from fabric_train.checkpoint import find_whole_checkpoint, is_short_name, read_trainer_json
 from fabric_train.checkpoint.adapter_folder import (
+    CONFIG,
     AdapterTensors,
     can_be_taken_off,
     check_files,
@@ -34,10 +36,11 @@ from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_no_pipes
 from fabric_train.files.requirements import check_package
 from fabric_train.model import hf_model
-from fabric_train.model.adapter import NF4Linear, adapted_layers, attach, is_of_adapter
+from fabric_train.model.adapter import ALL_LINEAR, NF4Linear, adapted_layers, attach, is_of_adapter
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.load_weights import MetaModel, read_weights
 from fabric_train.model.origin import AdapterBase
+from fabric_train.model.patterns import NamePattern
 from fabric_train.model.weight_files import open_weights
 
 _SHARE_FOR_WEIGHTS = 0.85  # of a GPU's free memory; the rest is for activations and the cache of keys and values
@@ -65,13 +68,47 @@ def add_adapter(model: Any, folder: Path, base: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses a name that transformers is about to remove
-            return PeftModel.from_pretrained(model, str(folder)).eval()
+            config = _peft_config(folder, [name for name, _ in model.named_modules()])
+            return PeftModel.from_pretrained(model, str(folder), config=config).eval()
+    except InputError:
+        raise
     except (KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         raise_reached_limit(error)
         reason = first_line(error).rstrip(".:")
         raise InputError(
             f"{folder}: this adapter cannot be put on {base}: {reason}; give its base model by --base_model"
         ) from error
+
+
+def _peft_config(folder: Path, names: Sequence[str]) -> Any:
+    """Return peft's configuration of an adapter, with the modules that its regular expressions match in their place.
+
+    ``names`` are those of the base's modules. peft matches them by ``re``, which a stranger's expression can keep busy
+    for years.
+    """
+    from peft import PeftConfig
+
+    config, file = PeftConfig.from_pretrained(str(folder)), folder / CONFIG
+
+    def matching(setting: str, pattern: str) -> set[str]:
+        return NamePattern(f"{file}: {setting}", pattern, "q_proj").matching_whole(names)
+
+    for setting in ("target_modules", "exclude_modules"):
+        value = getattr(config, setting, None)
+        if isinstance(value, str) and value != ALL_LINEAR:
+            setattr(config, setting, matching(setting, value))
+    for setting in ("rank_pattern", "alpha_pattern"):
+        by_pattern, by_module = getattr(config, setting, None), dict[str, Any]()
+        for pattern, value in (by_pattern or {}).items():
+            for name in sorted(matching(setting, rf"(?:.*\.)?(?:{pattern})")):
+                by_module.setdefault(re.escape(name), value)  # of several patterns, the first one counts
+        if by_pattern:
+            setattr(config, setting, by_module)
+    layers = getattr(config, "layers_pattern", None) or []
+    for name in [layers] if isinstance(layers, str) else layers:
+        if not re.fullmatch(r"[\w.]+", str(name)):
+            raise InputError(f"{file}: layers_pattern {name}: no plain name; give names such as layers")
+    return config
 
 
 def load_onto_devices(opened: MetaModel, gpu_bytes: int | None = None) -> Any:

@@ -75,7 +75,7 @@ def _cell(value: Any) -> Markdown:
 
 def code(text: str) -> Markdown:
     """Return a name in the font of code; nothing in it is Markdown."""
-    shown = _SPACE.sub(" ", escape_controls(text).replace("`", "'"))
+    shown = _SPACE.sub(" ", escape_controls(redact(text)).replace("`", "'"))
     return Markdown(f"`{shown}`")
 
 

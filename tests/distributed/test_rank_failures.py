@@ -5,6 +5,8 @@ two runs do not share a folder.
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from fabric_train.distributed.rank_connections import ConnectedRank, encode
+from fabric_train.distributed import watchdog
+from fabric_train.distributed.rank_connections import ConnectedRank, encode, this_rank
 from fabric_train.distributed.signals import Heartbeat, Position, StepPhase
 from fabric_train.distributed.watchdog import Watchdog
 from tests.support.forked_runs import ForkedRun, ForkedRuns
@@ -167,6 +170,24 @@ def test_a_rank_that_has_waited_long_does_not_hang(monkeypatch: pytest.MonkeyPat
     time.sleep(0.6)
     (how,) = beat()
     assert how.startswith("hung at step 4, forward and backward pass 0 for 1 s")
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_only_a_rank_of_this_pid_namespace_is_killed(monkeypatch: pytest.MonkeyPatch, *, is_here: bool) -> None:
+    """In another container, the lost rank's number may be that of any process here."""
+    monkeypatch.setattr(watchdog, "exit_process", sys.exit)
+    namespace = this_rank(0).pid_namespace
+    assert namespace
+    with subprocess.Popen(["sleep", "60"]) as process, socket.socket() as connection:
+        lost = ConnectedRank(1, HOST, process.pid, namespace if is_here else f"{namespace} of another", connection)
+        with pytest.raises(SystemExit):
+            Watchdog(0, 2, Heartbeat(), timeout=0)._end_without([lost], "died")
+        if is_here:
+            assert process.wait(30) == -signal.SIGKILL
+        else:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.5)
+        process.kill()
 
 
 def test_a_rank_does_not_outlive_its_launcher(forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments) -> None:

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -15,6 +16,7 @@ from fabric_train.export.publish import public_copy
 from fabric_train.programs import tokenize_dataset
 from fabric_train.tokenization import merge
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, write_repeated_lines
+from fabric_train.tokenization.manifest import write_manifest
 from fabric_train.tokenization.packing.document_index import open_index
 from fabric_train.tokenization.shards import ShardSizes
 from tests.support import pair_datasets
@@ -80,6 +82,52 @@ def test_a_pushed_token_dataset_can_be_read_and_has_no_private_name(
     assert "hf download alice/tokens --repo-type dataset" in card
     assert f"| train | {len(rows['train'])} |" in card
     assert "| `texts.jsonl` | 40 |" in card
+
+
+SECRET = "t0psecret0token"
+PRIVATE = (
+    f"https://alice:{SECRET}@host.example/{{}}",
+    f"https://host.example/{{}}?token={SECRET}",
+    f"s3://{SECRET}@bucket/{{}}?X-Amz-Signature={SECRET}&x=1",
+)
+
+
+@pytest.mark.parametrize("url", PRIVATE)
+def test_no_published_byte_has_the_token_of_a_url(
+    tmp_path: Path, tiny_model_dir: Path, sources: list[Path], url: str
+) -> None:
+    """An older version, or another program, may have written manifest.json with the whole URL."""
+    folder = tmp_path / "tokens"
+    tokenize(folder, tiny_model_dir, sources[0], f"es={sources[1]}", validation_split=0.2)
+    manifest = manifest_of(folder)
+    places = [url.format("texts.jsonl"), url.format("more/texts.jsonl")]
+    of_urls = tuple(
+        replace(one, name=name, place=place, folder=None, files=tuple(replace(file, path=place) for file in one.files))
+        for one, name, place in zip(manifest.sources, (places[0], "es"), places, strict=True)
+    )
+    splits = {
+        name: replace(split, sources={places[0]: split.sources[manifest.sources[0].name], "es": split.sources["es"]})
+        for name, split in manifest.ledger.splits.items()
+    }
+    settings = replace(
+        manifest.settings, validation_dataset=[f"es={places[1]}"], chat_template=places[0], boilerplate=places[0]
+    )
+    manifest = replace(
+        manifest,
+        sources=of_urls,
+        ledger=replace(manifest.ledger, splits=splits),
+        settings=settings,
+        tokenizer=replace(manifest.tokenizer, name=places[0]),
+        cleaning={"boilerplate": {"lines": places[1]}},
+    )
+    (folder / MANIFEST).unlink()
+    write_manifest(folder, manifest)
+    with public_copy(folder, manifest_of(folder), "alice/tokens", None, None) as copy:
+        files = [path for path in copy.rglob("*") if path.is_file()]
+        assert {path.name for path in files} >= {MANIFEST, CARD}
+        for path in files:
+            assert SECRET.encode() not in path.read_bytes(), path.name
+        assert manifest_of(copy).sources[0].files[0].path == "texts.jsonl"
 
 
 def test_the_card_of_pairs_says_what_they_are_and_their_reference_stays_here(tmp_path: Path, hub: StandInHub) -> None:

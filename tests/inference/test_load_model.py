@@ -2,19 +2,23 @@
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from fabric_train.cli.errors import InputError
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.generate import generate
-from fabric_train.inference.load_model import load_for_inference, spread
+from fabric_train.inference.load_model import ModelsInTurn, add_adapter, load_for_inference, spread
 from fabric_train.inference.prompts import encode_text
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.load_weights import build_on_meta
+from tests.support.tiny_model import write_tokenizer
+from tests.support.unequal_rows import write_model
 
 _LAYER_BYTES = 4 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64)
 
@@ -66,6 +70,60 @@ def test_an_adapter_needs_peft(tmp_path: Path, tiny_model_dir: Path, monkeypatch
     (folder / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(InputError, match=r"needs peft: pip install 'fabric-train\[peft\]'"):
         load_for_inference(str(folder))
+
+
+SLOW = "(.*)*x$"
+"""An expression with which ``re`` would be busy for years."""
+
+
+def test_expressions_of_an_adapter_are_matched_as_by_peft_and_in_time(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(write_model(tmp_path / "base"))
+    pattern = r".*layers\.1\..*(q|up)_proj"
+    settings: dict[str, Any] = {"r": 2, "rank_pattern": {"up_.*": 3, "q_proj": 4}, "init_lora_weights": False}
+    config = peft.LoraConfig(**settings, target_modules=pattern, exclude_modules=".*k_proj", task_type="CAUSAL_LM")
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "lora")
+    file = tmp_path / "lora" / "adapter_config.json"
+    content = json.loads(file.read_text())
+    model = add_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "lora", "base")
+    shapes = {
+        name.split(".lora_A")[0][-7:]: len(weight) for name, weight in model.named_parameters() if "lora_A" in name
+    }
+    assert shapes == {".q_proj": 4, "up_proj": 3}
+    for more in ({"target_modules": SLOW}, {"exclude_modules": SLOW}, {"rank_pattern": {SLOW: 8}}):
+        file.write_text(json.dumps(content | more))
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        with suppress(InputError):  # or there is nothing that it matches
+            add_adapter(plain, tmp_path / "lora", "base")
+    file.write_text(json.dumps(content | {"target_modules": ["q_proj"], "layers_pattern": SLOW}))
+    with pytest.raises(InputError, match="layers_pattern"):
+        add_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "lora", "base")
+
+
+def test_whole_modules_of_an_adapter_do_not_reach_the_next_model(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = write_model(tmp_path / "base")
+    write_tokenizer(base, ["a text"])
+    settings: dict[str, Any] = {"r": 2, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    for name, whole in (("whole", ["lm_head", "norm"]), ("plain", None)):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(**settings, target_modules=["q_proj"], modules_to_save=whole)
+        tuned = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+        for parameter_name, parameter in tuned.named_parameters():
+            if "modules_to_save" in parameter_name:
+                parameter.data += 0.1
+        tuned.save_pretrained(tmp_path / name)
+    ids = torch.tensor([[5, 9, 7, 100]])
+    models = [str(tmp_path / "whole"), str(base), str(tmp_path / "plain"), str(tmp_path / "whole"), str(base)]
+    alone = {name: load_for_inference_without_tokenizer(name)(ids).logits for name in models}
+    assert len({round(logits.sum().item(), 4) for logits in alone.values()}) == 3
+    in_turn = ModelsInTurn()
+    for name in models:
+        assert torch.equal(in_turn.load(name, loss_in_head=False)(ids).logits, alone[name]), name
+
+
+def load_for_inference_without_tokenizer(name: str) -> Any:
+    return ModelsInTurn().load(name, loss_in_head=False)
 
 
 def test_an_adapter_changes_the_text_of_its_base(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -14,17 +14,33 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from fabric_train.arguments import TrainArguments, parse
-from fabric_train.checkpoint.adapter_folder import read_adapter
+from fabric_train.checkpoint.adapter_folder import CONFIG, WEIGHTS, peft_config, read_adapter
 from fabric_train.checkpoint.peft_settings import uncomputed_settings
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, Targets
 from fabric_train.export.source import MergedTensors
-from fabric_train.model.adapter import Adapter, attach, quantize_rows, without_adapters
+from fabric_train.model.adapter import (
+    Adapter,
+    attach,
+    find_targets,
+    is_of_adapter,
+    quantize_rows,
+    without_adapters,
+)
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.lm_head_loss import compute_loss_in_head
+from fabric_train.model.origin import AdapterBase
 from fabric_train.model.trained_parts import freeze_other_parts
 from fabric_train.preflight.prepare import prepare
 from fabric_train.training.objective import CrossEntropy
@@ -473,6 +489,70 @@ def test_scale_and_names_are_as_in_peft(model: Path) -> None:
     assert (adapter.scale, replace(adapter, is_rank_stabilized=True).scale) == (2.0, 4.0)
     layer, sizes = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64, 4 * (2 * 64 + 2 * 48 + 3 * 96)
     assert (shape.num_trained, shape.num_parameters) == (sizes, 2 * (layer + 64) + 32 + 2 * 300 * 32)
+
+
+def biased_model() -> Qwen2ForCausalLM:
+    """A model whose queries, keys and values have biases, which are not 0."""
+    sizes: dict[str, Any] = {**SMALL, "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 50}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes)).float()
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.data.normal_()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("targets", "dropout", "use_dora"),
+    [("all-linear", 0.0, True), (["q_proj"], 0.3, True), (["v_proj"], 0.3, False)],
+)
+def test_adapted_layers_with_biases_compute_what_those_of_peft_do(
+    tmp_path: Path, targets: Any, dropout: float, *, use_dora: bool
+) -> None:
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=targets, lora_dropout=dropout, use_dora=use_dora, init_lora_weights=False
+    )
+    torch.manual_seed(1)
+    tuned = peft.get_peft_model(biased_model(), config)
+    for name, parameter in tuned.named_parameters():
+        if "magnitude" in name:  # else the ratio is nearly 1
+            parameter.data *= 1.5
+    tuned.save_pretrained(str(tmp_path))
+    own, adapter = biased_model(), read_adapter(tmp_path)
+    attach(own, replace(adapter, dropout=dropout), "the model", device="cpu")
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    trained = {name: weight for name, weight in own.named_parameters() if is_of_adapter(name)}
+    for name, weight in trained.items():
+        weight.data.copy_(stored[f"base_model.model.{name}"])
+    assert len(trained) == len(stored)
+    ids = torch.arange(24).view(2, 12)
+    for model in (tuned, own):
+        model.train()
+        torch.manual_seed(2)  # dropout draws the same numbers
+        model(ids, labels=ids).loss.backward()
+    torch.manual_seed(3)
+    expected = tuned(ids).logits
+    torch.manual_seed(3)
+    torch.testing.assert_close(own(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    gradients = {name.replace(".default", ""): weight.grad for name, weight in tuned.named_parameters()}
+    for name, weight in trained.items():
+        of_peft = gradients[f"base_model.model.{name}" + ".weight" * name.endswith("vector")]
+        torch.testing.assert_close(weight.grad, of_peft, rtol=1e-3, atol=1e-5)
+
+
+def test_an_adapter_of_one_layer_is_read_again_for_that_layer(tmp_path: Path) -> None:
+    model = biased_model()
+    chosen = Adapter("lora", rank=2, alpha=4.0, targets=(r".*layers\.1\..*q_proj", "up_proj"))
+    expected = set(find_targets(model, chosen, "the model"))
+    assert expected == {"model.layers.1.self_attn.q_proj", *(f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1))}
+    attach(model, chosen, "the model", device="cpu")
+    trained = {name: weight.detach() for name, weight in model.named_parameters() if is_of_adapter(name)}
+    save_file({f"base_model.model.{name}": weight for name, weight in trained.items()}, tmp_path / WEIGHTS)
+    (tmp_path / CONFIG).write_text(json.dumps(peft_config(model, AdapterBase("base"))))
+    assert set(find_targets(biased_model(), read_adapter(tmp_path), "the model")) == expected
+    again = peft.PeftModel.from_pretrained(biased_model(), str(tmp_path))
+    assert {name for name, module in again.base_model.model.named_modules() if hasattr(module, "lora_A")} == expected
 
 
 def test_rows_are_quantized_as_the_whole_matrix_is() -> None:

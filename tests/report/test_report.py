@@ -351,6 +351,14 @@ def test_a_step_skipped_before_the_first_logged_row_has_a_mark(copy: Path) -> No
     assert [mark.x for mark in run.marks if mark.kind == "skipped"] == [0, 2]
 
 
+def test_a_spike_has_its_own_step_although_rows_before_have_no_norm(tmp_path: Path) -> None:
+    norms = np.where(np.arange(100) < 30, np.nan, 1.0)
+    norms[[57, 80]] = 60.0, 20.0
+    findings = find_unusual(write_metrics(tmp_path / "run", train_loss=np.full(100, 2.0), grad_norm=norms))
+    said = "has 2 spikes above 8 times its median; the highest, 60, is at step 57. "
+    assert any(said in finding.text for finding in findings)
+
+
 def test_forgetting_no_evaluation_guessing_and_lost_ranks_are_said(copy: Path) -> None:
     steps = np.arange(400)
     learned = {"train_loss": 2 + np.exp(-steps / 100)}

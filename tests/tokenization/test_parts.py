@@ -190,6 +190,11 @@ def lengthen(file: Path) -> None:
     file.write_bytes(file.read_bytes() + bytes(8))
 
 
+def open_a_bracket(file: Path) -> None:
+    """Damage the header, which numpy parses as Python."""
+    file.write_bytes(file.read_bytes().replace(b"}", b"(", 1))
+
+
 def unorder(file: Path) -> None:
     np.save(file, np.load(file)[::-1])
 
@@ -202,6 +207,7 @@ def unorder(file: Path) -> None:
         ("part-1/train/index/documents.npy", cut),
         ("part-1/train/index/checksums.npy", lengthen),
         ("part-2/validation/index/rows.npy", Path.unlink),
+        ("part-2/train/index/rows.npy", open_a_bracket),
         ("parts/train/batches.npy", cut),
         ("parts/train/batches.npy", unorder),
         ("parts/validation/sources.npy", cut),

@@ -81,6 +81,30 @@ def test_a_loss_is_that_of_its_paper(name: str) -> None:
     assert losses.tolist() == pytest.approx([by_hand(name, *pair) for pair in pairs], rel=1e-12)
 
 
+@pytest.mark.parametrize("name", ["dpo", "dpo_norm"])
+def test_rewards_and_kl_are_as_by_hand(name: str) -> None:
+    logs, reference, tokens = (-9.0, -12.0), (-10.0, -10.0), (5, 8)
+    values = [torch.tensor([value], dtype=torch.float64) for value in (*logs, *reference, *tokens)]
+    metrics = {of: value.item() for of, value in Preference(GIVEN[name])._metrics(Pairs(*values)).items()}
+    # beyond the reference: 1 for the chosen answer, -2 for the rejected one; per token 1 / 5 and -2 / 8
+    chosen, rejected = (1.0, -2.0) if name == "dpo" else (0.2, -0.25)
+    beta = GIVEN[name].dpo_beta
+    assert metrics["reward_chosen"] == pytest.approx(beta * chosen)
+    assert metrics["reward_rejected"] == pytest.approx(beta * rejected)
+    assert metrics["margin"] == pytest.approx(beta * (chosen - rejected))
+    assert metrics["kl"] == pytest.approx(-(0.2 - 0.25) / 2)  # per token, whatever the loss is of
+    assert metrics["sft_loss"] == pytest.approx(9 / 5)
+    assert (metrics["accuracy"], metrics["ties"]) == (1.0, 0.0)
+    assert (metrics["logp_chosen"], metrics["logp_rejected"]) == logs
+    assert (metrics["length_chosen"], metrics["length_rejected"]) == tokens
+
+
+def test_a_tie_is_half_an_accurate_pair() -> None:
+    values = [torch.tensor([value], dtype=torch.float64) for value in (-4.0, -6.0, -5.0, -7.0, 3, 3)]
+    metrics = Preference(GIVEN["dpo"])._metrics(Pairs(*values))
+    assert (metrics["accuracy"].item(), metrics["ties"].item(), metrics["margin"].item()) == (0.5, 1.0, 0.0)
+
+
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "model")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from fabric_train.data.batch import IGNORED_LABEL
-from fabric_train.training.self_check import Figure, _Row
+from fabric_train.training.self_check import Figure, _disagreements, _Row
+from tests.support import short_runs
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, write_model, write_rows
 
@@ -101,6 +102,25 @@ def test_a_loop_that_weighs_micro_batches_instead_of_tokens_is_found(
     assert "fails:" in run.stdout()
     faults = json.loads((tmp_path / "run" / "self_check.json").read_text())["faults"]
     assert any(fault.startswith("4 rows a micro-batch: loss ") for fault in faults)
+
+
+def test_a_wrong_loop_is_found_on_rows_with_equal_numbers_of_labels(
+    forked_runs: ForkedRuns, tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path
+) -> None:
+    """Every token of these rows is a label: the check leaves some out, or all means would be the same."""
+    words = short_runs.argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", self_check="true", loggers=None)
+    assert forked_runs.start(words, 1, before=MEAN_OF_MICRO_BATCHES).wait() == [1]
+    faults = json.loads((tmp_path / "run" / "self_check.json").read_text())["faults"]
+    assert any(fault.startswith("4 rows a micro-batch: loss ") for fault in faults)
+
+
+@pytest.mark.parametrize(("first", "second"), [(math.nan, math.nan), (math.nan, 2.0), (2.0, math.nan)])
+def test_a_loss_that_is_no_number_is_a_fault(first: float, second: float) -> None:
+    of_losses = _disagreements([Figure("a", first, 1.0), Figure("b", second, 1.0)], tolerance=0.1)
+    of_norms = _disagreements([Figure("a", 1.0, first), Figure("b", 1.0, second)], tolerance=0.1)
+    assert of_losses[-1].startswith("b: loss ")
+    assert of_norms[-1].startswith("b: gradient norm ")
+    assert all("nan" in fault for fault in (*of_losses, *of_norms))
 
 
 def test_weights_that_are_not_finite_are_named(forked_runs: ForkedRuns, tmp_path: Path, tokens: Path) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 
@@ -209,7 +210,7 @@ def _map_records(file: Path, dtype: np.dtype, fix: str) -> tuple[np.ndarray, mma
         return records, mapped
     except FileNotFoundError:
         raise InputError(f"{file}: the file is missing; {fix}") from None
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, SyntaxError, TokenError) as error:  # numpy parses a header as Python
         raise_reached_limit(error)
         raise InputError(f"{file}: damaged, {first_line(error)}; {fix}") from None
 

@@ -118,6 +118,8 @@ class Split:
             with _naming(file):
                 table, _ = map_table(file)
             for batch in table.select(["input_ids"]).to_batches():
+                with _naming(file):
+                    batch.validate(full=True)
                 inside = rows[slice(*np.searchsorted(rows, (first, first + batch.num_rows)))] - first
                 if len(inside):
                     ids, offsets = _flat(batch.take(pa.array(inside)), "input_ids", file)
@@ -175,7 +177,9 @@ def check_listed_files(folder: Path, fix: str) -> None:
 def read_arrow(file: Path) -> Iterator[pa.RecordBatch]:
     """Yield the record batches of an arrow file, memory-mapped; InputError if the file is missing or damaged."""
     with _naming(file), pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as reader:
-        yield from reader
+        for batch in reader:
+            batch.validate(full=True)  # pyarrow would abort the process at a list that lies outside of its values
+            yield batch
 
 
 @contextmanager
