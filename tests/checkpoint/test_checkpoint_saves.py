@@ -94,7 +94,6 @@ def of_one_device(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Pat
     return run / "checkpoints" / "step-00000001"
 
 
-@pytest.mark.numerical
 @pytest.mark.parametrize(
     ("parallelism", "num_ranks", "kinds", "options"),
     [

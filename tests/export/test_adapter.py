@@ -181,7 +181,6 @@ def test_an_exported_adapter_stops_where_the_run_said(
         assert output[0, prompt["input_ids"].shape[1] :].tolist() == [end]
 
 
-@pytest.mark.numerical
 def test_an_adapter_is_exported_as_a_folder_of_peft(tmp_path: Path, tiny_model_dir: Path, checkpoint: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)  # would be among the program's lines

@@ -231,7 +231,6 @@ def test_on_cuda_packed_documents_have_the_loss_of_single_documents(
     assert_same(loss_and_gradient(model, [packed(split)]), expected, tolerance)
 
 
-@pytest.mark.numerical
 @pytest.mark.parametrize("model", ["sdpa", "eager", "flex_attention", "flash_attention_2", VARLEN], indirect=True)
 def test_other_tokens_in_one_document_change_no_logits_of_another(model: Any, split: datasets.Dataset) -> None:
     batch = packed(split)

@@ -134,7 +134,6 @@ def test_tiles_are_refused_beside_what_they_do_not_work_with() -> None:
             parse(TrainArguments, [*REQUIRED, "--mlp_tile_size", "4k", *options.split()])
 
 
-@pytest.mark.numerical
 @pytest.mark.slow
 @pytest.mark.parametrize("parallelism", ["fsdp2", "fsdp", "ddp"])
 def test_ranks_train_in_tiles_as_without(forked_runs: ForkedRuns, tmp_path: Path, parallelism: str) -> None:

@@ -111,7 +111,6 @@ class ByHand:
         return sums
 
 
-@pytest.mark.numerical
 @pytest.mark.parametrize("in_head", [True, False])
 def test_losses_of_sources_are_those_of_every_token_by_hand(
     tiny_model_dir: Path, mixture: TokenMixture, in_head: bool
