@@ -41,6 +41,7 @@ from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.evaluation.texts import NUM_DIGITS, EncodedText, ScoredPart, device_kind, full_digest
 from fabric_train.inference.load_model import ModelsInTurn, check_adapter
 from fabric_train.model.hf_model import check_readable, load_hf_tokenizer, read_shape
+from fabric_train.model.rope_frequencies import choose_frequencies
 from fabric_train.tokenization.tokenizers.vocabulary import compare_tokenizers
 from fabric_train.tokenization.workers import ThrottledLog
 from fabric_train.training.objective import CrossEntropy
@@ -246,6 +247,7 @@ def score_texts(
             losses = cache.read(model, part)
             if losses is None:
                 loaded = loaded or in_turn.load(model.source)
+                choose_frequencies(loaded, text.input_tokens)  # by the text, so that the batch size changes nothing
                 losses = score_part(loaded, text, part, batch_tokens, partial(show, model.name))
                 if not (is_finite := np.isfinite(losses)).all():
                     place = text.place(int(text.owners[part.tokens.start + int(np.argmin(is_finite))]))

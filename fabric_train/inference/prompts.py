@@ -17,6 +17,7 @@ from fabric_train.cli.errors import InputError, set_memory_advice
 from fabric_train.files.regular_file import open_regular, open_to_write, parse_json
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.generate import GeneratedText, TextPrinter, generate
+from fabric_train.model.rope_frequencies import choose_frequencies
 from fabric_train.tokenization.chats.chat_encoder import own_template
 from fabric_train.tokenization.chats.chat_template import ChatTemplate, Rendering
 from fabric_train.tokenization.chats.formats import read_chat
@@ -316,6 +317,7 @@ def write_texts(arguments: GenerateArguments) -> None:
     output.check_model(model.name_or_path)
     encoder = PromptEncoder(tokenizer, arguments.model_name, any(prompt.is_chat for prompt in prompts))
     encoded = encode_prompts(encoder, prompts, limits_of(model), arguments.num_tokens)
+    choose_frequencies(model, max(map(len, encoded)) + arguments.num_tokens)
     generate_for_file(model, tokenizer, encoded, arguments, output, encoder.end_ids)
 
 
@@ -328,6 +330,7 @@ def continue_prompt(arguments: GenerateArguments, *, prints: bool = False) -> tu
         return model, Conversation(model, tokenizer, encoder, arguments).answer(arguments.prompt)
     prompt = Prompt(chat_turn(arguments.prompt, arguments.system) if arguments.chat else arguments.prompt)
     prompts = encode_prompts(encoder, [prompt], limits_of(model), arguments.num_tokens)
+    choose_frequencies(model, len(prompts[0]) + arguments.num_tokens)
     printer = TextPrinter(tokenizer, arguments.stop, shows_prompt=True) if prints else None
     return model, generate(model, tokenizer, prompts, arguments, end_ids=encoder.end_ids, printer=printer)[0]
 
@@ -366,6 +369,7 @@ class Conversation:
         messages = [*self._history, *turn]
         prompt = Prompt(Chat(messages), "the conversation")
         (ids,) = encode_prompts(self._encoder, [prompt], limits_of(self._model), self._settings.num_tokens)
+        choose_frequencies(self._model, len(ids) + self._settings.num_tokens)
         with _counted_interrupts() as interrupts:
             (generated,) = generate(
                 self._model,

@@ -1,25 +1,24 @@
-"""Run a model on packed rows, with attention within documents, and check that a model family can.
+"""Run a model on packed rows, with attention within documents.
 
 On a GPU ``sdpa`` is replaced by torch's variable-length kernel where that works; others get masks from transformers.
 """
 
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning import Fabric
 from transformers import AutoModelForCausalLM, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fabric_train.cli.errors import InputError
-from fabric_train.data.batch import Batch, Documents, find_targets, isolate
+from fabric_train.data.batch import Batch, Documents, isolate
 from fabric_train.distributed.decoder_layers import check_compiler
 from fabric_train.distributed.precision import compute_dtype
-from fabric_train.model.context_parallel import CONTEXT, CONTEXT_VARLEN, place_batch, whole_losses
+from fabric_train.model.context_parallel import CONTEXT, CONTEXT_VARLEN
+from fabric_train.model.rope_frequencies import choose_frequencies
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -201,6 +200,8 @@ def why_model_cannot(shape: "ModelShape", dtype: torch.dtype | None = None) -> s
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(shape.config, dtype=dtype).train()
+        if shape.longest_row is not None:
+            choose_frequencies(model, shape.longest_row)  # to choose by the batch, transformers reads its positions
         if not model._supports_flash_attn:
             return "the masks of this model family have more in them than documents"
         documents = isolate(np.ones((1, 4), dtype=np.int64), np.ones((1, 4), dtype=np.int64), [np.array([0, 2])])
@@ -261,35 +262,23 @@ def check_attention(arguments: "TrainArguments", accelerator: str) -> None:
         check_compiler("--attention flex_attention", "use --attention sdpa")
 
 
-@torch.no_grad()
-def check_isolation(fabric: Fabric, model: Any, source: str) -> None:
-    """Check that documents of one row do not see each other when their positions restart. All ranks call it.
+def check_counted_from_rows(shape: "ModelShape", longest_row: int) -> None:
+    """Raise an InputError if a model counts tokens from the start of a row where it has to from the document's start.
 
-    Some model families ignore positions when they build masks, and recurrent layers have no mask. So this runs two rows
-    that differ only in their first document, and the logits of the second document must be the same. The model is in
-    training mode, before and after.
+    Llama 4 scales queries by the index in the row, in the layers without positions, and cuts rows into chunks of
+    attention. Neither restarts with a document, which counts in rows that are longer than ``floor_scale`` or a chunk.
     """
-    takes_positions = "position_ids" in inspect.signature(model.module.forward).parameters
-    if not takes_positions or _second_document_changes(fabric, model):
-        raise InputError(
-            f"--isolate_documents true: {source} ({model.config.model_type}) cannot keep the documents of a row apart; "
-            "give --isolate_documents false"
-        )
-
-
-def _second_document_changes(fabric: Fabric, model: Any) -> bool:
-    input_ids = np.array([[1, 2, 3, 4], [5, 6, 3, 4]])
-    batch = place_batch(fabric, isolate(input_ids, input_ids.copy(), [np.array([0, 2])] * 2))
-    model.eval()
-    # flex attention is not compiled for these four tokens, and warns about it
-    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logits = forward_batch(model, batch).logits.flatten(0, 1).float()
-    part, targets = batch.row_slice, find_targets(batch.labels)
-    if part is None:
-        of_targets = logits[targets.positions]
-    else:
-        of_targets = whole_losses(part, logits[part.positions], len(targets.positions))
-    first, second = of_targets[1::2]  # at the first token of each second document
-    model.train()
-    return bool((first - second).abs().max() > 0.01 * first.abs().max())
+    text: Any = shape.config.get_text_config()
+    limits: dict[str, int] = {}
+    has_no_rope = 0 in (getattr(text, "no_rope_layers", None) or ())
+    if has_no_rope and getattr(text, "attn_temperature_tuning", False):
+        limits["floor_scale"] = int(text.floor_scale)
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        limits["attention_chunk_size"] = int(text.attention_chunk_size)
+    for name, limit in limits.items():
+        if longest_row > limit:
+            raise InputError(
+                f"--isolate_documents true: rows have {longest_row:,} tokens, and {shape.source} "
+                f"({text.model_type}) counts its {name} of {limit:,} from the start of a row, not of a document; "
+                f"tokenize with --max_length {limit}, or give --isolate_documents false"
+            )

@@ -50,7 +50,9 @@ class ModelShape:
     ``num_parameters`` counts tied weights once, and none of an ``adapter``. ``trained`` has the names and shapes of the
     parameters that train; if ``parts`` chose them, ``frozen`` has the others. ``names`` are of all parameters, see
     ``trained_parts.Names``. ``layer_classes`` are the classes of the decoder layers, FSDP's units. ``max_positions`` is
-    None if the configuration has no limit. ``is_new``: the model has no pretrained weights.
+    None if the configuration has no limit. ``is_new``: the model has no pretrained weights. ``longest_row`` are the
+    tokens of the longest row that the model gets, by which rotary frequencies that depend on the length are chosen
+    once (``rope_frequencies``); None leaves that to transformers.
     """
 
     source: str
@@ -66,6 +68,7 @@ class ModelShape:
     adapter: Adapter | None = None
     parts: Parts = ALL_PARTS
     frozen: dict[str, torch.Size] = field(default_factory=dict)
+    longest_row: int | None = None
 
     @property
     def num_trained(self) -> int:

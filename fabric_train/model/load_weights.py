@@ -31,6 +31,7 @@ from fabric_train.distributed.ranks import FlatShard, flat_shards, local_part, o
 from fabric_train.model import weight_files
 from fabric_train.model.hf_model import ModelShape, check_readable
 from fabric_train.model.pickled_weights import PickledTensors, find_pickles
+from fabric_train.model.rope_frequencies import choose_frequencies
 from fabric_train.model.weight_files import StoredTensors, Weights
 
 _progress = logging.getLogger("fabric_train.progress")
@@ -123,6 +124,8 @@ def build_on_meta(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # initialize the buffers only
     model.initialize_weights()
+    if shape.longest_row is not None:
+        choose_frequencies(model, shape.longest_row)
     return model
 
 
@@ -175,6 +178,8 @@ def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
     if model.config.tie_word_embeddings and head is not None and head.weight is not model.get_input_embeddings().weight:
         # stored with different values, so transformers does not tie them; a checkpoint's configuration must say so
         model.config.tie_word_embeddings = False
+    if shape.longest_row is not None:
+        choose_frequencies(model, shape.longest_row)
     return model
 
 

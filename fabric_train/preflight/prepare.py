@@ -30,12 +30,13 @@ from fabric_train.distributed.precision import check_float8
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts, read_prompts
 from fabric_train.model.adapter import check_installed
-from fabric_train.model.attention import check_attention, choose_attention
+from fabric_train.model.attention import check_attention, check_counted_from_rows, choose_attention
 from fabric_train.model.computed_settings import terms_left_out
 from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape, with_parts
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.parallelize import check_tensor_parallel
 from fabric_train.model.rope import RopeChange, note_on_rope
+from fabric_train.model.rope_frequencies import note_on_frequencies
 from fabric_train.model.trained_parts import ALL_PARTS, rates_by_name, splits_layers
 from fabric_train.preflight.beginning import choose_beginning, named_checkpoint
 from fabric_train.preflight.dataset_check import (
@@ -171,7 +172,11 @@ def _prepare_stretch(
     rope = RopeChange(
         arguments.model.scaling, arguments.model.rope_theta, stretch.option, arguments.checkpoint.allow_changes
     )
-    extended = model = rope.apply(stored, longest_row(data))
+    length = longest_row(data)
+    extended = replace(rope.apply(stored, length), longest_row=length)
+    model = extended
+    if data.isolates:
+        check_counted_from_rows(model, length)
     masks_because = choose_attention(model, arguments, devices.accelerator)
     phases = plan_phases(stretch, data)
     model, models = choose_parts(stretch, model, phases)
@@ -216,7 +221,8 @@ def _prepare_stretch(
     begins_with = arguments.adapter.init_adapter
     if base is not None and begins_with is not None and not (checkpoint and is_adapter(checkpoint)):
         run = _with_notes(run, None if global_rank() else note_on_other_base(Path(begins_with), base))
-    run = _with_notes(run, note_on_rope(stored, extended), *_warnings(run, masks_because))
+    of_frequencies = note_on_frequencies(model.config, model.source, length)
+    run = _with_notes(run, note_on_rope(stored, extended), of_frequencies, *_warnings(run, masks_because))
     return run if arguments.planning.checks else resolve_automatic(run)
 
 

@@ -21,14 +21,15 @@ from fabric_train.cli.parser import to_yaml
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture, unpredicted_tokens
 from fabric_train.distributed.memory import reuse_freed_memory
+from fabric_train.distributed.precision import compute_dtype
 from fabric_train.distributed.ranks import release_parameters
 from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
-from fabric_train.model.attention import check_isolation
 from fabric_train.pages.markdown import WrittenPage
 from fabric_train.training import summary
 from fabric_train.training.build_run import build_loop, build_outputs, build_validation, set_up_model, set_up_optimizer
 from fabric_train.training.evaluation import Validation
+from fabric_train.training.isolation_check import check_isolation
 from fabric_train.training.loggers import Logger, Outputs
 from fabric_train.training.loop import End, Loop, manual_collection
 from fabric_train.training.metrics import Metrics
@@ -102,8 +103,9 @@ def _set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
     model, decayed = set_up_model(fabric, run)
     if fabric.device.type == "cpu":
         reuse_freed_memory()  # from here on, so that what loading has freed is returned to the system
-    if run.data.isolates:
-        check_isolation(fabric, model, run.model.source)
+    longest_row = run.model.longest_row
+    if run.data.isolates and longest_row is not None:
+        check_isolation(fabric, model, run.model.source, longest_row, compute_dtype(run.arguments.model.precision))
     return model, decayed
 
 

@@ -20,11 +20,16 @@ from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     BloomConfig,
     GPT2Config,
+    JambaConfig,
+    Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -36,11 +41,12 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised, find_targets, isolate
 from fabric_train.data.step_sampler import Window
 from fabric_train.data.token_dataset import Rows
-from fabric_train.model.attention import VARLEN, check_attention, check_isolation, forward
-from fabric_train.model.hf_model import read_shape
+from fabric_train.model.attention import VARLEN, check_attention, check_counted_from_rows, forward
+from fabric_train.model.hf_model import read_shape, shape_from_config
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.load_weights import load_model
 from fabric_train.training.evaluation import evaluate
+from fabric_train.training.isolation_check import check_isolation
 from fabric_train.training.objective import CrossEntropy
 from fabric_train.training.step import accumulate
 from tests.support.varlen_kernel import varlen_kernel_on_cpu
@@ -373,29 +379,68 @@ SMALL: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers
 LLAMA: dict[str, Any] = {**SMALL, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
+HYBRID: dict[str, Any] = {**LLAMA, "layer_types": ["conv", "full_attention"]}
+JAMBA: dict[str, Any] = {"num_experts": 2, "attn_layer_offset": 1, "attn_layer_period": 2, "use_mamba_kernels": False}
+ROWS_OF_RUN = 200
+
+
 @pytest.mark.parametrize(
-    ("config", "leaks"),
+    ("config", "fault"),
     [
-        (LlamaConfig(**LLAMA), False),
-        (MistralConfig(**LLAMA, sliding_window=3), False),
-        (Qwen2Config(**LLAMA), False),
-        (GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2), False),
-        (OPTConfig(**SMALL, ffn_dim=32, num_attention_heads=2, word_embed_proj_dim=32), True),
-        (BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2), True),
-        (MambaConfig(**SMALL), True),
+        (LlamaConfig(**LLAMA), None),
+        (MistralConfig(**LLAMA, sliding_window=30), None),
+        (MixtralConfig(**LLAMA, num_local_experts=4), None),
+        (Qwen2Config(**LLAMA), None),
+        (GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2), None),
+        (OPTConfig(**SMALL, ffn_dim=32, num_attention_heads=2, word_embed_proj_dim=32), "document before it"),
+        (BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2), "takes no positions"),
+        (MambaConfig(**SMALL), "takes no positions"),
+        (Lfm2Config(**HYBRID), "document before it"),
+        (JambaConfig(**LLAMA, **JAMBA), "document before it"),
+        (BertConfig(**SMALL, intermediate_size=32, num_attention_heads=2), "see the tokens after them"),
     ],
-    ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else "leaks" if value else "isolates",
+    ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else "refused" if value else "packed",
 )
-def test_family_whose_documents_see_each_other_is_refused(config: PretrainedConfig, leaks: bool) -> None:
+def test_fresh_model_whose_documents_see_each_other_is_refused(config: PretrainedConfig, fault: str | None) -> None:
     torch.manual_seed(0)
     fabric = Fabric(accelerator="cpu", devices=1)
     model = fabric.setup_module(AutoModelForCausalLM.from_config(config)).train()
-    if not leaks:
-        check_isolation(fabric, model, "model")
+    if fault is None:
+        check_isolation(fabric, model, "model", ROWS_OF_RUN, torch.float32)
         assert model.training
         return
-    with pytest.raises(InputError, match=rf"^--isolate_documents true: model \({config.model_type}\) cannot keep"):
-        check_isolation(fabric, model, "model")
+    with pytest.raises(
+        InputError, match=rf"^--isolate_documents true: model \({config.model_type}\) cannot .* {fault}"
+    ):
+        check_isolation(fabric, model, "model", ROWS_OF_RUN, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hybrid_is_refused_in_the_dtype_of_the_run(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = fabric.setup_module(AutoModelForCausalLM.from_config(Lfm2Config(**HYBRID), dtype=dtype)).train()
+    with pytest.raises(InputError, match="document before it"):
+        check_isolation(fabric, model, "model", ROWS_OF_RUN, dtype)
+
+
+def test_position_that_restarts_only_with_long_documents_is_found() -> None:
+    """Within ``floor_scale`` tokens Llama 4 is exact; the check must not stop at a few tokens."""
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        **LLAMA, head_dim=16, intermediate_size_mlp=32, num_local_experts=2, floor_scale=40, no_rope_layers=[1, 0]
+    )
+    shape = shape_from_config(config, "model", "LlamaDecoderLayer", None)
+    check_counted_from_rows(shape, 40)
+    with pytest.raises(InputError, match=r"floor_scale of 40 from the start of a row.* --max_length 40,"):
+        check_counted_from_rows(shape, 41)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = fabric.setup_module(AutoModelForCausalLM.from_config(config)).train()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    check_isolation(fabric, model, "model", 40, torch.float32)
+    with pytest.raises(InputError, match="place in the row"):
+        check_isolation(fabric, model, "model", ROWS_OF_RUN, torch.float32)
 
 
 @pytest.mark.parametrize(
