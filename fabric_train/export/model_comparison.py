@@ -6,15 +6,17 @@ half of the available memory, tensors are compared in blocks from the files, and
 
 import filecmp
 import math
+import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from rich.progress import Progress, track
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from fabric_train.checkpoint import read_trainer_json
 from fabric_train.checkpoint.adapter_folder import AdapterTensors, open_base
@@ -317,6 +319,20 @@ def _compare_tokenizers(folder: Path, source: ExportSource) -> list[str] | None:
         if not (folder / name).is_file() or not filecmp.cmp(file, folder / name, shallow=False):
             differences.append(file.name)
     return differences
+
+
+def tokenizer_changed_by_config(tokenizer: Path, config: PretrainedConfig) -> list[str]:
+    """Return what differs in a tokenizer when transformers reads it beside a model's config.json, as in an export.
+
+    transformers chooses the class of a tokenizer by the model's type too. Without a config.json it cannot.
+    """
+    with TemporaryDirectory() as folder:
+        beside = Path(folder)
+        for file in tokenizer.iterdir():
+            if file.is_file():
+                shutil.copyfile(file, beside / file.name)
+        config.save_pretrained(beside)
+        return _different(_traits(tokenizer), _traits(beside))
 
 
 def _compare_index(folder: Path, files: CheckpointTensors) -> list[str]:

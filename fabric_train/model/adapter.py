@@ -20,7 +20,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -167,9 +167,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def find_targets(model: Any, adapter: Adapter, source: str) -> dict[str, nn.Linear]:
     """Return the linear layers that an adapter is for, by their names; for errors see :func:`attach`."""
     head = model.get_output_embeddings()
-    linear = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
-    }
+    linear = {name: module for name, module in model.named_modules() if is_linear(module) and module is not head}
     found: dict[str, nn.Linear] = {}
     for target in adapter.targets:
         matched = NamePattern("--lora_targets", target, "q_proj").matching_whole(linear)
@@ -304,6 +302,11 @@ def _state(scales: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> 
     )
 
 
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module computes what a linear layer does. A router of Llama 4 is one too, and does not."""
+    return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, NF4Linear.forward)
+
+
 def stored_rows(row: int, dtype: torch.dtype) -> dict[str, int]:
     """Return how many numbers of a dtype store a row of ``row`` weights, and its scales, by the parameter's name."""
     return {"weight": row // 2 // dtype.itemsize, _SCALES: row // BLOCK * 4 // dtype.itemsize}
@@ -329,7 +332,7 @@ def quantize_layers(layers: Collection[nn.Module], dtype: torch.dtype, but: Coll
     """
     for layer in layers:
         for name, module in layer.named_modules():
-            if not isinstance(module, nn.Linear) or any(f".{name}".endswith(f".{one}") for one in but):
+            if not is_linear(module) or any(f".{name}".endswith(f".{one}") for one in but):
                 continue
             if module.in_features % BLOCK:
                 raise InputError(

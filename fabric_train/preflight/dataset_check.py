@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.cli.launcher import global_rank
 from fabric_train.cli.tables import OBJECTIVES, PROJECT
 from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.step_sampler import select_validation_rows
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import Rows, TokenDataset
+from fabric_train.export.model_comparison import tokenizer_changed_by_config
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.rope import how_to_extend
@@ -63,6 +65,8 @@ def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: b
         if not faults and not shape.is_new:
             another = _other_tokenizer(dataset.folder, manifest.tokenizer, shape)
             faults, notes = list(another.faults), list(another.notes)
+        if not faults and not global_rank():
+            faults += _changed_by_export(dataset, manifest.tokenizer, shape)
     if manifest is None or manifest.tokenizer.vocab_size > shape.vocab_size:
         fix = "tokenize with the model's own tokenizer"
         if manifest and not faults:  # the model's own tokenizer may have made the rows
@@ -341,6 +345,25 @@ def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -
         "(docs/reference/errors.md#another-tokenizer)"
     )
     return DatasetCheck((line,) if fault else (), tuple(notes))
+
+
+def _changed_by_export(dataset: TokenDataset, record: TokenizerRecord, shape: ModelShape) -> list[str]:
+    """Return a fault if an export, which has a config.json, would read the token dataset's tokenizer as another one."""
+    tokenizer = dataset.folder / "tokenizer"
+    if not (tokenizer / "tokenizer_config.json").is_file():
+        return []
+    try:
+        differences = tokenizer_changed_by_config(tokenizer, shape.config)
+    except (ArithmeticError, AttributeError, ImportError, LookupError, OSError, TypeError, ValueError) as error:
+        raise_reached_limit(error)
+        differences = [first_line(error).rstrip(".")]
+    if not differences:
+        return []
+    return [
+        f"{dataset.folder}: beside the config.json of a {shape.config.model_type}, transformers reads the tokenizer "
+        f"{record.name} as another one ({', '.join(differences)}), so the model could not be exported; tokenize with "
+        "the model's own tokenizer, or give another model"
+    ]
 
 
 def _other_bos_eos(folder: Path, record: TokenizerRecord, shape: ModelShape) -> list[str]:

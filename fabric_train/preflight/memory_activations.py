@@ -1,14 +1,18 @@
 """Measure the memory of activations: run the real model and loss on fake tensors, which have shapes and no content.
 
+Some models cannot be run so: they read the content of a tensor, such as a router's choice of experts, or are not built
+with as few layers as are traced. That is a :class:`TraceError`, whatever transformers' code raises there.
+
 Layers in which the same parts train cost the same, so for each kind of layer a model of three and one of two layers are
 traced, and the rest is extrapolated.
 """
 
 import copy
+import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -16,18 +20,21 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from fabric_train.cli.errors import first_line
 from fabric_train.data.batch import Batch, Targets
 from fabric_train.distributed.decoder_layers import checkpoint_layers, shares_kept
 from fabric_train.model import parallelize
 from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.lm_head_loss import compute_loss_in_head, traced_as
+from fabric_train.model.rope_frequencies import choose_frequencies
 from fabric_train.model.trained_parts import IN_LAYER, freeze_other_parts
 from fabric_train.preflight.memory_gpu import attention_of_slices, attention_on_gpu, compile_for_trace
 from fabric_train.training.objective import CrossEntropy
@@ -39,6 +46,10 @@ _TRACED_LAYERS = 3
 LayerKind = frozenset[str] | None
 """The parameters that train in a layer, by their names in it; None: all of the model, or an adapter."""
 BELOW: LayerKind = frozenset(["below all that trains"])
+
+
+class TraceError(Exception):
+    """The activations of a model cannot be traced; the message says why in one line."""
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -102,7 +113,7 @@ class Activations:
 
 
 def trace_activations(shape: ModelShape, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
-    """Trace a micro-batch; offloaded activations do not count. A RuntimeError if the model reads tensors' content."""
+    """Trace a micro-batch; offloaded activations do not count. A TraceError if the model cannot run on fake tensors."""
     fsdp = arguments.fsdp
     if fsdp.activation_offload:
         stays = replace(arguments, fsdp=replace(fsdp, activation_offload=False))
@@ -166,6 +177,7 @@ class _Traced:
 
     described: str
     config: PretrainedConfig = field(compare=False)
+    longest_row: int | None
     layer_classes: frozenset[type[nn.Module]]
     attention: str
     masks: bool
@@ -189,25 +201,61 @@ def _trace(
 ) -> Activations:
     # flash, flex and variable-length attention keep the same tensors as sdpa's fused kernel, without its mask
     attention = "eager" if arguments.model.attention == "eager" else "sdpa"
+    try:
+        with _quiet_torch():
+            return _trace_once(_describe(shape, kinds, arguments, batch, attention))
+    except _FAULTS_OF_MODELS as error:
+        kind = type(error).__name__
+        raise TraceError(f"{kind}: {first_line(error).rstrip('.')}") from error
+
+
+_FAULTS_OF_MODELS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    StrictDataclassError,
+)
+"""What the code of models raises on fake tensors, or when it is built with fewer layers."""
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Let torch not log an operation that fails on fake tensors with its traceback: the error says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _describe(
+    shape: ModelShape, kinds: tuple[LayerKind, ...], arguments: "TrainArguments", batch: MicroBatch, attention: str
+) -> "_Traced":
+    """Return all that a trace depends on."""
     config = _cut(shape.config, len(kinds))
     kept, kept_by_compiler = shares_kept(arguments.fsdp)
     tile_size = arguments.fsdp.mlp_tile_size
-    return _trace_once(
-        _Traced(
-            described=f"{type(config)} {config.to_json_string(use_diff=False)}",
-            config=config,
-            layer_classes=shape.layer_classes,
-            attention=attention,
-            masks=batch.has_borders and shape.config._attn_implementation == attention,
-            loss_in_head=arguments.model.precision != "16-mixed",  # as model.parallelize.setup_model does
-            kept=kept,
-            kept_by_compiler=kept_by_compiler,
-            tile_size=tile_size if isinstance(tile_size, int) else None,
-            batch=batch,
-            adapter=shape.adapter,
-            kinds=kinds,
-            trained=frozenset(name for name in shape.trained if shape.frozen and not IN_LAYER.fullmatch(name)),
-        )
+    return _Traced(
+        described=f"{type(config)} {config.to_json_string(use_diff=False)}",
+        config=config,
+        longest_row=shape.longest_row,
+        layer_classes=shape.layer_classes,
+        attention=attention,
+        masks=batch.has_borders and shape.config._attn_implementation == attention,
+        loss_in_head=arguments.model.precision != "16-mixed",  # as model.parallelize.setup_model does
+        kept=kept,
+        kept_by_compiler=kept_by_compiler,
+        tile_size=tile_size if isinstance(tile_size, int) else None,
+        batch=batch,
+        adapter=shape.adapter,
+        kinds=kinds,
+        trained=frozenset(name for name in shape.trained if shape.frozen and not IN_LAYER.fullmatch(name)),
     )
 
 
@@ -224,6 +272,8 @@ def _trace_once(given: _Traced) -> Activations:
             kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention))
         config = copy.deepcopy(given.config)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=given.attention)
+        if given.longest_row is not None:
+            choose_frequencies(model, given.longest_row)
         if given.adapter:
             attach(model, given.adapter, "the model", "cpu")
             freeze_other_parts(model, given.adapter)

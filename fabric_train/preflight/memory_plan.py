@@ -4,6 +4,7 @@
 """
 
 import importlib.util
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -17,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fabric_train.cli.argument_types import parse_size, show_size
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.errors import InputError
 from fabric_train.data.streaming import Stream
 from fabric_train.distributed.decoder_layers import missing_compiler
 from fabric_train.distributed.memory import machine_memory
@@ -26,6 +27,7 @@ from fabric_train.distributed.strategy import why_not_compiled
 from fabric_train.model.context_parallel import borders_of, count_keys, deal_chunks
 from fabric_train.model.flops import ModelFlops, peak_flops
 from fabric_train.model.parallelize import TILE_SIZE
+from fabric_train.preflight.memory_activations import TraceError
 from fabric_train.preflight.memory_forecast import DOES_NOT_FIT, Forecast, RunRequest, faults_of_disk, make_request
 from fabric_train.preflight.memory_layout import why_no_tiles
 from fabric_train.preflight.steps import describe_saves
@@ -68,9 +70,10 @@ def _plan_part(run: PreparedRun) -> list[str]:
     request, given = make_request(run), run.arguments.planning
     try:
         forecast = request.forecast()
-    except RuntimeError as error:
-        reason = f"its activations cannot be traced ({first_line(error).rstrip('.')})"
-        raise InputError(f"--plan true: {run.model.source}: {reason}; leave --plan out") from error
+    except TraceError as error:
+        reason = f"the memory of its activations cannot be computed ({error})"
+        kind = run.model.config.model_type
+        raise InputError(f"--plan true: {run.model.source} ({kind}): {reason}; leave --plan out") from error
     lines = [float(size) if (size := parse_size(line or "")) else None for line in (given.interconnect, given.network)]
     show(
         Group(
@@ -133,8 +136,11 @@ def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
 def _change_that_fits(request: RunRequest) -> str:
     """Try changes one after the other, cheapest first; then leave out those that are not needed."""
 
-    def needed(changes: list[dict[str, Any]]) -> int:
-        return _apply(request, changes).forecast().device_bytes
+    def needed(changes: list[dict[str, Any]]) -> float:
+        try:
+            return _apply(request, changes).forecast().device_bytes
+        except TraceError:  # experts, for example, are traced in some dtypes only
+            return math.inf
 
     changes: list[dict[str, Any]] = []
     for change in _changes(request):
@@ -147,7 +153,7 @@ def _change_that_fits(request: RunRequest) -> str:
         others = [other for other in changes if other is not change]
         changes = others if needed(others) <= request.device_memory else changes
     options = (f"--{name} {'false' if value is False else value}" for one in changes for name, value in one.items())
-    return f"with {' '.join(options)} it would need {show_size(needed(changes))}"
+    return f"with {' '.join(options)} it would need {show_size(int(needed(changes)))}"
 
 
 def _apply(request: RunRequest, changes: Iterable[Mapping[str, Any]]) -> RunRequest:
@@ -329,8 +335,8 @@ def _choose_checkpointing(run: PreparedRun) -> PreparedRun:
             choice = 1 + bisect_left(range(1, len(_CHOICES) - 1), True, key=lambda each: needed(each) <= usable)
         reason = f"which needs {show_size(needed(choice))} of the {show_size(usable)} that a run may take of a device"
         more = f"; none would need {show_size(needed(0))}" if choice else ""
-    except RuntimeError:
-        reason = "the memory of the model's activations cannot be computed"
+    except TraceError as error:
+        reason = f"the memory of the model's activations cannot be computed ({error})"
         return _with(run, f"--activation_checkpointing auto: none, since {reason}", activation_checkpointing="none")
     options = _CHOICES[choice]
     chosen = " --activation_memory_budget ".join(map(str, options.values()))
@@ -349,7 +355,7 @@ def _choose_tiles(run: PreparedRun) -> PreparedRun:
         if without <= usable:
             return whole
         needed = make_request(_with(run, **change)).forecast().device_bytes
-    except RuntimeError:
+    except TraceError:
         return whole
     text = f"--mlp_tile_size auto: {TILE_SIZE} without compiling, which needs {show_size(needed)} of the "
     text += f"{show_size(usable)} that a run may take of a device; none would need {show_size(without)}"
