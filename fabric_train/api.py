@@ -11,9 +11,10 @@ import inspect
 import json
 import math
 import os
+import reprlib
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,14 +98,20 @@ def tokenize(**given: Any) -> TokenizeResult:
     """
     documents = given.get("dataset")
     are_names = isinstance(documents, Sequence) and all(isinstance(one, str | os.PathLike) for one in documents)
-    if documents is None or are_names or isinstance(documents, os.PathLike):
+    if documents is None or isinstance(documents, str | bytes | os.PathLike) or are_names:
         return run_tokenize(build_arguments(TokenizeArguments, given))
-    file = f"{os.fspath(given.get('output_dir', '')).rstrip(os.sep)}.jsonl"
-    name = os.path.join(os.curdir, file) if "=" in file else file  # what comes before = would be its name
-    arguments = build_arguments(TokenizeArguments, {**given, "dataset": [name]})
-    if not isinstance(documents, Iterable):
-        raise InputError(f"--dataset: expected names or an iterable of documents, got {documents!r}")
-    with tokenize_dataset.written_documents(documents, Path(file), arguments.output_dir):
+    if isinstance(documents, Mapping | Set) or not isinstance(documents, Iterable):
+        raise InputError(f"--dataset: expected names or an iterable of documents, got {reprlib.repr(documents)}")
+    output_dir = given.get("output_dir")
+    if not isinstance(output_dir, str | os.PathLike) or not os.fspath(output_dir):
+        build_arguments(TokenizeArguments, {**given, "dataset": ["documents"]})  # says what is wrong with it
+        raise InputError(f"--output_dir: expected text, got {output_dir!r}")
+    # absolute: the documents may come from a generator that changes the working folder
+    folder = os.path.abspath(os.path.expanduser(os.fspath(output_dir)))
+    file = f"{folder}.jsonl"
+    name = os.path.basename(file).replace("=", "_")  # what comes before the first = is the name of the source
+    arguments = build_arguments(TokenizeArguments, {**given, "dataset": [f"{name}={file}"], "output_dir": folder})
+    with tokenize_dataset.written_documents(documents, Path(file), folder):
         return run_tokenize(arguments)
 
 
@@ -253,7 +260,9 @@ def load_run(path: "str | os.PathLike[str]") -> Run:
     from fabric_train.report.run_files import open_runs
     from fabric_train.report.write import PAGE
 
-    (files,) = open_runs([os.fspath(path)])
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(f"load_run: expected the path of a run folder, got {reprlib.repr(path)}")
+    (files,) = open_runs([os.fsdecode(path)])
     folder, metrics = files.folder, dict[str, list[float | None]]()
     if (folder / "metrics.csv").is_file():
         table = files.metrics
@@ -370,12 +379,11 @@ def generate(**given: Any) -> list[str]:
         InputError: the arguments, the prompts and the model do not fit together.
     """
     listed = given.get("prompts")
-    is_listed = isinstance(listed, Iterable) and not isinstance(listed, str | os.PathLike)
+    is_listed = isinstance(listed, Iterable) and not isinstance(listed, str | bytes | os.PathLike | Mapping)
     with TemporaryDirectory() as folder, _called():
         file, output = Path(folder, "prompts.jsonl"), given.get("output") or Path(folder, "texts.jsonl")
         if is_listed:
-            rows = (dict(one) if isinstance(one, Mapping) else {"prompt": one} for one in listed or ())
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            file.write_text("".join(_prompt_lines(listed or ())), encoding="utf-8")
             given = {**given, "prompts": file}
         if listed is not None:
             given = {**given, "output": output}
@@ -390,6 +398,17 @@ def generate(**given: Any) -> list[str]:
             return [continue_prompt(arguments)[1].text]
         write_texts(arguments)
         return [json.loads(line)["text"] for line in Path(output).read_text(encoding="utf-8").splitlines()]
+
+
+def _prompt_lines(prompts: Iterable[Any]) -> Iterator[str]:
+    """Yield the lines of a file of prompts."""
+    for number, prompt in enumerate(prompts, 1):
+        row = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+        try:
+            yield json.dumps(row) + "\n"
+        except (TypeError, ValueError) as error:
+            expected = "expected a text, or a mapping with messages"
+            raise InputError(f"--prompts: prompt {number}: {expected}; {error}") from error
 
 
 def _set_signatures(functions: Mapping[str, Any]) -> None:

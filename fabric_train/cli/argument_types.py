@@ -14,7 +14,7 @@ from fabric_train.cli import yaml_core
 from fabric_train.cli.errors import InputError
 
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
-_NULL = (None, "null", "None")
+_NULL = ("null", "None")
 POSITIONAL = {"positional": True}
 """Metadata of the one field of a dataclass that may be given on the command line without its name."""
 GivenShares = Sequence[float] | Sequence[str] | Sequence[dict[str, Any]]
@@ -152,7 +152,7 @@ def takes_list(kind: Any) -> bool:
 
 
 def _convert_to_union(kinds: tuple[Any, ...], value: Any) -> Any:
-    if type(None) in kinds and value in _NULL:
+    if type(None) in kinds and (value is None or (isinstance(value, str) and value in _NULL)):
         return None
     faults = []
     for kind in kinds:
@@ -201,7 +201,11 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if isinstance(value, str):
         return not value or _is_text(value)
-    return value is None or (math.isfinite(value) and abs(value) <= (_INT64 if type(value) is int else math.inf))
+    if value is None or type(value) is bool:
+        return True
+    if type(value) not in (int, float):
+        return False
+    return bool(math.isfinite(value) and abs(value) <= (_INT64 if type(value) is int else math.inf))
 
 
 def _is_text(value: str) -> bool:

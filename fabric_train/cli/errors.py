@@ -42,6 +42,15 @@ class InputError(ValueError):
         self.faults = faults
 
 
+@contextmanager
+def naming_option(option: str, instead_of: str = "--model_name") -> Iterator[None]:
+    """Let the faults of an InputError name the ``option`` of this program, not the one that training has for it."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(*(fault.replace(instead_of, option) for fault in error.faults)) from None
+
+
 class RunError(Exception):
     """A failure that ends a running program with one line; all ranks raise it."""
 

@@ -73,7 +73,10 @@ def _as_text(value: object) -> object:
 def _build(arguments: type[T], on_line: GivenValues, launcher: GivenValues, faults: list[str]) -> T:
     """Build ``arguments`` from values on the line, in the ``config`` file that it names, and by the launcher."""
     config = on_line.pop("config", None)
+    num_faults = len(faults)
     in_file = _from_file(config, faults) if config is not None and config.value is not None else {}
+    if len(faults) > num_faults and not in_file:  # nothing is known of the file, so what else is missing may be in it
+        raise InputError(*map(_in_one_line, faults))
     given = _merge(in_file, on_line, launcher, faults)
     faults += _load_extensions(given, argument_types.types_of(arguments))
     values = _convert_given(given, argument_types.types_of(arguments), faults, arguments.__name__)

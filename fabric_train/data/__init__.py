@@ -78,6 +78,16 @@ class StreamOrder:
     chat_template: str | None = None
 
 
+_FOLLOWS_FROM = {
+    "fingerprint": ("num_rows", "version", "rows_per_epoch", "phases"),
+    "rows_per_epoch": ("num_rows", "version", "phases"),
+    "sources": ("shares", "files_of_places", "chat_template"),
+    "shares": ("files_of_places",),
+    "tokenizer": ("special_text_is_plain", "chat_template"),
+}
+"""What changes too if the data, their mixture or the tokenizer are others: one cause is one line."""
+
+
 def describe_changes(saved: DataOrder | StreamOrder, current: DataOrder | StreamOrder, step: int) -> list[str]:
     """Return each difference between the data order of a checkpoint and another one, up to the checkpoint's step."""
     there, here = (asdict(order.begun(step) if isinstance(order, DataOrder) else order) for order in (saved, current))
@@ -103,7 +113,9 @@ def describe_changes(saved: DataOrder | StreamOrder, current: DataOrder | Stream
         "rows_per_epoch": "an epoch has other numbers of rows of each source (--shares, --token_shares)",
         "phases": "--phases differs in a phase that has begun",
     }
-    return [f"{causes[name]}: {_difference(there[name], now)}" for name, now in here.items() if now != there[name]]
+    changed = [name for name, now in here.items() if now != there[name]]
+    follows = {consequence for name in changed for consequence in _FOLLOWS_FROM.get(name, ())}
+    return [f"{causes[name]}: {_difference(there[name], here[name])}" for name in changed if name not in follows]
 
 
 def _difference(saved: Any, current: Any) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, naming_option
 from fabric_train.data.stream_documents import (
     TRAIN_ON,
     WHOLE_FILES,
@@ -176,10 +176,8 @@ def open_stream(
     """Open the sources of --streaming_dataset and the tokenizer, a folder or a hub name; None takes its own default."""
     assert given.streaming_dataset is not None
     documents = _open_documents(given, given.streaming_dataset, tokenizer_folder)
-    try:
+    with naming_option("--model_name", instead_of="--tokenizer_name"):
         tokenizer = load_tokenizer(tokenizer_name)
-    except InputError as error:
-        raise InputError(*(fault.replace("--tokenizer_name", "--model_name") for fault in error.faults)) from None
     if special_text_is_plain is not None:
         tokenizer = replace(tokenizer, special_text_is_plain=special_text_is_plain)
     template = _open_template(documents, tokenizer)
@@ -192,11 +190,8 @@ def _open_template(documents: StreamedDocuments, tokenizer: CorpusTokenizer) -> 
         return None
     with TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
-        try:
+        with naming_option("--chat_template of fabric-train tokenize", instead_of="--chat_template"):
             encoder = _chat_encoder(Path(folder), chats[0].kind)
-        except InputError as error:
-            of_tokenization = "--chat_template of fabric-train tokenize"
-            raise InputError(*(fault.replace("--chat_template", of_tokenization) for fault in error.faults)) from None
     notes = [*encoder.notes, *filter(None, (_note_of_unused_columns(place, encoder) for place in chats))]
     return ChatTemplateInUse(encoder.chat_template, encoder.end_of_turn_token_id, tuple(notes))
 

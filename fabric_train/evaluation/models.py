@@ -34,7 +34,7 @@ from fabric_train.checkpoint.adapter_folder import (
     read_base_name,
     trained_adapter,
 )
-from fabric_train.cli.errors import InputError, RunError
+from fabric_train.cli.errors import InputError, RunError, naming_option
 from fabric_train.cli.output import open_console
 from fabric_train.data.batch import Batch
 from fabric_train.data.token_dataset import TokenDataset
@@ -93,7 +93,7 @@ def check_all_evaluated(damaged: Sequence[str]) -> None:
 def find_model(name: str) -> ComparedModel:
     """Find a model: a checkpoint, a run (see ``find_checkpoint``), a Hugging Face folder, an adapter or a hub name."""
     folder = Path(name)
-    try:
+    with naming_option("--models"):
         if not is_exported_adapter(folder):
             return _find_whole(name)
         check_keeps_documents_apart(folder)
@@ -105,8 +105,6 @@ def find_model(name: str) -> ComparedModel:
             return own
         tokenizer = load_hf_tokenizer(folder)
         return replace(own, tokenizer=tokenizer, tokenizer_id=_tokenizer_id(tokenizer))
-    except InputError as error:
-        raise InputError(*(fault.replace("--model_name", "--models") for fault in error.faults)) from None
 
 
 def _find_whole(name: str) -> ComparedModel:

@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
         method=arguments.method,
         models=[str(find_folder(name).absolute()) for name in arguments.models],
         weights=arguments.weights or [1.0] * len(arguments.models),
-        base=str(find_folder(arguments.base).absolute()) if arguments.base else None,
+        base=str(find_folder(arguments.base, "--base").absolute()) if arguments.base else None,
         density=arguments.density or (_DENSITY if arguments.method in ("ties", "dare") else 1.0),
         seed=arguments.seed,
     )

@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 
 from fabric_train.checkpoint.adapter_folder import is_exported_adapter
 from fabric_train.checkpoint.base_weights import open_base_weights
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, naming_option
 from fabric_train.export.source import open_whole
 from fabric_train.inference.load_model import find_own_checkpoint
 from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape
@@ -33,8 +33,10 @@ _OF_NO_WEIGHT = (
 )
 
 
-def find_folder(name: str) -> Path:
+def find_folder(name: str, option: str = "--models") -> Path:
     """Return the folder of a model: a checkpoint's, a Hugging Face folder, or the one of a hub name in the cache.
+
+    ``option`` is the argument that gives the model.
 
     Raises:
         InputError: there is no such model, or it is an adapter apart from its base.
@@ -42,10 +44,10 @@ def find_folder(name: str) -> Path:
     folder = Path(name)
     if is_exported_adapter(folder):
         advice = "convert its checkpoint with --merge true, and give that export"
-        raise InputError(f"--models {name}: this is an adapter without its base; {advice}")
+        raise InputError(f"{option} {name}: this is an adapter without its base; {advice}")
     if checkpoint := find_own_checkpoint(name):
         return checkpoint
-    try:
+    with naming_option(option):
         shape = read_shape(name)
         if folder.is_dir():
             check_readable(name)
@@ -53,8 +55,6 @@ def find_folder(name: str) -> Path:
             open_pretrained(shape, torch.float32)
             load_hf_tokenizer(name)
             folder = Path(str(cached_file(name, "config.json"))).parent
-    except InputError as error:
-        raise InputError(*(fault.replace("--model_name", "--models") for fault in error.faults)) from None
     return folder
 
 
@@ -108,12 +108,14 @@ class ModelTensors(StoredTensors):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.shape_of_model: ModelShape = read_shape(str(folder))
+        self.shape_of_model: ModelShape
         self._opened: MetaModel
-        if is_checkpoint(folder):
-            self._opened = open_tensors(self.shape_of_model, open_whole(folder), torch.float32)
-        else:
-            self._opened = open_pretrained(self.shape_of_model, torch.float32)
+        with naming_option("", instead_of="--model_name "):  # the folder says which model it is
+            self.shape_of_model = read_shape(str(folder))
+            if is_checkpoint(folder):
+                self._opened = open_tensors(self.shape_of_model, open_whole(folder), torch.float32)
+            else:
+                self._opened = open_pretrained(self.shape_of_model, torch.float32)
         model: Any = self._opened.model
         tied = tied_weight_names(model)
         self._outline: dict[str, torch.Tensor] = {

@@ -119,6 +119,11 @@ def shape_from_config(
         cause, advice = ("these sizes", "give other sizes") if is_new else ("its config.json", "fetch it again")
         raise InputError(f"{name}: cannot build a model from {cause} ({reason}); {advice}") from error
     except (ImportError, ValueError) as error:
+        if attention not in (None, "eager") and _builds_with_eager(config, error):
+            kind = config.model_type
+            raise InputError(
+                f"{name}: transformers has no {attention} attention for a {kind}; give --attention eager"
+            ) from error
         option = f" with --attention {attention}" if attention else ""
         advice = "install it or use --attention sdpa" if isinstance(error, ImportError) else "use another"
         raise InputError(f"{name}{option}: {first_line(error).rstrip('.')}; {advice}") from error
@@ -144,6 +149,18 @@ def shape_from_config(
         is_new=is_new,
         adapter=adapter,
     )
+
+
+def _builds_with_eager(config: PretrainedConfig, error: Exception) -> bool:
+    """Return whether a model that was not built for want of an attention is built with its plain one."""
+    if isinstance(error, ImportError):  # of a package that can be installed
+        return False
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return False
+    return True
 
 
 def with_parts(shape: ModelShape, parts: Parts) -> ModelShape:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, naming_option
 from fabric_train.cli.launcher import num_restarts
 from fabric_train.files.atomic_folder import check_not_inside
 
@@ -33,6 +33,7 @@ def choose_beginning(
     if takes_weights and not (start_from.resume and checkpoints.newest_checkpoint(folder, damages)):
         start_from = replace(start_from, checkpoint=model.model_name, weights_only=True)
         arguments = replace(arguments, checkpoint=start_from)
+    arguments = _with_adapter_of_run(arguments, damages)
     checkpoint = checkpoints.choose_checkpoint(
         folder,
         named_checkpoint(start_from),
@@ -44,6 +45,16 @@ def choose_beginning(
     if checkpoint:
         check_not_inside(folder, checkpoint)
     return arguments, start_from, checkpoint
+
+
+def _with_adapter_of_run(arguments: "TrainArguments", damages: checkpoints.Damages | None) -> "TrainArguments":
+    """Replace a run, or a name such as RUN/best, in ``--init_adapter`` by the checkpoint that it means."""
+    given = arguments.adapter.init_adapter
+    if given is None or not checkpoints.means_checkpoint(Path(given)):
+        return arguments
+    with naming_option(f"--init_adapter {given}", instead_of=given):
+        checkpoint = checkpoints.find_checkpoint(Path(given), damages)
+    return replace(arguments, adapter=replace(arguments.adapter, init_adapter=str(checkpoint)))
 
 
 def named_checkpoint(start_from: "CheckpointArguments") -> str | None:

@@ -26,6 +26,7 @@ from fabric_train.training.components import (
 )
 from fabric_train.training.metrics import read_metrics
 from fabric_train.training.prepared_run import PreparedRun, StepPlan, TrainingData
+from fabric_train.training.reference import is_reference_of
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
@@ -98,9 +99,13 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     )
     faults = [f"{checkpoint}: {change}; {advice}" for change in saved.data_changes(run.order)]
     faults = faults or _faults_of_rows(run, checkpoint)
+    given = _as_saved(arguments, plan)
+    reference = arguments.preference.reference
+    if reference is None or is_reference_of(saved, reference):
+        given["reference"] = saved.arguments.get("reference")  # it is the run's, also if it is not given again
     other_parts = list(find_other_components(saved, run.components))
     compared_as_parts = {there.kind for there, _ in other_parts}
-    changed = _changes(_WITHOUT_PARTS | saved.arguments, _as_saved(arguments, plan))
+    changed = _changes(_WITHOUT_PARTS | saved.arguments, given)
     changes = [change for change in changed if change.name not in compared_as_parts]
     in_data = () if run.order.seed is None else ("seed",)  # the comparison of the data order reports it
     deciding = [change for change in changes if _decides(change, arguments) and change.name not in in_data]

@@ -23,7 +23,7 @@ from huggingface_hub import try_to_load_from_cache
 from lightning import Fabric
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train.checkpoint import TrainerState, read_trainer_json
+from fabric_train.checkpoint import TrainerJson, TrainerState, read_trainer_json
 from fabric_train.checkpoint.adapter_folder import (
     files_of_adapter,
     find_base,
@@ -32,7 +32,7 @@ from fabric_train.checkpoint.adapter_folder import (
     read_base_name,
     trained_adapter,
 )
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, naming_option
 from fabric_train.data.step_sampler import positions, validation_batches
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import Rows, TokenDataset
@@ -68,12 +68,10 @@ def check_reference(run: PreparedRun) -> None:
     """Raise an InputError if ``--reference`` names no model, or one with another vocabulary than the run's model."""
     if (given := run.arguments.preference.reference) is None or run.arguments.planning.plan:
         return
-    try:
+    with naming_option("--reference ", instead_of="--model_name "):
         shape = _reference_run(run, _place(run)).model
         if not (Path(shape.source) / "trainer.json").is_file():
             check_readable(shape.source)
-    except InputError as error:
-        raise InputError(*(fault.replace("--model_name ", "--reference ") for fault in error.faults)) from None
     if shape.vocab_size != run.model.vocab_size:
         raise InputError(
             f"--reference {given}: it has {shape.vocab_size} tokens and {run.model.source} has {run.model.vocab_size}; "
@@ -143,7 +141,7 @@ def _with_saved_reference(run: PreparedRun) -> tuple[PreparedRun, ReferenceModel
         return run, None
     saved, given = read_trainer_json(run.start.checkpoint), run.arguments
     name = saved.arguments.get("reference")
-    if given.preference.reference not in (None, name):
+    if given.preference.reference is not None and not is_reference_of(saved, given.preference.reference):
         return run, None
     preference = replace(given.preference, reference=name)
     return replace(run, arguments=replace(given, preference=preference)), saved.reference
@@ -153,9 +151,7 @@ def _place(run: PreparedRun) -> str:
     """Return the place of the reference of a run that begins: of ``--reference``, or of the weights it starts from."""
     given, checkpoint = run.arguments.preference.reference, run.start.checkpoint
     if given is not None:
-        if checkpoints.means_checkpoint(Path(given)):
-            return os.path.realpath(checkpoints.find_checkpoint(Path(given)))
-        return os.path.realpath(given) if Path(given).is_dir() else given
+        return _place_of(given)
     if run.adapter_base is not None:
         if checkpoint is not None and is_adapter(checkpoint):
             return os.path.realpath(checkpoint)
@@ -165,6 +161,22 @@ def _place(run: PreparedRun) -> str:
         return os.path.realpath(checkpoint)
     name = run.arguments.model.model_name
     return "" if run.model.is_new else os.path.realpath(name) if Path(name).is_dir() else name
+
+
+def _place_of(given: str) -> str:
+    """Return the place of the model that ``--reference`` names: an absolute path, or a name on the hub."""
+    if checkpoints.means_checkpoint(Path(given)):
+        return os.path.realpath(checkpoints.find_checkpoint(Path(given)))
+    if Path(given).is_dir():
+        return os.path.realpath(given)
+    return given
+
+
+def is_reference_of(saved: TrainerJson, given: str) -> bool:
+    """Return whether ``--reference`` names the reference that a checkpoint's run began with, by whatever path."""
+    if given == saved.arguments.get("reference"):
+        return True
+    return saved.reference is not None and _place_of(given) == saved.reference.place
 
 
 def _reference_run(run: PreparedRun, place: str) -> PreparedRun:

@@ -795,3 +795,10 @@ def test_impossible_arguments_of_other_programs_are_refused(program: Any, line: 
 def test_an_empty_stop_string_is_refused() -> None:
     (fault,) = GenerateArguments("m", prompt="p", stop=[".", " ", ""]).faults()
     assert fault == "--stop has an empty text, at which every text ends: leave it out"
+
+
+def test_missing_configuration_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        parse(TrainArguments, ["--config", str(tmp_path / "nope.yaml")])
+    (line,) = error.value.faults
+    assert line.startswith(f"--config {tmp_path / 'nope.yaml'}: ")

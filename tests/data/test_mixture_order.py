@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric_train.data import KEYED, MOST_SHUFFLED, SHUFFLED, DataOrder
+from fabric_train.data import KEYED, MOST_SHUFFLED, SHUFFLED, DataOrder, describe_changes
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.mixture_order import MixtureOrder
 from fabric_train.data.step_sampler import RowRead, TrainBatches, Window, WindowOrder
@@ -186,3 +186,11 @@ def check_inverse(order: WindowOrder, num_rows: int, num_steps: int) -> None:
     ]
     assert order.reads_of(np.arange(num_rows), num_steps) == scanned
     assert order.reads_of(np.arange(0, num_rows, 3), num_steps) == [read for read in scanned if read.row % 3 == 0]
+
+
+def test_other_data_are_one_line_whatever_follows_from_them() -> None:
+    saved = DataOrder("aaaa", 10, 2, 0)
+    (line,) = describe_changes(saved, DataOrder("bbbb", 12, 2, 0, 2, [5, 7]), 3)
+    assert "--train_data_dir is another token dataset" in line
+    both = describe_changes(saved, DataOrder("bbbb", 12, 2, 1), 3)
+    assert len(both) == 2  # the seed is a cause of its own

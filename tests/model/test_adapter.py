@@ -238,8 +238,7 @@ def test_an_adapter_begins_with_a_run_of_all_weights_or_with_another_adapter(
     forked_runs.start(argv(whole, tokens, first, max_step=2, lora_rank=2, lr=1e-2), 1).finish()
     saved = json.loads((first / "checkpoints" / "step-00000002" / "trainer.json").read_text(encoding="utf-8"))
     assert saved["adapter_base"]["place"] == str(whole / "checkpoints" / "step-00000002")
-    init = first / "checkpoints" / "step-00000002"
-    forked_runs.start(argv(whole, tokens, second, max_step=1, init_adapter=init, lr=1e-9), 1).finish()
+    forked_runs.start(argv(whole, tokens, second, max_step=1, init_adapter=first / "latest", lr=1e-9), 1).finish()
     one, other = (
         load_file(run / "checkpoints" / step / "adapter_model.safetensors")
         for run, step in ((first, "step-00000002"), (second, "step-00000001"))

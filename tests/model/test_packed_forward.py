@@ -23,6 +23,7 @@ from transformers import (
     BertConfig,
     BloomConfig,
     GPT2Config,
+    GptOssConfig,
     JambaConfig,
     Lfm2Config,
     Llama4TextConfig,
@@ -483,6 +484,20 @@ def test_flash_attention_without_its_package_is_refused_early(tiny_model_dir: Pa
     assert fault.startswith(f"--model_name {tiny_model_dir} with --attention flash_attention_2: ")
     assert fault.endswith("install it or use --attention sdpa")
     assert "\n" not in fault
+
+
+@pytest.mark.parametrize(
+    "config",
+    [BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2), GptOssConfig(**LLAMA, num_local_experts=2)],
+    ids=lambda config: config.model_type,
+)
+def test_family_without_this_attention_is_told_the_one_it_has(config: PretrainedConfig) -> None:
+    with pytest.raises(InputError) as error:
+        shape_from_config(config, "model", "LlamaDecoderLayer", "sdpa")
+    assert str(error.value) == (
+        f"--model_name model: transformers has no sdpa attention for a {config.model_type}; give --attention eager"
+    )
+    shape_from_config(config, "model", "LlamaDecoderLayer", "eager")
 
 
 def test_attention_is_the_one_asked_for_and_not_in_a_checkpoint(tiny_model_dir: Path, tmp_path: Path) -> None:

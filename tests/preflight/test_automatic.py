@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Gemma3nTextConfig, LlamaConfig, MixtralConfig
 
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.checkpoint import TrainerState
 from fabric_train.cli.errors import InputError
 from fabric_train.model.hf_model import ModelShape, shape_from_config
-from fabric_train.preflight.memory_forecast import RunRequest, make_request
-from fabric_train.preflight.memory_plan import resolve_automatic
+from fabric_train.preflight.memory_forecast import make_request
+from fabric_train.preflight.memory_plan import print_plan, resolve_automatic
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, StepPlan
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
@@ -124,16 +124,37 @@ def test_what_is_given_stays_and_a_cpu_does_neither(shape: ModelShape) -> None:
         assert resolved.notes == ()
 
 
-def test_model_that_cannot_be_traced_keeps_everything(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: RunRequest) -> None:
-        raise RuntimeError("it reads the content of tensors")
+SMALL: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
+HEADS: dict[str, Any] = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2}
+UNTRACED = [
+    MixtralConfig(**HEADS, num_local_experts=4),
+    Gemma3nTextConfig(
+        **HEADS,
+        head_dim=8,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        vocab_size_per_layer_input=50,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 4,
+    ),
+]
 
-    monkeypatch.setattr(RunRequest, "forecast", fail)
-    run = resolve_automatic(prepared(shape, "--plan", "true", "--device_memory", "80GB", "--compile", "false"))
-    assert run.arguments.fsdp.activation_checkpointing == "none"
-    assert run.notes == (
-        "--activation_checkpointing auto: none, since the memory of the model's activations cannot be computed",
-    )
+
+@pytest.mark.parametrize("config", UNTRACED, ids=lambda config: config.model_type)
+def test_model_that_cannot_be_traced_trains_and_is_not_planned(config: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Experts read how many tokens they get; a Gemma 3n of fewer layers cannot be built."""
+    shape = shape_from_config(config, "model", "LlamaDecoderLayer", "sdpa")
+    options = ("--plan", "true", "--device_memory", "80GB", "--compile", "false", "--precision", "32-true")
+    run = prepared(shape, *options, length=64)
+    resolved = resolve_automatic(run)
+    assert resolved.arguments.fsdp.activation_checkpointing == "none"
+    assert any("the memory of the model's activations cannot be computed" in note for note in resolved.notes)
+    with pytest.raises(InputError, match=rf"^--plan true: model \({config.model_type}\): the memory of") as raised:
+        print_plan(resolved)
+    assert len(raised.value.faults) == 1
+    assert "\n" not in str(raised.value)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

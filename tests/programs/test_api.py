@@ -8,13 +8,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import fabric_train
 from fabric_train import InputError, api, arguments
-from fabric_train.cli.parser import parse_arguments
+from fabric_train.cli.argument_types import types_of
+from fabric_train.cli.parser import build_arguments, parse_arguments
 from tests.api_stub import STUB, written_stub
 from tests.support import api_examples, short_runs
 from tests.support.forked_runs import ForkedRun, ForkedRuns
@@ -238,3 +242,51 @@ def test_several_devices_train_as_the_program_does(folder: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "2 × fsdp" in ended.stdout
     assert "two" in ended.stdout.splitlines()[-1]
+
+
+WRONG: list[Any] = [None, b"x", {1}, 5, object(), [b"x"], [[]], {"a": {1}}, np.zeros(2), np.int64(3), iter([]), type]
+
+
+@pytest.mark.parametrize("function", api.ARGUMENTS)
+def test_value_of_any_type_is_taken_or_is_wrong_input(function: str) -> None:
+    kind = api.ARGUMENTS[function]
+    for name in [*types_of(kind), "config"]:
+        for value in WRONG:
+            with suppress(InputError):
+                build_arguments(kind, {name: value})
+
+
+@pytest.mark.parametrize("path", [5, None, b"run", ["run"]])
+def test_run_that_is_no_path_is_wrong_input(path: Any) -> None:
+    with pytest.raises(InputError, match="expected the path of a run folder"):
+        fabric_train.load_run(path)
+
+
+@pytest.mark.parametrize("output_dir", [None, 5, b"tokens", ""])
+def test_documents_need_a_folder_that_is_a_path(output_dir: Any) -> None:
+    with pytest.raises(InputError, match="--output_dir: expected text"):
+        fabric_train.tokenize(dataset=[{"text": "one"}], tokenizer_name="model", output_dir=output_dir)
+
+
+@pytest.mark.parametrize("documents", [b"texts", {"a", "b"}, {"text": "one"}])
+def test_documents_that_are_no_list_are_wrong_input(documents: Any) -> None:
+    with pytest.raises(InputError, match="--dataset: expected"):
+        fabric_train.tokenize(dataset=documents, tokenizer_name="model", output_dir="tokens")
+
+
+def test_documents_stay_where_they_were_written_when_the_folder_changes(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def documents() -> Iterator[dict[str, str]]:
+        yield {"text": "one two three " * 40}
+        os.chdir(tmp_path / "elsewhere")
+        yield {"text": "four five six"}
+
+    given: dict[str, Any] = {"tokenizer_name": str(tiny_model_dir), "max_length": 64, "validation_split": 0}
+    result = fabric_train.tokenize(dataset=documents(), output_dir="tokens", **given)
+    assert result.path == tmp_path / "tokens"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "tokens", "tokens.jsonl"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -485,6 +485,20 @@ def test_reference_values_are_those_of_that_model_by_full_logits(
     saved = json.loads((tmp_path / "run" / "checkpoints" / "step-00000001" / "trainer.json").read_text())
     assert saved["reference"]["place"] == place
     assert saved["arguments"]["best_by"] == "accuracy"
+    if kind == "checkpoint":
+        resumes_with_its_reference(forked_runs, argv(model_dir, tokens, tmp_path / "run", **options), straight / last)
+
+
+def resumes_with_its_reference(forked_runs: ForkedRuns, begun: list[str], reference: Path) -> None:
+    """Resume a run without its ``--reference``, and with another path of the same checkpoint."""
+    place = begun.index("--reference")
+    without = [*begun[:place], *begun[place + 2 :]]
+    other_path = str(reference.parent / ".." / reference.parent.name / reference.name)
+    for step, given in ((2, without), (3, [*without, "--reference", other_path])):
+        given[given.index("--max_step") + 1] = str(step)
+        resumed = forked_runs.start([*given, "--resume", "true"], 1)
+        resumed.finish()
+        assert "reference" not in resumed.stdout().partition("changed since")[2].partition("\n")[0]
 
 
 def test_an_evaluation_alone_compares_with_the_reference_that_the_run_began_with(
