@@ -725,10 +725,10 @@ class LoggingArguments:
     log_step_interval: PositiveInt = 1
     """Optimizer steps between lines of metrics."""
     loggers: list[LoggerName] | None = None
-    """Where metrics are logged, in addition to RUN/metrics.csv, which is always written; csv adds nothing. trackio and
-    mlflow need pip install 'fabric-train[trackio]' or 'fabric-train[mlflow]'. Default: csv tensorboard, and wandb
-    (Weights & Biases) too with --entity, or with a --project other than its default, and those that --extensions
-    registers.
+    """Where metrics are logged, in addition to RUN/metrics.csv, which is always written; csv adds nothing. jsonl
+    writes RUN/metrics.jsonl. trackio and mlflow need pip install 'fabric-train[trackio]' or 'fabric-train[mlflow]'.
+    Default: csv tensorboard, and wandb (Weights & Biases) too with --entity, or with a --project other than its
+    default, and those that --extensions registers.
     """
     entity: str | None = None
     """Team or user of Weights & Biases (wandb)."""

@@ -131,6 +131,7 @@ LOGGERS: Table[Any] = Table(
     {
         "csv": "fabric_train.training.loggers:open_csv",
         "tensorboard": "fabric_train.training.loggers:open_tensorboard",
+        "jsonl": "fabric_train.training.loggers:open_json_lines",
         "wandb": "fabric_train.training.trackers:open_wandb",
         "trackio": "fabric_train.training.trackers:TrackioLogger",
         "mlflow": "fabric_train.training.trackers:MlflowLogger",

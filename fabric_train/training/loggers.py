@@ -256,6 +256,46 @@ def _cut_events(path: Path, last_step: int) -> None:
     os.truncate(path, end)
 
 
+class JSONLinesLogger(Logger):
+    """``metrics.jsonl``: one JSON object per logged step, without the values that were not measured."""
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        """Continue after ``last_step``; remove the lines after it, and a line that a crash cut off."""
+        check_no_link(path)
+        kept = ""
+        if path.exists():
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+                if not line.endswith("\n") or _step_of(line) > last_step:
+                    break
+                kept += line
+        write_atomically(path, kept)
+        self._file = open_to_write(path, "a", newline="")
+
+    def log(self, metrics: Metrics) -> None:
+        measured_values = {name: value for name, value in columns_of(metrics).items() if value is not None}
+        self._file.write(json.dumps(measured_values) + "\n")
+        self._file.flush()
+
+    def flush(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step_of(line: str) -> float:
+    """Return the step of a line of metrics.jsonl; infinite if the line is damaged."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def open_json_lines(run: LoggedRun) -> Logger:
+    """Open metrics.jsonl."""
+    return JSONLinesLogger(run.folder / "metrics.jsonl", run.last_step)
+
+
 def open_csv(run: LoggedRun) -> Logger:
     """Open metrics.csv."""
     return CSVLogger(run.folder / "metrics.csv", run.last_step, run.columns)

@@ -37,7 +37,9 @@ from tests.support.former_command_line import FORMER_COMMAND_LINE
 REQUIRED = ["--train_data_dir", "tokens", "--output_dir", "run"]
 GROUPS: dict[str, Any] = get_type_hints(TrainArguments)
 
-LOGGERS_EXPECTED = "a list, each one of csv, tensorboard, wandb, trackio, mlflow (--extensions adds names) or null"
+LOGGERS_EXPECTED = (
+    "a list, each one of csv, tensorboard, jsonl, wandb, trackio, mlflow (--extensions adds names) or null"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -222,7 +224,7 @@ def test_text_that_looks_like_yaml_stays_text() -> None:
         (
             "loggers",
             "paper",
-            "a list, each one of csv, tensorboard, wandb, trackio, mlflow (--extensions adds names) or null",
+            "a list, each one of csv, tensorboard, jsonl, wandb, trackio, mlflow (--extensions adds names) or null",
         ),
     ],
 )

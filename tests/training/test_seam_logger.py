@@ -1,11 +1,12 @@
 """A logger from outside gets metrics, samples and checkpoints, and one that fails changes nothing of the run."""
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
 
-from fabric_train.training.loggers import GuardedLogger, Logger
+from fabric_train.training.loggers import GuardedLogger, JSONLinesLogger, Logger
 from fabric_train.training.metrics import Metrics
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv, metrics
@@ -114,4 +115,20 @@ def test_a_failed_logger_that_cannot_be_stopped_ends_no_run(caplog: pytest.LogCa
     assert [record.getMessage().split("; ")[0].removeprefix("warning: ") for record in caplog.records] == [
         "broken: no room",
         "broken: not all that it has started could be stopped: its process is still there",
+    ]
+
+
+def test_json_lines_have_each_step_once_also_after_a_resume(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    for last_step, steps in ((-1, (1, 2, 3)), (2, (3, 4))):
+        logger = JSONLinesLogger(file, last_step)
+        for step in steps:
+            logger.log(Metrics(step=step, epoch=0, train_loss=None if step == 2 else 1.5, further={"val_x": 2.0}))
+        logger.flush()
+        logger.close()
+        with file.open("a") as damaged:
+            damaged.write('{"step": 9')
+    lines = file.read_text().splitlines()[:-1]
+    assert [json.loads(line) for line in lines] == [
+        {"step": step, "epoch": 0, **({} if step == 2 else {"train_loss": 1.5}), "val_x": 2.0} for step in (1, 2, 3, 4)
     ]
