@@ -75,7 +75,7 @@ def _in_code(text: str) -> str:
     if re.fullmatch(r"--\w+ [\w-]+", text):
         return f"`{text}`"
     values = "true|FILE|NAME:SUBSET:SPLIT@REVISION|FIRST:LAST|FAMILY|PATH|RUN"
-    return re.sub(rf"(\w+\.py )?--\w+( ({values})\b)?|\w+\.py", r"`\g<0>`", text)
+    return re.sub(rf"(fabric-train \w+ )?--\w+( ({values})\b)?|fabric-train \w+", r"`\g<0>`", text)
 
 
 if __name__ == "__main__":

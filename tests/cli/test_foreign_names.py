@@ -100,7 +100,7 @@ def test_every_value_that_the_table_names_is_one_of_ours() -> None:
         ),
         ("--optimizer.lr 1", "no such argument; here it is --lr"),
         ("--max_epochs -1", "here it is --number_epochs; for -1, which evaluates only, --eval_only true"),
-        ("--prompt Once", "during training; after it, generate.py --prompt"),
+        ("--prompt Once", "during training; after it, fabric-train generate --prompt"),
         ("--dropout 0.1", "attention_dropout: 0.1"),
         ("--model.lora_rank 8", "no such argument; here it is --lora_rank"),
         ("--model.quantize_base true", "no such argument; here it is --base_weights nf4"),

@@ -113,7 +113,8 @@ def test_a_task_that_imports_hugging_faces_evaluate_runs_in_the_checkout(folder:
     with StandInHub() as hub:
         hub.add("datasets/manu/french_bench_hellaswag", {"validation.jsonl": lines.encode()})
         online = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder / "cache")}
-        command, environment = [lm_eval_python, *words], {**os.environ, **online}
+        command = [str(lm_eval_python), *words]
+        environment = {**os.environ, **online}
         ended = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=900
         )

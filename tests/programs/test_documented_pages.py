@@ -49,6 +49,8 @@ NOT_RUN = {
     "hf auth": "asks for a token",
     "fabric-train train": "tests/cli/test_fabric_command.py",
     "fabric-train translate": "tests/translate/",
+    "fabric-train runs runs/sweep": "runs of a loop; tests/programs/test_runs.py",
+    "fabric-train report runs/sweep": "runs of a loop; tests/report/",
     "fabric-train --": "tests/cli/test_fabric_command.py",
     "fabric-train launch-files": "tests/programs/test_package.py",
     "eval ": "changes the shell; tests/cli/test_help.py",
