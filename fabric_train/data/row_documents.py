@@ -34,34 +34,61 @@ class RowDocument:
 
 def documents_in(dataset: TokenDataset, row: int, vocabulary: Vocabulary | None) -> Iterator[RowDocument]:
     """Yield the documents of a row of the train split, in order; without a vocabulary, their text is token ids."""
-    ids = dataset.train.read([row])[0][0].tolist()
+    input_ids, *_ = dataset.train.read([row])[0]
+    ids = input_ids.tolist()
     index = dataset.train.index
     if index is None:
-        yield RowDocument(None, 0, len(ids), _first_words(ids, vocabulary))
+        yield RowDocument(origin=None, start=0, num_tokens=len(ids), text=_first_words(ids, vocabulary))
         return
     pieces = index.pieces(np.array([row]))
-    columns = (pieces.positions, pieces.documents, pieces.starts, pieces.lengths)
-    for position, document, start, length in zip(*(column.tolist() for column in columns), strict=True):
-        text = _first_words(ids[position : position + length], vocabulary)
-        yield RowDocument(index.origin(document), start, length, text)
+    for piece in range(len(pieces.documents)):
+        position = int(pieces.positions[piece])
+        length = int(pieces.lengths[piece])
+        yield RowDocument(
+            origin=index.origin(int(pieces.documents[piece])),
+            start=int(pieces.starts[piece]),
+            num_tokens=length,
+            text=_first_words(ids[position : position + length], vocabulary),
+        )
 
 
 def describe_piece(dataset: TokenDataset, row: int, piece: int) -> str | None:
     """Return where the document of a piece comes from, and its first words; None without a document index."""
     if dataset.train.index is None:
         return None
-    document = next(islice(documents_in(dataset, row, load_vocabulary(dataset.folder / "tokenizer")), piece, None))
+    vocabulary = load_vocabulary(dataset.folder / "tokenizer")
+    documents = documents_in(dataset, row, vocabulary)
+    document = next(islice(documents, piece, None))
     return f"{document.origin} “{document.text}”"
 
 
 def _first_words(ids: list[int], vocabulary: Vocabulary | None) -> str:
     """Return the beginning of the text of some tokens, in one line that cannot control a terminal."""
-    begin = ids[:_DECODED_TOKENS]
+    first_ids = ids[:_DECODED_TOKENS]
     if vocabulary is None:
-        return " ".join(map(str, begin))[:_SHOWN_CHARACTERS]
-    text = vocabulary.tokenizer.decode(begin, skip_special_tokens=True).strip("\ufffd")
+        return " ".join(map(str, first_ids))[:_SHOWN_CHARACTERS]
+    text = vocabulary.tokenizer.decode(first_ids, skip_special_tokens=True)
+    text = text.strip("\ufffd")  # half a character, where the tokens are cut
     line = visible(" ".join(text.split()))
-    return line if len(line) <= _SHOWN_CHARACTERS and len(begin) == len(ids) else f"{line[:_SHOWN_CHARACTERS]}…"
+    is_whole = len(first_ids) == len(ids) and len(line) <= _SHOWN_CHARACTERS
+    return line if is_whole else f"{line[:_SHOWN_CHARACTERS]}…"
+
+
+@dataclass(frozen=True)
+class PieceLoss:
+    """The mean loss of a piece of a document."""
+
+    mean: float
+    row: int
+    """The row of the run; -1 if there is no such piece."""
+    piece: int
+    """Its index among the pieces of the row."""
+
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """A key that sorts losses that are not finite first, and then the highest ones."""
+        descending = -self.mean if math.isfinite(self.mean) else -math.inf
+        return descending, self.row, self.piece
 
 
 @dataclass(frozen=True)
@@ -71,45 +98,53 @@ class WorstDocuments:
     fabric: Fabric
     data: TokenDataset | TokenMixture
 
-    def describe(self, window: Window, of_pieces: torch.Tensor) -> str:
+    def describe(self, window: Window, losses_by_piece: torch.Tensor) -> str:
         """Return a part of a message that names them; empty if no token dataset has a document index.
 
-        All ranks call this together and get the same text. ``of_pieces``, fp64 [P] on the CPU, are the summed losses of
-        the pieces in this rank's part of the window.
+        All ranks call this together and get the same text.
+
+        Args:
+            window: The window, with this rank's micro-batches.
+            losses_by_piece: The summed losses of the pieces in them, fp64 [pieces] on the CPU.
         """
-        everywhere = gather_over_data_ranks(self.fabric, self._worst(window, of_pieces)).flatten(0, 1).tolist()
-        found = sorted(((loss, int(row), int(piece)) for loss, row, piece in everywhere if row >= 0), key=_order)
-        named = [(loss, self._name(row, piece)) for loss, row, piece in found[:_NUM_NAMED]]
-        documents = [f"{loss:.4f} {name}" for loss, name in named if name is not None]
+        worst_of_rank = [[loss.mean, loss.row, loss.piece] for loss in self._worst(window, losses_by_piece)]
+        missing = [[0.0, -1, -1]] * (_NUM_NAMED - len(worst_of_rank))  # every rank sends equally many
+        packed = torch.tensor(worst_of_rank + missing, dtype=torch.float64)  # [_NUM_NAMED, 3]
+        gathered = gather_over_data_ranks(self.fabric, packed).flatten(0, 1)
+
+        losses = [PieceLoss(mean, int(row), int(piece)) for mean, row, piece in gathered.tolist()]
+        losses = sorted((loss for loss in losses if loss.row >= 0), key=lambda loss: loss.rank)
+        documents = []
+        for loss in losses[:_NUM_NAMED]:
+            name = self._name(loss.row, loss.piece)
+            if name is not None:
+                documents.append(f"{loss.mean:.4f} {name}")
         return f"; highest mean losses: {', '.join(documents)}" if documents else ""
 
-    def _worst(self, window: Window, of_pieces: torch.Tensor) -> torch.Tensor:
-        """Return the worst pieces of this rank, fp64 [3, 3]: mean loss, row of the run and piece in it; or row -1."""
-        ranks, found, first = data_ranks(self.fabric), list[tuple[float, int, int]](), 0
-        for number, batch in enumerate(window.batches):
-            if batch.pieces is None or not len(of_pieces):  # the objective tells no tokens apart
+    def _worst(self, window: Window, losses_by_piece: torch.Tensor) -> list[PieceLoss]:
+        """Return the pieces of this rank that have the highest mean losses."""
+        ranks = data_ranks(self.fabric)
+        losses = list[PieceLoss]()
+        first_piece = 0  # of the micro-batch, among the pieces of all micro-batches
+        for batch_index, batch in enumerate(window.batches):
+            if batch.pieces is None or not len(losses_by_piece):  # the objective has no loss for each token
                 continue
-            rows = np.array(window.rows_of(number, ranks.size, ranks.rank))
-            owners = self.data.train.pieces(rows.tolist()).rows
-            places = np.arange(len(owners)) - np.searchsorted(owners, owners)
+            rows = window.rows_of(batch_index, ranks.size, ranks.rank)
+            row_of_piece = self.data.train.pieces(rows).rows  # int64 [pieces], indices into ``rows``, ascending
+            first_of_row = np.searchsorted(row_of_piece, row_of_piece)
+            piece_of_row = np.arange(len(row_of_piece)) - first_of_row
+
             counts = batch.pieces.num_targets
             if self.data.has_pairs:  # the loss of a pair is no sum over its tokens
                 counts = torch.ones_like(counts)
-            means = (of_pieces[first : first + len(owners)] / counts).tolist()
-            first += len(owners)
-            columns = zip(means, rows[owners].tolist(), places.tolist(), counts.tolist(), strict=True)
-            found += [(mean, row, place) for mean, row, place, count in columns if count]
-        worst = sorted(found, key=_order)[:_NUM_NAMED]
-        return torch.tensor([*worst, *[(0.0, -1, -1)] * (_NUM_NAMED - len(worst))], dtype=torch.float64)
+            means = losses_by_piece[first_piece : first_piece + len(row_of_piece)] / counts
+            first_piece += len(row_of_piece)
+            for index in counts.nonzero().flatten().tolist():
+                losses.append(PieceLoss(float(means[index]), rows[row_of_piece[index]], int(piece_of_row[index])))
+        return sorted(losses, key=lambda loss: loss.rank)[:_NUM_NAMED]
 
     def _name(self, row: int, piece: int) -> str | None:
         if isinstance(self.data, TokenDataset):
             return describe_piece(self.data, row, piece)
-        part, number = self.data.train.place(row)
-        return describe_piece(self.data.parts[part], number, piece)
-
-
-def _order(found: tuple[float, int, int]) -> tuple[float, int, int]:
-    """Return a key that sorts the highest losses first, and before them those that are not finite."""
-    loss, row, piece = found
-    return (-loss if math.isfinite(loss) else -math.inf), row, piece
+        part, row_of_part = self.data.train.place(row)
+        return describe_piece(self.data.parts[part], row_of_part, piece)
