@@ -43,7 +43,6 @@ from fabric_train.cli.fabric_command import project_first
 from fabric_train.cli.launcher import as_launcher, global_rank
 from fabric_train.cli.parser import flatten, to_yaml
 from fabric_train.files.atomic_folder import check_not_held, hold_lock
-from fabric_train.preflight.paths import check_paths
 from fabric_train.training.run_log import log, note, progress, quiet_libraries, show, start_log
 
 if TYPE_CHECKING:
@@ -59,7 +58,11 @@ def check_before_launch(argv: list[str], environment: Mapping[str, str]) -> None
     Raises:
         InputError: the arguments are wrong, or they name wrong folders or files.
     """
-    check_paths(parse(TrainArguments, argv, environment))
+    arguments = parse(TrainArguments, argv, environment)
+
+    from fabric_train.preflight.paths import check_paths  # slow: numpy and pydantic, which help does not need
+
+    check_paths(arguments)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -82,6 +85,9 @@ def run_training(arguments: TrainArguments, console: "Console") -> int:
         "use a smaller --micro_batch_size or --max_length, --activation_checkpointing full, or more devices"
     )
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")  # without a TPU, torch-xla would just take the CPU
+
+    from fabric_train.preflight.paths import check_paths  # slow
+
     check_paths(arguments)
     progress.info("importing torch and transformers")
 
