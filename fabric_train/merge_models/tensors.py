@@ -72,7 +72,7 @@ def slerp_factors(first_norm: float, second_norm: float, dot: float, share: floa
     The way is an arc, and a straight line if the vectors are almost parallel. ``dot`` is their dot product.
     """
     norms = [norm if norm > _SMALLEST_NORM else 1.0 for norm in (first_norm, second_norm)]
-    cosine = max(-1.0, min(1.0, dot / norms[0] / norms[1]))
+    cosine = dot / norms[0] / norms[1]
     if abs(cosine) > _ALMOST_PARALLEL:
         return 1 - share, share
     angle = math.acos(cosine)

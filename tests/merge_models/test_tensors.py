@@ -20,6 +20,8 @@ def test_slerp_keeps_the_length_of_vectors_and_goes_the_same_angle_each_time() -
 @pytest.mark.parametrize("norms, dot", [((1.0, 2.0), 2.0), ((1.0, 1.0), -1.0), ((0.0, 3.0), 0.0), ((1.0, 1.0), 0.9996)])
 def test_slerp_of_parallel_vectors_is_straight(norms: tuple[float, float], dot: float) -> None:
     factors = slerp_factors(*norms, dot, 0.25)
+    if norms[0]:
+        assert factors == pytest.approx((0.75, 0.25))
     assert sum(factors) == pytest.approx(1.0 if norms[0] else sum(slerp_factors(1, 1, 0, 0.25)))
     assert all(map(math.isfinite, factors))
 

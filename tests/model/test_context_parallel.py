@@ -18,7 +18,15 @@ from fabric_train.data.batch import Batch, Stretch
 from fabric_train.distributed.ranks import ContextGroup
 from fabric_train.distributed.strategy import resolve_parallelism
 from fabric_train.model.attention import choose_attention
-from fabric_train.model.context_parallel import CONTEXT, _attend_by_document, _attend_by_kernel, cut_rows, deal_chunks
+from fabric_train.model.context_parallel import (
+    CONTEXT,
+    _attend_by_document,
+    _attend_by_kernel,
+    _stretches,
+    count_keys,
+    cut_rows,
+    deal_chunks,
+)
 from tests.support import context_slices
 from tests.support.context_slices import batches
 from tests.support.forked_runs import ForkedRuns
@@ -74,6 +82,19 @@ def test_a_long_document_is_dealt_so_that_all_ranks_have_the_same_work(num_ranks
 def test_short_documents_are_not_cut_more_than_the_balance_needs() -> None:
     ranks, size = deal_chunks(np.arange(0, 4096 + 1, 64), 4)
     assert (ranks.tolist(), size) == ([0, 1, 2, 3], 1024)
+
+
+def test_the_keys_of_a_chunk_are_counted_with_the_token_itself() -> None:
+    assert count_keys(np.array([0, 3, 8]), 2).tolist() == [1 + 2 + 3 + 1, 2 + 3 + 4 + 5]
+    assert count_keys(np.array([0, 6]), 4).tolist() == [1 + 2, 3 + 4, 5 + 6, 1 + 2]  # the last two are padding
+
+
+def test_chunks_that_follow_each_other_are_one_stretch() -> None:
+    """A stretch is a call of the attention kernel."""
+    found = _stretches(np.array([0, 1, 3]), 4, np.array([0, 6, 14, 16]))
+    assert [(part.begin, part.end, part.first_key, part.last_key) for part in found] == [(0, 8, 0, 8), (8, 12, 6, 16)]
+    assert [part.lengths for part in found] == [(6, 2), (2, 2)]
+    assert [part.key_lengths for part in found] == [(6, 2), (8, 2)]
 
 
 @pytest.mark.slow

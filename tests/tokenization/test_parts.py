@@ -20,7 +20,7 @@ from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.packing import parts as parts_module
 from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
 from fabric_train.tokenization.packing.parts import open_parts
-from fabric_train.tokenization.packing.token_folder import open_splits
+from fabric_train.tokenization.packing.token_folder import open_splits, read_arrow
 from tests.support.token_datasets import alter_token, manifest_of, tokenize, write_jsonl
 
 PACKINGS = ("concat", "best_fit", "concat")
@@ -233,6 +233,37 @@ def test_an_index_of_another_part_is_named(made: Path, tmp_path: Path) -> None:
     for read in (lambda: open_dataset(str(folder)), lambda: open_splits(folder)):
         with pytest.raises(InputError, match=r"part-0/train/.* instead of .*tokenize this part again"):
             read()
+
+
+@pytest.mark.parametrize("name", ["whole", "parts"])
+def test_rows_that_an_index_does_not_have_are_damage(made: Path, name: str) -> None:
+    index = index_of(made / name, "train")
+    num_rows = len(index.rows) - 1
+    assert len(index.pieces(np.array([num_rows - 1])).documents)
+    with pytest.raises(InputError, match="the document index is damaged; tokenize again"):
+        index.pieces(np.array([0, num_rows]))
+
+
+def test_lists_outside_of_their_values_are_damage(made: Path, tmp_path: Path) -> None:
+    """pyarrow itself would end the process."""
+    shutil.copytree(made / "part-0", tmp_path / "part")
+    (file,) = (tmp_path / "part" / "train").glob("*.arrow")
+    borders = [batch.column("document_starts").offsets.to_numpy() for batch in read_arrow(file)]
+    whole = file.read_bytes()
+    assert borders[0].tobytes() in whole
+    wrong = borders[0].copy()
+    wrong[len(wrong) // 2] = 1 << 30
+    file.write_bytes(whole.replace(borders[0].tobytes(), wrong.tobytes(), 1))
+    with pytest.raises(InputError, match=r"data-.*\.arrow: damaged"):
+        list(open_splits(tmp_path / "part")["train"].batches())
+    with pytest.raises((InputError, RunError), match=r"data-.*\.arrow"):
+        read_all(tmp_path / "part")
+
+
+def read_all(folder: Path) -> None:
+    rows = open_dataset(str(folder)).train
+    for row in range(len(rows)):
+        rows.read([row])
 
 
 def maps_in(folder: Path) -> set[Path]:

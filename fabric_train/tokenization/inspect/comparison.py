@@ -150,7 +150,7 @@ def sample_documents(corpus: OpenCorpus, advance: Callable[[int], None]) -> Iter
     limit = _common_limit(records["tokens"].astype(np.int64), NUM_TOKENS)
     ids = _read_beginnings(index, corpus.split, chosen, limit, advance)
     if not all(min(own) >= 0 and max(own) < vocabulary.size for own in ids.values() if own):
-        raise InputError("rows have tokens that the tokenizer does not have; tokenize again")
+        raise InputError(f"{corpus.folder}: rows have tokens that its tokenizer does not have; tokenize again")
     for first in range(0, len(chosen), _DOCUMENTS_PER_DECODING):
         part = slice(first, first + _DOCUMENTS_PER_DECODING)
         beginnings = [ids[document] for document in chosen[part].tolist()]

@@ -129,6 +129,7 @@ class DocumentIndex:
 
     def pieces(self, rows: np.ndarray) -> IndexedPieces:
         """Return the pieces of documents in some rows, integers [R]; InputError if the index is damaged."""
+        self._check((rows >= 0) & (rows + 1 < len(self.rows)))  # a file of rows may be another's
         first, last = self.rows[rows], self.rows[rows + 1]
         for name, array in (("documents", self.documents), ("continuations", self.continuations)):
             self._check((first[name] <= last[name]) & (last[name] <= len(array)))
