@@ -49,6 +49,20 @@ def use_in_llama_cpp(python: Path, file: Path, *adapter: Path, text: str = TEXT)
     return _use(python, "in_llama_cpp.py", file, text, *adapter)
 
 
+def use_in_vllm(python: Path, folder: Path, *adapter: Path, text: str = TEXT) -> Used:
+    """Use a Hugging Face folder in vLLM, with an adapter if there is one; ``logits`` has :func:`of_the_text` of it."""
+    return _use(python, "in_vllm.py", folder, text, *adapter)
+
+
+def of_the_text(used: Used) -> np.ndarray:
+    """Return the log-probability of each token of the text but the first, from the logits: float [T - 1]."""
+    logits = used.logits[:-1].astype(np.float64)
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    picked: np.ndarray = log_probabilities[np.arange(len(logits)), used.ids[1:]]
+    return picked
+
+
 def assert_same(found: Used, expected: Used, tolerance: float) -> None:
     """Check that two kinds of software make the same of a model; ``tolerance`` is for a logit."""
     assert found.ids == expected.ids

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ def environment_with(name: str, *packages: str) -> Path:
     return target / "bin" / "python"
 
 
-def downstream_environment(name: str) -> Path:
+def downstream_environment(name: str, *, without: Sequence[str] = ()) -> Path:
     """Return the Python of an environment with the packages of ``tests/downstream/requirements/NAME.txt``.
 
     It is created under ``.cache/downstream/`` if it is not there, on top of the environment that runs the tests: pip
-    installs only what that lacks, or has in another version. A change of the pins creates another environment.
+    installs only what that lacks, or has in another version. A change of the pins creates another environment. Packages
+    ``without`` which the software runs are uninstalled again.
     """
     requirements = ROOT / "tests" / "downstream" / "requirements" / f"{name}.txt"
     digest = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
@@ -41,6 +43,9 @@ def downstream_environment(name: str) -> Path:
             (site_packages,) = folder.glob("lib/python*/site-packages")
             (site_packages / "below.pth").write_text(f"{below}\n", encoding="utf-8")
             _install(folder, "-r", str(requirements))
+            if without:
+                pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
+                subprocess.run([*pip, "uninstall", "-qq", "-y", *without], check=True)
     return target / "bin" / "python"
 
 
