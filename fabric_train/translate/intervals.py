@@ -108,12 +108,7 @@ def _translate_log_interval(translation: Translation) -> None:
 
 def _train_interval(translation: Translation, argument: str, interval: Any, *origins: str) -> None:
     """Set an interval in steps; transformers takes a number below 1 for a share of all steps."""
-    try:
-        number = float(interval)
-    except (TypeError, ValueError):
-        raise InputError(
-            f"{translation.file.path}: {origins[0]}: expected a number of steps, got {interval!r}"
-        ) from None
+    number = translation.as_number(origins[0], interval)
     if number <= 0:
         raise InputError(f"{translation.file.path}: {origins[0]}: expected a number above 0, got {number:g}")
     if number < 1 or origins[0] in ("evals_per_epoch", "saves_per_epoch"):
@@ -145,13 +140,13 @@ def _translate_loggers(translation: Translation) -> None:
     project = file.names(*_WORDS_OF_PROJECTS)
     loggers = ["csv"]
     unknown = list[str]()
-    for logger in reported or []:
+    for logger in map(str, reported if isinstance(reported, list) else filter(None, [reported])):
         if logger in _LOGGERS:
             loggers.append(_LOGGERS[logger])
         elif logger == "all":
             loggers.append("tensorboard")
         elif logger not in ("none", "None"):
-            unknown.append(str(logger))
+            unknown.append(logger)
     if file.program == "axolotl":
         if file.names("use_wandb", "wandb_project") and file.get("use_wandb") is not False:
             loggers.append("wandb")

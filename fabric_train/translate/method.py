@@ -157,7 +157,10 @@ def _translate_extras_of_pairs(translation: Translation, objective: str) -> None
     losses = translation.texts("loss_type")
     if "sft" in losses:
         weights = file.get("loss_weights") or [1.0] * len(losses)
-        weight, weight_names = float(weights[losses.index("sft")]), ["loss_type", "loss_weights"]
+        if not isinstance(weights, list) or len(weights) != len(losses):
+            raise translation.fault("loss_weights", "expected a number for each loss_type")
+        weight = translation.as_number("loss_weights", weights[losses.index("sft")])
+        weight_names = ["loss_type", "loss_weights"]
     if weight and objective != "orpo":
         translation.train("sft_weight", weight, *weight_names)
     elif weight:

@@ -189,8 +189,9 @@ def _translate_schedule(translation: Translation) -> None:
     names = file.names("lr_scheduler", "lr_scheduler_type", "lr_scheduler._component_")
     named = str(file.get(*names) or "").rpartition(".")[2].lower() if names else ""
     options = _schedule_options(translation)
-    power = float(options.get("power", 1.0))
-    cycles = float(options.get("num_cycles", 0.5 if named != "cosine_with_restarts" else 1))
+    power = translation.as_number("lr_scheduler_kwargs", options.get("power", 1.0))
+    usual_cycles = 1.0 if named == "cosine_with_restarts" else 0.5
+    cycles = translation.as_number("lr_scheduler_kwargs", options.get("num_cycles", usual_cycles))
     if named == "polynomial" and power == 1.0:
         translation.train("lr_schedule", "linear", *names)
         options.setdefault("lr_end", 1e-7)
@@ -230,9 +231,10 @@ def _translate_lowest_rate(translation: Translation, options: dict[str, Any]) ->
     lowest = options.get("min_lr", options.get("lr_end", file.get("min_lr")))
     origins = file.names("lr_scheduler_kwargs", "lr_scheduler_args", "cosine_min_lr_ratio", "min_lr")
     if ratio is not None:
-        translation.train("min_lr", float(ratio) * rate, *origins, comment=f"{float(ratio):g} × lr")
+        ratio = translation.as_number(origins[0], ratio)
+        translation.train("min_lr", ratio * rate, *origins, comment=f"{ratio:g} × lr")
     elif lowest is not None:
-        translation.train("min_lr", float(lowest), *origins)
+        translation.train("min_lr", translation.as_number("min_lr", lowest), *origins)
     elif origins:
         translation.ignore(*origins)
     if translation.number("cosine_constant_lr_ratio"):

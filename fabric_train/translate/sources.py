@@ -201,7 +201,8 @@ def _entry_of_trl(translation: Translation, index: int, entry: Mapping[str, Any]
     weight = entry.get("weight")
     if entry.get("fraction") is not None:
         translation.absent[f"{where}.fraction"] = "give --weights to tokenize: shares of the tokens"
-    return Source(_place(translation, where, entry), share=1.0 if weight is None else float(weight))
+    share = 1.0 if weight is None else translation.as_number(f"{where}.weight", weight)
+    return Source(_place(translation, where, entry), share=share)
 
 
 def _sources_of_llama_factory(translation: Translation) -> Sources:
@@ -269,6 +270,8 @@ def _datasets_of_torchtune(translation: Translation, name: str) -> tuple[Source,
     file = translation.file
     listed = file.settings.get(name)
     if isinstance(listed, list):
+        if not all(isinstance(entry, dict) for entry in listed):
+            raise InputError(f"{file.path}: {name}: expected a list of data sets")
         return tuple(_entry_of_torchtune(translation, f"{name}[{i}]", one) for i, one in enumerate(listed))
     prefix = f"{name}."
     entry = {key.removeprefix(prefix): value for key, value in file.settings.items() if key.startswith(prefix)}

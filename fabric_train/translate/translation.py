@@ -1,5 +1,6 @@
 """Collect what a translation has found: arguments of training and of tokenizing, and what has no counterpart."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.translate.foreign_file import ForeignFile
 from fabric_train.translate.run_length import RunLength
 
+_LARGEST = 1e15
 Outcome = Literal["training", "tokenizing", "no counterpart", "off"]
 _TYPES: dict[str, dict[str, Any]] = {
     "training": argument_types.types_of(TrainArguments),
@@ -97,13 +99,18 @@ class Translation:
 
     def number(self, *names: str) -> float | None:
         """Return the first of these settings that has a value, as a number; an InputError if it is none."""
-        for name in self.file.names(*names):
-            value = self.file.get(*names)
-            try:
-                return float(value)
-            except (TypeError, ValueError):
-                raise InputError(f"{self.file.path}: {name}: expected a number, got {value!r}") from None
-        return None
+        named = self.file.names(*names)
+        return self.as_number(named[0], self.file.get(*named)) if named else None
+
+    def as_number(self, name: str, value: Any) -> float:
+        """Return a value of the setting ``name`` as a number; an InputError if it is none, or not finite."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if isinstance(value, bool) or not abs(number) <= _LARGEST:
+            raise InputError(f"{self.file.path}: {name}: expected a number, got {value!r}")
+        return number
 
     def texts(self, name: str) -> list[str]:
         """Return a setting as a list of texts: one that separates them by commas or blanks, or has a list."""
