@@ -54,7 +54,7 @@ test-launchers: $(STAMP) ## run the slow tests of real launchers: fabric run, to
 test-xla: $(STAMP) $(XLA)/installed ## train on XLA's CPU device and compare with the CPU (4 minutes)
 	@$(BIN)/python -m pytest -n 0 -m xla
 
-test-downstream: $(STAMP) ## use exports in other software: transformers 4, lm_eval, llama.cpp, peft, and compare merges with mergekit (writes docs/downstream.md)
+test-downstream: $(STAMP) ## use exports in other software: transformers 4, lm_eval, llama.cpp, vLLM, peft, and compare merges with mergekit (writes docs/downstream.md)
 	@DOWNSTREAM_TABLE=docs/downstream.md $(BIN)/python -m pytest -n 0 -m downstream
 
 test-cuda-rehearsal: $(STAMP) ## train in every mode on pretended CUDA devices (writes docs/cuda_rehearsal.md), compare plan and counts
