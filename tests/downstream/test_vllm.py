@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fabric_train.sample_data import real_data
 from fabric_train.vocabulary.__main__ import main as vocabulary
-from sample_data import real_data
 from tests.support.downstream_uses import OPTIONS, Checked, Used, of_the_text, use_in_transformers, use_in_vllm
 from tests.support.environments import downstream_environment
 from tests.support.exports import convert_run

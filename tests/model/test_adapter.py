@@ -551,7 +551,7 @@ def test_an_adapter_of_one_layer_is_read_again_for_that_layer(tmp_path: Path) ->
     (tmp_path / CONFIG).write_text(json.dumps(peft_config(model, AdapterBase("base"))))
     assert set(find_targets(biased_model(), read_adapter(tmp_path), "the model")) == expected
     again = peft.PeftModel.from_pretrained(biased_model(), str(tmp_path))
-    assert {name for name, module in again.base_model.model.named_modules() if hasattr(module, "lora_A")} == expected
+    assert {name for name, module in again.get_base_model().named_modules() if hasattr(module, "lora_A")} == expected
 
 
 def test_rows_are_quantized_as_the_whole_matrix_is() -> None:
