@@ -106,26 +106,36 @@ def _num_below(model: PreTrainedModel, below: set[str]) -> int:
 
 def _share_of_experts(config: Any) -> float:
     """Return the share of the experts that a token is routed to; 1 if there are none."""
+    config = layer_configs(config)[-1]  # the first layers may have no experts
     num_chosen = getattr(config, "num_experts_per_tok", None)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     num_experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
     return num_chosen / num_experts if num_chosen and num_experts else 1.0
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """Return the text configuration of each decoder layer: Gemma 4's have heads of several sizes."""
+    if getattr(config, "is_heterogeneous", False):  # such a configuration refuses to answer for all layers
+        return list(config.per_layer_config)
+    return [config] * config.num_hidden_layers
+
+
 def _attention(config: Any, num_below: int) -> tuple[Attention, ...]:
-    num_layers, num_heads = config.num_hidden_layers, getattr(config, "num_attention_heads", 0)
-    if not num_heads:
-        return ()
-    width = num_heads * (getattr(config, "head_dim", None) or config.hidden_size // num_heads)
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or (["sliding_attention" if window else ""] * num_layers)
-    slides = [bool(window) and kind == "sliding_attention" for kind in kinds]
-    num_sliding, below_sliding = sum(slides), sum(slides[:num_below])
-    parts = (
-        Attention(num_layers - num_sliding, width, None, num_below - below_sliding),
-        Attention(num_sliding, width, window, below_sliding),
-    )
-    return tuple(part for part in parts if part.num_layers)
+    layers = layer_configs(config)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers)
+    counted: dict[tuple[int, int | None], list[int]] = {}  # the layers of each width and window
+    for index, (layer, kind) in enumerate(zip(layers, kinds, strict=False)):
+        num_heads = getattr(layer, "num_attention_heads", 0)
+        if not num_heads:
+            continue
+        width = num_heads * (getattr(layer, "head_dim", None) or layer.hidden_size // num_heads)
+        window = getattr(layer, "sliding_window", None) if kind == "sliding_attention" else None
+        counted.setdefault((width, window or None), []).append(index)
+    parts = [
+        Attention(len(indices), width, window, sum(index < num_below for index in indices))
+        for (width, window), indices in counted.items()
+    ]
+    return tuple(sorted(parts, key=lambda part: part.window is not None))
 
 
 # ------------------------------------------------------------------------------------------------------- devices

@@ -108,7 +108,9 @@ def shape_from_config(
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = getattr(config, "model_type", type(config).__name__)
         raise InputError(f"{name}: a {kind} is not a causal language model; give one that is")
-    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if num_layers is None:
+        raise InputError(f"{name}: a {config.model_type} is no stack of decoder layers; give another model")
     if isinstance(num_layers, int) and num_layers > _MOST_LAYERS:
         raise InputError(f"{name}: {num_layers} layers are more than any model has; give fewer than {_MOST_LAYERS}")
     try:
@@ -125,7 +127,9 @@ def shape_from_config(
                 f"{name}: transformers has no {attention} attention for a {kind}; give --attention eager"
             ) from error
         option = f" with --attention {attention}" if attention else ""
-        advice = "install it or use --attention sdpa" if isinstance(error, ImportError) else "use another"
+        advice = "use another"
+        if isinstance(error, ImportError):  # of the attention's package, or of one that the model needs
+            advice = "install it" if attention in (None, "eager", "sdpa") else "install it or use --attention sdpa"
         raise InputError(f"{name}{option}: {first_line(error).rstrip('.')}; {advice}") from error
     if adapter and trains_head_apart(model, adapter):
         config = copy.deepcopy(config)

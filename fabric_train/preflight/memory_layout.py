@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from fabric_train.distributed.precision import gathered_dtype, weights_dtype
 from fabric_train.model.adapter import NF4Linear, is_of_adapter, quantize_layers
+from fabric_train.model.flops import layer_configs
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.parallelize import why_not_tiled
 from fabric_train.optim.optimizer import build_optimizer
@@ -266,10 +267,12 @@ def collectives_of_slices(
     Layers that are recomputed gather them again. Tensor parallelism divides the heads among the ranks.
     """
     config: Any = shape.config.get_text_config()
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    of_layer = 2 * num_heads // arguments.fsdp.tensor_parallel_size * head_size * batch.length
-    numel = of_layer * config.num_hidden_layers * layout.accumulation * (batch.context_size - 1)
+    width = 0  # of the keys and values of all layers
+    for layer in layer_configs(config):
+        head_size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        num_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        width += 2 * num_heads // arguments.fsdp.tensor_parallel_size * head_size
+    numel = width * batch.length * layout.accumulation * (batch.context_size - 1)
     passes = 1 if arguments.fsdp.activation_checkpointing == "none" else 2
     itemsize = (batch.autocast or batch.dtype).itemsize
     is_inside = layout.world_size // layout.num_nodes % arguments.fsdp.ranks_of_rows == 0

@@ -18,6 +18,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -32,6 +33,7 @@ from fabric_train.data.batch import Batch, Targets
 from fabric_train.export.source import MergedTensors
 from fabric_train.model.adapter import (
     Adapter,
+    adapted_layers,
     attach,
     find_targets,
     is_of_adapter,
@@ -583,3 +585,18 @@ def matrix_flops(adapter: Adapter | None) -> int:
         with FlopCounterMode(display=False) as counter:
             CrossEntropy().loss(model, batch).total.backward()
     return sum(number for kind, number in counter.get_flop_counts()["Global"].items() if "mm" in str(kind))
+
+
+def test_a_router_that_is_linear_by_class_alone_gets_no_adapter() -> None:
+    """Llama 4's returns the scores and the chosen experts."""
+    sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "intermediate_size_mlp": 32}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = Llama4TextConfig(**sizes, **heads, num_hidden_layers=2, num_local_experts=2)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    attach(model, Adapter("lora", 2, 4.0, targets=("all-linear",)), "model", "cpu")
+    names = [name for name, _ in adapted_layers(model)]
+    assert "model.layers.0.self_attn.q_proj" in names
+    assert not any("router" in name for name in names)
+    model(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False).logits.sum().backward()
+    with pytest.raises(InputError, match="--lora_targets router: model has no linear layer of that name"):
+        attach(AutoModelForCausalLM.from_config(config), Adapter("lora", 2, 4.0, targets=("router",)), "model", "cpu")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma4TextConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -41,6 +42,12 @@ def test_an_8b_llama_costs_51_5_gflop_a_token_at_4096() -> None:
     assert peak is not None
     assert 10_471 * flops.of([4096]) / 4096 / peak == pytest.approx(0.545, abs=5e-4)
     assert str(flops) == "6 × 7,504,924,672 parameters + 12 × 32 layers × 4,096 × context"
+
+
+def test_heads_of_several_sizes_are_counted_by_layer() -> None:
+    """Every sixth layer of Gemma 4 sees all tokens, with larger heads."""
+    flops = flops_of(Gemma4TextConfig(num_hidden_layers=12, vocab_size=64, vocab_size_per_layer_input=64))
+    assert flops.attention == (Attention(2, 8 * 512, None), Attention(10, 8 * 256, 512))
 
 
 def test_a_tied_head_is_used_and_learned_positions_are_looked_up() -> None:

@@ -10,12 +10,14 @@ from typing import Any
 
 import datasets
 import pytest
+from transformers import AutoConfig
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.token_dataset import Rows, TokenDataset, open_dataset
-from fabric_train.model.hf_model import ModelShape, read_shape
+from fabric_train.model.hf_model import ModelShape, read_shape, shape_from_config
 from fabric_train.preflight.dataset_check import DatasetCheck, check_dataset
 from tests.support.checkpoint_examples import trained_weights, write_full
+from tests.support.token_datasets import tokenize, write_jsonl
 
 Change = Callable[[dict[str, Any]], None]
 SILENT = DatasetCheck((), ())
@@ -256,6 +258,21 @@ def test_a_damaged_tokenizer_of_the_model_is_refused(tokens: Path, model: Path) 
     (model / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match=r"tokenizer.json is not a tokenizer \(KeyError"):
         compare(tokens, model)
+
+
+def test_a_tokenizer_that_an_export_would_read_as_another_is_refused(
+    tmp_path: Path, tiny_model_dir: Path, model: Path
+) -> None:
+    """Beside the config.json of a Qwen 2, transformers takes the class of its tokenizers, which adds a token."""
+    alone = Path(shutil.copytree(tiny_model_dir, tmp_path / "alone", ignore=shutil.ignore_patterns("config.json")))
+    tokenize(tmp_path / "tokens", alone, write_jsonl(tmp_path / "texts.jsonl"))
+    assert not compare(tmp_path / "tokens", model).faults
+    sizes = {"vocab_size": 1001, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    qwen = AutoConfig.for_model("qwen2", **sizes, num_attention_heads=2, num_key_value_heads=1)
+    shape = shape_from_config(qwen, "model", "LlamaDecoderLayer", None, is_new=True)
+    line = fault(tmp_path / "tokens", replace(shape, is_new=False))
+    assert "beside the config.json of a qwen2, transformers reads the tokenizer" in line
+    assert "could not be exported" in line
 
 
 def test_an_added_token_that_no_row_holds_is_a_note(tokens: Path, model: Path) -> None:
