@@ -115,7 +115,15 @@ def describe_changes(saved: DataOrder | StreamOrder, current: DataOrder | Stream
     }
     changed = [name for name, now in here.items() if now != there[name]]
     follows = {consequence for name in changed for consequence in _FOLLOWS_FROM.get(name, ())}
+    if _num_shares(there) == _num_shares(here):
+        follows.discard("shares")  # as many places as before: somebody has changed their shares
     return [f"{causes[name]}: {_difference(there[name], here[name])}" for name in changed if name not in follows]
+
+
+def _num_shares(order: dict[str, Any]) -> int | None:
+    """Return how many places of a stream have shares; None if they have none."""
+    shares = order.get("shares")
+    return None if shares is None else len(shares)
 
 
 def _difference(saved: Any, current: Any) -> str:

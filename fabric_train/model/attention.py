@@ -190,6 +190,7 @@ def why_model_cannot(shape: "ModelShape", dtype: torch.dtype | None = None) -> s
     if dtype not in (None, torch.bfloat16, torch.float16):
         return "torch's kernel for documents computes in 16 bits only"
     faults: list[str | None] = []
+    longest_row = shape.longest_row
 
     def probe(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **given: Any) -> Any:
         faults.append(_fault_of_call(module, query, key, value, given, of_slices=dtype is None))
@@ -200,8 +201,8 @@ def why_model_cannot(shape: "ModelShape", dtype: torch.dtype | None = None) -> s
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(shape.config, dtype=dtype).train()
-        if shape.longest_row is not None:
-            choose_frequencies(model, shape.longest_row)  # to choose by the batch, transformers reads its positions
+        if longest_row is not None:
+            choose_frequencies(model, longest_row)  # to choose by the batch, transformers reads its positions
         if not model._supports_flash_attn:
             return "the masks of this model family have more in them than documents"
         documents = isolate(np.ones((1, 4), dtype=np.int64), np.ones((1, 4), dtype=np.int64), [np.array([0, 2])])

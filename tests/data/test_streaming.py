@@ -541,10 +541,7 @@ def test_another_stream_is_refused_by_name(run: Run, uninterrupted: Path, slices
     ):
         assert expected in fault
     one = run.faults("one", checkpoint=checkpoint, streaming_dataset=run.folder / "*.jsonl", shares="null")
-    assert [fault.split(": ")[1] for fault in one] == [
-        "--shares differ",
-        "--streaming_dataset has other numbers of files in its places",
-    ]
+    assert [fault.split(": ")[1] for fault in one] == ["--shares differ"]
     token_dataset: dict[str, object] = {"streaming_dataset": "null", "shares": "null", "shuffle_buffer": 0}
     (unlike,) = run.faults("unlike", checkpoint=checkpoint, **token_dataset)
     assert "its run read --streaming_dataset, not --train_data_dir" in unlike
@@ -553,7 +550,7 @@ def test_another_stream_is_refused_by_name(run: Run, uninterrupted: Path, slices
 @pytest.mark.slow
 def test_fault_found_in_a_worker_ends_the_run_in_one_line(run: Run) -> None:
     started = run.start("few", total_batch_size=64, micro_batch_size=2)
-    assert started.wait(100) == [2]
+    assert started.wait(100) == [1]  # it is found when the run has begun, and has written files
     output = started.stdout() + started.stderr()
     assert "error: --streaming_dataset: 34 documents with text, fewer than the 64 rows of a step" in output
     assert "Traceback" not in output

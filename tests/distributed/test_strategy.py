@@ -93,10 +93,15 @@ def test_fp16_is_refused_where_its_scale_may_arrive_too_late() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("parallelism", "others"), [("fsdp", "16-mixed or 32-true"), ("fsdp2", "32-true")])
 def test_bf16_is_refused_on_gpus_without_it(
-    tmp_path: Path, forked_runs: ForkedRuns, parallelism: str, others: str
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    tiny_tokens_dir: Path,
+    forked_runs: ForkedRuns,
+    parallelism: str,
+    others: str,
 ) -> None:
     given = {"accelerator": "cuda", "parallelism": parallelism, "precision": "bf16-true", "devices": "0,1"}
-    line = argv(tmp_path / "model", tmp_path / "tokens", tmp_path / "run", **given)
+    line = argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **given)
     run = forked_runs.start(line, 1, before=OLD_GPU)
     reason = "Tesla T4 does not support bf16 (compute capability 7.5, it needs 8.0)"
     assert run.wait() == [2]

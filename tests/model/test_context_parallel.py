@@ -143,7 +143,7 @@ def test_a_model_whose_attention_takes_no_slices_is_refused(
     config: PretrainedConfig, options: list[str], reason: str | None
 ) -> None:
     config._attn_implementation = "sdpa"
-    shape: Any = SimpleNamespace(config=config)
+    shape: Any = SimpleNamespace(config=config, longest_row=None)
     if reason is None:
         choose_attention(shape, arguments_of(*options), "cpu")
         assert config._attn_implementation == CONTEXT

@@ -166,7 +166,7 @@ def test_model_whose_attention_the_kernel_does_not_compute_is_named(
     config: PretrainedConfig, reason: str | None
 ) -> None:
     config._attn_implementation = "sdpa"
-    found = why_model_cannot(SimpleNamespace(config=config), torch.bfloat16)  # type: ignore[arg-type]
+    found = why_model_cannot(SimpleNamespace(config=config, longest_row=None), torch.bfloat16)  # type: ignore[arg-type]
     assert (found is None) if reason is None else (found and reason in found), found
     assert config._attn_implementation == "sdpa"
 
@@ -193,7 +193,7 @@ def test_gpu_that_has_the_kernel_uses_it_unless_told_otherwise(
     arguments = parse(TrainArguments, ["--train_data_dir", "tokens", "--output_dir", "run", *options])
     config = LlamaConfig(**LLAMA)
     config._attn_implementation = "sdpa"
-    assert choose_attention(SimpleNamespace(config=config), arguments, "cuda") == reason  # type: ignore[arg-type]
+    assert choose_attention(SimpleNamespace(config=config, longest_row=None), arguments, "cuda") == reason  # type: ignore[arg-type]
     assert config._attn_implementation == chosen
 
 

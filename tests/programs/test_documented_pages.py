@@ -59,6 +59,7 @@ NOT_RUN = {
     "fabric-train launch-files": "tests/programs/test_package.py",
     "eval ": "changes the shell; tests/cli/test_help.py",
     "fabric-train sample-data": "downloads; tests/programs/test_sample_data.py",
+    "fabric run fabric_train --devices 8 --extensions my_parts": "eight devices; tests/training/test_extensions.py",
     "fabric run fabric_train --devices 4 --train_data_dir /data/": "reads /data; test_former_command_line.py",
     "fabric-train download": "needs the hub; tests/export/test_hub.py",
     "fabric-train vocabulary": "of real tokenizers and models; tests/vocabulary/",

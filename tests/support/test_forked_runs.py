@@ -138,7 +138,7 @@ def test_run_that_does_not_end_is_killed_and_its_output_shown(forked_runs: Forke
 def test_a_fork_of_the_server_has_further_imports_and_ends_with_its_ranks(
     forked_runs: ForkedRuns, tmp_path: Path
 ) -> None:
-    told = "import sys; print('cmd' in sys.modules, 'arguments' in sys.modules); sys.exit(5)"
+    told = "import sys; print('cmd' in sys.modules, 'fabric_train.arguments' in sys.modules); sys.exit(5)"
     fork = forked_runs.with_imports(tmp_path / "fork", ["cmd"])
     assert (run := fork.start([], 1, before=told)).wait() == [5]
     assert run.stdout() == "True True\n"
