@@ -108,7 +108,10 @@ def shape_from_config(
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = getattr(config, "model_type", type(config).__name__)
         raise InputError(f"{name}: a {kind} is not a causal language model; give one that is")
-    num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    try:
+        num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    except ValueError:  # it has several models of text, such as MusicGen's encoder and decoder
+        num_layers = None
     if num_layers is None:
         raise InputError(f"{name}: a {config.model_type} is no stack of decoder layers; give another model")
     if isinstance(num_layers, int) and num_layers > _MOST_LAYERS:
