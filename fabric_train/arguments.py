@@ -338,7 +338,7 @@ class AdapterArguments:
     train_also: list[str] | None = None
     """Modules of the model that train as a whole beside the adapter, such as embed_tokens lm_head."""
     init_adapter: str | None = None
-    """Folder of an adapter, of a run or of peft, with whose weights the new adapter begins."""
+    """RUN, RUN/best, a checkpoint or a folder of peft, with whose weights the new adapter begins."""
 
     def __post_init__(self) -> None:
         """Fill in values that depend on others, unless --init_adapter has them."""
