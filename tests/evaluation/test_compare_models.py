@@ -147,7 +147,7 @@ def test_a_token_dataset_is_a_text_under_its_name(tmp_path: Path, run: Path, tin
 
 def test_a_text_that_is_not_utf_8_is_refused_with_advice_that_can_be_followed(tmp_path: Path, run: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(InputError, match=r"convert the file to UTF-8; fix it, or .* tokenize_dataset.py --on_bad_rows"):
+    with pytest.raises(InputError, match=r"convert the file to UTF-8; fix it, or .*tokenize --on_bad_rows"):
         evaluated(tmp_path / "out", "--models", run, "--texts", tmp_path / "latin.txt")
 
 
@@ -277,12 +277,18 @@ def test_parts_join_to_the_whole(
 def test_an_adapter_has_the_texts_of_its_base_model_and_an_identity_of_its_own(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    config = json.dumps({"base_model_name_or_path": str(tiny_model_dir)})
-    (tmp_path / "adapter_config.json").write_text(config)
-    base, adapted = find_model(str(tiny_model_dir)), find_model(str(tmp_path))
+    config = {"base_model_name_or_path": str(tiny_model_dir), "peft_type": "LORA", "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    weights = {
+        f"base_model.model.model.layers.0.self_attn.q_proj.lora_{side}.weight": torch.ones(2, 2) for side in "AB"
+    }
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    base = find_model(str(tiny_model_dir))
+    adapted = find_model(str(tmp_path))
     assert (adapted.name, adapted.source) == (str(tmp_path), str(tmp_path))
     assert (adapted.tokenizer_id, adapted.vocab_size) == (base.tokenizer_id, base.vocab_size)
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
+    other_weights = {name: weight + 1 for name, weight in weights.items()}
+    save_file(other_weights, tmp_path / "adapter_model.safetensors")
     identities = {base.identity, adapted.identity, find_model(str(tmp_path)).identity}
     assert len(identities) == 3
 
