@@ -4,7 +4,6 @@ import ctypes
 import fcntl
 import gc
 import json
-import logging
 import multiprocessing
 import os
 import shutil
@@ -131,13 +130,18 @@ def _no_memory_of_an_earlier_file() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_progress_of_an_earlier_test() -> Iterator[None]:
-    """End the threads that a run in this process has started: they would print into the output of later tests."""
+def _no_log_of_an_earlier_test() -> Iterator[None]:
+    """End the log that a run in this process has started, and forget which notes were printed.
+
+    Otherwise later tests would find its lines in their output, and their own notes in the log or nowhere.
+    """
     yield
-    progress = logging.getLogger("fabric_train.progress")
-    for handler in list(progress.handlers):
-        progress.removeHandler(handler)
-        handler.close()
+    run_log = sys.modules.get("fabric_train.training.run_log")
+    if run_log is not None:
+        run_log.end_log()
+    errors = sys.modules.get("fabric_train.cli.errors")
+    if errors is not None:
+        errors._notes.clear()
 
 
 def _fetch(fetch: Callable[[], Path]) -> Path:

@@ -48,7 +48,7 @@ def check_output_dir(folder: Path, *inputs: str | None) -> None:
     checkpoint_folder = folder / "checkpoints"
     if os.path.lexists(checkpoint_folder) and not checkpoint_folder.is_dir():
         raise InputError(f"{checkpoint_folder} is not a folder, which the run needs there; remove it or rename it")
-    for name in ("metrics.csv", "samples.jsonl"):
+    for name in ("metrics.csv", "samples.jsonl", "run.log"):
         check_regular_or_absent(folder / name)
     for given in inputs:
         if given and not (Path(given) / "checkpoints").is_dir():  # a run may continue in its own folder
