@@ -12,7 +12,7 @@ from rich.table import Table
 from fabric_train.checkpoint import perplexity
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console, visible
-from fabric_train.files.regular_file import open_regular, write_atomically
+from fabric_train.files.regular_file import open_regular, parse_json, write_atomically
 from fabric_train.pages.charts import BETTER, TEXT, WORSE, write_png
 from fabric_train.training.statistics import FEWEST_DOCUMENTS, LEVEL, DocumentSums, ModelLoss, compare
 
@@ -116,8 +116,8 @@ def read_evaluated(folder: Path) -> Evaluated:
     with open_regular(file, "remove it") as opened:
         for number, line in enumerate(opened, 1):
             try:
-                loss = DocumentLoss(**json.loads(line))
-            except (ValueError, TypeError):
+                loss = parse_json(line, DocumentLoss)
+            except ValueError:
                 raise InputError(
                     f"{file}, line {number}: damaged, or written by an earlier version; choose another --output_dir, "
                     "or remove the file and evaluate again"
@@ -171,6 +171,8 @@ def compare_evaluated(evaluated: Evaluated, seed: int) -> Results:
     results: dict[str, dict[str, ModelLoss]] = {}
     for source in dict.fromkeys(source for of_sources in evaluated.values() for source in of_sources):
         models = [model for model, of_sources in evaluated.items() if source in of_sources]
+        if len({len(evaluated[model][source]) for model in models}) > 1:
+            raise InputError(f"{DOCUMENTS}: damaged, models have other documents of {source}; evaluate again")
         sums = [_sums(evaluated[model][source]) for model in models]
         results[source] = dict(zip(models, compare(sums, seed), strict=True))
     return results

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fabric_train.data.token_dataset import open_dataset
 from fabric_train.evaluation import texts as evaluation_texts
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.compare_models import compare_models
+from fabric_train.evaluation.loss_table import DocumentLoss, compare_evaluated, read_evaluated
 from fabric_train.evaluation.models import find_model
 from fabric_train.evaluation.texts import cut_windows
 from fabric_train.training.evaluation import evaluate
@@ -258,6 +260,19 @@ def test_a_damaged_file_of_documents_is_one_line(tmp_path: Path, run: Path) -> N
     file.write_text(file.read_text()[:-20])
     with pytest.raises(InputError, match=r"documents\.jsonl, line \d+: damaged, or .*; choose another --out"):
         evaluated(tmp_path, "--models", run)
+
+
+def test_losses_of_another_type_or_number_are_damage(tmp_path: Path) -> None:
+    line = DocumentLoss("one", "w", "es", "t", "es.jsonl:1", 3, 10, 2.5)
+    file = tmp_path / "documents.jsonl"
+    for wrong in ({"bytes": "x"}, {"tokens": 1.5}, {"nats": None}, {"model": ["one"]}):
+        file.write_text(json.dumps(asdict(line) | wrong) + "\n")
+        with pytest.raises(InputError, match=r"documents\.jsonl, line 1: damaged"):
+            read_evaluated(tmp_path)
+    lines = [line, replace(line, document="es.jsonl:2"), replace(line, model="two")]
+    file.write_text("".join(json.dumps(asdict(one)) + "\n" for one in lines))
+    with pytest.raises(InputError, match="models have other documents of es"):
+        compare_evaluated(read_evaluated(tmp_path), seed=0)
 
 
 def test_parts_join_to_the_whole(
