@@ -547,6 +547,9 @@ def test_an_adapter_of_one_layer_is_read_again_for_that_layer(tmp_path: Path) ->
     chosen = Adapter("lora", rank=2, alpha=4.0, targets=(r".*layers\.1\..*q_proj", "up_proj"))
     expected = set(find_targets(model, chosen, "the model"))
     assert expected == {"model.layers.1.self_attn.q_proj", *(f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1))}
+    for part_of_a_name in ("_proj", "proj", "ayers.1.mlp.up_proj"):
+        with pytest.raises(InputError, match="has no linear layer of that name"):
+            find_targets(model, replace(chosen, targets=(part_of_a_name,)), "the model")
     attach(model, chosen, "the model", device="cpu")
     trained = {name: weight.detach() for name, weight in model.named_parameters() if is_of_adapter(name)}
     save_file({f"base_model.model.{name}": weight for name, weight in trained.items()}, tmp_path / WEIGHTS)

@@ -351,6 +351,21 @@ def test_a_step_skipped_before_the_first_logged_row_has_a_mark(copy: Path) -> No
     assert [mark.x for mark in run.marks if mark.kind == "skipped"] == [0, 2]
 
 
+def test_what_is_within_the_usual_gets_no_sentence_at_its_border(tmp_path: Path) -> None:
+    first_waits = np.where(np.arange(21) == 0, 1.0, 0.01)  # the first step starts the workers
+    of_es = np.array([2.0, 1.0, 1.0, 1.005, 1.009])  # 1 % above the lowest
+    for columns in ({"data_wait": first_waits}, {"val_loss": of_es, "val_loss/es": of_es}):
+        assert find_unusual(write_metrics(tmp_path / "run", **columns)) == []
+    rising = {"val_loss": of_es, "val_loss/es": np.array([2.0, 1.0, 1.0, 1.005, 1.011])}
+    assert "of es rises" in find_unusual(write_metrics(tmp_path / "run", **rising))[0].text
+    late = np.where(np.arange(90) < 70, 1000.0, 700.0)  # the last quarter alone is slower
+    texts = [finding.text for finding in find_unusual(write_metrics(tmp_path / "run", tokens_per_second=late))]
+    assert texts == [
+        "The run got slower: 1,000 tokens/s in its first quarter, 700 in its last: look for another program on the "
+        "machine, a hot GPU or a slow disk."
+    ]
+
+
 def test_a_spike_has_its_own_step_although_rows_before_have_no_norm(tmp_path: Path) -> None:
     norms = np.where(np.arange(100) < 30, np.nan, 1.0)
     norms[[57, 80]] = 60.0, 20.0

@@ -105,6 +105,11 @@ def test_a_run_of_an_earlier_version_has_no_times_and_a_damaged_file_is_named(tm
                 read_times(tmp_path)
         else:
             assert read_times(tmp_path) is None
+    line = {"event": "start", "time": 1.0, "step": 0, "num_devices": 1, "seconds": {}}
+    for wrong in ({"num_devices": 0}, {"step": -1}, {"time": -1.0}, {"time": 1e30}, {"seconds": {"saving": -1.0}}):
+        (tmp_path / TIMES).write_text(json.dumps(line | wrong) + "\n")
+        with pytest.raises(InputError, match="line 1: damaged"):
+            read_times(tmp_path)
     write_lines(tmp_path, ("step", 1, 0, 0, 0))
     with pytest.raises(InputError, match="first line is no start"):
         read_times(tmp_path)
