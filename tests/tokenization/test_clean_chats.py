@@ -185,7 +185,7 @@ def test_shards_of_mixed_sources_merge_to_one_run_byte_for_byte(
 def test_a_bad_chat_in_another_language_is_reported_and_not_dropped(tmp_path: Path, chatml_dir: Path) -> None:
     rows = [chat_of(*ES), {"messages": [{"role": "robot", "content": " ".join(EN)}]}, chat_of(*EN)]
     source = write_rows(tmp_path / "c.jsonl", rows)
-    with pytest.raises(InputError, match=r"c\.jsonl, line 2: role \"robot\" is not one of"):
+    with pytest.raises(InputError, match=r"c\.jsonl, line 2: role \"robot\" of turn 1 is not one of"):
         tokenize(tmp_path / "out", chatml_dir, source, language="es")
 
 

@@ -176,7 +176,7 @@ def test_training_streams_chats_beside_pairs_and_refuses_pairs(tmp_path: Path) -
         "messages",
         "preference",
     )
-    with pytest.raises(InputError, match=r"a preference pair; make a token dataset with tokenize_dataset\.py first"):
+    with pytest.raises(InputError, match=r"a preference pair; make a token dataset with fabric-train tokenize first"):
         find_kind(pairs, "text", False)
     with pytest.raises(BadRowError, match="a preference pair, where a chat is expected"):
         read_chat(LONG, "auto")

@@ -203,7 +203,7 @@ def test_every_format_of_chats_is_redacted_before_the_template(tmp_path: Path, c
     }
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
-        "{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     )
     (tmp_path / "template.jinja").write_text(template)
     sources = []

@@ -285,7 +285,7 @@ def add_unknown_tokens(folder: Path) -> str:
     ids = next(open_splits(folder)["train"].batches()).input_ids[:64].astype(np.int32)
     (file,) = (folder / "train").glob("*.arrow")
     file.write_bytes(file.read_bytes().replace(ids.tobytes(), (ids - 5000).tobytes(), 1))
-    return "rows have tokens that the tokenizer does not have; tokenize again"
+    return "rows have tokens that its tokenizer does not have; tokenize again"
 
 
 def remove_folder(folder: Path) -> str:
