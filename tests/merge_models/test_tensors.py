@@ -1,10 +1,14 @@
 """The formulas of the merge methods give the numbers that one finds by hand."""
 
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from fabric_train.merge_models.models import AlignedTensors, ModelTensors, open_models
 from fabric_train.merge_models.tensors import add_agreeing, add_differences, drawn, largest, slerp_factors
 
 
@@ -24,6 +28,35 @@ def test_slerp_of_parallel_vectors_is_straight(norms: tuple[float, float], dot: 
         assert factors == pytest.approx((0.75, 0.25))
     assert sum(factors) == pytest.approx(1.0 if norms[0] else sum(slerp_factors(1, 1, 0, 0.25)))
     assert all(map(math.isfinite, factors))
+
+
+def test_any_block_of_aligned_rows_is_that_of_the_whole_tensor(tiny_model_dir: Path) -> None:
+    own, first = ModelTensors(tiny_model_dir), ModelTensors(tiny_model_dir)
+    (name,) = own.rows_by_token
+    num_rows, num_columns = own.shape(name)
+    rows = torch.arange(num_rows).flip(0)
+    rows[::3] = -1  # tokens that the model does not have
+    aligned = AlignedTensors(own, first, rows)
+    whole = aligned.read_block(name, (0, 0), (num_rows, num_columns))
+    assert torch.equal(whole[1], own.read(name)[num_rows - 2])
+    assert torch.equal(whole[3], first.read(name)[3])
+    for offsets, shape in (((5, 0), (9, num_columns)), ((0, 7), (num_rows, 4)), ((11, 3), (20, 6))):
+        block = tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))
+        assert torch.equal(aligned.read_block(name, offsets, shape), whole[block])
+
+
+def test_a_padded_embedding_of_the_same_tokens_gets_the_rows_of_the_first_model(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model_dir, tmp_path / "padded")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    num_rows = model.get_input_embeddings().num_embeddings
+    model.resize_token_embeddings(num_rows + 8)
+    model.save_pretrained(tmp_path / "padded")
+    first, second = open_models([tiny_model_dir, tmp_path / "padded"]).tensors
+    for name in first:
+        assert second.shape(name) == first.shape(name)
+        assert torch.equal(second.read(name), first.read(name)), name
 
 
 def test_task_arithmetic_adds_weighted_differences() -> None:

@@ -31,6 +31,7 @@ from fabric_train.checkpoint.peft_settings import uncomputed_settings
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, Targets
 from fabric_train.export.source import MergedTensors
+from fabric_train.inference.load_model import _take_off
 from fabric_train.model.adapter import (
     Adapter,
     adapted_layers,
@@ -540,6 +541,19 @@ def test_adapted_layers_with_biases_compute_what_those_of_peft_do(
     for name, weight in trained.items():
         of_peft = gradients[f"base_model.model.{name}" + ".weight" * name.endswith("vector")]
         torch.testing.assert_close(weight.grad, of_peft, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_nothing_of_an_adapter_stays_when_it_is_taken_off(kind: str) -> None:
+    model = biased_model()
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    classes = [type(module) for module in model.modules()]
+    attach(model, Adapter(kind, rank=2, alpha=4.0), "the model", device="cpu")
+    _take_off(model)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(weight, before[name]) for name, weight in after.items())
+    assert [type(module) for module in model.modules()] == classes
 
 
 def test_an_adapter_of_one_layer_is_read_again_for_that_layer(tmp_path: Path) -> None:
