@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from fabric_train.cli.errors import InputError
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.generate import generate
-from fabric_train.inference.load_model import ModelsInTurn, add_adapter, load_for_inference, spread
+from fabric_train.inference.load_model import ModelsInTurn, _key, add_adapter, describe, load_for_inference, spread
 from fabric_train.inference.prompts import encode_text
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.load_weights import build_on_meta
@@ -120,6 +121,12 @@ def test_whole_modules_of_an_adapter_do_not_reach_the_next_model(tmp_path: Path)
     in_turn = ModelsInTurn()
     for name in models:
         assert torch.equal(in_turn.load(name, loss_in_head=False)(ids).logits, alone[name]), name
+
+
+def test_models_read_in_another_dtype_do_not_share_a_base(tiny_model_dir: Path) -> None:
+    described = describe(str(tiny_model_dir), None)
+    assert _key(described) == _key(replace(described))
+    assert _key(described) != _key(replace(described, dtype=torch.bfloat16))
 
 
 def load_for_inference_without_tokenizer(name: str) -> Any:

@@ -89,6 +89,16 @@ def test_the_keys_of_a_chunk_are_counted_with_the_token_itself() -> None:
     assert count_keys(np.array([0, 6]), 4).tolist() == [1 + 2, 3 + 4, 5 + 6, 1 + 2]  # the last two are padding
 
 
+def test_a_document_is_attended_to_with_the_scale_of_the_model() -> None:
+    query, key, value = torch.randn(3, 5, 2, 8, generator=torch.Generator().manual_seed(0))
+    borders = torch.tensor([0, 5], dtype=torch.int32)
+    stretch = Stretch(0, 5, 0, 5, (5,), (5,), borders, borders)
+    found = _attend_by_document(query, key, value, stretch, 0.9)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * 0.9
+    scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
+    torch.testing.assert_close(found, torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
+
+
 def test_chunks_that_follow_each_other_are_one_stretch() -> None:
     """A stretch is a call of the attention kernel."""
     found = _stretches(np.array([0, 1, 3]), 4, np.array([0, 6, 14, 16]))

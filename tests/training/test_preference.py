@@ -24,7 +24,7 @@ from fabric_train.data.batch import Batch
 from fabric_train.data.token_dataset import Rows, open_dataset
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.preflight.prepare import prepare
-from fabric_train.training.objective import LOSSES, Pairs, Preference, sum_by_source
+from fabric_train.training.objective import LOSSES, Pairs, Preference, _log_of_the_others, sum_by_source
 from fabric_train.training.summary import warn_of_displacement
 from tests.support import short_runs
 from tests.support.forked_runs import ForkedRuns
@@ -97,6 +97,19 @@ def test_rewards_and_kl_are_as_by_hand(name: str) -> None:
     assert (metrics["accuracy"], metrics["ties"]) == (1.0, 0.0)
     assert (metrics["logp_chosen"], metrics["logp_rejected"]) == logs
     assert (metrics["length_chosen"], metrics["length_rejected"]) == tokens
+
+
+def test_orpo_is_exact_where_an_answer_is_nearly_certain_or_nearly_impossible() -> None:
+    logs = torch.tensor([-1e-12, -1e-3, -0.6, -0.8, -40.0], dtype=torch.float64)
+    expected = [-27.631021115929, -6.9082552373155, -0.7958703683463, -0.596617679189, -4.2483542552916e-18]
+    assert _log_of_the_others(logs).tolist() == pytest.approx(expected, rel=1e-9, abs=0)
+
+
+def test_an_answer_without_tokens_gives_finite_figures() -> None:
+    values = [torch.tensor([value], dtype=torch.float64) for value in (0.0, -6.0, 0.0, -7.0, 0, 3)]
+    for name in GIVEN:
+        metrics = Preference(GIVEN[name])._metrics(Pairs(*values))
+        assert all(value.isfinite().all() for value in metrics.values()), name
 
 
 def test_a_tie_is_half_an_accurate_pair() -> None:

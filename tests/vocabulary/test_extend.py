@@ -242,6 +242,31 @@ def test_only_rows_that_get_a_token_change(
     assert "2 of them take the place of rows that the base model has without a token" in said
 
 
+def test_a_plan_counts_the_rows_that_are_taken_and_a_tied_matrix_once(
+    tmp_path: Path, chatml_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = Path(shutil.copytree(chatml_dir, tmp_path / "base"))
+    write_llama(base, 2064, tied=True)  # 64 rows after the tokenizer's last id
+    (tmp_path / "tokens.txt").write_text("".join(f"qqzx{number}\n" for number in range(70)))
+    words = f"--model {base} --tokens {tmp_path / 'tokens.txt'} --output_dir {tmp_path / 'out'} --plan true"
+    main(["extend", *words.split()])
+    printed = capsys.readouterr().out
+    assert "the new tokens take 64 of 64 stored rows without a token" in printed
+    row = load_file(base / "model.safetensors")["model.embed_tokens.weight"][0]
+    assert f"{2112 * row.nbytes / 1e6:.1f} MB\n" in printed.partition("in the embedding, tied with the head: ")[2]
+
+
+def test_a_record_of_other_added_tokens_does_not_go_on(extended: Path, catalan: Path, tmp_path: Path) -> None:
+    """Another program has added tokens since."""
+    base = Path(shutil.copytree(extended, tmp_path / "base"))
+    record = json.loads((base / "vocabulary.json").read_text())
+    (base / "vocabulary.json").write_text(json.dumps(record | {"tokens": record["tokens"][:-1]}))
+    words = f"--model {base} --texts ca={catalan} --num_tokens 3 --output_dir {tmp_path / 'out'}"
+    main(["extend", *words.split()])
+    added = json.loads((tmp_path / "out" / "vocabulary.json").read_text())
+    assert (added["first_id"], len(added["tokens"])) == (2000 + len(record["tokens"]), 3)
+
+
 def test_normal_rows_have_the_mean_and_the_covariance_of_the_old_ones(tmp_path: Path) -> None:
     mixing = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
     rows = torch.randn(4000, 16, generator=torch.Generator().manual_seed(1)) @ mixing + 3
