@@ -50,7 +50,7 @@ def test_a_padded_embedding_of_the_same_tokens_gets_the_rows_of_the_first_model(
 ) -> None:
     shutil.copytree(tiny_model_dir, tmp_path / "padded")
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    num_rows = model.get_input_embeddings().num_embeddings
+    num_rows = model.config.vocab_size
     model.resize_token_embeddings(num_rows + 8)
     model.save_pretrained(tmp_path / "padded")
     first, second = open_models([tiny_model_dir, tmp_path / "padded"]).tensors

@@ -169,7 +169,8 @@ class ForkedRuns:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 cwd=ROOT,
-                env=_environment() | further | {"PYTHONPATH": path},
+                # "false": threads that tokenize are not in a fork, which would wait for them for ever
+                env=_environment() | further | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
             )
 
     def start(
