@@ -138,7 +138,9 @@ def main() -> None:
         raise InputError("--first_hour is of the benchmark gpu; give: python -m benchmarks gpu --first_hour")
 
     console = Console(highlight=False, soft_wrap=True)
-    machine, commit = this_machine(), checked_out_commit()  # before measuring: both may change meanwhile
+    # before measuring: both may change meanwhile
+    machine = this_machine()
+    commit = checked_out_commit()
     if machine.load_average > _IDLE_LOAD * machine.cores:
         note = f"note: the load average is {machine.load_average:.1f} on {machine.cores} cores; other processes here "
         console.print(note + "slow down the measured program", style="yellow")

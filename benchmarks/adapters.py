@@ -26,7 +26,10 @@ from fabric_train.sample_data import real_data
 REPETITIONS = 2
 LENGTH = RunLength(steps=6, accumulation=2)
 RANK = 16
-FULL, LORA, QLORA, PEER = "all weights", "LoRA", "QLoRA", "LoRA, TRL with peft"
+FULL = "all weights"
+LORA = "LoRA"
+QLORA = "QLoRA"
+PEER = "LoRA, TRL with peft"
 _LARGEST_DIFFERENCE = 1e-3  # between the losses of LoRA here and in TRL, in fp32
 
 
@@ -56,7 +59,9 @@ def measure(work: Path) -> Report:
     Raises:
         ChildProcessError: a system failed, or the losses of LoRA differ.
     """
-    tokens, model, start = work / "tokens", real_data.smollm2().relative_to(ROOT), work / "start"
+    tokens = work / "tokens"
+    model = real_data.smollm2().relative_to(ROOT)
+    start = work / "start"
     run(tokenize_command(model, tokens))
     first = our_command(model, tokens, start, RunLength(1, 1))
     run(replace(first, words=(*first.words, "--lora_rank", str(RANK))))
@@ -66,7 +71,8 @@ def measure(work: Path) -> Report:
         LORA: ("--init_adapter", str(adapter)),
         QLORA: ("--init_adapter", str(adapter), "--base_weights", "nf4"),
     }
-    commands, systems = {}, {}
+    commands = {}
+    systems = {}
     for name, words in options.items():
         target = work / name.replace(" ", "-")
         plain = our_command(model, tokens, target, LENGTH)
@@ -110,7 +116,8 @@ def table(report: Report) -> Table:
     columns = ("system", "tokens/s", "ratio", "RSS, GB", "ratio", "weights and optimizer on disk")
     shown = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)
     for name, system in summary.systems.items():
-        speed, memory = system.tokens_per_second.median, system.peak_rss_bytes.median
+        speed = system.tokens_per_second.median
+        memory = system.peak_rss_bytes.median
         shown.add_row(
             name,
             f"{speed:.1f}",

@@ -20,11 +20,15 @@ REPETITIONS = 2
 NUM_CHATS = 48
 MAX_LENGTH = 1024
 PACKED_ACCUMULATION = 8  # rows of up to 1024 tokens in a step
-PADDED_BATCH, PADDED_ACCUMULATION = 4, 4  # chats in a micro-batch, padded to the longest of them
+# chats in a micro-batch, padded to the longest of them
+PADDED_BATCH = 4
+PADDED_ACCUMULATION = 4
 WARM_UP_STEPS = 1
 LR = 2e-5
 THREADS = 2
-OURS, PADDED, PACKED = "fabric_train", "trl, padded", "trl, bfd"
+OURS = "fabric_train"
+PADDED = "trl, padded"
+PACKED = "trl, bfd"
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ def measure(work: Path) -> Report:
     Raises:
         ChildProcessError: a system failed.
     """
-    model, chats = real_data.smollm2().relative_to(ROOT), work / "chats.jsonl"
+    model = real_data.smollm2().relative_to(ROOT)
+    chats = work / "chats.jsonl"
     with real_data.chats().open(encoding="utf-8") as lines:
         (ROOT / chats).write_text("".join(itertools.islice(lines, NUM_CHATS)), encoding="utf-8")
     print("chats: making the token dataset", flush=True)

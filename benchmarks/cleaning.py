@@ -36,7 +36,8 @@ SWITCHES = (
 )
 COUNTING = "--boilerplate 10: counting"
 REPETITIONS = 5
-_TASKS, _NUM_ITEMS = "tasks.jsonl", 5_000
+_TASKS = "tasks.jsonl"
+_NUM_ITEMS = 5_000
 
 
 @dataclass(frozen=True)

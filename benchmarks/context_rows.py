@@ -119,7 +119,8 @@ def _sizes(place: Path) -> list[int]:
 
 
 def _plan(case: _Case, lengths: list[int]) -> Planned:
-    size, world_size = case.context_size, 8 * case.num_nodes
+    size = case.context_size
+    world_size = 8 * case.num_nodes
     words = ["--train_data_dir", "tokens", "--output_dir", "run", "--num_nodes", str(case.num_nodes)]
     words += [*_OPTIONS.split(), *case.options.split(), "--context_parallel_size", str(size)]
     arguments = parse(TrainArguments, words)

@@ -48,7 +48,8 @@ def cut_documents(
 
 def write_corpus(folder: Path, documents: Iterable[str], num_parts: int) -> Corpus:
     """Write the documents into ``folder``: as one file, and as ``num_parts`` files of about the same size."""
-    file, parts = folder / "documents.jsonl", folder / "parts"
+    file = folder / "documents.jsonl"
+    parts = folder / "parts"
     parts.mkdir(parents=True)
     num_documents = num_characters = 0
     with file.open("w", encoding="utf-8") as lines:

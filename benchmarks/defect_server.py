@@ -54,7 +54,8 @@ _IMPORTED = (
     "argcomplete",
     "coverage",
 )
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.01
 _REASON_CHARACTERS = 300
 
@@ -74,7 +75,8 @@ class DefectServer:
 
     def __init__(self, tree: Path, work: Path) -> None:
         """Start it; ``work`` is a folder for its report and output."""
-        self.tree, self._report = tree, work / "report.jsonl"
+        self.tree = tree
+        self._report = work / "report.jsonl"
         environment = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         environment |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "true"}
         environment |= {"TMPDIR": str(work)}
@@ -180,7 +182,8 @@ class Recorder:
     """Records the lines that each test runs, with coverage.py, also in forks and in other Python processes."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self.test = folder, ""
+        self._folder = folder
+        self.test = ""
         self._exit = os._exit
         self._start()
         os.environ["COVERAGE_PROCESS_START"] = str(folder / "coveragerc")  # its context is PYTEST_CURRENT_TEST
@@ -220,7 +223,8 @@ class _StandbyServer:
         """Fork, and replace the start of that server's process."""
         from tests.support import forked_runs
 
-        stdin, stdout = os.pipe(), os.pipe()
+        stdin = os.pipe()
+        stdout = os.pipe()
         self.pid = os.fork()
         if not self.pid:
             os.close(stdin[1])
@@ -289,7 +293,8 @@ class _Reports:
     def __init__(self, file: Path, names: list[str], coverage: Recorder | None) -> None:
         self._lines: io.TextIOWrapper = file.open("a", encoding="utf-8")
         self._order = {name: number for number, name in enumerate(names)}
-        self._coverage, self._seconds = coverage, 0.0
+        self._coverage = coverage
+        self._seconds = 0.0
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

@@ -25,15 +25,20 @@ from benchmarks.report import RESULTS, Report
 from fabric_train.cli.errors import InputError
 from fabric_train.sample_data import real_data
 
-SAMPLE, SEED = 150, 25
+SAMPLE = 150
+SEED = 25
 PACKAGES = (
     *(f"fabric_train/{name}" for name in ("training", "data", "checkpoint", "optim", "model", "distributed", "export")),
     "fabric_train/tokenization/packing",
 )
 LEFT_OUT = ("fabric_train/distributed/xla.py",)  # its tests need another torch: make test-xla
-NEAR_SECONDS, WIDE_SECONDS = 20.0, 120.0  # of recorded time, for one defect
+# of recorded time, for one defect
+NEAR_SECONDS = 20.0
+WIDE_SECONDS = 120.0
 NEAR_TESTS = 60
-_SLOWER, _START_SECONDS = 3, 60  # how much longer than recorded the tests may take
+# how much longer than recorded the tests may take
+_SLOWER = 3
+_START_SECONDS = 60
 _FOLDER = real_data.CACHE / "defects"
 
 
@@ -231,10 +236,13 @@ def _try(module: str, mutant: Mutant, recordings: Recordings, server: DefectServ
     """Plant a defect, run the nearest tests, then wider ones, and remove the defect."""
     started = time.monotonic()
     file = server.tree / module
-    source, times = file.read_text(encoding="utf-8"), file.stat()
+    source = file.read_text(encoding="utf-8")
+    times = file.stat()
     place = place_of(module, source, mutant.line)
     stages = choose_tests(module, recordings.nearest(place))
-    caught_in, caught, num_tests = "none", None, 0
+    caught_in = "none"
+    caught = None
+    num_tests = 0
     file.write_text(mutant.plant(source), encoding="utf-8")
     try:
         for stage, tests in stages.items():

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
     from fabric_train.data.step_sampler import Window
 
-LENGTH, DOCUMENTS = 8192, 4
+LENGTH = 8192
+DOCUMENTS = 4
 _STEPS = 2  # the first makes the optimizer's state
 
 

@@ -33,7 +33,8 @@ NUM_RANKS = 2
 NUM_STEPS = 40
 NUM_RANDOM_MOMENTS = 8  # in a run, in addition to each chosen moment
 MAX_LENGTH = 64
-NUM_DOCUMENTS, DOCUMENT_CHARACTERS = 40, 400
+NUM_DOCUMENTS = 40
+DOCUMENT_CHARACTERS = 400
 OPTIONS = {
     "accelerator": "cpu",
     "precision": "32-true",
@@ -149,7 +150,9 @@ def _prepare(folder: Path) -> dict[str, Training]:
     """Write model, texts and tokens; return the training of each system."""
     with real_data.shakespeare().open(encoding="utf-8") as lines:
         texts = [json.loads(next(lines))["text"] for _ in range(4)]
-    model, tokens, documents = folder / "model", folder / "tokens", folder / "documents.jsonl"
+    model = folder / "model"
+    tokens = folder / "tokens"
+    documents = folder / "documents.jsonl"
     write_tiny_model(model, texts)
     pieces = [texts[0][start : start + DOCUMENT_CHARACTERS] for start in range(0, len(texts[0]), DOCUMENT_CHARACTERS)]
     lines_ = [json.dumps({"text": piece}) + "\n" for piece in pieces[:NUM_DOCUMENTS]]

@@ -150,15 +150,23 @@ def _run(part: Part, attempt: Attempt, commit: str | None) -> Record:
     last_lines: list[str] = []
     try:
         part.measure(attempt)
-        status, line, last_lines = "done", attempt.outcome.line, attempt.outcome.faults
+        status = "done"
+        line = attempt.outcome.line
+        last_lines = attempt.outcome.faults
         if last_lines:
-            status, line = "failed", last_lines[0]
+            status = "failed"
+            line = last_lines[0]
     except MissingPeerError as error:
-        status, line = "left out", str(error)
+        status = "left out"
+        line = str(error)
     except CommandTimeoutError as error:
-        status, line, last_lines = "stopped", str(error), [*attempt.outcome.faults, *error.last_lines]
+        status = "stopped"
+        line = str(error)
+        last_lines = [*attempt.outcome.faults, *error.last_lines]
     except CommandError as error:
-        status, line, last_lines = "failed", str(error), [*attempt.outcome.faults, *error.last_lines]
+        status = "failed"
+        line = str(error)
+        last_lines = [*attempt.outcome.faults, *error.last_lines]
     return Record(
         status=status,
         line=line,

@@ -51,7 +51,8 @@ COMPILED_VARIANTS = {  # these compile, or call kernels that are for GPUs alone
     "--float8 true --compile true": "torchao",
 }
 RESUMED = ("single", "ddp", "fsdp", "fsdp --state_dict_type sharded", "fsdp2 --state_dict_type sharded")
-SAVED_STEP, LAST_STEP = 3, 6
+SAVED_STEP = 3
+LAST_STEP = 6
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # docs.nvidia.com/cuda/cublas, "Results reproducibility"
 
 CHECKPOINTED_BY_PEERS = (MIDDLE,)  # fabric_train decides by itself
@@ -114,10 +115,12 @@ class Attempt:
     """
 
     def __init__(self, work: Path, sizes: Sizes, seconds: float) -> None:
-        self.work, self.sizes = work, sizes
+        self.work = work
+        self.sizes = sizes
         self.outcome = Outcome()
         self.commands: dict[str, str] = {}
-        self._started, self._allowed = time.monotonic(), seconds
+        self._started = time.monotonic()
+        self._allowed = seconds
 
     @property
     def seconds(self) -> float:
@@ -226,7 +229,8 @@ def compare_resumed(attempt: Attempt) -> None:
     small = _small_training(attempt)
     outcome = attempt.outcome
     for system in RESUMED:
-        whole, resumed = attempt.folder("whole"), attempt.folder("resumed")
+        whole = attempt.folder("whole")
+        resumed = attempt.folder("resumed")
         # the faster implementations of attention add up gradients in any order
         options = f"--accelerator cuda --devices 1 --attention eager --max_step {LAST_STEP} --parallelism {system}"
         options += f" --save_step_interval {SAVED_STEP}"
@@ -294,7 +298,8 @@ def train_peer(preset: str, trainer: str) -> Measure:
 
 def _small_training(attempt: Attempt) -> str:
     """Return the command that trains a small model on packed documents; write both once."""
-    model, tokens = attempt.work / "model", attempt.work / "tokens"
+    model = attempt.work / "model"
+    tokens = attempt.work / "tokens"
     if not (ROOT / tokens).exists():
         texts = [_sums(number) for number in range(200)]
         write_tiny_model(ROOT / model, texts)

@@ -32,10 +32,14 @@ from fabric_train.model.init_weights import new_shape
 from tests.support.plan_accuracy import write_rows
 
 REPETITIONS = 2
-STEPS, WARM_UP_STEPS = 10, 4
-ACCUMULATION, LENGTH = 4, 4096
+STEPS = 10
+WARM_UP_STEPS = 4
+ACCUMULATION = 4
+LENGTH = 4096
 LR = 1e-4
-SMALL, MIDDLE, LARGE = "llama-3.2-1b", "llama-3-8b", "llama-3-70b"
+SMALL = "llama-3.2-1b"
+MIDDLE = "llama-3-8b"
+LARGE = "llama-3-70b"
 ROWS = {SMALL: 4, MIDDLE: 1, LARGE: 1}  # in a micro-batch
 WAYS: dict[str, tuple[str, str]] = {  # preset and options
     f"{preset}, {parallelism}{', compiled' if compiled else ''}": (
@@ -52,13 +56,16 @@ ADAPTED = {  # options of ours, and of TRL with peft
     f"{MIDDLE}, LoRA": ("--adapter lora --lora_rank 16", "--lora_rank 16"),
     f"{MIDDLE}, QLoRA": ("--adapter lora --lora_rank 16 --base_weights nf4", "--lora_rank 16 --nf4"),
 }
-OF_PEFT, OF_TRL = ", TRL with peft", ", TRL"
+OF_PEFT = ", TRL with peft"
+OF_TRL = ", TRL"
 PAIRED = {  # preset, options of ours, and of TRL: DPO on the same pairs
     f"{MIDDLE}, LoRA, DPO": (MIDDLE, "--adapter lora --lora_rank 16", "--lora_rank 16 --gradient_checkpointing"),
     f"{SMALL}, DPO": (SMALL, "", ""),
 }
 PAIRS_OF_A_ROW = 4  # in a micro-batch of TRL, padded to the longest of them
-PROMPT_WORDS, ANSWER_WORDS = 60, 300  # medians of log-normal distributions
+# medians of log-normal distributions
+PROMPT_WORDS = 60
+ANSWER_WORDS = 300
 BETA = 0.1
 LAYERS_OF_LARGE = (30, 28, 26, 24, 22, 20)  # each of width 8,192; the first number that trains is the result
 LARGE_OPTIONS = "--parallelism single --activation_checkpointing full --optimizer_states 8bit"
@@ -105,7 +112,8 @@ class _Kept:
     """The runs of all systems that a pattern finds; each is written into a file when it ends, and is not run again."""
 
     def __init__(self, file: Path, pattern: str) -> None:
-        self._file, self._pattern = file, re.compile(pattern)
+        self._file = file
+        self._pattern = re.compile(pattern)
         kept = json.loads(file.read_bytes()) if file.exists() else {}
         self.runs = {name: [GpuRun(**found) for found in of_system] for name, of_system in kept.items()}
         self.left_out: dict[str, str] = {}
@@ -149,9 +157,11 @@ def measure(
 
     if not torch.cuda.is_available():
         raise InputError("torch finds no GPU; run the benchmark gpu on a machine with one")
-    rows, target = work / "rows", work / "run"
+    rows = work / "rows"
+    target = work / "run"
     write_rows(ROOT / rows, num_rows=STEPS * ACCUMULATION * max(ROWS.values()), length=LENGTH)
-    config, tokenizer = work / "config", write_chat_tokenizer(ROOT / work / "tokenizer")
+    config = work / "config"
+    tokenizer = write_chat_tokenizer(ROOT / work / "tokenizer")
     _config(SMALL, sizes).save_pretrained(ROOT / config)
     shutil.copytree(tokenizer, ROOT / config, dirs_exist_ok=True)  # trl asks for one; the rows are token ids
     commands = {
@@ -195,7 +205,8 @@ def _measure_largest(work: Path, sizes: str, done: _Kept) -> dict[str, Command]:
         commands[name] = our_command(LARGE, f"{LARGE_OPTIONS} --num_layers {layers}", work / "rows", work / "run")
         done.add({name: partial(_run_ours, work / "run", commands[name])}, 1)
     for length, steps in LONG.items():
-        long_rows, name = work / f"rows-{length}", f"{MIDDLE} with rows of {length // 1024}k tokens, single, in tiles"
+        long_rows = work / f"rows-{length}"
+        name = f"{MIDDLE} with rows of {length // 1024}k tokens, single, in tiles"
         options = f"{LONG_OPTIONS} --max_context_width {length} {sizes}"
         commands[name] = our_command(MIDDLE, options, long_rows, work / "run", steps=steps)
         if done.wants(name):
@@ -258,7 +269,9 @@ def _further_commands(work: Path, sizes: str, done: _Kept) -> dict[str, Command]
 
     Systems that lack what they need get a reason in ``done.left_out``. Without a wanted system nothing is written.
     """
-    base, pairs, target = work / "base", work / "pairs", work / "run"
+    base = work / "base"
+    pairs = work / "pairs"
+    target = work / "run"
     if not any(done.wants(name) or done.wants(name + OF_PEFT) for name in [*ADAPTED, *PAIRED]):
         return {}
     write_pairs(ROOT / pairs, ROOT / work / "tokenizer", _pair_lengths(), LENGTH)
@@ -284,8 +297,10 @@ def _further_commands(work: Path, sizes: str, done: _Kept) -> dict[str, Command]
 
 def _pair_lengths() -> list[tuple[int, int, int]]:
     """Draw the words of prompt, chosen and rejected answer of as many pairs as the largest number of rows takes."""
-    most, left = LENGTH // 4 - TEMPLATE_TOKENS - 1, STEPS * ACCUMULATION * max(ROWS.values()) * LENGTH
-    draw, pairs = random.Random(0), list[tuple[int, int, int]]()
+    most = LENGTH // 4 - TEMPLATE_TOKENS - 1
+    left = STEPS * ACCUMULATION * max(ROWS.values()) * LENGTH
+    draw = random.Random(0)
+    pairs: list[tuple[int, int, int]] = []
 
     def words(median: int) -> int:
         return max(1, min(most, round(draw.lognormvariate(math.log(median), 0.6))))

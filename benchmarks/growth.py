@@ -65,7 +65,8 @@ def measure(work: Path) -> Report:
     """
     tokenizer = _save_tokenizer(work)
     runs: dict[str, list[GrowthRun]] = {}
-    by_size, by_files = [], []
+    by_size = []
+    by_files = []
     for name, num_bytes in SIZES.items():
         file = ROOT / work / "documents.jsonl"
         num_documents = _write(file, cut_documents(whole_documents()), num_bytes)
@@ -79,7 +80,8 @@ def measure(work: Path) -> Report:
         by_files.append(_measure_set(name, work, folder, num_files, len(lines), tokenizer, runs, with_peer=False))
         shutil.rmtree(folder)
     settings = {"num_proc": NUM_PROC, "max_length": MAX_LENGTH, "tokenizer": "Llama-3", "repetitions": REPETITIONS}
-    given, target = work / "documents.jsonl", work / "rows"
+    given = work / "documents.jsonl"
+    target = work / "rows"
     commands = {
         OURS: our_command(given, tokenizer, target),
         GIGATOKEN: bare_gigatoken_command(given, tokenizer, target),
@@ -107,7 +109,8 @@ def _measure_set(
     *,
     with_peer: bool,
 ) -> GrowthSet:
-    target, dataset = work / "rows", given.relative_to(ROOT)
+    target = work / "rows"
+    dataset = given.relative_to(ROOT)
     commands = {OURS: our_command(dataset, tokenizer, target)}
     if with_peer:
         commands[GIGATOKEN] = bare_gigatoken_command(dataset, tokenizer, target)
@@ -120,7 +123,8 @@ def _measure_set(
             if num_tokens not in (0, counted):
                 raise ChildProcessError(f"{name}: {system} counts {counted:,} tokens, not {num_tokens:,}")
             num_tokens = counted
-            rss, pss = measured.peak_rss_bytes, measured.peak_pss_bytes
+            rss = measured.peak_rss_bytes
+            pss = measured.peak_pss_bytes
             once = GrowthRun(measured.seconds, num_tokens / measured.seconds, rss, pss)
             runs.setdefault(f"{system}, {name}", []).append(once)
             if system not in best or once.seconds < best[system].seconds:
@@ -144,7 +148,8 @@ def _run_once(system: str, command: Command, target: Path, num_documents: int) -
 
 def _save_tokenizer(work: Path) -> Path:
     """Write Llama-3's ``tokenizer.json`` and return its folder, relative to the project's root."""
-    sample, target = work / "sample.jsonl", work / "sample"
+    sample = work / "sample.jsonl"
+    target = work / "sample"
     _write(ROOT / sample, cut_documents(whole_documents()), 100_000)
     run(our_command(sample, real_data.llama3_tokenizer_model().relative_to(ROOT), target))
     shutil.move(ROOT / target / "tokenizer", ROOT / work / "tokenizer")

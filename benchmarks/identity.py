@@ -102,7 +102,8 @@ def table(report: Report) -> Table:
 def _against_tokenizers(name: Path, folder: Path) -> _Tokenizer:
     tokenizer = load_tokenizer(str(name))
     tokenizer.save(folder)
-    file, plain = folder / "tokenizer.json", tokenizer.special_text_is_plain
+    file = folder / "tokenizer.json"
+    plain = tokenizer.special_text_is_plain
     encoder, encoder_name = open_encoder(file, plain)
     reference = load_fast(file, plain)
     return _Tokenizer(

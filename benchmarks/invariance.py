@@ -21,11 +21,16 @@ from benchmarks.measure import ROOT, Command, interleave, run
 from benchmarks.report import Report
 from fabric_train.sample_data import real_data
 
-NUM_ROWS, MAX_LENGTH, ROWS_PER_WINDOW = 18, 64, 4  # four full windows, and one of two rows
-LR, GRAD_CLIP = 2e-5, 1.0
+# four full windows, and one of two rows
+NUM_ROWS = 18
+MAX_LENGTH = 64
+ROWS_PER_WINDOW = 4
+LR = 2e-5
+GRAD_CLIP = 1.0
 THREADS = 2
 TOLERANCE = 1e-5
-PLAIN, TRAINER = "plain_pytorch", "transformers_trainer"
+PLAIN = "plain_pytorch"
+TRAINER = "transformers_trainer"
 SPLITS = (  # parallelism, ranks, micro-batch size
     ("single", 1, 1),
     ("single", 1, 4),

@@ -68,11 +68,13 @@ def _tensors(config: LlamaConfig, rank: int, num_ranks: int) -> list[LocalTensor
     pool = random_pool(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    tensors, start = [], 0
+    tensors = []
+    start = 0
     for name, parameter in model.named_parameters():
         row = parameter.shape[1:].numel()
         each = -(-parameter.shape[0] // num_ranks)
-        first, last = min(rank * each, parameter.shape[0]), min((rank + 1) * each, parameter.shape[0])
+        first = min(rank * each, parameter.shape[0])
+        last = min((rank + 1) * each, parameter.shape[0])
         parts = _views(pool, start + first * row, (last - first) * row)
         tensors.append(LocalTensor(name, parameter.shape, torch.bfloat16, first * row, parts, 1, 0))
         start += parameter.numel()
@@ -91,7 +93,8 @@ def _views(pool: torch.Tensor, begin: int, count: int) -> tuple[torch.Tensor, ..
     while count:
         begin %= len(pool)
         views.append(pool[begin : begin + count])
-        begin, count = begin + len(views[-1]), count - len(views[-1])
+        begin = begin + len(views[-1])
+        count = count - len(views[-1])
     return tuple(views)
 
 

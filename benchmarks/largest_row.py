@@ -16,7 +16,9 @@ from fabric_train.training.prepared_run import StepPlan
 
 PRESET = "configs/llama-3-8b.yaml"
 SHARE = 0.9  # of the memory, as --activation_checkpointing auto takes
-STEP, SHORTEST = 4096, 8192  # tokens
+# tokens
+STEP = 4096
+SHORTEST = 8192
 TILES = ("none", "4096")
 _SAVING = "--parallelism single --precision bf16-true --micro_batch_size 1 --compile false"
 SAVING = f"{_SAVING} --activation_checkpointing full --activation_offload true"
@@ -66,7 +68,8 @@ def longest(row: Row, tiles: str) -> int:
 
     if needed(SHORTEST) > usable:
         return 0
-    shorter, longer = SHORTEST, 8 * SHORTEST
+    shorter = SHORTEST
+    longer = 8 * SHORTEST
     per_token = (needed(longer) - needed(shorter)) / (longer - shorter)
     length = int(longer + (usable - needed(longer)) / per_token) // STEP * STEP
     length = max(length, SHORTEST)

@@ -17,7 +17,9 @@ from fabric_train.report.run_files import RunFiles
 from fabric_train.report.sections import run_sections
 from fabric_train.training.curves import page_axis
 
-STEPS, SOURCES, RUNS = 1_000_000, 4, 3
+STEPS = 1_000_000
+SOURCES = 4
+RUNS = 3
 EVAL_STEP_INTERVAL = 1000
 
 
@@ -59,7 +61,8 @@ def measure(work: Path) -> Report:
 
 def write_metrics(file: Path) -> None:
     """Write rows with every usual column, of sources too."""
-    steps, rng = np.arange(1, STEPS + 1), np.random.default_rng(0)
+    steps = np.arange(1, STEPS + 1)
+    rng = np.random.default_rng(0)
     evaluated = steps % EVAL_STEP_INTERVAL == 0
     columns: dict[str, np.ndarray] = {"step": steps, "epoch": steps // 400_000, "num_tokens": steps * 4_194_304}
     names = [

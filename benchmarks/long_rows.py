@@ -20,7 +20,9 @@ from fabric_train.sample_data import real_data
 LENGTHS = (131_072, 2_048)
 PACKINGS = ("concat", "best_fit")
 CHARACTERS = 200_000_000
-SHORTEST, LONGEST = 700_000, 10_000_000  # characters of a book: about 0.2 to 3 million tokens
+# characters of a book: about 0.2 to 3 million tokens
+SHORTEST = 700_000
+LONGEST = 10_000_000
 _NUM_PROC = 2
 _READ_TOKENS = 8 * 1024**2
 _SHIFT = 577  # characters between the end of a book and the begin of the next one; a prime number
@@ -68,11 +70,13 @@ def measure(work: Path) -> Report:
     file.parent.mkdir(exist_ok=True)
     with file.open("w", encoding="utf-8") as lines:
         books = sum(bool(lines.write(to_line(book))) for book in cut_books("\n".join(whole_documents())))
-    commands, runs = dict[str, Command](), dict[str, LongRowsRun]()
+    commands: dict[str, Command] = {}
+    runs: dict[str, LongRowsRun] = {}
     tokens = 0
     for length in LENGTHS:
         for packing in PACKINGS:
-            name, folder = f"{packing}, {length:,}", work / f"{packing}-{length}"
+            name = f"{packing}, {length:,}"
+            folder = work / f"{packing}-{length}"
             print(f"long_rows: {name}", flush=True)
             commands[name] = tokenize_command(work / "books.jsonl", packing, length, folder)
             commands[f"inspect {name}"] = inspect_command(folder)
@@ -110,7 +114,9 @@ def cut_books(text: str, num_characters: int = CHARACTERS) -> Iterator[str]:
 
     A book is consecutive text, which begins again at its end; each begins elsewhere.
     """
-    rng, place, total = random.Random(0), 0, 0
+    rng = random.Random(0)
+    place = 0
+    total = 0
     while total < num_characters:
         size = int(math.exp(rng.uniform(math.log(SHORTEST), math.log(LONGEST))))
         repeated = text[place:] + text * (size // len(text) + 1)
@@ -133,7 +139,8 @@ def inspect_command(folder: Path) -> Command:
 
 def _measure_one(tokenize: Command, inspect: Command, folder: Path) -> tuple[LongRowsRun, int]:
     """Return the figures of a token dataset, and the tokens of its documents."""
-    made, seen = run(tokenize), run(inspect)
+    made = run(tokenize)
+    seen = run(inspect)
     ledger = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["ledger"]
     splits = [ledger[name] for name in ("train", "validation")]
     rows, padding, in_rows = (
@@ -152,7 +159,9 @@ def _measure_one(tokenize: Command, inspect: Command, folder: Path) -> tuple[Lon
 def _read(folder: Path) -> float:
     """Return the CPU seconds of this process for reading ``_READ_TOKENS``, one row at a time."""
     rows = open_dataset(str(folder)).train
-    started, left, number = time.process_time(), _READ_TOKENS, 0
+    started = time.process_time()
+    left = _READ_TOKENS
+    number = 0
     while left > 0:
         left -= rows.__getitems__([number % len(rows)]).input_ids.numel()
         number += 1

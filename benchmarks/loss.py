@@ -14,7 +14,8 @@ from benchmarks.report import Report
 REPETITIONS = 2
 TIMED = 3  # repetitions in each process
 THREADS = 2
-OURS, PEER = "ours", "logits"
+OURS = "ours"
+PEER = "logits"
 FORMS = (PEER, "torch_sum", "torch_none", OURS)
 _LARGEST_DIFFERENCE = 1e-4  # relative
 
@@ -106,7 +107,8 @@ def _run(command: Command) -> LossRun:
 
 
 def _summarize(shape: str, forms: dict[str, list[LossRun]]) -> dict[str, LossSummary]:
-    expected, summaries = forms[PEER][0], dict[str, LossSummary]()
+    expected = forms[PEER][0]
+    summaries: dict[str, LossSummary] = {}
     for form, runs in forms.items():
         for found in runs:
             pairs = ((found.loss, expected.loss), (found.gradient_norm, expected.gradient_norm))

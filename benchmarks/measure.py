@@ -81,7 +81,8 @@ class CommandError(ChildProcessError):
 
     def __init__(self, message: str, output: str = "", errors: str = "") -> None:
         super().__init__(message)
-        self.output, self.errors = output, errors
+        self.output = output
+        self.errors = errors
 
     @property
     def last_lines(self) -> list[str]:
@@ -197,7 +198,8 @@ class _MemorySampler(threading.Thread):
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        pause, pss_due = 0.0, 0.0
+        pause = 0.0
+        pss_due = 0.0
         while not self._stopped.wait(pause):
             started = time.perf_counter()
             tree = _tree(self._pid)
@@ -225,7 +227,9 @@ class _MemorySampler(threading.Thread):
         total = anonymous = 0
         for process in tree:
             try:
-                memory, parent, times = process.memory_info(), process.ppid(), process.cpu_times()
+                memory = process.memory_info()
+                parent = process.ppid()
+                times = process.cpu_times()
             except psutil.Error:  # the process has just ended
                 continue
             total += memory.rss
@@ -233,7 +237,8 @@ class _MemorySampler(threading.Thread):
             anonymous += memory.rss - getattr(memory, "shared", memory.rss)
             if parent == self._pid:
                 self._peaks[process.pid] = max(memory.rss, self._peaks.get(process.pid, 0))
-        self.rss, self.anonymous = max(self.rss, total), max(self.anonymous, anonymous)
+        self.rss = max(self.rss, total)
+        self.anonymous = max(self.anonymous, anonymous)
 
 
 def _tree(pid: int) -> list[psutil.Process]:

@@ -66,7 +66,9 @@ class Recordings:
 
     def __init__(self, folder: Path, tree: Path, packages: Iterable[str]) -> None:
         """``folder`` keeps the recordings, ``tree`` has the tests, ``packages`` are the folders that are recorded."""
-        self._folder, self._tree, self._packages = folder, tree, tuple(packages)
+        self._folder = folder
+        self._tree = tree
+        self._packages = tuple(packages)
         folder.mkdir(parents=True, exist_ok=True)
 
     def missing(self) -> list[str]:

@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PRODUCTS, COLLECTIVES, OTHERS = "matrix products", "collectives", "others"
+PRODUCTS = "matrix products"
+COLLECTIVES = "collectives"
+OTHERS = "others"
 PARTS = (
     "attention",
     PRODUCTS,
@@ -132,7 +134,8 @@ class LiveBytes:
             self._resize(storage._cdata, storage.nbytes())
 
     def restart(self) -> None:
-        self.most, self.most_kinds = self.now, dict(self._kinds)
+        self.most = self.now
+        self.most_kinds = dict(self._kinds)
 
     def _resize(self, key: int, size: int) -> None:
         size = -(-size // self._block) * self._block
@@ -188,7 +191,8 @@ class StepCounter(TorchDispatchMode):
 
     def take(self) -> StepCounts:
         """Return the counts since the last call, and begin again."""
-        counts, self._counts = self._counts, _Counts()
+        counts = self._counts
+        self._counts = _Counts()
         taken = StepCounts(
             dict(counts.parts), dict(counts.collectives), dict(counts.waits), self.live.most, self.live.most_kinds
         )
@@ -252,7 +256,9 @@ class StepCounter(TorchDispatchMode):
     def add_kernel(self, part: str, read: int, written: int) -> None:
         """Count a kernel."""
         work = self._counts.parts[part]
-        work.number, work.read, work.written = work.number + 1, work.read + read, work.written + written
+        work.number = work.number + 1
+        work.read = work.read + read
+        work.written = work.written + written
 
     def _part(self, name: str) -> str:
         node = torch._C._current_autograd_node()
@@ -330,10 +336,13 @@ def _bytes(tensor: torch.Tensor) -> int:
 def _add_collective(work: Work, name: str, args: Any, results: list[torch.Tensor]) -> None:
     tensors = [sum(map(_bytes, _tensors(value))) for value in args[:2] if _tensors(value)]
     # c10d's operations take outputs first, then inputs; an all-reduce takes one list
-    written, read = tensors[0], tensors[-1]
+    written = tensors[0]
+    read = tensors[-1]
     if name.startswith(("all_gather_into_tensor", "reduce_scatter_tensor")):  # functional ones take inputs alone
         written = sum(map(_bytes, results))
-    work.number, work.read, work.written = work.number + 1, work.read + read, work.written + written
+    work.number = work.number + 1
+    work.read = work.read + read
+    work.written = work.written + written
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -18,7 +18,10 @@ from benchmarks.report import Report
 from fabric_train.data.mixture import Mixture, rows_of_shares
 from fabric_train.data.mixture_order import MixtureOrder
 
-NUM_ROWS, NUM_SOURCES, ROWS_PER_WINDOW, TOKENS_PER_ROW = 10**9, 100, 512, 2048
+NUM_ROWS = 10**9
+NUM_SOURCES = 100
+ROWS_PER_WINDOW = 512
+TOKENS_PER_ROW = 2048
 SHARES = [1.0, 0.15, 2.0, 0.5]
 LATER_STEP = 1_000_000
 _REPETITIONS = 3

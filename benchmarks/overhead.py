@@ -28,12 +28,17 @@ from fabric_train.sample_data import real_data
 from tests.support.plan_accuracy import write_model, write_rows
 
 REPETITIONS = 3
-STARTED, LOADED = "start: fabric_train", "start: transformers"
-STEPS, ACCUMULATION, WARM_UP_STEPS = 60, 8, 10
+STARTED = "start: fabric_train"
+LOADED = "start: transformers"
+STEPS = 60
+ACCUMULATION = 8
+WARM_UP_STEPS = 10
 LENGTH = 16
 SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "vocab_size": 128, "num_attention_heads": 2}
 PEERS = (BARE, "lightning", "transformers")
-GPU_TOKENS_PER_SECOND, GPU_ROW = 10_471, 4096  # published for Llama-3 8B on one H200 with rows of this length
+# published for Llama-3 8B on one H200 with rows of this length
+GPU_TOKENS_PER_SECOND = 10_471
+GPU_ROW = 4096
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,10 @@ def measure(work: Path) -> Report:
     Raises:
         ChildProcessError: a system failed.
     """
-    model, rows = real_data.smollm2().relative_to(ROOT), work / "rows"
-    tiny, length = work / "model", RunLength(STEPS, ACCUMULATION)
+    model = real_data.smollm2().relative_to(ROOT)
+    rows = work / "rows"
+    tiny = work / "model"
+    length = RunLength(STEPS, ACCUMULATION)
     write_rows(ROOT / rows, num_rows=STEPS * ACCUMULATION, length=LENGTH)
     write_model(ROOT / tiny, **SIZES, num_key_value_heads=2)
     load = f"python -m benchmarks.peers.load_model --model_name {model}"

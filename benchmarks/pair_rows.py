@@ -32,7 +32,8 @@ def write_pairs(
         length: of a row.
         num_sources: over which the pairs are spread.
     """
-    draw, sources = random.Random(0), []
+    draw = random.Random(0)
+    sources = []
     for number in range(num_sources):
         sources.append(folder.with_name(f"{folder.name}-{number}.jsonl"))
         with sources[-1].open("w", encoding="utf-8") as file:

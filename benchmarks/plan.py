@@ -86,14 +86,16 @@ def measure(work: Path) -> Report:
         ChildProcessError: a run failed, or the error of a plan is above ``TOLERANCE``.
     """
     folder = ROOT / work
-    small, tokens = write_model(folder / "model"), write_rows(folder / "tokens")
+    small = write_model(folder / "model")
+    tokens = write_rows(folder / "tokens")
     models = {case: real_data.smollm2() if case.is_real else small for case in CASES}
     runs = ForkedRuns(folder / "output")
     results = {}
     try:
         for number, case in enumerate(CASES):
             print(f"plan: {case}", flush=True)
-            case_folder, model = folder / str(number), models[case]
+            case_folder = folder / str(number)
+            model = models[case]
             planned = plan_of(runs, case, model, tokens, case_folder)
             measured, usual = (
                 resident(runs, case, model, tokens, case_folder / name, before)

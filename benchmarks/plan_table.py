@@ -15,9 +15,12 @@ from fabric_train.preflight.memory_forecast import Forecast, RunRequest
 from fabric_train.preflight.memory_plan import faults_of
 from fabric_train.training.prepared_run import StepPlan
 
-LENGTH, ROWS = 8192, 128
+LENGTH = 8192
+ROWS = 128
 DEVICE_MEMORY = "80GB"
-INTERCONNECT, NETWORK = "450GB/s", "400GB/s"  # NVLink 4; eight ports of 400 Gbit/s per machine
+# NVLink 4; eight ports of 400 Gbit/s per machine
+INTERCONNECT = "450GB/s"
+NETWORK = "400GB/s"
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

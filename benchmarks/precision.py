@@ -16,11 +16,15 @@ from fabric_train.pages import charts
 from fabric_train.pages.charts import Chart, Series
 from fabric_train.sample_data import real_data
 
-STEPS, LR = 100, 2e-5
+STEPS = 100
+LR = 2e-5
 MAX_LENGTH = 32  # tokens per step: bf16 products take four times as long on a CPU without bf16 instructions
-HELD_OUT_BATCHES, EVAL_BATCH_SIZE, EVAL_STEP_INTERVAL = 2, 16, 20
+HELD_OUT_BATCHES = 2
+EVAL_BATCH_SIZE = 16
+EVAL_STEP_INTERVAL = 20
 NUM_TOKENS = 60_000  # of the Spanish Bible, which is new to the model; more than the steps need
-REFERENCE, SHIPPED = "32-true", "bf16-true"
+REFERENCE = "32-true"
+SHIPPED = "bf16-true"
 VARIANTS = {
     REFERENCE: "--precision 32-true",
     "bf16-mixed": "--precision bf16-mixed",
@@ -58,7 +62,8 @@ def measure(work: Path) -> Report:
     Raises:
         ChildProcessError: a run failed.
     """
-    tokens, model = work / "tokens", real_data.smollm2().relative_to(ROOT)
+    tokens = work / "tokens"
+    model = real_data.smollm2().relative_to(ROOT)
     print("precision: making the token dataset", flush=True)
     run(_tokenize_command(model, tokens))
     commands = {

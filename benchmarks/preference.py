@@ -21,8 +21,12 @@ REPETITIONS = 2
 NUM_PAIRS = 24
 MAX_LENGTH = 512  # of a row, which holds both sequences of its pairs
 ROWS_PER_STEP = 2  # packed
-PADDED_PAIRS, PADDED_ACCUMULATION = 2, 2  # pairs in a micro-batch of TRL, padded to the longest of them
-PARITY_STEPS, PAIRS_PER_STEP = 2, 2  # with one pair in a row and in a micro-batch of TRL
+# pairs in a micro-batch of TRL, padded to the longest of them
+PADDED_PAIRS = 2
+PADDED_ACCUMULATION = 2
+# with one pair in a row and in a micro-batch of TRL
+PARITY_STEPS = 2
+PAIRS_PER_STEP = 2
 WARM_UP_STEPS = 1
 LR = 1e-5
 THREADS = 2
@@ -33,7 +37,8 @@ LOSSES: dict[str, tuple[float, tuple[str, ...]]] = {  # by name of TRL: β, and 
     "simpo": (2.0, ("--objective", "simpo")),
     "orpo": (1.0, ("--objective", "orpo")),
 }
-OURS, PEER = "fabric_train", "trl, padded"
+OURS = "fabric_train"
+PEER = "trl, padded"
 _LARGEST_DIFFERENCE = 1e-3  # between two losses of a step in fp32, relative to the larger one
 
 
@@ -64,10 +69,12 @@ def measure(work: Path) -> Report:
     Raises:
         ChildProcessError: a system failed, or the losses differ.
     """
-    model, pairs = real_data.smollm2().relative_to(ROOT), work / "pairs.jsonl"
+    model = real_data.smollm2().relative_to(ROOT)
+    pairs = work / "pairs.jsonl"
     write_pairs(ROOT / pairs, NUM_PAIRS)
     print("preference: making the token datasets", flush=True)
-    packed, single = work / "packed", work / "single"
+    packed = work / "packed"
+    single = work / "single"
     for tokens, packing in ((packed, "best_fit"), (single, "none")):
         words = f"python tokenize_dataset.py --dataset {pairs} --tokenizer_name {model} --output_dir {tokens}"
         words += f" --max_length {MAX_LENGTH} --packing {packing} --too_long drop --validation_split 0"

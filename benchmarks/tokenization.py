@@ -156,7 +156,8 @@ def _prepare(folder: Path, documents: Iterable[str]) -> _Input:
     """Write the documents and tokenize them once, unmeasured, for their number of tokens and their first rows."""
     print(f"tokenization: preparing the set {folder.name}", flush=True)
     corpus = write_corpus(ROOT / folder, documents, NUM_PROC)
-    model, reference = real_data.llama3_tokenizer_model().relative_to(ROOT), folder / "reference"
+    model = real_data.llama3_tokenizer_model().relative_to(ROOT)
+    reference = folder / "reference"
     run(our_command(corpus.file.relative_to(ROOT), model, reference))
     tokenizer = folder / "tokenizer"
     shutil.move(ROOT / reference / "tokenizer", ROOT / tokenizer)

@@ -12,15 +12,13 @@ from fabric_train.sample_data import real_data
 
 NUM_PROC = 2
 MAX_LENGTH = 2048
-OURS, GIGATOKEN, BARE, RECIPE, DATATROVE, TRL, LITDATA = (
-    "fabric_train",
-    "bare_gigatoken",
-    "bare_tiktoken",
-    "datasets_map",
-    "datatrove",
-    "trl",
-    "litdata",
-)
+OURS = "fabric_train"
+GIGATOKEN = "bare_gigatoken"
+BARE = "bare_tiktoken"
+RECIPE = "datasets_map"
+DATATROVE = "datatrove"
+TRL = "trl"
+LITDATA = "litdata"
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ MAX_LENGTH = 512
 NUM_TOKENS = 100_000  # of Shakespeare; more than the steps need
 LR = 2e-5
 THREADS = 2
-OURS, BARE = "fabric_train", "bare_pytorch"
+OURS = "fabric_train"
+BARE = "bare_pytorch"
 PEERS: Mapping[str, tuple[str, ...]] = {  # module in peers/ and its own options
     BARE: ("bare_pytorch",),
     "lightning": ("lightning_trainer",),
@@ -101,7 +102,8 @@ def measure(work: Path) -> Report:
     Raises:
         ChildProcessError: ours or the bare loop failed, or the losses differ.
     """
-    tokens, model = work / "tokens", real_data.smollm2().relative_to(ROOT)
+    tokens = work / "tokens"
+    model = real_data.smollm2().relative_to(ROOT)
     print("training: making the token dataset", flush=True)
     run(tokenize_command(model, tokens))
     length = RunLength(STEPS, ACCUMULATION)
@@ -226,7 +228,8 @@ def _summarize(runs: dict[str, list[TrainingRun]], left_out: dict[str, str]) -> 
         if not system.largest_loss_difference <= _LARGEST_DIFFERENCE:
             difference = f"the losses of {name} and {BARE} differ by up to {system.largest_loss_difference:.1e}"
             raise ChildProcessError(f"{difference}, so their speeds cannot be compared")
-    ours, bare = systems[OURS], systems[BARE]
+    ours = systems[OURS]
+    bare = systems[BARE]
     peers = {name: system for name, system in systems.items() if not name.startswith(OURS)}
     fastest_peer = max(peers, key=lambda name: peers[name].tokens_per_second.median)
     our_fastest = max(system.tokens_per_second.median for name, system in systems.items() if name.startswith(OURS))

@@ -15,13 +15,20 @@ from benchmarks.report import Report
 from fabric_train.sample_data import real_data
 
 NUM_TOKENS = 2000  # that are added
-STEPS, LR, MAX_LENGTH, BATCH = 60, 5e-4, 128, 4
-OWN, EXTENDED, ROWS_FIRST = "own vocabulary", "extended", "extended, rows first"
+STEPS = 60
+LR = 5e-4
+MAX_LENGTH = 128
+BATCH = 4
+OWN = "own vocabulary"
+EXTENDED = "extended"
+ROWS_FIRST = "extended, rows first"
 PHASES = "[{from: 1, train_only: embed_tokens}, {from: 0.25, train_only: all}]\n"
 VARIANTS = {OWN: "", EXTENDED: "", ROWS_FIRST: "--phases {work}/phases.yaml"}
 SOURCES = ("ca", "ca-guide", "en-guide")
 _HELD_OUT = 10  # every tenth page is not trained on
-_NUM_PIECES, _PIECE = 10, 800  # characters of a page that are evaluated
+# characters of a page that are evaluated
+_NUM_PIECES = 10
+_PIECE = 800
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,8 @@ def measure(work: Path) -> Report:
     Raises:
         ChildProcessError: a program failed.
     """
-    own, extended = real_data.smollm2().relative_to(ROOT), work / "extended"
+    own = real_data.smollm2().relative_to(ROOT)
+    extended = work / "extended"
     write_texts(ROOT / work)
     commands = {"extend": extend_command(own, work, extended)}
     for name, model in (("own", own), ("extended", extended)):

@@ -19,7 +19,10 @@ from fabric_train.sample_data import real_data
 from fabric_train.training.curves import MetricsTable, draw_loss_curves, joined, read_curves
 
 FOLDER = Path("demo_run")
-TOKENS, BEFORE, RUN, EXPORT = FOLDER / "tokens", FOLDER / "before", FOLDER / "run", FOLDER / "model"
+TOKENS = FOLDER / "tokens"
+BEFORE = FOLDER / "before"
+RUN = FOLDER / "run"
+EXPORT = FOLDER / "model"
 PICTURE = FOLDER / "loss.png"
 PROMPT = "But soft! what light through yonder window"
 _MAX_PERPLEXITY_RATIO = 0.9  # perplexity after training over that before

@@ -86,7 +86,7 @@ def pages() -> dict[str, str]:
 
 def llms_txt() -> str:
     """Return the list of all pages for coding agents (llmstxt.org), with the first sentence of each."""
-    parts = list[str]()
+    parts: list[str] = []
     part_before = ""
     for part, title, page in pages_of(read_settings()["nav"]):
         if part != part_before:
@@ -162,7 +162,8 @@ def _explained(program: str, argument: str, names: tuple[str, ...]) -> str:
     for name in names:
         text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
         without_commands = _FENCE.sub(lambda found: "\n" * found[0].count("\n"), text)
-        heading, in_command = name, ""
+        heading = name
+        in_command = ""
         for line, with_command in zip(without_commands.splitlines(), text.splitlines(), strict=True):
             heading = line.lstrip("# ") if re.match("##+ ", line) else heading
             link = f"→ [{heading}](../../{name}.md{f'#{slug(heading)}' if heading != name else ''})"

@@ -94,7 +94,7 @@ def slug(heading: str) -> str:
 
 def copy_documents(folder: Path) -> None:
     """Write the pages and what they show into ``folder``; remove pages that are none any more."""
-    pages = dict[str, str]()
+    pages: dict[str, str] = {}
     waiting = list(documents().values())
     while waiting:
         path = waiting.pop()
@@ -179,7 +179,7 @@ def _with_links(page: str, path: Path) -> tuple[str, list[Path]]:
     """Return the text of a document with links from its page, and the files outside ``docs/`` that it links to."""
     text = path.read_text(encoding="utf-8")
     fences = [found.span() for found in _FENCE.finditer(text)]
-    linked = list[Path]()
+    linked: list[Path] = []
 
     def link(found: re.Match[str]) -> str:
         target = Path(os.path.normpath(path.parent / found["target"]))

@@ -142,7 +142,8 @@ def _launch(run: "PreparedRun", console: "Console", started: float) -> int:
     from fabric_train.training.run import execute
 
     progress.info("connecting the ranks")
-    heartbeat, device = Heartbeat(started), run.given.device
+    heartbeat = Heartbeat(started)
+    device = run.given.device
     fabric = build_fabric(run.given, run.model.layer_classes)
     with watch_ranks(fabric, heartbeat, device.rank_timeout, device.num_nodes):
         progress.info("checking the checkpoint")
@@ -159,7 +160,7 @@ def run_ranks(arguments: TrainArguments, import_folders: Sequence[str] = ()) -> 
     They find the modules of ``--extensions`` in ``import_folders``. Signals to this process are passed on. An
     InputError or a RunError has the lines of an error.
     """
-    errors = list[str]()
+    errors: list[str] = []
     with TemporaryDirectory() as folder, as_launcher():
         config = Path(folder, "config.yaml")
         config.write_text(to_yaml(arguments), encoding="utf-8")

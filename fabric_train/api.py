@@ -49,7 +49,9 @@ ARGUMENTS: dict[str, type] = {
 @contextmanager
 def _called() -> Iterator[None]:
     """Give the caller back what a program changes in its process: environment, path, warnings, garbage collection."""
-    before, path, collects = dict(os.environ), list(sys.path), gc.isenabled()
+    before = dict(os.environ)
+    path = list(sys.path)
+    collects = gc.isenabled()
     try:
         with warnings.catch_warnings():
             yield
@@ -121,10 +123,12 @@ def run_tokenize(arguments: TokenizeArguments) -> TokenizeResult:
     with _called():
         if arguments.shard is not None:
             return TokenizeResult(path, None, tuple(tokenize_dataset.build_slice(arguments) or ()))
-        manifest, notes = tokenize_dataset.find_pushed(arguments), tuple[str, ...]()
+        manifest = tokenize_dataset.find_pushed(arguments)
+        notes: tuple[str, ...] = ()
         if manifest is None:
             outcome = tokenize_dataset.build_dataset(arguments)
-            manifest, notes = outcome.manifest, (*outcome.notes, *outcome.manifest.losses())
+            manifest = outcome.manifest
+            notes = (*outcome.notes, *outcome.manifest.losses())
         url = None
         if arguments.push_to_hub:
             from fabric_train.export.publish import publish  # slow
@@ -211,7 +215,8 @@ def _forget_process_group() -> None:
 def _train_result(arguments: TrainArguments, code: int) -> TrainResult:
     from fabric_train import checkpoint as checkpoints
 
-    folder, evaluation = Path(arguments.save.output_dir), arguments.evaluation
+    folder = Path(arguments.save.output_dir)
+    evaluation = arguments.evaluation
     if arguments.planning.plan:
         return TrainResult(folder, "checked", 0)
     if evaluation.eval_only:
@@ -263,7 +268,8 @@ def load_run(path: "str | os.PathLike[str]") -> Run:
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"load_run: expected the path of a run folder, got {reprlib.repr(path)}")
     (files,) = open_runs([os.fsdecode(path)])
-    folder, metrics = files.folder, dict[str, list[float | None]]()
+    folder = files.folder
+    metrics: dict[str, list[float | None]] = {}
     if (folder / "metrics.csv").is_file():
         table = files.metrics
         of_columns = {name: column.tolist() for name, column in table.columns.items() if name != "step"}
@@ -322,7 +328,8 @@ def convert(**given: Any) -> ConvertResult:
     arguments = build_arguments(convert_to_hf.ConvertArguments, given)
     with _called():
         targets, damaged, request = convert_to_hf.plan_exports(arguments)
-        exports, faults = list[Export](), [f"{name}: damaged" for name in damaged]
+        exports: list[Export] = []
+        faults = [f"{name}: damaged" for name in damaged]
         for target, source in targets.items():
             try:
                 report, is_new = convert_to_hf.export(source, target, arguments)
@@ -381,7 +388,8 @@ def generate(**given: Any) -> list[str]:
     listed = given.get("prompts")
     is_listed = isinstance(listed, Iterable) and not isinstance(listed, str | bytes | os.PathLike | Mapping)
     with TemporaryDirectory() as folder, _called():
-        file, output = Path(folder, "prompts.jsonl"), given.get("output") or Path(folder, "texts.jsonl")
+        file = Path(folder, "prompts.jsonl")
+        output = given.get("output") or Path(folder, "texts.jsonl")
         if is_listed:
             file.write_text("".join(_prompt_lines(listed or ())), encoding="utf-8")
             given = {**given, "prompts": file}

@@ -196,9 +196,11 @@ class DataArguments:
     def _faults_of_shares(self) -> list[str]:
         if self.shares is not None and self.token_shares is not None:
             return ["--shares and --token_shares contradict each other: give one of them"]
-        places, option = self.data_dirs, "folders of --train_data_dir"
+        places = self.data_dirs
+        option = "folders of --train_data_dir"
         if self.streaming_dataset is not None:
-            places, option = self.streaming_dataset, "places of --streaming_dataset"
+            places = self.streaming_dataset
+            option = "places of --streaming_dataset"
             if self.token_shares is not None:
                 return ["--token_shares: how many tokens a stream has is known when it is read; give --shares"]
             if self.phases is not None:

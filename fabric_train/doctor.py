@@ -42,8 +42,11 @@ _MIN_DRIVER = {11: 450, 12: 525, 13: 580}
 
 _SHARED_MEMORY = 2**30
 _LEAST_SHARED_MEMORY = 2**27  # with several GPUs, NCCL needs more than the 64 MB that a container has by default
-_OPEN_FILES, _LEAST_OPEN_FILES = 1024, 256
-_PROCESSES_PER_GPU, _LEAST_PROCESSES = 256, 128  # threads count; half of it is what one process starts on its own
+_OPEN_FILES = 1024
+_LEAST_OPEN_FILES = 256
+# threads count; half of it is what one process starts on its own
+_PROCESSES_PER_GPU = 256
+_LEAST_PROCESSES = 128
 _FREE_FOR_MODELS = 20e9  # a Llama-3-8B takes 16 GB
 _FREE_FOR_RUNS = 50e9  # one of its checkpoints in bf16, with the optimizer's state, takes 48 GB
 _FREE_FOR_CACHES = 1e9
@@ -97,9 +100,11 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(DoctorArguments, argv)
     checks = [NodeCheck(name, *finding) for name, finding in check_node(arguments.output_dir)]
     counts = Counter[str](check.level for check in checks)
-    console, summary = open_console(), f"{len(checks)} checks, nothing wrong"
+    console = open_console()
+    summary = f"{len(checks)} checks, nothing wrong"
     if counts["fault"] or counts["warning"]:
-        stops, slows = f"{counts['fault']} would stop a run", f"{counts['warning']} might slow or stop one"
+        stops = f"{counts['fault']} would stop a run"
+        slows = f"{counts['warning']} might slow or stop one"
         summary = f"{len(checks)} checks: {stops}, {slows}"
     if arguments.json:
         content = {"faults": counts["fault"], "warnings": counts["warning"]}
@@ -124,7 +129,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def check_node(output_dir: str | None) -> Iterator[tuple[str, Finding]]:
     """Yield the name and the finding of every check, in a fixed order; ``output_dir`` need not exist yet."""
-    num_gpus, cuda = _count_gpus(), None
+    num_gpus = _count_gpus()
+    cuda = None
     with suppress(OSError):
         cuda = ctypes.CDLL("libcuda.so.1")
     infiniband = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
@@ -160,7 +166,8 @@ def _check_driver(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
         return "fault", "torch is not installed in this Python", "pip install -r requirements.txt"
     # its version alone: importing torch takes seconds
     torch = runpy.run_path(str(Path(found_torch.origin).with_name("version.py")))
-    built_for, built = torch["cuda"], f"torch {torch['__version__']} is built "
+    built_for = torch["cuda"]
+    built = f"torch {torch['__version__']} is built "
     wanted = built_for and f"for CUDA {built_for}"
     if not num_gpus:
         return "ok", f"no NVIDIA GPU here, runs use the CPU; {built}{wanted or 'without CUDA'}"
@@ -222,7 +229,8 @@ def _count_gpus() -> int:
     on_bus = 0
     for device in Path("/sys/bus/pci/devices").glob("*"):
         with suppress(OSError):  # a device may go away
-            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text()
+            vendor = (device / "vendor").read_text().strip()
+            kind = (device / "class").read_text()
             on_bus += vendor == "0x10de" and kind.startswith("0x03")  # NVIDIA, display controller
     return on_bus or len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
@@ -236,7 +244,8 @@ def _check_shared_memory(num_gpus: int) -> Finding:
             pass
     except OSError as error:
         return "fault", f"cannot be written to: {error.strerror}", fix
-    size, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
+    size = disk.f_blocks * disk.f_frsize
+    free = disk.f_bavail * disk.f_frsize
     found = f"{show_size(free)} of {show_size(size)} free"
     if free < _LEAST_SHARED_MEMORY and num_gpus > 1:
         return "fault", f"{found}, too little for NCCL on {num_gpus} GPUs", fix
@@ -310,7 +319,7 @@ def _check_host_name() -> Finding:
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return "ok", f"{host}; not needed with GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']}"
     fix = f"for runs on several machines set GLOO_SOCKET_IFNAME={others[0]}, or correct /etc/hosts"
-    found = list[str]()
+    found: list[str] = []
 
     def resolve() -> None:
         with suppress(OSError):
@@ -345,7 +354,7 @@ def _check_infiniband(devices: list[str]) -> Finding:
 def _interfaces() -> dict[str, str]:
     """Return an address of each network interface that is up, except loopback; IPv4 if it has one."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup and "loopback" not in state.flags}
-    found = dict[str, str]()
+    found: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
         usable = [item for item in addresses if item.family in (socket.AF_INET, socket.AF_INET6)]
         usable = [item for item in usable if not item.address.startswith("fe80:")]  # reaches the same wire only

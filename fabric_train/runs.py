@@ -183,7 +183,8 @@ def read_last_rows(file: Path) -> list[dict[str, float]]:
     with open_regular(file, "") as opened:
         lines = io.TextIOWrapper(opened, encoding="utf-8", newline="")
         names = next(csv.reader(iter(lines.readline, "")), [])  # names of sources may have line breaks
-        begin, end = lines.tell(), opened.seek(0, os.SEEK_END)
+        begin = lines.tell()
+        end = opened.seek(0, os.SEEK_END)
         opened.seek(max(begin, end - _TAIL))
         text = opened.read(_TAIL).decode()
     tail = text[: text.rfind("\n") + 1].splitlines()[int(end - begin > _TAIL) :]
@@ -211,7 +212,8 @@ def _read_trainer_json(file: Path) -> dict[str, Any]:
 
 def _num_steps(arguments: dict[str, Any], checkpoint: dict[str, Any]) -> int | None:
     """Return the steps that a run has planned, as far as they are known without torch, see ``TrainerJson``."""
-    data, lineage = checkpoint.get("data") or {}, checkpoint.get("lineage") or ()
+    data = checkpoint.get("data") or {}
+    lineage = checkpoint.get("lineage") or ()
     rows = (data["num_rows"], data["rows_per_window"]) if "num_rows" in data and not data.get("phases") else None
     begins = max((branch["step"] for branch in lineage if not branch["continues_data"]), default=0)
     steps = planned_steps(arguments.get("max_step"), arguments.get("number_epochs"), rows, begins)
@@ -330,7 +332,7 @@ def _print_table(runs: Sequence[Run], folder: Path, columns: Sequence[str] | Non
     names = list(rows[0])
     if not any(row["cannot be read"].plain for row in rows):
         names.remove("cannot be read")
-    left_out = list[str]()
+    left_out: list[str] = []
     for name in _LEFT_OUT_FIRST:
         widths = [max(cell_len(name), *(row[name].cell_len for row in rows)) for name in names]
         if sum(widths) + _BETWEEN_COLUMNS * (len(names) - 1) <= console.width:

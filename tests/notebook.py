@@ -16,7 +16,9 @@ NOTEBOOK = Path(__file__).resolve().parents[1] / "docs" / "first_run.ipynb"
 
 def run_cell(number: int, source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
     """Run a cell as a notebook would, and return its outputs: standard output, and the value of a last expression."""
-    tree, printed, value = ast.parse(source), io.StringIO(), None
+    tree = ast.parse(source)
+    printed = io.StringIO()
+    value = None
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     with contextlib.redirect_stdout(printed):
         exec(compile(tree, "cell", "exec"), names)
@@ -33,13 +35,16 @@ def run_cell(number: int, source: str, names: dict[str, Any]) -> list[dict[str, 
 
 def main() -> None:
     """Run all cells; print those whose outputs differ from what the notebook has, or write the outputs."""
-    notebook, names, writes = json.loads(NOTEBOOK.read_text(encoding="utf-8")), dict[str, Any](), "--write" in sys.argv
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    names: dict[str, Any] = {}
+    writes = "--write" in sys.argv
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for number, cell in enumerate(cells, 1):
         outputs = run_cell(number, "".join(cell["source"]), names)
         if not writes and outputs != cell["outputs"] and "varies" not in cell["metadata"].get("tags", ()):
             print(f"cell {number} has other outputs: {json.dumps(outputs)}")
-        cell["outputs"], cell["execution_count"] = outputs, number
+        cell["outputs"] = outputs
+        cell["execution_count"] = number
     if writes:
         NOTEBOOK.write_text(json.dumps(notebook, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 

@@ -145,7 +145,9 @@ def at_import(body: Sequence[ast.stmt]) -> Iterator[str]:
 
 def packages_behind(module: str) -> set[str]:
     """Return the packages of others that are imported together with a module of this one."""
-    seen, waiting, found = set[str](), [module], set[str]()
+    seen = set[str]()
+    waiting = [module]
+    found = set[str]()
     while waiting:
         parts = waiting.pop().split(".")
         if parts[0] != "fabric_train":

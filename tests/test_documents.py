@@ -84,7 +84,8 @@ def test_every_file_that_a_document_names_exists() -> None:
     modules = re.compile(rf"(?<![\w./-])(?:{'|'.join(subpackages)})/[\w/]*\.py")
     missing = []
     for path in DOCUMENTS:
-        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
+        text = path.read_text(encoding="utf-8")
+        name = path.relative_to(ROOT)
         for code in _CODE.findall(text):
             for named in ours.findall(code):
                 if "NAME" not in named and not any(ROOT.glob(named.rstrip("./"))):  # NAME is a placeholder

@@ -27,7 +27,8 @@ def main() -> None:
     tokenizer = Tokenizer(f"{arguments.tokenizer_name}/tokenizer.json")
     target = Path(arguments.output_dir)
     target.mkdir()
-    num_tokens, seconds = 0, 0.0
+    num_tokens = 0
+    seconds = 0.0
     with open(arguments.dataset, "rb") as lines, (target / "tokens").open("wb") as file:
         while batch := [orjson.loads(line)["text"] for line in islice(lines, BATCH_DOCUMENTS)]:
             started = time.perf_counter()

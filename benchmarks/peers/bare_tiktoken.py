@@ -40,7 +40,8 @@ def main() -> None:
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
     encoding = Encoding("llama-3", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
     texts = read_texts(arguments.dataset)
-    num_tokens, seconds = 0, 0.0
+    num_tokens = 0
+    seconds = 0.0
     while batch := list(islice(texts, BATCH_DOCUMENTS)):
         started = time.perf_counter()
         num_tokens += sum(map(len, encoding.encode_ordinary_batch(batch, num_threads=arguments.num_proc)))

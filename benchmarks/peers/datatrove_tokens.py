@@ -11,7 +11,8 @@ from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.tokens import DocumentTokenizer
 from tokenizers.processors import TemplateProcessing
 
-BOS, EOS = ("<|begin_of_text|>", 128_000), ("<|end_of_text|>", 128_001)
+BOS = ("<|begin_of_text|>", 128_000)
+EOS = ("<|end_of_text|>", 128_001)
 
 
 def main() -> None:

@@ -41,7 +41,9 @@ def transformers(checkpoint: Path, target: Path) -> None:
 
 def main() -> None:
     """Do ``STEP CHECKPOINT TARGET``; at the end, everything is synced to the disk."""
-    step, checkpoint, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    step = sys.argv[1]
+    checkpoint = Path(sys.argv[2])
+    target = Path(sys.argv[3])
     quiet_transformers()
     for file in checkpoint.rglob("*.safetensors"):  # so that every step reads from the disk
         with file.open("rb") as opened:

@@ -30,7 +30,8 @@ def main() -> None:
     weight.requires_grad_()
     positions = torch.randperm(arguments.tokens, device=device)[: arguments.supervised].sort().values
     targets = torch.randint(arguments.vocabulary, (arguments.supervised,), device=device)
-    before, seconds = peak_bytes(device), []
+    before = peak_bytes(device)
+    seconds = []
     for _ in range(1 + arguments.repetitions):
         started = time.perf_counter()
         loss = FORMS[arguments.form](hidden, weight, positions, targets)

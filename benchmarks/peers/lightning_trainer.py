@@ -18,7 +18,8 @@ class CausalLM(LightningModule):
 
     def __init__(self, task: Task, clock: StepClock) -> None:
         super().__init__()
-        self._task, self._clock = task, clock
+        self._task = task
+        self._clock = clock
         self.model: Any = AutoModelForCausalLM.from_pretrained(task.model_name, dtype=torch.float32)
         if task.compile:
             self.model.compile()
@@ -45,7 +46,8 @@ def main() -> None:
     """Train on the rows given on the command line."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    task, clock = parse_task(), StepClock()
+    task = parse_task()
+    clock = StepClock()
     trainer = Trainer(
         accelerator="cpu",
         devices=1,

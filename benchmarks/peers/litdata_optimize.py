@@ -10,7 +10,8 @@ import numpy as np
 from litdata import TokensLoader, optimize
 from tokenizers import Tokenizer
 
-BOS, EOS = 128_000, 128_001
+BOS = 128_000
+EOS = 128_001
 BATCH_DOCUMENTS = 1_000
 CHUNK_BYTES = "64MB"
 

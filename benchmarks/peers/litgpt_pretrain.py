@@ -31,11 +31,13 @@ class ClockedFabric(Fabric):
 
 def main() -> None:
     """Train with ``litgpt.pretrain.fit``, without its validation and saves."""
-    task, clock = parse_task(), StepClock()
+    task = parse_task()
+    clock = StepClock()
     rows = torch.stack([row["input_ids"] for row in task.rows])
     length = rows.shape[1]
     fabric = ClockedFabric(accelerator="cpu", devices=1)
-    fabric.clock, fabric.tokens_per_row = clock, length
+    fabric.clock = clock
+    fabric.tokens_per_row = length
     model: Any = _load_model(task.model_name)
     model.max_seq_length = length - 1  # litgpt takes the last token as a label only
     if task.compile:

@@ -27,7 +27,8 @@ def main() -> None:
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=arguments.lr, betas=(0.9, 0.95))
-    losses, norms = [], []
+    losses = []
+    norms = []
     for window in rows.iter(batch_size=arguments.rows_per_window):
         logits = model(input_ids=window["input_ids"], use_cache=False).logits[:, :-1].flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, window["labels"][:, 1:].flatten())

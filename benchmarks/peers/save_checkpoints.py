@@ -68,8 +68,10 @@ class TorchSaves:
     """Saves by ``torch.distributed.checkpoint``, or by ``torch.save`` of the full state dict on rank 0."""
 
     def __init__(self, model: Any, optimizer: Any, folder: Path, method: str) -> None:
-        self._model, self._optimizer = model._forward_module, optimizer.optimizer
-        self._folder, self._method = folder, method
+        self._model = model._forward_module
+        self._optimizer = optimizer.optimizer
+        self._folder = folder
+        self._method = method
         self._future: Any = None
         self._group = dist.new_group(backend="gloo")  # async_save's thread must not use training's group
 
@@ -129,7 +131,8 @@ def anonymous_memory() -> int:
 
 def main() -> None:
     """Measure the method ``sys.argv[1]`` with files in ``sys.argv[2]``; the other arguments are training's."""
-    method, folder = sys.argv[1], Path(sys.argv[2])
+    method = sys.argv[1]
+    folder = Path(sys.argv[2])
     arguments = parse(TrainArguments, sys.argv[3:])
     shape = read_shape(arguments.model.model_name)
     fabric = build_fabric(arguments, shape.layer_classes)
@@ -148,12 +151,16 @@ def main() -> None:
     for _ in range(WARM_UP_STEPS):
         step()
     peak_in_training = sampler.peak
-    saves, extra_in_save, peak_after_save = [], 0, 0
+    saves = []
+    extra_in_save = 0
+    peak_after_save = 0
     for number in range(NUM_SAVES):
         fabric.barrier()
-        before, sampler.peak = anonymous_memory(), 0
+        before = anonymous_memory()
+        sampler.peak = 0
         stall = timed(partial(system.save, number))
-        extra_in_save, sampler.peak = max(extra_in_save, sampler.peak - before), 0
+        extra_in_save = max(extra_in_save, sampler.peak - before)
+        sampler.peak = 0
         steps = [step() for _ in range(STEPS_BETWEEN)]
         stall += sum(step_stall for step_stall, _ in steps) + timed(system.finish)
         peak_after_save = max(peak_after_save, sampler.peak)

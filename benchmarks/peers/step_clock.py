@@ -14,7 +14,8 @@ class StepClock:
 
     def __init__(self) -> None:
         self._started = 0.0
-        self._num_tokens, self._loss = 0, torch.zeros(())
+        self._num_tokens = 0
+        self._loss = torch.zeros(())
         self._speeds: list[float] = []
         self._losses: list[float] = []
 
@@ -41,4 +42,6 @@ class StepClock:
         now = time.perf_counter()
         self._speeds.append(self._num_tokens / (now - self._started))
         self._losses.append(self._loss.item())
-        self._started, self._num_tokens, self._loss = now, 0, torch.zeros(())
+        self._started = now
+        self._num_tokens = 0
+        self._loss = torch.zeros(())

@@ -28,7 +28,8 @@ from fabric_train.model.weight_files import SHARD_INDEX, CheckpointTensors
 from tests.support.sparse_checkpoints import Shapes, entries, link_checkpoint, write_parts
 
 _SIZES = (32, 128, 512)
-_NUMBER, _KEPT = 50, 10
+_NUMBER = 50
+_KEPT = 10
 _SIMULATED = (
     "one process plays all ranks one after another; tensors are holes in files and their hashes are made up; 49 of the "
     "50 checkpoints are links to one; the disk is this machine's, not one that all ranks share"
@@ -60,7 +61,8 @@ def _of_size(run: Path, shapes: Shapes, num_ranks: int) -> Iterator[tuple[str, s
     joined = _seconds(lambda: join_parts(temporary, of_part))
     for step in range(_NUMBER - _KEPT, _NUMBER):
         link_checkpoint(temporary, target.with_name(f"step-{step:08d}"), step)
-    renamed, whole = _seconds(lambda: replace_checkpoint(temporary, target)), set[Path]()
+    renamed = _seconds(lambda: replace_checkpoint(temporary, target))
+    whole = set[Path]()
     first_pruned = _seconds(lambda: prune(target, _KEPT, whole))
     later = target.with_name(f"step-{_NUMBER + 1:08d}")
     link_checkpoint(target, later, _NUMBER + 1)
@@ -96,7 +98,10 @@ def _of_size(run: Path, shapes: Shapes, num_ranks: int) -> Iterator[tuple[str, s
 
 def _open_as_one_of_384(checkpoint: Path) -> tuple[float, int, int]:
     """Read an element of each row range that one of 384 ranks has; return seconds, files opened, bytes of metadata."""
-    rank, num_ranks, opened, num_bytes = 200, 384, set[Path](), 0
+    rank = 200
+    num_ranks = 384
+    opened = set[Path]()
+    num_bytes = 0
     began_at = time.process_time()
     for part in ("model", "optimizer"):
         folder = checkpoint / part

@@ -19,7 +19,8 @@ from fabric_train.distributed.ranks import StepSync, clip_grad_norm, first_text,
 from fabric_train.training.step import LocalLoss, exchange_step, gather_losses
 
 _SIZES = (16, 128, 1024, 8192)
-_MICRO_BATCHES, _SOURCES = 8, 100
+_MICRO_BATCHES = 8
+_SOURCES = 100
 _RANKS_OF_MACHINE = 8
 # microseconds of NCCL 2.30.7, src/graph/tuning.cc, protocol LL: a start, a step by NVLink, a step between machines
 _TREE = (6.8, 0.6, 5.0)
@@ -72,8 +73,10 @@ def _save(fabric: Any) -> None:
 
 
 def _loss() -> LocalLoss:
-    counts, numbers = torch.ones(_MICRO_BATCHES, dtype=torch.int64), torch.ones(_MICRO_BATCHES, dtype=torch.float64)
-    nothing, of_sources = numbers[:0], torch.ones(_SOURCES, dtype=torch.float64)
+    counts = torch.ones(_MICRO_BATCHES, dtype=torch.int64)
+    numbers = torch.ones(_MICRO_BATCHES, dtype=torch.float64)
+    nothing = numbers[:0]
+    of_sources = torch.ones(_SOURCES, dtype=torch.float64)
     return LocalLoss(
         numbers, counts, counts.sum(), nothing, nothing, of_sources, of_sources, numbers.new_zeros(0, _SOURCES)
     )
@@ -103,7 +106,8 @@ def _rank_0_of(num_ranks: int) -> Iterator[Any]:
     """Yield what the program's functions use of Fabric, for rank 0 in a process group without communication."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     precision = SimpleNamespace(unscale_gradients=lambda _: None)
-    device, strategy = torch.device("cpu"), SimpleNamespace(precision=precision)
+    device = torch.device("cpu")
+    strategy = SimpleNamespace(precision=precision)
     yield SimpleNamespace(world_size=num_ranks, global_rank=0, device=device, strategy=strategy)
     dist.destroy_process_group()
 
@@ -114,6 +118,7 @@ def _latency(num_ranks: int, num_bytes: int) -> float:
     start, inside, between = _TREE
     tree = start + 2 * ((_RANKS_OF_MACHINE - 1) * inside + int(math.log2(machines)) * between)
     start, inside, between = _RING
-    steps, steps_between = 2 * (num_ranks - 1), 2 * machines
+    steps = 2 * (num_ranks - 1)
+    steps_between = 2 * machines
     ring = start + (steps - steps_between) * inside + steps_between * between
     return min(tree, ring) + num_bytes / _BYTES_PER_MICROSECOND

@@ -22,11 +22,17 @@ from fabric_train.data import DataOrder
 from fabric_train.data.step_sampler import TrainBatches, WindowOrder
 from fabric_train.data.token_dataset import open_dataset
 
-ROWS, NUM_DOCUMENTS, LENGTH = 134_336, 1_000_000, 64  # of each part
-NUM_PARTS, NUM_SOURCES = (10, 100, 1_000), 100
+# of each part
+ROWS = 134_336
+NUM_DOCUMENTS = 1_000_000
+LENGTH = 64
+NUM_PARTS = (10, 100, 1_000)
+NUM_SOURCES = 100
 FULL_MERGES = (2, 8, 16)
 LATER_STEP = 1_000_000
-ROWS_PER_STEP, ROWS_PER_RANK, NUM_RANKS = 1_024, 4, 256
+ROWS_PER_STEP = 1_024
+ROWS_PER_RANK = 4
+NUM_RANKS = 256
 _STEPS = 50
 _UNITS = {"CPU": "s", "wall": "s", "memory": "MB", "size": "MB", "bytes": "MB"}  # by what a quantity's name has
 _MARKER = "/the-first-batch-is-here"
@@ -143,7 +149,8 @@ def _start(folder: Path, step: int) -> Start:
 
 def _count(folder: Path) -> dict[str, float]:
     """Count with strace the calls on files of the dataset until the first batch of a rank, and in its further steps."""
-    command, counts = _rank(folder, 0), {"start": Counter[str](), "steps": Counter[str]()}
+    command = _rank(folder, 0)
+    counts = {"start": Counter[str](), "steps": Counter[str]()}
     with tempfile.NamedTemporaryFile() as file:
         traced = ("strace", "--seccomp-bpf", "-f", "-y", "-e", f"trace={_CALLS}", "-o", file.name, sys.executable)
         environment = {**os.environ, **command.environment}
@@ -173,7 +180,8 @@ def start(folder: str, step: int, *, imports_all: bool) -> None:
         import fabric_train.preflight.prepare  # noqa: F401
 
     before = _megabytes()
-    seconds, cpu = time.monotonic(), time.process_time()
+    seconds = time.monotonic()
+    cpu = time.process_time()
     dataset = open_dataset(folder)
     order = DataOrder.of_one(dataset.fingerprint, len(dataset.train), ROWS_PER_STEP, seed=0)
     rank = int(os.environ.get("RANK", "0"))
@@ -184,7 +192,9 @@ def start(folder: str, step: int, *, imports_all: bool) -> None:
     known = (step, "00" * 16)  # of the checkpoint
     batches = TrainBatches(dataset.train, windows, 0, False, known=known).windows(step, step + 1 + _STEPS)
     next(batches)
-    seconds, cpu, peak = time.monotonic() - seconds, time.process_time() - cpu, _megabytes()
+    seconds = time.monotonic() - seconds
+    cpu = time.process_time() - cpu
+    peak = _megabytes()
     os.path.exists(_MARKER)  # for strace
     of_steps = time.process_time()
     for _ in batches:

@@ -25,10 +25,19 @@ from tests.support.tiny_model import write_tiny_model
 
 DEVICES = (10, 100, 1_000, 10_000)
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-STALL, SAVE, RESTART = 10.0, 60.0, 300.0  # seconds
-WEEK, NUM_WEEKS, SEED = 7 * 24 * 3600.0, 400, 33
-NUM_STEPS, BETWEEN_KILLS = 240, 30  # steps that a run takes, also in vain, and the mean between two kills
-FIRST_STEPS, FIRST_INTERVAL = 60, 10  # of the run that measures what saves and starts cost
+# seconds
+STALL = 10.0
+SAVE = 60.0
+RESTART = 300.0
+WEEK = 7 * 24 * 3600.0
+NUM_WEEKS = 400
+SEED = 33
+# steps that a run takes, also in vain, and the mean between two kills
+NUM_STEPS = 240
+BETWEEN_KILLS = 30
+# of the run that measures what saves and starts cost
+FIRST_STEPS = 60
+FIRST_INTERVAL = 10
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 OPTIONS = {
     "accelerator": "cpu",
@@ -68,7 +77,8 @@ def goodput_of(attempts: Sequence[Attempt], costs: Costs, interval: float, step:
     ``interval`` is in seconds of training between two saves. A start takes ``costs.restart``; the first ``step`` after
     it belongs to it, as in times.jsonl.
     """
-    kept, cycle = 0.0, interval + costs.stall
+    kept = 0.0
+    cycle = interval + costs.stall
     for attempt in attempts[:-1]:
         num_saves = (attempt.seconds - costs.restart - costs.background + step) // cycle
         kept += max(num_saves * interval - step, 0.0)
@@ -79,7 +89,8 @@ def goodput_of(attempts: Sequence[Attempt], costs: Costs, interval: float, step:
 
 def draw_week(random_: random.Random, between_failures: float) -> list[Attempt]:
     """Return the attempts of a week in which failures come at a constant rate."""
-    attempts, left = list[Attempt](), WEEK
+    attempts: list[Attempt] = []
+    left = WEEK
     while left > 0:
         seconds = min(random_.expovariate(1 / between_failures), left)
         attempts.append(Attempt(seconds, 0.0))
@@ -122,7 +133,8 @@ def _series(
 
 def _killed_runs(folder: Path) -> list[Series]:
     """Train at the plan's interval and at four times of it, with the same kills; a run before measures the costs."""
-    model, tokens = folder / "model", folder / "tokens"
+    model = folder / "model"
+    tokens = folder / "tokens"
     write_tiny_model(model, ["a few words for a tokenizer of a tiny model"] * 4)
     write_rows(tokens, num_rows=8 * NUM_STEPS, length=64)  # one epoch, because its end is saved too
     lengths = _draw_lengths(random.Random(SEED))
@@ -160,7 +172,7 @@ def _killed_runs(folder: Path) -> list[Series]:
 
 def _draw_lengths(random_: random.Random) -> list[int]:
     """Return the number of steps that each attempt completes before its kill; the last one is stopped by a signal."""
-    lengths = list[int]()
+    lengths: list[int] = []
     while (left := NUM_STEPS - sum(lengths)) > 0:
         lengths.append(min(1 + int(random_.expovariate(1 / BETWEEN_KILLS)), left))
     return lengths
@@ -168,7 +180,8 @@ def _draw_lengths(random_: random.Random) -> list[int]:
 
 def _train(runs: ForkedRuns, folder: Path, given: dict[str, object], interval: int, lengths: Sequence[int]) -> RunTimes:
     """Train on two ranks through some kills; SIGTERM, which saves, ends the last attempt."""
-    run, saved = folder / f"run-{interval}-{len(lengths)}", 0
+    run = folder / f"run-{interval}-{len(lengths)}"
+    saved = 0
     words = Training({**given, "save_step_interval": interval}, 2).line(run)
     for number, length in enumerate(lengths, 1):
         is_last = number == len(lengths)

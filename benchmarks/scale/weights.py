@@ -25,7 +25,10 @@ from fabric_train.sample_data import real_data
 
 RANKS = 512
 SHARD_SIZE = "5GB"
-OPENED, EXPORTED, EXPORTED_HOLES = (8, 70, 405), (1, 3), (8, 70, 405)  # billions of weights
+# billions of weights
+OPENED = (8, 70, 405)
+EXPORTED = (1, 3)
+EXPORTED_HOLES = (8, 70, 405)
 _SAVING_RANKS = 64  # of the checkpoints that are exported as holes
 _KEPT_BYTES = 8 << 20  # at the beginning of each file, where its header is
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE of fallocate(2)
@@ -166,7 +169,8 @@ def open_and_read(folder: Path) -> dict[str, float]:
         raise ChildProcessError(f"{folder}: its weights cannot be read in parts")
     seconds = {"open": time.perf_counter() - started}
     opens.clear()  # of opening, which reads the header of each file
-    started, part = time.perf_counter(), []
+    started = time.perf_counter()
+    part = []
     for name, parameter in opened.model.named_parameters():
         rows = -(-len(parameter) // RANKS)
         begin = min(rows * (RANKS // 2), len(parameter))
@@ -181,7 +185,8 @@ def open_and_read(folder: Path) -> dict[str, float]:
 
 def _export(work: Path, billions: int) -> float:
     """Export a checkpoint of random weights and return the peak memory in MB, without pages of files."""
-    checkpoint, target = work / f"checkpoint-{billions}", work / f"export-{billions}"
+    checkpoint = work / f"checkpoint-{billions}"
+    target = work / f"export-{billions}"
     write_checkpoint(ROOT / checkpoint, config_of(billions), real_data.smollm2(), sharded=True)
     words = ("python", "-m", "benchmarks.peers.export_step", "ours", str(checkpoint), str(target))
     measured = run(Command(words))
@@ -200,7 +205,8 @@ def _export_holes(work: Path, sizes: tuple[int, ...]) -> list[Series]:
     """Export checkpoints that ``_SAVING_RANKS`` ranks saved, with all weights 0, index and model card."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for billions in sizes:
-        checkpoint, target = work / f"checkpoint-{billions}", work / f"export-{billions}"
+        checkpoint = work / f"checkpoint-{billions}"
+        target = work / f"export-{billions}"
         _write_sparse_checkpoint(ROOT / checkpoint, billions)
         words = ("python", "-m", "benchmarks.peers.export_step", "ours", str(checkpoint), str(target))
         with holes_for_zeros(ROOT / work):
@@ -252,7 +258,8 @@ def holes_for_zeros(folder: Path) -> Iterator[None]:
     Raises:
         OSError: the file system has no holes.
     """
-    probe, ended = folder / "probe", threading.Event()
+    probe = folder / "probe"
+    ended = threading.Event()
     probe.write_bytes(bytes(2 * _KEPT_BYTES))
     _punch(probe)  # before an export fills the disk
     with ThreadPoolExecutor(1) as thread:

@@ -47,7 +47,8 @@ from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, We
 if TYPE_CHECKING:
     from fabric_train.arguments import AdapterArguments
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What peft's names begin with, before the name in transformers' model."""
 TIED = "tied"
@@ -328,7 +329,8 @@ def _untied_head(shape: ModelShape, base: AdapterBase) -> dict[str, str]:
     own: Any = build_on_meta(read_shape(base.place), torch.float32)
     if not trains_head_apart(own, shape.adapter):
         return {}
-    head, named = own.get_output_embeddings().weight, own.named_parameters(remove_duplicate=False)
+    head = own.get_output_embeddings().weight
+    named = own.named_parameters(remove_duplicate=False)
     first, *others = (name for name, parameter in named if parameter is head)
     return dict.fromkeys(others, first)
 
@@ -337,7 +339,8 @@ class _Renamed:
     """Weights, some of them read under other names; see ``Weights``."""
 
     def __init__(self, weights: Weights, names: dict[str, str]) -> None:
-        self._weights, self._names = weights, names
+        self._weights = weights
+        self._names = names
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         return self._weights.read_block(self._names.get(name, name), offsets, shape)

@@ -54,7 +54,8 @@ def fingerprint(tensors: StoredTensors) -> str:
 
 
 def _hash_of_tensor(tensors: StoredTensors, name: str) -> str:
-    shape, dtype = tensors.shape(name), tensors.dtype(name)
+    shape = tensors.shape(name)
+    dtype = tensors.dtype(name)
     digest = xxhash.xxh3_128(f"{dtype} {tuple(shape)}".encode())
     if not shape:
         digest.update(_bytes_of(tensors.read_block(name, (), ())))

@@ -25,7 +25,8 @@ _NAME = re.compile(r"step-[0-9]{8,18}")
 _SHORT_NAME = re.compile(r"best|latest|step-[0-9]{1,18}")
 Damages = Mapping[Path, str]
 """Known damage to the content of checkpoints, by real path."""
-_REMOVED, _REPLACED = ".removed", ".replaced"
+_REMOVED = ".removed"
+_REPLACED = ".replaced"
 
 
 def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
@@ -117,7 +118,8 @@ def describe_choice(path: Path, used: Path) -> str | None:
 def deciding_loss(checkpoint: Path) -> str:
     """Return the name of the loss that says which checkpoint of its run is the best."""
     saved = read_trainer_json(checkpoint)
-    source, evaluation = saved.best_by, saved.state.evaluation
+    source = saved.best_by
+    evaluation = saved.state.evaluation
     if evaluation and source.partition("/")[0] in evaluation.whole.further:
         return f"validation's {source}"
     return "validation loss" if source == "all" else f"validation loss of {source}"
@@ -250,7 +252,7 @@ def _step(checkpoint: Path) -> int:
 
 def _read_all(checkpoints: Iterable[Path]) -> dict[Path, TrainerJson]:
     """Return the trainer.json of each checkpoint, without those that cannot be read."""
-    read = dict[Path, TrainerJson]()
+    read: dict[Path, TrainerJson] = {}
     for checkpoint in checkpoints:
         with suppress(InputError):
             read[checkpoint] = read_trainer_json(checkpoint)

@@ -75,7 +75,8 @@ class PieceHasher:
     def _close(self) -> None:
         if self._end > self._begin:
             self._pieces.append(FilePiece(self._begin, self._end, self._hash.hexdigest()))
-        self._hash, self._begin = xxhash.xxh3_128(), self._end
+        self._hash = xxhash.xxh3_128()
+        self._begin = self._end
 
 
 def hash_file(path: Path) -> list[FilePiece]:

@@ -91,14 +91,20 @@ class CheckpointManager:
         ``keep`` newest ones stay, and the best; None keeps all. With ``asynchronous`` training continues while one is
         written. ``saved`` is called on every rank with each complete one. The run starts after ``after_step``.
         """
-        self.folder, self._keep, self._saved = folder, keep, saved
-        self._fabric, self._model, self._optimizer = fabric, model, optimizer
-        self._description, self._started = description, time.monotonic()
+        self.folder = folder
+        self._keep = keep
+        self._saved = saved
+        self._fabric = fabric
+        self._model = model
+        self._optimizer = optimizer
+        self._description = description
+        self._started = time.monotonic()
         self._staging = Staging(fabric.device) if asynchronous else None
         self._pending: _PendingSave | None = None
         self._task: BackgroundTask | None = None
         self._whole = set[Path]()  # kept checkpoints that were checked
-        self._best_by, lowest = description.arguments.get("best_by", "all"), math.inf
+        self._best_by = description.arguments.get("best_by", "all")
+        lowest = math.inf
         if fabric.is_global_zero:
             remove_leftovers(folder)
             lowest = lowest_loss(folder, self._best_by, after_step)
@@ -148,8 +154,11 @@ class CheckpointManager:
         target = self.path(state)
         temporary = temporary_for(target, self._process)
         tensors = (local_weights(self._model), local_optimizer_state(self._model, self._optimizer.optimizer))
-        model, kind = ("adapter" if self._description.adapter_base else "model"), self._description.state_dict_type
-        writes, first_rows, sharded = list[Write](), dict[str, list[int]](), dict[str, list[Entry]]()
+        model = "adapter" if self._description.adapter_base else "model"
+        kind = self._description.state_dict_type
+        writes: list[Write] = []
+        first_rows: dict[str, list[int]] = {}
+        sharded: dict[str, list[Entry]] = {}
         for part, of_part in zip((model, "optimizer"), tensors, strict=True):
             of_rank, rows = rank_writes(part, of_part, self._fabric, kind)
             writes += of_rank
@@ -165,7 +174,8 @@ class CheckpointManager:
         num_bytes = sum(tensor.shape.numel() * tensor.dtype.itemsize for of_part in tensors for tensor in of_part)
         pending = _PendingSave(target, temporary, num_bytes, writer, sharded)
         self._make_folder(pending)
-        self._pending, self._task = pending, BackgroundTask(writer.run, self._fabric.device)
+        self._pending = pending
+        self._task = BackgroundTask(writer.run, self._fabric.device)
         if (loss := state.cost_of(self._best_by)) is not None:
             self._lowest_loss = min(self._lowest_before(state), loss)
         if staging is None:
@@ -204,7 +214,9 @@ class CheckpointManager:
 
     def _wait_for_tasks(self) -> None:
         """Wait for every rank's task in the pending save; raise on all ranks if one has failed."""
-        pending, task, text = self._pending, self._task, None
+        pending = self._pending
+        task = self._task
+        text = None
         assert pending is not None
         assert task is not None
         task.wait()
@@ -233,7 +245,8 @@ class CheckpointManager:
             raise SaveError(message)
 
     def _message(self, pending: _PendingSave, reason: str) -> str:
-        needed, free = pending.num_bytes / 1e9, free_bytes(self.folder) / 1e9
+        needed = pending.num_bytes / 1e9
+        free = free_bytes(self.folder) / 1e9
         return (
             f"{pending.target} could not be saved: {reason}; it needs {needed:.3g} GB, {free:.3g} GB are free there; "
             "earlier checkpoints are complete: --resume true continues from the newest"
@@ -296,7 +309,8 @@ class CheckpointManager:
 def read_cursors(checkpoint: Path) -> list[LaneCursor]:
     """Return the cursors of all lanes of the checkpoint's stream; an InputError if stream.json is damaged."""
     file = checkpoint / "stream.json"
-    order, cursors = read_trainer_json(checkpoint).stream, read_json(file, _StreamJson, ADVICE).cursors
+    order = read_trainer_json(checkpoint).stream
+    cursors = read_json(file, _StreamJson, ADVICE).cursors
     if order is None or len(cursors) != order.rows_per_window:
         raise InputError(f"{file}: damaged ({len(cursors)} cursors are not one for each row of a step); {ADVICE}")
     if any(number < 0 for cursor in cursors for number in (*cursor[:6], *cursor[8:])):

@@ -56,7 +56,8 @@ class Staging:
 
     def copy(self, writes: list[Write]) -> tuple[list[Write], Any]:
         """Copy the tensors; after the returned GPU event, None on a CPU, they may change and copies are complete."""
-        pins, num_bytes = self._stream is not None, sum(_align(write.data.nbytes) for write in writes)
+        pins = self._stream is not None
+        num_bytes = sum(_align(write.data.nbytes) for write in writes)
         if sum(map(len, self._buffers)) < num_bytes:
             self._buffers = []  # frees the old buffers before new ones are allocated
             sizes = pinned_sizes(num_bytes) if pins else [num_bytes]
@@ -85,13 +86,16 @@ def _place(writes: list[Write], buffers: list[torch.Tensor]) -> Iterator[tuple[W
     unused = iter(buffers)
     room = torch.empty(0, dtype=torch.uint8)
     for write in writes:
-        data, offset = write.data, write.offset
+        data = write.data
+        offset = write.offset
         while len(data):
             if not len(room):
                 room = next(unused)
             part = data[: len(room) // data.itemsize]
             yield Write(write.file, offset, part), room[: part.nbytes].view(part.dtype)
-            data, offset, room = data[len(part) :], offset + part.nbytes, room[_align(part.nbytes) :]
+            data = data[len(part) :]
+            offset = offset + part.nbytes
+            room = room[_align(part.nbytes) :]
 
 
 def _align(num_bytes: int) -> int:
@@ -103,7 +107,8 @@ class BackgroundTask:
 
     def __init__(self, function: Callable[[], None], device: torch.device) -> None:
         self.error: Exception | None = None
-        self._function, self._device = function, device
+        self._function = function
+        self._device = device
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -140,7 +145,10 @@ class RankWriter:
 
         For ``first_rows`` see :func:`write_part`.
         """
-        self._folder, self._rank, self._staging, self._write_texts = folder, rank, staging, write_texts
+        self._folder = folder
+        self._rank = rank
+        self._staging = staging
+        self._write_texts = write_texts
         self._first_rows = first_rows
         self._writes = sorted(writes, key=lambda write: (write.file, write.offset))
         self._is_abandoned = False
@@ -202,7 +210,8 @@ class RankWriter:
                     hasher.update(offset, chunk)
                     while chunk:
                         written = os.pwrite(descriptor, chunk, offset)
-                        chunk, offset = chunk[written:], offset + written
+                        chunk = chunk[written:]
+                        offset = offset + written
             os.fsync(descriptor)
         except OSError as error:
             if error.errno is None or error.filename:
@@ -242,7 +251,8 @@ def join_parts(folder: Path, sharded: Mapping[str, Sequence[Entry]] | None = Non
     first_rows: dict[str, dict[int, list[int]]] = {}
     parts = sorted(folder.glob(f"{_PART}*.json"))
     for part in parts:
-        rank, content = int(part.stem.removeprefix(_PART)), json.loads(part.read_text(encoding="utf-8"))
+        rank = int(part.stem.removeprefix(_PART))
+        content = json.loads(part.read_text(encoding="utf-8"))
         for name, of_rank in content["files"].items():
             pieces.setdefault(name, []).extend(FilePiece(*piece) for piece in of_rank)
         for name, rows in content["first_rows"].items():

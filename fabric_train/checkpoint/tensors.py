@@ -84,7 +84,8 @@ def local_optimizer_state(model: Any, optimizer: DeclaredStates) -> list[LocalTe
     cuts = flat_shards(model)
     by_state: dict[str, list[LocalTensor]] = {}
     for name, parameter in trained_parameters(model):
-        weight, stored = _local(name, parameter, cuts), optimizer.read_states(parameter)
+        weight = _local(name, parameter, cuts)
+        stored = optimizer.read_states(parameter)
         for state in optimizer.declare_states(parameter):
             tensor = _local_state(state, stored.get(state.name), weight, parameter)
             by_state.setdefault(state.name, []).append(tensor)
@@ -95,9 +96,15 @@ def _local_state(
     state: State, stored: torch.Tensor | None, weight: LocalTensor, parameter: nn.Parameter
 ) -> LocalTensor:
     """Describe this rank's part of a state; ``stored`` is flat, or None before the first step."""
-    has_part, shape, begin, cut = weight.numel > 0, weight.shape, weight.begin, weight.cut
+    has_part = weight.numel > 0
+    shape = weight.shape
+    begin = weight.begin
+    cut = weight.cut
     if state.shape is not None:  # all ranks have it, and the one with the parameter's first element writes it
-        has_part, shape, begin, cut = has_part and begin == 0, state.shape, 0, None
+        has_part = has_part and begin == 0
+        shape = state.shape
+        begin = 0
+        cut = None
     if stored is None:
         numel = weight.numel if state.shape is None else shape.numel()
         stored = torch.zeros(numel, dtype=state.dtype, device=parameter.device)
@@ -126,7 +133,8 @@ def align_to_rows(tensors: list[LocalTensor], device: torch.device) -> list[Loca
     for index, tensor in enumerate(tensors):
         if tensor.cut is None or not tensor.parts:
             continue
-        cut, row = tensor.cut, tensor.shape[1:].numel()
+        cut = tensor.cut
+        row = tensor.shape[1:].numel()
         (local,), begin, end = tensor.parts, tensor.begin, tensor.begin + tensor.numel
         num_sent = min(-begin % row, end - begin)
         if num_sent:
@@ -138,7 +146,8 @@ def align_to_rows(tensors: list[LocalTensor], device: torch.device) -> list[Loca
     for rank, message in _exchange(outgoing, incoming, tensors, device).items():
         for index, count in incoming[rank]:
             num_bytes = count * tensors[index].dtype.itemsize
-            part, message = message[:num_bytes].clone().view(tensors[index].dtype), message[num_bytes:]
+            part = message[:num_bytes].clone().view(tensors[index].dtype)
+            message = message[num_bytes:]
             completed[index] = replace(completed[index], parts=(*completed[index].parts, part))
     return completed
 
@@ -179,7 +188,8 @@ def _local(name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> Lo
         copy = dist.get_rank() // cut.num_ranks  # the groups of HYBRID_SHARD are consecutive ranks
         return LocalTensor(name, cut.shape, cut.local.dtype, begin, parts, num_copies, copy, cut)
     if isinstance(parameter, DTensor):
-        shape, mesh = parameter.shape, parameter.device_mesh
+        shape = parameter.shape
+        mesh = parameter.device_mesh
         _, offsets = compute_local_shape_and_global_offset(shape, mesh, _by_rows(parameter.placements))
         full: Any = parameter.detach()
         local = _flat_rows(full.to_local().flatten(), parameter)
@@ -203,11 +213,14 @@ def _flat_rows(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """
     if not isinstance(parameter, DTensor):
         return local
-    mesh, placements, rows = parameter.device_mesh, parameter.placements, _by_rows(parameter.placements)
+    mesh = parameter.device_mesh
+    placements = parameter.placements
+    rows = _by_rows(parameter.placements)
     if rows is placements:
         return local
     block = local.view(parameter.to_local().shape).to(mesh.device_type)
-    shape, stride = parameter.shape, parameter.stride()
+    shape = parameter.shape
+    stride = parameter.stride()
     full = DTensor.from_local(block, mesh, placements, run_check=False, shape=shape, stride=stride)
     return full.redistribute(placements=rows).to_local().flatten().to(local.device)
 
@@ -215,9 +228,11 @@ def _flat_rows(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
 def _copies(tensor: DTensor) -> tuple[int, int]:
     """Return how many ranks, ``stride`` apart, have the same part, and the number of this rank among them."""
     sharded = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
-    ranks, num_parts = tensor.device_mesh.mesh, math.prod(tensor.device_mesh.shape[dim] for dim in sharded)
+    ranks = tensor.device_mesh.mesh
+    num_parts = math.prod(tensor.device_mesh.shape[dim] for dim in sharded)
     strides = [int(ranks.select(dim, 1).min() - ranks.min()) for dim in sharded if ranks.shape[dim] > 1]
-    stride, rank = min(strides, default=1), dist.get_rank()
+    stride = min(strides, default=1)
+    rank = dist.get_rank()
     return dist.get_world_size() // num_parts, rank // (stride * num_parts) * stride + rank % stride
 
 
@@ -306,11 +321,13 @@ def safetensors_header(
     Tensors keep their order, so that a flat vector of FSDP1 is contiguous; but larger dtypes come first, to be aligned.
     """
     content: dict[str, object] = {"__metadata__": dict(metadata)}
-    begins, begin = {}, 0
+    begins = {}
+    begin = 0
     for name, dtype, shape in sorted(entries, key=lambda entry: -entry[1].itemsize):
         end = begin + math.prod(shape) * dtype.itemsize
         content[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        begins[name], begin = begin, end
+        begins[name] = begin
+        begin = end
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     start = 8 + len(text)
@@ -323,7 +340,8 @@ def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: A
     ``new`` are the parameters that the checkpoint's step did not train: they have no states yet.
     """
     tensors = CheckpointTensors(sorted((checkpoint / "optimizer").glob("*.safetensors")))
-    cuts, declaring = flat_shards(model), optimizer.optimizer
+    cuts = flat_shards(model)
+    declaring = optimizer.optimizer
     for name, parameter in trained_parameters(model):
         try:
             states = {
@@ -346,7 +364,8 @@ def _read_state(
     """Read a state of a parameter: this rank's part if it is sharded like the parameter, else all of it."""
     name = f"{of_parameter}.{state.name}"
     full = cuts[id(parameter)].shape if id(parameter) in cuts else parameter.shape
-    stored, expected = tensors.shape(name), full if state.shape is None else state.shape
+    stored = tensors.shape(name)
+    expected = full if state.shape is None else state.shape
     if stored != expected:
         raise InputError(
             f"the checkpoint's {name} has shape {tuple(stored)}, the model's {tuple(expected)}; use another checkpoint"

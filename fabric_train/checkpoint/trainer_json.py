@@ -113,7 +113,8 @@ class LossProgress:
     num_since: NonNegativeInt = 0
 
     def after(self, evaluation: Evaluation) -> "LossProgress":
-        loss, sign = evaluation.loss_of(self.source), evaluation.sign_of(self.source)
+        loss = evaluation.loss_of(self.source)
+        sign = evaluation.sign_of(self.source)
         if loss is not None and math.isfinite(loss) and (self.best is None or sign * loss < sign * self.best):
             return LossProgress(self.source, loss, evaluation.step)
         return replace(self, num_since=self.num_since + 1)
@@ -370,7 +371,8 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
     if (found := content.get("format")) != FORMAT:
         raise InputError(f"{checkpoint}: format {found!r} is not format {FORMAT}, which this version reads; {ADVICE}")
     parsed = read_json(file, _Parsed, ADVICE)
-    num_steps, own = _num_steps(parsed), str(run_of(checkpoint))
+    num_steps = _num_steps(parsed)
+    own = str(run_of(checkpoint))
     if parsed.step > num_steps:
         raise InputError(f"{file}: damaged (step {parsed.step}, but its run had {num_steps} steps); {ADVICE}")
     derived = {
@@ -404,7 +406,8 @@ def find_unreadable(checkpoint: Path) -> str | None:
 
 
 def _num_steps(parsed: Any) -> float:
-    data, arguments = parsed.data, parsed.arguments
+    data = parsed.data
+    arguments = parsed.arguments
     counts = isinstance(data, DataOrder) and not data.phases
     rows = (data.num_rows, data.rows_per_window) if counts else None
     return planned_steps(arguments.max_step, arguments.number_epochs, rows, data_starts_after(parsed.lineage))

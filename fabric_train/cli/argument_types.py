@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from fabric_train.cli import yaml_core
 from fabric_train.cli.errors import InputError
 
-_INT32, _INT64 = 2**31 - 1, 2**63 - 1
+_INT32 = 2**31 - 1
+_INT64 = 2**63 - 1
 _NULL = ("null", "None")
 POSITIONAL = {"positional": True}
 """Metadata of the one field of a dataclass that may be given on the command line without its name."""
@@ -168,7 +169,9 @@ def _convert_to_number(base: Any, range_: NumberRange, value: Any) -> Any:
     if isinstance(value, str):
         in_units = re.fullmatch(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?([kmb])", value, re.I) if range_.thousand else None
         if in_units and range_.thousand:
-            whole, decimals, unit = in_units[1], in_units[2] or "", in_units[3].lower()
+            whole = in_units[1]
+            decimals = in_units[2] or ""
+            unit = in_units[3].lower()
             factor = range_.thousand ** ("kmb".index(unit) + 1)
             value, rest = divmod(int(whole + decimals) * factor, 10 ** len(decimals))
             if rest:

@@ -134,7 +134,8 @@ def end_run(code: int, *lines: str, may_follow_another: bool = False) -> NoRetur
     Ranks that are not connected yet find the same fault or get the same signal, and a launcher stops them all when the
     first one ends. So the others let rank 0 print. If they are still alive then, rank 0 has found no fault.
     """
-    is_error, waits_for_rank_0 = code in (FAILURE, INPUT_ERROR), _connected_ranks is None and global_rank() > 0
+    is_error = code in (FAILURE, INPUT_ERROR)
+    waits_for_rank_0 = _connected_ranks is None and global_rank() > 0
     if is_error and waits_for_rank_0:
         time.sleep(10)  # before the report: torchrun takes the exit code of the rank that has reported first
     if is_error:

@@ -190,7 +190,8 @@ def shortest_path(path: Path) -> str:
 
 def _found(command: str) -> str:
     """Return the name of a command of this virtual environment if the shell would find it, else its path."""
-    own, found = _beside_python(command), shutil.which(command)
+    own = _beside_python(command)
+    found = shutil.which(command)
     if found and os.path.realpath(os.path.dirname(found)) == os.path.realpath(own.parent):
         return command
     return shortest_path(own if own.exists() else Path(sys.executable))
@@ -222,7 +223,8 @@ def _program_at(script: str) -> Path | None:
 
 def _run(words: list[str], place: int) -> NoReturn:
     """Run ``fabric run`` on the script at ``words[place]``, or show the script's help."""
-    script, arguments = words[place], words[place + 1 :]
+    script = words[place]
+    arguments = words[place + 1 :]
     if {"--help", "-h", "--version"} & set(arguments):
         os.execv(sys.executable, [sys.executable, script, *arguments])
     keep_streams_writable()

@@ -90,7 +90,7 @@ def read_table() -> dict[str, Any]:
 
 @functools.cache
 def _names_here(program: str) -> dict[str, str]:
-    names = dict[str, str]()
+    names: dict[str, str] = {}
     for ours, theirs in read_table()["names"].get(program, {}).items():
         for name in theirs.split():
             names.setdefault(name, ours)
@@ -99,7 +99,7 @@ def _names_here(program: str) -> dict[str, str]:
 
 @functools.cache
 def _absent() -> dict[str, str]:
-    absent = dict[str, str]()
+    absent: dict[str, str] = {}
     for advice, patterns in read_table()["absent"].items():
         for pattern in patterns.split():
             absent[pattern] = advice

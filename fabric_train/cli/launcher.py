@@ -140,7 +140,8 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return a line for each variable of a launcher that is no number, or that contradicts another."""
     faults = []
     for name, least in _LEAST.items():
-        value, highest = environment.get(name), _HIGHEST_PORT if name == "MASTER_PORT" else _HIGHEST
+        value = environment.get(name)
+        highest = _HIGHEST_PORT if name == "MASTER_PORT" else _HIGHEST
         if value is not None and not (re.fullmatch("[0-9]{1,7}", value) and least <= int(value) <= highest):
             faults.append(
                 f"{name}={value!r} in the environment: expected a whole number from {least} to {highest}; unset it, or "
@@ -216,7 +217,8 @@ def _num_local(launcher: Launcher, environment: Mapping[str, str]) -> int:
 
 def find_other_world(num_devices: int, num_nodes: int, environment: Mapping[str, str] = os.environ) -> str | None:
     """Return a line if the launcher has not started ``num_devices`` processes on each of ``num_nodes`` machines."""
-    launcher, asked = find_launcher(environment), num_devices * num_nodes
+    launcher = find_launcher(environment)
+    asked = num_devices * num_nodes
     started = int(environment.get(launcher.size, asked)) if launcher else asked
     if launcher and started != asked:
         return (

@@ -106,7 +106,8 @@ class _SafeText(io.TextIOWrapper):
     def __init__(self, descriptor: int, encoding: str, filters: bool, has_bars: bool) -> None:
         file = _LastingFile(descriptor, "w", closefd=False)
         super().__init__(file, encoding=encoding, errors="backslashreplace", line_buffering=True)
-        self._filters, self._has_bars = filters, has_bars
+        self._filters = filters
+        self._has_bars = has_bars
         self.unfiltered = _Unfiltered(self)
 
     def write(self, text: str) -> int:

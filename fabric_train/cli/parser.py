@@ -25,7 +25,9 @@ from fabric_train.cli.launcher import GivenValue, GivenValues, global_rank
 from fabric_train.cli.tables import load_extensions
 
 _COMMAND_LINE_ONLY = ("config", "debug")  # arguments of every program that a file cannot set
-_LONGEST_VALUE, _LONGEST_FAULT = 100, 2000  # characters of what a user gave in an error message, and of the message
+# characters of what a user gave in an error message, and of the message
+_LONGEST_VALUE = 100
+_LONGEST_FAULT = 2000
 T = TypeVar("T")
 
 
@@ -137,7 +139,8 @@ def _merge(in_file: GivenValues, on_line: GivenValues, launcher: GivenValues, fa
     for name, item in launcher.items():
         other = given.get(name) if item.is_default else on_line.get(name)
         if other and str(other.value) not in ("auto", str(item.value)):
-            default, advice = "", "leave one of them out"
+            default = ""
+            advice = "leave one of them out"
             if item.is_default:
                 default = " (its default)"
                 advice = f"give the launcher {item.where.split()[-1]} {other.value}, or leave {name} out"
@@ -210,7 +213,7 @@ def _from_command_line(
     """
     items: list[tuple[str, list[str]]] = []  # in the order of the line
     flag: tuple[str, list[str]] | None = None
-    unnamed = list[str]()
+    unnamed: list[str] = []
     for token in argv:
         if re.match("--[^=]", token):
             name, equals, text = token[2:].partition("=")

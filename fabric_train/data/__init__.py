@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
-SHUFFLED, KEYED = 1, 3
+SHUFFLED = 1
+KEYED = 3
 """Versions of the order of one token dataset: numpy's permutation of all rows, and one that is computed by index."""
 MOST_SHUFFLED = 1 << 22
 """Rows in memory as one permutation: 16 MiB."""

@@ -182,7 +182,8 @@ class Batch(TensorRecord):
         targets = (self.targets or find_targets(self.labels)).pin_memory()
         pieces = self.pieces and self.pieces.pin_memory()
         reference = None if self.reference is None else self.reference.pin_memory()
-        ids, labels = self.input_ids.pin_memory(), self.labels.pin_memory()
+        ids = self.input_ids.pin_memory()
+        labels = self.labels.pin_memory()
         return Batch(ids, labels, documents, targets, self.lengths, pieces, reference)
 
     def to(self, device: torch.device) -> "Batch":

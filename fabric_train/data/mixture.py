@@ -253,4 +253,5 @@ def _partial_quotients(numerator: int, denominator: int) -> Iterator[int]:
     while numerator:
         quotient, remainder = divmod(denominator, numerator)
         yield quotient
-        denominator, numerator = numerator, remainder
+        denominator = numerator
+        numerator = remainder

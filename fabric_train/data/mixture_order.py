@@ -60,7 +60,7 @@ class MixtureOrder:
 
     def steps_of(self, row: int, num_steps: int) -> list[int]:
         """Return which of the first ``num_steps`` steps read a row, in order: the inverse of ``rows_of``."""
-        steps = list[int]()
+        steps: list[int] = []
         for start, end, mixture in self._phases(num_steps):
             if start < num_steps:
                 steps += [start + step for step in mixture.steps_of(row, min(end, num_steps) - start)]

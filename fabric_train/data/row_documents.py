@@ -124,7 +124,7 @@ class WorstDocuments:
     def _worst(self, window: Window, losses_by_piece: torch.Tensor) -> list[PieceLoss]:
         """Return the pieces of this rank that have the highest mean losses."""
         ranks = data_ranks(self.fabric)
-        losses = list[PieceLoss]()
+        losses: list[PieceLoss] = []
         first_piece = 0  # of the micro-batch, among the pieces of all micro-batches
         for batch_index, batch in enumerate(window.batches):
             if batch.pieces is None or not len(losses_by_piece):  # the objective has no loss for each token

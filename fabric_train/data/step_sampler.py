@@ -225,15 +225,19 @@ class TrainBatches:
     known: tuple[int, str] = (0, "")
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
-        order, begin, end = self.order, after_step - self.starts_after, last_step - self.starts_after
-        last, known = self.known[0] - self.starts_after, self.known[1]
+        order = self.order
+        begin = after_step - self.starts_after
+        end = last_step - self.starts_after
+        last = self.known[0] - self.starts_after
+        known = self.known[1]
         rows_hash = order.rows_hash(begin, (last, known) if 0 < last <= begin else (0, ""))
         epoch = order.epoch_of(begin + 1)
         indices = order.batches(begin, end)
         items = _ErrorsAsItems(self.rows)
         batches = iter(WorkerLoader(items, self.num_workers, self.pin_memory, batch_sampler=indices))
         for step in range(begin + 1, end + 1):
-            window, next_epoch = order.rows_of(step), order.epoch_of(step + 1)
+            window = order.rows_of(step)
+            next_epoch = order.epoch_of(step + 1)
             rows_hash = order.rows_hash_after(step, window, rows_hash)
             yield Window(
                 step=self.starts_after + step,
@@ -257,9 +261,12 @@ def validation_rows(sources: np.ndarray, limit: int | None, seed: int) -> np.nda
     """
     if limit is None or limit >= len(sources):
         return np.arange(len(sources))
-    in_order, num_rows = np.argsort(sources, kind="stable"), np.bincount(sources)
-    num_chosen, random = _share_equally(num_rows.tolist(), limit), np.random.default_rng(seed)
-    chosen, first = [], 0
+    in_order = np.argsort(sources, kind="stable")
+    num_rows = np.bincount(sources)
+    num_chosen = _share_equally(num_rows.tolist(), limit)
+    random = np.random.default_rng(seed)
+    chosen = []
+    first = 0
     for of_source, number in zip(num_rows.tolist(), num_chosen, strict=True):
         borders = first + np.arange(number + 1) * of_source // max(number, 1)
         chosen.append(in_order[random.integers(borders[:-1], borders[1:])])

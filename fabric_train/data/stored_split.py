@@ -55,9 +55,12 @@ class LoadedSplit:
         yield from self.split.data.column(column).slice(rows.start, len(rows)).chunks
 
     def place(self, row: int) -> tuple[Path, int]:
-        first, file, number = 0, "", row
+        first = 0
+        file = ""
+        number = row
         for file in (entry["filename"] for entry in self.split.cache_files):
-            number, first = row - first, first + token_folder.map_table(file)[0].num_rows
+            number = row - first
+            first = first + token_folder.map_table(file)[0].num_rows
             if row < first:
                 break
         return Path(file), number

@@ -131,7 +131,8 @@ class Lanes:
         max_length: int,
         num_sources: int,
     ) -> None:
-        self._encode, self._max_length = encode, max_length
+        self._encode = encode
+        self._max_length = max_length
         self._dealt = deal(read, num_lanes, min(position.epoch for position in begins.values()))
         self.lanes = {lane: _Lane(position, (0,) * num_sources) for lane, position in begins.items()}
 
@@ -167,7 +168,8 @@ class Lanes:
         if encoded.supervised is not None:
             lane.tokens[1, ~encoded.supervised] = IGNORED_LABEL
         lane.tokens = lane.tokens[:, lane.position.offset :]
-        lane.source, lane.bytes_per_token = dealt.document.source, dealt.document.num_bytes / len(encoded.input_ids)
+        lane.source = dealt.document.source
+        lane.bytes_per_token = dealt.document.num_bytes / len(encoded.input_ids)
         if not lane.tokens.size:
             raise InputError(
                 f"--streaming_dataset: document {dealt.number} ends before token {lane.position.offset}, where the "
@@ -180,12 +182,16 @@ class _Lane:
     """A lane at ``position``: ``tokens`` (ids and labels) are left of its document, those ``waiting`` come after it."""
 
     def __init__(self, position: TextPosition, tokens_read: tuple[int, ...]) -> None:
-        self.position, self.tokens_read = position, tokens_read
-        self.tokens, self.source, self.bytes_per_token = np.empty((2, 0), np.int32), 0, 0.0
+        self.position = position
+        self.tokens_read = tokens_read
+        self.tokens = np.empty((2, 0), np.int32)
+        self.source = 0
+        self.bytes_per_token = 0.0
         self.waiting: deque[DealtDocument] = deque()
 
     def take(self, most: int) -> np.ndarray:
-        piece, self.tokens = self.tokens[:, :most], self.tokens[:, most:]
+        piece = self.tokens[:, :most]
+        self.tokens = self.tokens[:, most:]
         epoch, document, offset = self.position
         following = (document, offset + piece.shape[1]) if self.tokens.size else (document + 1, 0)
         self.position = TextPosition(epoch, *following)
@@ -295,7 +301,8 @@ class StreamBatch:
 
 class _LaneDataset(IterableDataset):
     def __init__(self, batches: StreamBatches, num_windows: int) -> None:
-        self._batches, self._num_windows = batches, num_windows
+        self._batches = batches
+        self._num_windows = num_windows
 
     def __iter__(self) -> Iterator[StreamBatch | InputError | RunError | OSError]:
         """Yield this worker's micro-batches, or an error as the last item, so that the DataLoader adds no traceback."""

@@ -148,7 +148,8 @@ class StreamedSource:
 
         That part is exact for texts in lines, else see ``files.FileReader.position``. ``number`` is their ``source``.
         """
-        size, before = max(1, self.size), 0
+        size = max(1, self.size)
+        before = 0
         for part in self.source.parts(WHOLE_FILES):
             reader = self.source.reader(part, self.columns)
             part_size = part.file.size if isinstance(part, FilePart) else part.num_bytes

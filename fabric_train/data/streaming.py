@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from fabric_train.arguments import DataArguments
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
-_COMPARED_DOCUMENTS, _COMPARED_CHARACTERS = 8, 50_000
+_COMPARED_DOCUMENTS = 8
+_COMPARED_CHARACTERS = 50_000
 _ROWS_LOOKED_AT = 20  # to see which of their columns are used
 _COUNTED_DOCUMENTS = 100  # at the start of a source, to estimate how many it has
 
@@ -131,7 +132,8 @@ class Stream:
 
         Forked processes may use it as long as this process has encoded nothing with it.
         """
-        file, is_plain = self.tokenizer_folder / "tokenizer.json", self.tokenizer.special_text_is_plain
+        file = self.tokenizer_folder / "tokenizer.json"
+        is_plain = self.tokenizer.special_text_is_plain
         encoder, _ = text_encoder.open_encoder(file, is_plain)
         difference = None
         if not isinstance(encoder, text_encoder.FastEncoder):

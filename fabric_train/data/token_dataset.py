@@ -128,7 +128,8 @@ class Rows(IndexedRows):
         open_index: Callable[[], DocumentIndex | None] = lambda: None,
     ) -> None:
         self.split: Any = split
-        self.source_names, self._open_index = source_names, open_index
+        self.source_names = source_names
+        self._open_index = open_index
         self._stored: StoredSplit = split if isinstance(split, JoinedSplit) else LoadedSplit(split)
         self.has_labels = "labels" in split.column_names
         self.has_borders = "document_starts" in split.column_names
@@ -183,7 +184,8 @@ class Rows(IndexedRows):
         for chunk in self._stored.chunks("document_starts", range(len(self))):
             if not is_sound(pa.chunked_array([chunk])):
                 return first
-            starts, counts = chunk.flatten().to_numpy(), pc.list_value_length(chunk).to_numpy()
+            starts = chunk.flatten().to_numpy()
+            counts = pc.list_value_length(chunk).to_numpy()
             rows = np.repeat(np.arange(len(counts)), counts)
             wrong = (starts < 0) | (starts >= self._lengths_of(first + rows))
             wrong[1:] |= (np.diff(rows) == 0) & (np.diff(starts) <= 0)
@@ -194,7 +196,8 @@ class Rows(IndexedRows):
 
     def read(self, indices: Sequence[int]) -> list[StoredRow]:
         """Raise RunError if a row does not have the checksum that it was written with."""
-        table, nothing = self._stored.take(indices), [None] * len(indices)
+        table = self._stored.take(indices)
+        nothing = [None] * len(indices)
         if not is_sound(table):
             unsound = next(row for row in indices if not is_sound(self._stored.take([row])))
             raise RunError(self._describe_altered(unsound))
@@ -237,7 +240,8 @@ class Rows(IndexedRows):
             nothing = np.zeros_like(rows)
             return RowPieces(np.arange(len(rows)), nothing, nothing, self._lengths_of(rows), np.full(len(rows), np.nan))
         found = self.index.pieces(rows)
-        documents, sources = self.index.documents[found.documents], self.index.source_numbers(found.documents)
+        documents = self.index.documents[found.documents]
+        sources = self.index.source_numbers(found.documents)
         num_bytes = documents["bytes"] * (found.lengths / documents["tokens"])
         # a pair is one document, so it has the number of its document
         reference = None if self._reference is None else np.asarray(self._reference[found.documents])
@@ -333,7 +337,8 @@ def _open_dataset_of_parts(folder: Path, isolate_documents: bool) -> TokenDatase
 
     Rank 0 alone looks whether all parts are there, and their files as long as they were.
     """
-    parts, manifest = open_parts(folder), read_manifest(folder)
+    parts = open_parts(folder)
+    manifest = read_manifest(folder)
     check_links(folder / "tokenizer")
     if manifest is None:
         raise InputError(f"{folder}: no manifest.json; merge the parts again")

@@ -171,7 +171,9 @@ class _SelectivePlan:
             if operation.num_bytes <= left and operation.num_saved_before < recorder.num_saved:
                 kept.append(operation.call)
                 left -= operation.num_bytes
-        self.kept, self.is_made = frozenset(kept), recorder.num_saved > 0  # a frozen first layer saves nothing
+        # a frozen first layer saves nothing
+        self.kept = frozenset(kept)
+        self.is_made = recorder.num_saved > 0
         return output
 
     def contexts(self) -> Any:
@@ -233,7 +235,8 @@ class _OperationRecorder(TorchDispatchMode):
 def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
     """Return the floating-point operations of a matrix product or attention, 0 for other operations."""
     if "_varlen_attn" in func.name():  # at most; torch's own count reads the borders, and waits for the device
-        query, longest = args[0], args[6]
+        query = args[0]
+        longest = args[6]
         return 4 * query.numel() * longest
     if "scaled_dot_product" in func.name():  # torch does not count the CPU's, nor grouped heads before torch 2.12
         query, key = args[:2]
@@ -297,7 +300,8 @@ def _remove_unfinished_builds() -> None:
     from torch.utils._filelock import FileLock
 
     for folder in Path(cache_dir()).glob("*/*_CxxBuild"):
-        library, key = folder.name.removesuffix("_CxxBuild"), folder.name.partition(".")[0]
+        library = folder.name.removesuffix("_CxxBuild")
+        key = folder.name.partition(".")[0]
         with suppress(TimeoutError), FileLock(str(Path(get_lock_dir()) / f"{key}.lock"), timeout=0):
             folder.with_name(f"{library}.so").unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)

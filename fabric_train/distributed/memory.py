@@ -11,9 +11,13 @@ from pathlib import Path
 
 import psutil
 
-_MEMBERSHIP, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_MOUNTED = Path("/sys/fs/cgroup")
 _CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+# malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
 _MAX_INT = 2**31 - 1  # bytes
 _GROWTH = 64 * 2**20  # bytes
 

@@ -57,8 +57,10 @@ class ConnectedRank:
 
     def update(self, position: Position, location: str, is_waiting: bool, min_pass_seconds: float) -> None:
         self.heard_at = time.monotonic()
-        self.position, self.location = position, location
-        self.is_waiting, self.min_pass_seconds = is_waiting, min_pass_seconds
+        self.position = position
+        self.location = location
+        self.is_waiting = is_waiting
+        self.min_pass_seconds = min_pass_seconds
 
     def send(self, message: bytes) -> None:
         """Send what :func:`encode` has returned."""
@@ -120,7 +122,9 @@ def accept_ranks(server: socket.socket, num_ranks: int, token: str, me: Connecte
     Raises:
         RunError: some rank has not connected in a minute.
     """
-    ranks, deadline, answer = dict[int, ConnectedRank](), time.monotonic() + _JOIN_SECONDS, encode(**me.introduce())
+    ranks: dict[int, ConnectedRank] = {}
+    deadline = time.monotonic() + _JOIN_SECONDS
+    answer = encode(**me.introduce())
     server.setblocking(False)
     with selectors.DefaultSelector() as joining:
         joining.register(server, selectors.EVENT_READ)
@@ -136,7 +140,8 @@ def accept_ranks(server: socket.socket, num_ranks: int, token: str, me: Connecte
             for key, _ in arrived:
                 if key.fileobj is server:
                     with suppress(BlockingIOError, ConnectionAbortedError):  # it has gone again
-                        connection, unknown = server.accept()[0], ConnectedRank(-1)
+                        connection = server.accept()[0]
+                        unknown = ConnectedRank(-1)
                         unknown.open(connection)
                         joining.register(connection, selectors.EVENT_READ, unknown)
                 elif (lines := key.data.read_lines()) != []:  # else a part of a line has arrived
@@ -171,7 +176,8 @@ def connect_to_rank_0(
     if messages is None:
         raise ConnectionError("rank 0 ended before it answered")
     introduction, *others = messages
-    rank_0.host, rank_0.pid = introduction["host"], introduction["pid"]
+    rank_0.host = introduction["host"]
+    rank_0.pid = introduction["pid"]
     rank_0.pid_namespace = introduction["pid_namespace"]
     rank_0.connection.settimeout(_SEND_SECONDS)
     return rank_0, others

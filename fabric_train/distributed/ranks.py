@@ -50,7 +50,8 @@ def data_ranks(fabric: Fabric) -> DataRanks:
     """Return the groups of ranks that read different rows: every rank, or every tensor- and context-parallel group."""
     tensor_parallel_size = getattr(fabric.strategy, "tensor_parallel_size", 1)
     group_size = tensor_parallel_size * getattr(fabric.strategy, "context_parallel_size", 1)
-    size, rank = fabric.world_size // group_size, fabric.global_rank // group_size
+    size = fabric.world_size // group_size
+    rank = fabric.global_rank // group_size
     gradients = fabric.world_size // tensor_parallel_size, fabric.global_rank // tensor_parallel_size
     return DataRanks(size, rank, group_size, *gradients)
 
@@ -179,10 +180,12 @@ def flat_shards(module: nn.Module) -> dict[int, FlatShard]:
         handle: Any = unit._handle
         if handle is None:  # a unit without parameters of its own
             continue
-        flat, group = handle.flat_param, handle.process_group if handle.uses_sharded_strategy else None
+        flat = handle.flat_param
+        group = handle.process_group if handle.uses_sharded_strategy else None
         local = getattr(flat, "_local_shard", flat.data)  # the attribute exists from the first forward pass on
         place = (group.rank(), group.size(), group) if group else (0, 1, None)
-        starts, start = [], 0
+        starts = []
+        start = 0
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
             if not is_padding:
                 starts.append(start)
@@ -276,11 +279,13 @@ def _squared_norm(fabric: Fabric, model: Any, parameters: list[nn.Parameter]) ->
         gradient: Any = parameter.grad
         sharding: Hashable = None
         if isinstance(gradient, DTensor):
-            mesh, placements = gradient.device_mesh, gradient.placements
+            mesh = gradient.device_mesh
+            placements = gradient.placements
             sharding = (mesh, placements)
             groups[sharding] = [mesh.get_group(i) for i, one in enumerate(placements) if not one.is_replicate()]
         elif id(parameter) in replicated:
-            sharding, groups["replicated"] = "replicated", []
+            sharding = "replicated"
+            groups["replicated"] = []
         by_sharding.setdefault(sharding, []).append(local_part(gradient))
     total = torch.zeros((), dtype=torch.float64, device=fabric.device)
     for sharding, tensors in by_sharding.items():

@@ -37,7 +37,8 @@ class StopSignals:
         """Number of the first signal, 0 if there was none; SIGHUP also if the launcher has ended."""
         self.is_deferred = False
         """Whether the first signal is only recorded: the ranks agree where to stop, and save."""
-        self._is_listening, self._received_at = False, 0.0
+        self._is_listening = False
+        self._received_at = 0.0
         self._launcher: int | None = None
         self._replaced: dict[int, Any] = {}  # handlers of a program that has called the training, by signal
 
@@ -45,7 +46,8 @@ class StopSignals:
         """Listen for signals. Until :meth:`defer` a signal ends the process, because nothing is to be saved."""
         if self._is_listening:
             return
-        self._is_listening, self._launcher = True, launcher_process()
+        self._is_listening = True
+        self._launcher = launcher_process()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -68,7 +70,9 @@ class StopSignals:
         """Give a program that has called the training its own handlers back, and forget the signals."""
         for number, handler in self._replaced.items():
             signal.signal(number, handler)
-        self._replaced, self.received, self.is_deferred = {}, 0, False
+        self._replaced = {}
+        self.received = 0
+        self.is_deferred = False
 
     def ignore(self) -> None:
         """Ignore signals from now on: everything is saved and the process, if it is a rank, is about to end."""
@@ -80,7 +84,8 @@ class StopSignals:
         if self.received and now - self._received_at >= _REPEAT_SECONDS:
             raise KeyboardInterrupt
         if not self.received:
-            self._received_at, self.received = now, number
+            self._received_at = now
+            self.received = number
 
     def _read_signals(self, reader: int) -> None:
         while True:
@@ -98,7 +103,8 @@ class StopSignals:
             return
         if self.received:
             end_run(128 + number, f"{_name(number)} again: ended at once, without saving; continue with --resume true")
-        self._received_at, self.received = now, number
+        self._received_at = now
+        self.received = number
         if not self.is_deferred:
             end_run(STOPPED, describe_stop_outside_training(describe_signal(number)))
 
@@ -169,7 +175,8 @@ class StopBorder:
     def stop_after(self, last: Border, signal: int) -> None:
         """Let the main thread pass the borders up to ``last`` and stop at the next one."""
         with self._changed:
-            self._last, self.signal = last, signal
+            self._last = last
+            self.signal = signal
             self._changed.notify()
 
 
@@ -235,7 +242,8 @@ class Heartbeat:
         """On rank 0, the name of the machine of each rank."""
         self.last_completed = 0
         """The last step that this process has completed; 0 before the first."""
-        self._since, self._first_step = self.started, 0
+        self._since = self.started
+        self._first_step = 0
         self._seconds = dict.fromkeys(StepPhase, 0.0)
 
     def enter(self, phase: StepPhase, index: int = 0, step: int | None = None) -> None:
@@ -250,7 +258,8 @@ class Heartbeat:
         if phase == StepPhase.COMPLETING:
             self.last_completed = step
         is_slow = may_compile or phase in _SLOW_PHASES
-        self.position, self._since = Position(step, phase, index, is_slow), now
+        self.position = Position(step, phase, index, is_slow)
+        self._since = now
 
     def take_time(self) -> None:
         """Record that this rank may keep the others waiting for long at its position."""
@@ -262,7 +271,8 @@ class Heartbeat:
 
         The first step, which compiles and starts the data workers, counts as loading until it is completed.
         """
-        phase, now = self._counted_phase, time.monotonic()
+        phase = self._counted_phase
+        now = time.monotonic()
         return {**self._seconds, phase: self._seconds[phase] + now - self._since}
 
     def count_as(self, phase: StepPhase, seconds: float) -> None:

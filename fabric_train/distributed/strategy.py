@@ -73,7 +73,9 @@ class FSDP1Strategy(FSDPStrategy):
             module = FullyShardedDataParallel(module, **given, **self._fsdp_kwargs)
             self._fsdp_kwargs.pop("auto_wrap_policy")  # else the base class warns that it does not apply it again
         wrapped = super().setup_module(module)
-        self._fsdp_kwargs, self.replicated, self.units = given_before, (), ()
+        self._fsdp_kwargs = given_before
+        self.replicated = ()
+        self.units = ()
         for unit in FullyShardedDataParallel.fsdp_modules(wrapped):
             unit._gradient_postdivide_factor *= unit._gradient_predivide_factor
             unit._gradient_predivide_factor = 1
@@ -95,7 +97,8 @@ class FSDP2Strategy(ModelParallelStrategy):
     ) -> None:
         # model/parallelize.py shards the model before Fabric gets it
         super().__init__(parallelize_fn=lambda model, _: model, timeout=timeout)
-        self._num_replicas, self.tensor_parallel_size = num_replicas, tensor_parallel_size
+        self._num_replicas = num_replicas
+        self.tensor_parallel_size = tensor_parallel_size
         self.context_parallel_size = context_parallel_size
 
     def setup_environment(self) -> None:
@@ -110,7 +113,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
         if self.context_parallel_size > 1:
             sizes = (self.context_parallel_size, self.tensor_parallel_size)
-            shape, names = (self.world_size // math.prod(sizes), *sizes), ("rows", "context", "tensor")
+            shape = (self.world_size // math.prod(sizes), *sizes)
+            names = ("rows", "context", "tensor")
             mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)["context"]
             self.context_group = ContextGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 

@@ -80,16 +80,19 @@ class Watchdog:
     def __init__(self, rank: int, num_ranks: int, heartbeat: Heartbeat, timeout: float) -> None:
         self._me = this_rank(rank)
         self._others: dict[int, ConnectedRank] = {}  # rank 0 knows all ranks, the others know only rank 0
-        self._heartbeat, self._timeout = heartbeat, timeout
+        self._heartbeat = heartbeat
+        self._timeout = timeout
         self._beat_seconds = max(_BEAT_SECONDS, num_ranks / _BEATS_PER_SECOND)
         if timeout:
             self._beat_seconds = min(self._beat_seconds, timeout / _BEATS_PER_TIMEOUT)
         self._pause = min(num_ranks * _PAUSE_PER_RANK, _SIGNAL_SECONDS)
         self._selector = selectors.DefaultSelector()
-        self._earliest, self._earliest_since = Position(), time.monotonic()
+        self._earliest = Position()
+        self._earliest_since = time.monotonic()
         self._main_thread = threading.main_thread().ident or 0
         self._end_lock = threading.Lock()  # the thread that acquires it ends the process
-        self._is_closed, self._stop_signal = False, 0
+        self._is_closed = False
+        self._stop_signal = 0
         self._passed: dict[int, Border] = {}  # on rank 0 while it stops the run: rank → last border it has passed
         self._thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
 
@@ -152,7 +155,8 @@ class Watchdog:
         frame = sys._current_frames()[self._main_thread]
         location = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, {frame.f_code.co_name}"
         is_waiting = "torch/distributed" in frame.f_code.co_filename
-        position, fastest = self._heartbeat.position, self._heartbeat.min_pass_seconds
+        position = self._heartbeat.position
+        fastest = self._heartbeat.min_pass_seconds
         state: dict[str, Any] = {"location": location, "is_waiting": is_waiting, "min_pass_seconds": fastest}
         self._me.update(position, **state)
         # the others need to hear only that rank 0 is there
@@ -239,7 +243,8 @@ class Watchdog:
         earliest = min(rank.position for rank in ranks)
         behind = [rank for rank in ranks if rank.position == earliest]
         if earliest != self._earliest:
-            self._earliest, self._earliest_since = earliest, now
+            self._earliest = earliest
+            self._earliest_since = now
         seconds = now - self._earliest_since
         limit = max(self._timeout, _MIN_PASSES * max(rank.min_pass_seconds for rank in ranks))
         if seconds < limit * (SLOW_PHASE_FACTOR if earliest.is_slow else 1):

@@ -43,7 +43,8 @@ def check_xla_arguments(arguments: "TrainArguments", num_processes: int) -> None
     """Check that a run on XLA asks for nothing that does not work there or was never tried."""
     if num_processes > 1:
         raise InputError(f"--accelerator tpu takes one device, not {num_processes}; give --devices 1 --num_nodes 1")
-    fsdp, precision = arguments.fsdp, arguments.model.precision
+    fsdp = arguments.fsdp
+    precision = arguments.model.precision
     if precision not in ("32-true", "bf16-mixed"):
         raise InputError(f"--precision {precision}: torch-xla's FSDP keeps weights in fp32; use bf16-mixed or 32-true")
     given = {

@@ -184,12 +184,14 @@ def _build(language: str, values: Mapping[str, Any], folder: Path, faults: list[
     name = values.get("task")
     if not name:
         return  # its fault is known
-    source, files = name, None
+    source = name
+    files = None
     if is_task_file(name):
         path = Path(os.path.abspath(folder / name))
         try:
             digests = sorted(hashlib.sha256(file.read_bytes()).digest() for file in files_of(path))
-            source, files = str(path), hashlib.sha256(b"".join(digests)).hexdigest()
+            source = str(path)
+            files = hashlib.sha256(b"".join(digests)).hexdigest()
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
             faults.append(f"{language}: {path}: {reason}; give a task file of lm_eval")

@@ -82,10 +82,13 @@ def compare_models(arguments: EvaluateArguments, *, prints: bool = True) -> None
     outdated = loss_table.outdated_models(earlier, weights)
     for name in outdated:
         print(f"note: {name} has other weights than in the earlier evaluation, which it replaces", file=sys.stderr)
-    cache, batch_tokens = LossCache(folder / FOLDER), arguments.batch_tokens
+    cache = LossCache(folder / FOLDER)
+    batch_tokens = arguments.batch_tokens
     parts = ((model, part) for model in models for text in encoded[model.name] for part in text.parts())
     with scoring_progress(sum(len(part.tokens) for model, part in parts if not cache.has(model, part))) as show:
-        in_turn, losses, bases = ModelsInTurn(), dict[str, list[np.ndarray]](), [model.base for model in models]
+        in_turn = ModelsInTurn()
+        losses: dict[str, list[np.ndarray]] = {}
+        bases = [model.base for model in models]
         for model in sorted(models, key=lambda model: bases.index(model.base)):  # of one base in a row
             losses[model.name] = score_texts(model, encoded[model.name], cache, batch_tokens, show, in_turn)
         del in_turn
@@ -104,7 +107,8 @@ def compare_models(arguments: EvaluateArguments, *, prints: bool = True) -> None
         for name in (CHANGES, PAGE):
             (folder / name).unlink(missing_ok=True)  # it may be of the former weights
     if models[0] is not models[-1] and models[0].tokenizer_id == models[-1].tokenizer_id:
-        first, last = models[0].name, models[-1].name
+        first = models[0].name
+        last = models[-1].name
         changes = find_changes((first, last), encoded[first], losses[first], losses[last])
         write_changes(folder, show_changes(changes, models[0].tokenizer))
     if prints:
@@ -155,13 +159,16 @@ def _encode_for(
                 else:
                     own.append(WindowedText(text, model.tokenizer, arguments.max_length, arguments.overlap))
         for one in by_tokenizer[model.tokenizer_id]:
-            given, limit = f"--models {model.name}", model.max_positions
+            given = f"--models {model.name}"
+            limit = model.max_positions
             if one.highest_id >= model.vocab_size:
                 faults.append(f"{given}: its vocabulary ends at {model.vocab_size - 1}, but {one.name} has larger ids")
             elif limit is not None and one.input_tokens > limit:
-                kind, fix = "windows", f"give --max_length {limit} or less"
+                kind = "windows"
+                fix = f"give --max_length {limit} or less"
                 if isinstance(one, PackedText):
-                    kind, fix = "rows", "leave that text out"
+                    kind = "rows"
+                    fix = "leave that text out"
                 has = f"{kind} of {one.name} have {one.input_tokens:,} tokens"
                 faults.append(f"{given} has {limit:,} positions, but {has}; {fix}")
     if faults:
@@ -226,7 +233,8 @@ def compare_pairs(
             for name, place in split_names(arguments.pairs, "--pairs")
         }
         scores: dict[str, dict[str, PairScores]] = {name: {} for name in texts}
-        in_turn, bases = ModelsInTurn(), [model.base for model in models]
+        in_turn = ModelsInTurn()
+        bases = [model.base for model in models]
         of_models = [(model, of_name[model.name]) for of_name in texts.values() for model in models]
         parts = [(model, part) for model, text in of_models for part in text.parts()]
         with scoring_progress(sum(len(part.tokens) for model, part in parts if not cache.has(model, part))) as show:
@@ -277,7 +285,8 @@ def _mean(values: np.ndarray, seed: int) -> Figure:
 
 def _length_bias(right: np.ndarray, longer: np.ndarray, seed: int) -> Figure | None:
     """Return the difference of the accuracies on pairs whose chosen answer is longer and shorter."""
-    of_longer, of_shorter = longer > 0, longer < 0
+    of_longer = longer > 0
+    of_shorter = longer < 0
     if not (of_longer.any() and of_shorter.any()):
         return None
     value = float(right[of_longer].mean() - right[of_shorter].mean())

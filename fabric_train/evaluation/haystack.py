@@ -19,7 +19,8 @@ DEPTHS = (0, 25, 50, 75, 100)
 SPARE_TOKENS = 2
 """Tokens after the answer, which show whether the number goes on."""
 _SEARCHED_SHARE = 20  # a fact goes to the nearest end of a sentence within this part of the text
-_LOWEST, _HIGHEST = 10**6, 10**7
+_LOWEST = 10**6
+_HIGHEST = 10**7
 _CHARACTERS_OF_TOKEN = 12  # more than any tokenizer makes of a token on average
 _DOCUMENT_CHARACTERS = 50_000  # tokenizers slow down on longer texts
 _CODES = {"en": "en", "es": "es", "ca": "ca", "va": "ca"}
@@ -98,7 +99,9 @@ class Haystack:
     """
 
     def __init__(self, name: str, texts: Sequence[str], language: str, tokenizer: Any, longest: int) -> None:
-        self.name, self._language, self._tokenizer = name, LANGUAGES[language], tokenizer
+        self.name = name
+        self._language = LANGUAGES[language]
+        self._tokenizer = tokenizer
         first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         self._prefix = [first]
         ids: list[int] = []
@@ -136,7 +139,9 @@ class Haystack:
         last = len(self._ids) - room
         begin = self._nearest_end(int(random.random() * last), 0, last, room)
         places = [self._nearest_end(begin + room * depth // 100, begin, begin + room, room) for depth in DEPTHS]
-        input_ids, facts, done = list(self._prefix), list[Fact](), begin
+        input_ids = list(self._prefix)
+        facts: list[Fact] = []
+        done = begin
         for number, place in enumerate(places):
             input_ids += self._ids[done:place].tolist()
             own = (towns[number], str(numbers[number]), len(input_ids), asked[number], answer_tokens[number])
@@ -155,7 +160,8 @@ class Haystack:
         if place in (first, last):
             return place
         near = room // _SEARCHED_SHARE
-        begin, end = max(first + 1, place - near), min(last - 1, place + near)
+        begin = max(first + 1, place - near)
+        end = min(last - 1, place + near)
         ends = begin + np.flatnonzero(self._is_end[begin - 1 : end])
         return int(ends[np.abs(ends - place).argmin()]) if len(ends) else place
 

@@ -96,7 +96,8 @@ def _load_tasks(requested: Sequence[RequestedTask]) -> dict[TaskSettings, Any]:
 
     has_names = any(not is_task_file(one.source) for one in requested)
     manager = TaskManager(include_defaults=has_names)  # lm_eval's own tasks are 14,000 files
-    loaded, faults = {}, []
+    loaded = {}
+    faults = []
     for one in requested:
         name = one.source
         if not is_task_file(name) and name not in manager.task_index:

@@ -80,9 +80,11 @@ def find_changes(
 
 
 def _group(name: str, chosen: np.ndarray, old: np.ndarray, new: np.ndarray) -> TokenGroup:
-    before, after = old[chosen], new[chosen]
+    before = old[chosen]
+    after = new[chosen]
     change = after - before
-    better, worse = float((change <= -CLEAR_CHANGE).mean()), float((change >= CLEAR_CHANGE).mean())
+    better = float((change <= -CLEAR_CHANGE).mean())
+    worse = float((change >= CLEAR_CHANGE).mean())
     return TokenGroup(name, len(before), float(before.mean()), float(after.mean()), better, worse)
 
 
@@ -94,7 +96,8 @@ def _by_frequency(ids: np.ndarray, old: np.ndarray, new: np.ndarray) -> list[Tok
     groups = []
     for number in np.unique(bins):
         chosen = bins == number
-        low, high = int(counts[chosen].min()), int(counts[chosen].max())
+        low = int(counts[chosen].min())
+        high = int(counts[chosen].max())
         groups.append(_group(f"{low:,}" if low == high else f"{low:,} to {high:,}", chosen, old, new))
     return groups
 
@@ -184,7 +187,8 @@ def show_changes(changes: LossChanges, tokenizer: Any) -> ShownChanges:
 
 
 def _shown(document: ChangedDocument, vocabulary: Vocabulary | None) -> ShownDocument:
-    ids, tokens = document.ids[:_SHOWN_TOKENS].tolist(), []
+    ids = document.ids[:_SHOWN_TOKENS].tolist()
+    tokens = []
     start = 0
     for count, text in vocabulary.spans(ids) if vocabulary else ((1, f"⟨{token}⟩") for token in ids):
         stop = start + count

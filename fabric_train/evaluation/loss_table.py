@@ -48,7 +48,8 @@ def print_table(results: Results, are_same_tokens: bool, notes: Sequence[str] = 
 
 def cells(found: ModelLoss) -> Iterator[str]:
     """Yield documents, tokens, loss, perplexity, bits per byte and interval, difference and interval, and a verdict."""
-    total, difference = found.total, found.difference
+    total = found.total
+    difference = found.difference
     yield from (f"{found.num_documents:,}", f"{total.num_tokens:,}", f"{total.loss:.4f}", f"{total.perplexity:.2f}")
     yield "" if total.bits_per_byte is None else f"{total.bits_per_byte:.4f}"
     yield "" if found.bits_per_byte is None else "{:.4f} to {:.4f}".format(*found.bits_per_byte)
@@ -252,7 +253,8 @@ def draw_losses(file: Path, models: Sequence[str], results: Results) -> None:
         known = {"domain": ["better", "worse", ""], "range": [BETTER, WORSE, TEXT]}
         encoding = {"y": y, "color": {"field": "verdict", "type": "nominal", "scale": known, "legend": None}}
         interval = {"x": {**x, "field": "low"}, "x2": {"field": "high"}}
-        value, shown = {"x": {**x, "field": "value"}}, {"text": {"field": "value", "format": ".3f"}}
+        value = {"x": {**x, "field": "value"}}
+        shown = {"text": {"field": "value", "format": ".3f"}}
         layers = [
             {"mark": {"type": "rule", "strokeWidth": 2}, "encoding": interval},
             {"mark": {"type": "circle", "size": 50, "opacity": 1}, "encoding": value},

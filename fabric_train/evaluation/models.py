@@ -108,7 +108,8 @@ def find_model(name: str) -> ComparedModel:
 
 
 def _find_whole(name: str) -> ComparedModel:
-    folder, source = Path(name), name
+    folder = Path(name)
+    source = name
     if is_short_name(folder) or (folder.is_dir() and not (folder / "config.json").is_file()):
         checkpoint = find_checkpoint(folder)
         note = describe_choice(folder, checkpoint)
@@ -176,7 +177,9 @@ def _tokenizer_id(tokenizer: Any) -> str:
 @contextmanager
 def scoring_progress(total: int) -> Iterator[ShowScored]:
     """Yield the function that shows the progress, on a terminal as a bar; ``total`` are the tokens to score."""
-    log, started, scored = ThrottledLog(), time.monotonic(), 0
+    log = ThrottledLog()
+    started = time.monotonic()
+    scored = 0
 
     def print_line(model: str, tokens: int) -> None:
         nonlocal scored
@@ -197,7 +200,8 @@ class LossCache:
     """Finished parts in ``folder``: one file of fp32 losses for each part of a text and model."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._device = folder, device_kind()
+        self._folder = folder
+        self._device = device_kind()
 
     def has(self, model: ComparedModel, part: ScoredPart) -> bool:
         return self._file(model, part).is_file()
@@ -238,7 +242,8 @@ def score_texts(
     The model is loaded when the first part comes that is not finished. ``show`` is called after each forward pass, of
     ``batch_tokens`` tokens.
     """
-    loaded, of_texts = None, []
+    loaded = None
+    of_texts = []
     for text in texts:
         of_parts = [np.zeros(0, dtype=np.float32)]
         for part in text.parts():

@@ -33,9 +33,13 @@ from fabric_train.inference.load_model import ModelsInTurn
 from fabric_train.pages.charts import write_png
 from fabric_train.training.statistics import LEVEL
 
-ANSWERS, FIGURES, PICTURE = "needle.jsonl", "needle.json", "needle.png"
+ANSWERS = "needle.jsonl"
+FIGURES = "needle.json"
+PICTURE = "needle.png"
 _PANELS_IN_A_ROW = 3
-_LIGHT, _DARK = "#dbe6f1", "#1f5f99"  # of no fact and of all facts
+# of no fact and of all facts
+_LIGHT = "#dbe6f1"
+_DARK = "#1f5f99"
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ def compare_needles(
     """
     assert arguments.needle is not None
     assert arguments.output_dir is not None
-    folder, lengths = Path(arguments.output_dir), sorted(set(arguments.needle))
+    folder = Path(arguments.output_dir)
+    lengths = sorted(set(arguments.needle))
     check_positions(models, lengths)
     texts = _texts(arguments, downloads, lengths[-1])
     hidden = _hide(models, texts, lengths, arguments)
@@ -80,7 +85,8 @@ def compare_needles(
         for text in of_source
         if not _is_known(known, model, text)
     ]
-    in_turn, bases = ModelsInTurn(), [model.base for model in models]
+    in_turn = ModelsInTurn()
+    bases = [model.base for model in models]
     folder.mkdir(parents=True, exist_ok=True)
     with scoring_progress(sum(text.length for _, text in todo)) as show:
         for model in sorted(models, key=lambda model: bases.index(model.base)):
@@ -233,8 +239,10 @@ def share_interval(right: int, number: int) -> tuple[float, float]:
     It is the score interval (Wilson 1927, doi:10.1080/01621459.1927.10502953).
     """
     z = NormalDist().inv_cdf(0.5 + LEVEL / 200)
-    share, weight = right / number, z * z / number
-    middle, half = share + weight / 2, z * math.sqrt(share * (1 - share) / number + weight / number / 4)
+    share = right / number
+    weight = z * z / number
+    middle = share + weight / 2
+    half = z * math.sqrt(share * (1 - share) / number + weight / number / 4)
     return max(0.0, (middle - half) / (1 + weight)), min(1.0, (middle + half) / (1 + weight))
 
 

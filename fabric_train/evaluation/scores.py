@@ -127,7 +127,8 @@ class ScoreTable:
 def build_table(tasks: Sequence[LanguageTask], models: Iterable[ModelScores]) -> ScoreTable:
     """Return the table: first the models without a step, in their order, then the checkpoints by step."""
     rows = sorted(models, key=lambda model: -1 if model.step is None else model.step)
-    columns, cells = list[Column](), {}
+    columns: list[Column] = []
+    cells = {}
     for language in dict.fromkeys(task.language for task in tasks):
         own = [task for task in tasks if task.language == language]
         for model in rows:
@@ -137,7 +138,8 @@ def build_table(tasks: Sequence[LanguageTask], models: Iterable[ModelScores]) ->
             parts_of: dict[Column, list[MetricScore]] = {}  # scores that are averaged together
             for task, score in found:
                 key = main_metric(score, task.metric)
-                metric, shown = key.partition(",")[0], score.metrics[key]
+                metric = key.partition(",")[0]
+                shown = score.metrics[key]
                 quantity = "accuracy" if metric in _ACCURACIES else metric
                 parts_of.setdefault(Column(language, quantity, shown.higher_is_better), []).append(shown)
             for column, parts in parts_of.items():
@@ -187,7 +189,9 @@ def to_csv(table: ScoreTable, tasks: Sequence[LanguageTask]) -> str:
 
 def read_means(file: Path) -> ScoreTable:
     """Return the means of a file that :func:`to_csv` wrote; an InputError if it is damaged or of an earlier version."""
-    models, columns, cells = dict[str, ModelScores](), dict[Column, None](), dict[tuple[str, Column], MetricScore]()
+    models: dict[str, ModelScores] = {}
+    columns: dict[Column, None] = {}
+    cells: dict[tuple[str, Column], MetricScore] = {}
     try:
         with file.open(encoding="utf-8", newline="") as lines:
             for row in (row for row in csv.DictReader(lines) if row["task"] == "mean"):
@@ -195,7 +199,8 @@ def read_means(file: Path) -> ScoreTable:
                 value, stderr = (float(row[name]) if row[name] else None for name in ("value", "stderr"))
                 column = Column(row["language"], row["metric"], is_higher)
                 models[row["model"]] = ModelScores(row["model"], int(row["step"]) if row["step"] else None, "", [])
-                columns[column], cells[row["model"], column] = None, MetricScore(value, stderr, is_higher)
+                columns[column] = None
+                cells[row["model"], column] = MetricScore(value, stderr, is_higher)
     except (ValueError, KeyError, TypeError, csv.Error):
         raise InputError(f"{file}: damaged, or of an earlier version; evaluate again") from None
     return ScoreTable([*columns], [*models.values()], cells)

@@ -181,15 +181,19 @@ class WindowedText(EncodedText):
     """Texts, each document on its own: BOS (EOS for a tokenizer without it), then its tokens, see ``cut_windows``."""
 
     def __init__(self, documents: DocumentTexts, tokenizer: Any, max_length: int, overlap: int) -> None:
-        self._documents, self._max_length, self._overlap = documents, max_length, overlap
+        self._documents = documents
+        self._max_length = max_length
+        self._overlap = overlap
         prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        self.name, self.identity = documents.name, identity_of(documents, max_length, overlap)
+        self.name = documents.name
+        self.identity = identity_of(documents, max_length, overlap)
         ids = list(_encode(documents.texts, tokenizer, prefix))
         self._starts = np.cumsum([0, *map(len, ids)])
         self._prefix = np.array([prefix], dtype=np.int32)
         self.target_ids = np.concatenate(ids)
         self.owners = np.repeat(np.arange(len(ids)), np.diff(self._starts))
-        self.source_names, self.sources = (documents.name,), np.zeros(len(ids), dtype=np.int64)
+        self.source_names = (documents.name,)
+        self.sources = np.zeros(len(ids), dtype=np.int64)
         self.num_bytes = np.array(list(map(utf8_length, documents.texts)), dtype=np.float64)
         self.input_tokens = min(max_length, max(map(len, ids)))
         self.highest_id = int(self.target_ids.max(initial=prefix))
@@ -222,7 +226,8 @@ class WindowedText(EncodedText):
         """Return the forward pass over windows, padded at the end, which causal attention does not see."""
         longest = windows[0].stop - windows[0].begin
         input_ids = np.zeros((len(windows), longest), dtype=np.int64)
-        positions, places = [], []
+        positions = []
+        places = []
         for row, window in enumerate(windows):
             start = int(self._starts[window.document])
             own = self.target_ids[start : start + window.stop]
@@ -244,9 +249,16 @@ class PackedText(EncodedText):
 
     def __init__(self, text: HeldOutRows) -> None:
         assert text.dataset.validation is not None
-        self.name, self.identity = text.dataset.name, identity_of(text)
-        self._dataset, self._rows = text.dataset, text.dataset.validation
-        ids, of_rows, documents, sources, num_targets, num_bytes = [], [0], [], [], [], []
+        self.name = text.dataset.name
+        self.identity = identity_of(text)
+        self._dataset = text.dataset
+        self._rows = text.dataset.validation
+        ids = []
+        of_rows = [0]
+        documents = []
+        sources = []
+        num_targets = []
+        num_bytes = []
         of_sequences = [np.zeros(0, dtype=np.int64)]
         self.highest_id = 0
         for rows in _chunks(range(len(self._rows)), _ROWS_AT_ONCE):

@@ -260,7 +260,8 @@ def run_has_ended(run: Path) -> bool:
         newest = read_trainer_json(checkpoints[-1])
     except InputError:  # damaged: a resumed run writes it again
         return False
-    state, given = newest.state, newest.arguments.get("early_stopping")
+    state = newest.state
+    given = newest.arguments.get("early_stopping")
     sources = [state.progress.source] if state.progress else []
     return state.step >= newest.num_steps or (given is not None and parse_early_stopping(given, sources).ends(state))
 

@@ -116,7 +116,8 @@ def read_record(
     checkpoint: Path, parts: "Sequence[AveragePart]" = (), merges: "MergeInto | None" = None
 ) -> ModelRecord:
     """Return what a complete checkpoint says about its model."""
-    saved, manifest = checkpoints.read_trainer_json(checkpoint), read_manifest(checkpoint)
+    saved = checkpoints.read_trainer_json(checkpoint)
+    manifest = read_manifest(checkpoint)
     certificate = read_certificate(checkpoints.run_of(checkpoint), saved.state.step)
     return ModelRecord(
         checkpoint, saved, manifest, saved.base_model, certificate, PublicNames(manifest), tuple(parts), merges
@@ -152,7 +153,8 @@ def all_stages(record: ModelRecord) -> tuple[TrainingStage, ...]:
     sources = stored_sources(record) or record.stream_places()
     if seen.keys() >= {source.name for source in sources}:
         sources = [replace(source, share=seen[source.name]) for source in sources]
-    state, run = record.saved.state, last_part(str(checkpoints.run_of(record.checkpoint)))
+    state = record.saved.state
+    run = last_part(str(checkpoints.run_of(record.checkpoint)))
     own = TrainingStage(run, state.step, state.num_tokens, record.origin, sources, list(record.saved.sessions))
     return (*record.saved.stages, own)
 
@@ -171,7 +173,8 @@ def stored_sources(record: ModelRecord) -> list[StageSource]:
         documents = counted.documents if counted else sum(one.documents for one in records)
         tokens = counted.tokens_in_rows if counted else sum(one.train_tokens or one.tokens for one in records)
         public = record.names[name]
-        files, on_hub = [file for one in records for file in one.files], [one for one in records if one.kind == "hub"]
+        files = [file for one in records for file in one.files]
+        on_hub = [one for one in records if one.kind == "hub"]
         lines = [f"{last_part(file.sha256)}  {public}/{last_part(file.path)}" for file in files]
         datasets = {one.hub_name: HubDataset(one.hub_name, one.revision) for one in on_hub}
         sources.append(StageSource(public, 0.0, tokens, documents, lines, [*datasets.values()]))
@@ -204,7 +207,8 @@ def seen_shares(record: ModelRecord) -> list[tuple[str, float]]:
 
 def _seen_of_sources(record: ModelRecord) -> dict[str, float]:
     """Return each source's share of the tokens seen in a mixture, in proportion to its dataset, by public name."""
-    rows, tokens = record.saved.state.rows_of_sources, record.saved.content.get("mixture_tokens") or ()
+    rows = record.saved.state.rows_of_sources
+    tokens = record.saved.content.get("mixture_tokens") or ()
     if not rows or len(rows) != len(tokens) or not all(map(bool, tokens)):
         return {}
     if sum(rows) != record.saved.state.num_samples:  # it has read other data before
@@ -284,7 +288,8 @@ def mixture_rows(record: ModelRecord) -> list[Row]:
     if record.manifest is None or not record.saved.content.get("mixture_sources"):
         return []
     names = mixture_names(record)
-    seen, tokens_per_row = record.saved.state.rows_of_sources or [0] * len(names), record.manifest.settings.max_length
+    seen = record.saved.state.rows_of_sources or [0] * len(names)
+    tokens_per_row = record.manifest.settings.max_length
     return [
         (code(name), f"{count / max(sum(seen), 1):.2%}", count * tokens_per_row)
         for name, count in zip(names, seen, strict=True)
@@ -293,7 +298,8 @@ def mixture_rows(record: ModelRecord) -> list[Row]:
 
 def phase_rows(record: ModelRecord) -> list[Row]:
     """Return first step, shares and learning rate of the phases that have begun; none without phases."""
-    content, names = record.saved.content, list(map(code, mixture_names(record)))
+    content = record.saved.content
+    names = list(map(code, mixture_names(record)))
     phases = [one for one in content["data"].get("phases", []) if one["first_step"] <= record.saved.state.step]
     if not phases:
         return []
@@ -375,8 +381,10 @@ def lineage_row(branch: checkpoints.BranchPoint, shown: Sequence[str] | None = N
 
 def results_of(record: ModelRecord) -> dict[str, Any]:
     """Return what the section on the results has: the losses of each source, at the first evaluation and now."""
-    state, total = record.saved.state, sum(part.weight for part in record.parts)
-    now, first = state.evaluation, state.first_evaluation or state.evaluation
+    state = record.saved.state
+    total = sum(part.weight for part in record.parts)
+    now = state.evaluation
+    first = state.first_evaluation or state.evaluation
     rows: list[Row] = []
     columns = ["source", f"{now.whole.unit if now else 'token'}s evaluated"]
     if now and first:

@@ -121,7 +121,8 @@ def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_sha
 def write_model(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str, title: str) -> None:
     """Write weights, configurations, tokenizer and licence into ``folder``; ``title`` is for the progress bar."""
     checkpoint = source.checkpoint
-    shape, in_memory = hf_model.read_shape(str(checkpoint)), source.open_tensors()
+    shape = hf_model.read_shape(str(checkpoint))
+    in_memory = source.open_tensors()
     tensors = published(build_on_meta(shape, dtype), in_memory)
     if tensors is in_memory:
         kind = shape.config.model_type
@@ -176,14 +177,16 @@ def write_adapter_config(source: ExportSource, folder: Path, facts: CardFacts) -
 
     peft itself does not read ``generation_config.json``; the model card says how to use it.
     """
-    checkpoint, origin = source.checkpoint, read_trainer_json(source.checkpoint)
+    checkpoint = source.checkpoint
+    origin = read_trainer_json(source.checkpoint)
     config = read_json(checkpoint / CONFIG, dict, "use another checkpoint")
     if tied := _tied_names(checkpoint):
         config["modules_to_save"] = [*config["modules_to_save"], *(name.rpartition(".")[0] for name in tied)]
     known = origin.base_model if origin.base_model and not origin.stages else None
     repository, revision = (known.repository, known.revision) if known else (None, None)
     if facts.base_model not in (None, repository):
-        repository, revision = facts.base_model, None
+        repository = facts.base_model
+        revision = None
     if repository:
         config |= {"base_model_name_or_path": repository, "revision": revision}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -194,7 +197,8 @@ def write_adapter_config(source: ExportSource, folder: Path, facts: CardFacts) -
 def _tied_names(checkpoint: Path) -> dict[str, str]:
     """Return the second names of weights that trained whole, such as a tied head's, with their first names."""
     model = build_on_meta(hf_model.read_shape(str(checkpoint)), torch.float32)
-    trained, named = {*AdapterTensors(checkpoint)}, {*model.named_parameters(remove_duplicate=False)}
+    trained = {*AdapterTensors(checkpoint)}
+    named = {*model.named_parameters(remove_duplicate=False)}
     first = {id(parameter): name for name, parameter in named if name in trained}
     return {name: first[id(parameter)] for name, parameter in named if first.get(id(parameter), name) != name}
 

@@ -65,7 +65,8 @@ def push(folder: Path, request: PushRequest, message: str, content: Path | None 
     ``content`` has the files to upload, if they are not in ``folder``, which messages name.
     """
     api = HfApi()
-    name, kind = request.repository, request.repo_type
+    name = request.repository
+    kind = request.repo_type
     content = content or folder
     files = [file for file in content.rglob("*") if file.is_file()]
     size = show_size(sum(file.stat().st_size for file in files))
@@ -125,7 +126,8 @@ class _WithoutSecrets(logging.Filter):
     """Removes what authorizes an upload from the addresses in a log line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = redact(record.getMessage()), ()
+        record.msg = redact(record.getMessage())
+        record.args = ()
         return True
 
 
@@ -133,8 +135,10 @@ class _WithoutSecrets(logging.Filter):
 def _shown_progress() -> Iterator[None]:
     """Let huggingface_hub show its progress, as bars on a terminal and else as lines, and its retries."""
     is_free = constants.HF_HUB_DISABLE_PROGRESS_BARS is None  # else the user's variable decides about bars
-    were_disabled, verbosity = are_progress_bars_disabled(), hub_logging.get_verbosity()
-    pipeline, hidden = logging.getLogger("huggingface_hub._upload_pipeline"), _WithoutSecrets()
+    were_disabled = are_progress_bars_disabled()
+    verbosity = hub_logging.get_verbosity()
+    pipeline = logging.getLogger("huggingface_hub._upload_pipeline")
+    hidden = _WithoutSecrets()
     handlers = logging.getLogger("huggingface_hub").handlers
     hub_logging.set_verbosity_warning()
     if not sys.stderr.isatty():
@@ -160,7 +164,8 @@ def check_push(request: PushRequest) -> None:
     So who lacks the right hears it before hours of tokenization or conversion. What the user should know about a
     repository that exists is printed as notes on standard error.
     """
-    asked, api = f"--push_to_hub {request.repository}", HfApi()
+    asked = f"--push_to_hub {request.repository}"
+    api = HfApi()
     try:
         validate_repo_id(request.repository)
         if get_token() is None:
@@ -219,7 +224,8 @@ def _refusal(api: HfApi, account: dict[str, Any], request: PushRequest) -> str |
 
 def _missing_right(account: dict[str, Any], request: PushRequest) -> str | None:
     """Return why the token cannot create the repository, None if nothing that is known here speaks against it."""
-    name, owner = account.get("name"), request.repository.split("/")[0]
+    name = account.get("name")
+    owner = request.repository.split("/")[0]
     shown, role, scopes = _token(account)
     if role == "read":
         return f"{shown} can only read; {_NEW_TOKEN}"

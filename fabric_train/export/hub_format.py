@@ -47,7 +47,8 @@ class PublishedTensors(StoredTensors):
         for name in tensors:
             outline = torch.empty(tensors.shape(name), device="meta")
             for published, part in revert_weight_conversion(model, {name: outline}).items():
-                self._in_memory[published], self._shapes[published] = name, part.shape
+                self._in_memory[published] = name
+                self._shapes[published] = part.shape
                 if part is outline:
                     self._renamed.add(published)
         self._convert = functools.lru_cache(maxsize=1)(
@@ -78,7 +79,8 @@ def add_former_names(folder: Path) -> None:
     config.json stays as it is if transformers 5 would then read one of the settings differently.
     """
     file = folder / "config.json"
-    written, config = file.read_bytes(), read_json(file, dict, _ADVICE)
+    written = file.read_bytes()
+    config = read_json(file, dict, _ADVICE)
     settings = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
     _write_json(file, {**former_names(config), **config})
     found = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()

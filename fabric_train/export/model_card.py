@@ -119,7 +119,8 @@ def _write_stages(record: ModelRecord, folder: Path) -> None:
 
 def card_metadata(record: ModelRecord, facts: CardFacts, folder: Path) -> ModelCardData:
     """Return the metadata of a model's card; ``folder`` is the export, with the licence's files."""
-    repository, results = record.origin.repository if record.origin else None, _eval_results(record)
+    repository = record.origin.repository if record.origin else None
+    results = _eval_results(record)
     return ModelCardData(
         base_model=repository,
         base_model_relation=("adapter" if is_adapter(folder) else "finetune") if repository else None,
@@ -144,11 +145,13 @@ def licence_metadata(origin: ModelOrigin | None, folder: Path) -> dict[str, str]
     texts = [file.name for file in legal_files(folder) if file.name.upper().startswith("LICEN")]
     if origin.license is None and not texts:
         return {}
-    name, link = origin.license_name, origin.license_link
+    name = origin.license_name
+    link = origin.license_link
     if link and "://" not in link and not (folder / link).is_file():
         link = f"https://huggingface.co/{origin.repository}/blob/main/{link}" if origin.repository else None
     if origin.license in (None, "other"):  # the hub then asks for its name and text
-        name, link = name or "license-of-the-base-model", link or (texts[0] if texts else None)
+        name = name or "license-of-the-base-model"
+        link = link or (texts[0] if texts else None)
     given = {"license": origin.license or "other", "license_name": name, "license_link": link}
     return {key: value for key, value in given.items() if value is not None}
 
@@ -176,13 +179,19 @@ def _eval_results(record: ModelRecord) -> list[EvalResult]:
 
 def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
     """Return the card without its metadata; ``folder`` is the export."""
-    saved, state, stages = record.saved, record.saved.state, card_facts.all_stages(record)
-    sessions, sources = [session for stage in stages for session in stage.sessions], card_facts.stored_sources(record)
+    saved = record.saved
+    state = record.saved.state
+    stages = card_facts.all_stages(record)
+    sessions = [session for stage in stages for session in stage.sessions]
+    sources = card_facts.stored_sources(record)
     config = AutoConfig.from_pretrained(record.checkpoint, trust_remote_code=False)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    has_chats, row_length = None, None  # not known, if a token dataset had no manifest
+    # not known, if a token dataset had no manifest
+    has_chats = None
+    row_length = None
     if saved.stream:
-        has_chats, row_length = saved.stream.chat_template is not None, saved.stream.max_length
+        has_chats = saved.stream.chat_template is not None
+        row_length = saved.stream.max_length
     if record.manifest:
         has_chats = record.manifest.tokenizer.chat_template_sha256 is not None
         row_length = record.manifest.settings.max_length

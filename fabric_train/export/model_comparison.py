@@ -88,7 +88,8 @@ def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> Verificat
 
 
 def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _Sides:
-    shape, stored = hf_model.read_shape(str(source.checkpoint)), source.open_reference()
+    shape = hf_model.read_shape(str(source.checkpoint))
+    stored = source.open_reference()
     return _Sides(
         folder=folder,
         source=source,
@@ -130,14 +131,16 @@ def _compare_merged(sides: _Sides, into: MergeInto) -> tuple[OutputReport, Outpu
 
     The third is of the rounded weights against the trained ones, if these were in 4 bits.
     """
-    checkpoint, dtype = sides.source.checkpoint, torch.float32
+    checkpoint = sides.source.checkpoint
+    dtype = torch.float32
 
     def logits(model: load_weights.MetaModel) -> torch.Tensor:
         return layered_forward(model, sides.shape.layer_classes, sides.input_ids, lambda: None).logits
 
     exported = load_weights.open_in_parts(sides.exported_shape, dtype)
     assert exported is not None  # written a moment ago, in safetensors
-    merged, rounded = logits(load_weights.open_tensors(sides.shape, sides.stored, dtype)), logits(exported)
+    merged = logits(load_weights.open_tensors(sides.shape, sides.stored, dtype))
+    rounded = logits(exported)
     adapted = logits(open_unmerged(checkpoint, dtype, into)[0])
     found = _difference(adapted, merged), _difference(adapted, rounded)
     if not is_in_4_bits(checkpoint):
@@ -172,9 +175,11 @@ def compare_adapter(folder: Path, source: ExportSource) -> VerificationReport:
 
 def _compare_tensors(stored: StoredTensors, found: StoredTensors, dtype: torch.dtype | None = None) -> TensorReport:
     """Compare the tensors in an export's files with the stored ones, cast to ``dtype`` if it is given, by blocks."""
-    names, wanted = set(found), set(stored)
+    names = set(found)
+    wanted = set(stored)
     common = [name for name in stored if name in names]
-    different, max_difference = [], 0.0
+    different = []
+    max_difference = 0.0
     for name in track(common, "comparing tensors", console=open_console(stderr=True)):
         difference = _tensor_difference(stored, found, name, dtype or stored.dtype(name))
         if difference is not None:
@@ -195,11 +200,13 @@ def _tensor_difference(stored: StoredTensors, found: StoredTensors, name: str, d
     shape = stored.shape(name)
     if found.shape(name) != shape:
         return math.inf
-    is_equal, largest = found.dtype(name) == dtype, 0.0
+    is_equal = found.dtype(name) == dtype
+    largest = 0.0
     for wanted, part in zip(blocks(stored, name, shape), blocks(found, name, shape), strict=True):
         cast = wanted.to(dtype)
         if not same_bits(cast, part):
-            is_equal, largest = False, max(largest, (cast.double() - part.double()).abs().max().item())
+            is_equal = False
+            largest = max(largest, (cast.double() - part.double()).abs().max().item())
     return None if is_equal else largest
 
 
@@ -266,7 +273,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _difference(expected: torch.Tensor, found: torch.Tensor) -> OutputReport:
-    expected, found = expected.float(), found.float()
+    expected = expected.float()
+    found = found.float()
     difference = (found - expected).abs().max().item() if found.shape == expected.shape else math.inf
     return OutputReport(found.numel(), expected.abs().max().item(), difference)
 
@@ -292,8 +300,11 @@ def _compare_configurations(sides: _Sides) -> list[str]:
 
     An export has its own dtype and architecture, it always uses the cache, and it has names for transformers 4 too.
     """
-    folder, exported, stored = sides.folder, sides.exported_shape.config, sides.shape.config
-    expected, found = stored.to_dict(), exported.to_dict()
+    folder = sides.folder
+    exported = sides.exported_shape.config
+    stored = sides.shape.config
+    expected = stored.to_dict()
+    found = exported.to_dict()
     for name, value in former_names(found).items():
         if name not in expected and found.get(name) == value:
             del found[name]

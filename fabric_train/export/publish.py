@@ -87,7 +87,8 @@ def open_finished(folder: Path) -> Manifest:
     if is_slice(folder):
         raise InputError(f"{folder} is a slice of --shard; merge all slices, and publish the result")
     without_parts([folder])  # none is missing or has changed
-    splits, manifest = open_splits(folder), read_manifest(folder)
+    splits = open_splits(folder)
+    manifest = read_manifest(folder)
     if manifest is None:
         raise InputError(f"{folder}: no manifest.json, so its sources and tokenizer are unknown; tokenize again")
     faults = changed_tokenizer(folder, manifest.tokenizer)
@@ -157,13 +158,15 @@ def _source_row(records: Sequence[SourceRecord]) -> "Row":
     """Return name, counts and share of a source, and its revision on the hub or the number of its files."""
     source = records[0]
     share = None if source.share_reached is None else f"{source.share_reached:.2%}"
-    place, count = markdown.Markdown(""), len({file for one in records for file in one.files})
+    place = markdown.Markdown("")
+    count = len({file for one in records for file in one.files})
     if source.kind == "hub":
         revision = f" at {markdown.code(source.revision[: markdown.SHOWN_DIGITS])}" if source.revision else ""
         place = markdown.Markdown(markdown.dataset_link(source.hub_name) + revision)
     elif count:  # their hashes are in manifest.json
         place = markdown.Markdown(f"{count:,} file{'s' * (count != 1)}, SHA-256 in `manifest.json`")
-    documents, tokens = sum(one.documents for one in records), sum(one.tokens for one in records)
+    documents = sum(one.documents for one in records)
+    tokens = sum(one.tokens for one in records)
     return markdown.code(source.name), documents, tokens, share, place
 
 
@@ -252,7 +255,8 @@ def public_manifest(manifest: Manifest) -> Manifest:
     """
     from fabric_train.export.card_facts import PublicNames  # slow
 
-    names, part_names = PublicNames(manifest), PublicNames(None)
+    names = PublicNames(manifest)
+    part_names = PublicNames(None)
     splits = {
         name: replace(split, sources={names[source]: sums for source, sums in split.sources.items()})
         for name, split in manifest.ledger.splits.items()
@@ -288,7 +292,9 @@ def _without_places(content: Any) -> Any:
 
 
 def _public_settings(settings: Settings) -> Settings:
-    held_out, template, lines = settings.validation_dataset, settings.chat_template, settings.boilerplate
+    held_out = settings.validation_dataset
+    template = settings.chat_template
+    lines = settings.boilerplate
     return replace(
         settings,
         validation_dataset=held_out and [markdown.public_value(name) for name in held_out],

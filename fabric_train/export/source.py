@@ -112,9 +112,12 @@ class MergedTensors:
         opened, shape = open_unmerged(checkpoint, torch.float32, into)
         assert opened.weights is not None
         assert shape.adapter is not None
-        self._weights, self._adapter, self._stored = opened.weights, shape.adapter, AdapterTensors(checkpoint)
+        self._weights = opened.weights
+        self._adapter = shape.adapter
+        self._stored = AdapterTensors(checkpoint)
         self._targets = {f"{name}.weight": name for name, _ in adapted_layers(opened.model)}
-        tied, state = tied_weight_names(opened.model), opened.model.state_dict()
+        tied = tied_weight_names(opened.model)
+        state = opened.model.state_dict()
         own = [name for name in state if name not in tied and not is_of_adapter(name)]
         self._shapes = {name: state[name].shape for name in own}
 
@@ -139,7 +142,8 @@ class MergedTensors:
         """Return a block; a merged one is of whole rows, since DoRA needs their norms."""
         if name not in self._targets:
             return self._weights.read_block(name, offsets, shape).float()
-        layer, columns = self._targets[name], self._shapes[name][1]
+        layer = self._targets[name]
+        columns = self._shapes[name][1]
         rows = self._weights.read_block(name, (offsets[0], 0), (shape[0], columns)).float()
         low = self._stored.read_block(f"{layer}.lora_B.weight", (offsets[0], 0), (shape[0], self._adapter.rank))
         rows = rows + (low.float() @ self._stored.read(f"{layer}.lora_A.weight").float()) * self._adapter.scale
@@ -164,7 +168,8 @@ class CombinedTensors:
     """
 
     def __init__(self, models: Sequence[StoredTensors], first: StoredTensors) -> None:
-        self._models, self._first = models, first
+        self._models = models
+        self._first = first
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._first)
@@ -239,7 +244,8 @@ def check_one_model(checkpoints: Sequence[Path]) -> None:
     """Raise an InputError if a configuration, the tensors or a tokenizer's vocabulary differ from the last one's."""
     last = checkpoints[-1]
     AveragedTensors([AveragePart(checkpoint) for checkpoint in checkpoints])
-    configuration, vocabulary = _configuration(last), _vocabulary(last)
+    configuration = _configuration(last)
+    vocabulary = _vocabulary(last)
     for checkpoint in checkpoints[:-1]:
         other = _configuration(checkpoint)
         names = [name for name in {**configuration, **other} if configuration.get(name) != other.get(name)]

@@ -73,7 +73,8 @@ class VerificationError(RunError):
 
 def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
     """Compare the export ``folder`` with ``source`` in a new Python process, which also writes its report there."""
-    report_file, checkpoint = folder / REPORT_NAME, source.checkpoint
+    report_file = folder / REPORT_NAME
+    checkpoint = source.checkpoint
     module, *words = source.verification_command()
     command = [sys.executable, "-m", module, str(folder), str(dtype).removeprefix("torch."), *words]
     process = subprocess.run(command, env={**os.environ, **project_first()}, check=False)

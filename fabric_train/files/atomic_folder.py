@@ -121,7 +121,8 @@ def complete_folder(target: Path) -> Iterator[Path]:
     check_not_taken(target)
     with ExitStack() as stack:
         try:
-            lock, taken = target.parent / f".{target.name}.lock", f"{target}: another process is writing it"
+            lock = target.parent / f".{target.name}.lock"
+            taken = f"{target}: another process is writing it"
             stack.enter_context(hold_lock(lock, taken, "wait for it, or choose another folder"))
             check_not_taken(target)  # another process may just have finished it
             _remove_leftovers(target)

@@ -21,7 +21,9 @@ class TextPrinter(BaseStreamer):
     """Print the text of a single prompt while ``generate`` runs, without the texts in ``stop``, and a line break."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), shows_prompt: bool = False) -> None:
-        self._tokenizer, self._stop, self._shows_prompt = tokenizer, stop, shows_prompt
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._shows_prompt = shows_prompt
         self._prompt_ids: list[int] | None = None
         self._new_ids: list[int] = []
         self._num_printed = 0
@@ -96,7 +98,8 @@ def generate(
         is_interrupted: called after each token; True ends the generation.
     """
     encoded = [list(ids) for ids in prompts]
-    own, ends = model.generation_config, _all_ends(model, tokenizer, end_ids)
+    own = model.generation_config
+    ends = _all_ends(model, tokenizer, end_ids)
     # the model's own generation_config may sample, apply top_k or penalize repetition, which the user did not ask for
     config = GenerationConfig(
         max_new_tokens=settings.num_tokens,
@@ -172,7 +175,8 @@ class _Interrupted(StoppingCriteria):
     """End every text of a batch when a function returns True."""
 
     def __init__(self, is_interrupted: Callable[[], bool]) -> None:
-        self._is_interrupted, self.happened = is_interrupted, False
+        self._is_interrupted = is_interrupted
+        self.happened = False
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """Return bool [B]."""

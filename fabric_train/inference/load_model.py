@@ -88,7 +88,8 @@ def _peft_config(folder: Path, names: Sequence[str]) -> Any:
     """
     from peft import PeftConfig
 
-    config, file = PeftConfig.from_pretrained(str(folder)), folder / CONFIG
+    config = PeftConfig.from_pretrained(str(folder))
+    file = folder / CONFIG
 
     def matching(setting: str, pattern: str) -> set[str]:
         return NamePattern(f"{file}: {setting}", pattern, "q_proj").matching_whole(names)
@@ -98,7 +99,8 @@ def _peft_config(folder: Path, names: Sequence[str]) -> Any:
         if isinstance(value, str) and value != ALL_LINEAR:
             setattr(config, setting, matching(setting, value))
     for setting in ("rank_pattern", "alpha_pattern"):
-        by_pattern, by_module = getattr(config, setting, None), dict[str, Any]()
+        by_pattern = getattr(config, setting, None)
+        by_module: dict[str, Any] = {}
         for pattern, value in (by_pattern or {}).items():
             for name in sorted(matching(setting, rf"(?:.*\.)?(?:{pattern})")):
                 by_module.setdefault(re.escape(name), value)  # of several patterns, the first one counts
@@ -118,7 +120,8 @@ def load_onto_devices(opened: MetaModel, gpu_bytes: int | None = None) -> Any:
     there stays in host memory, and is copied to a GPU each time it is used. accelerate moves the activations.
     ``gpu_bytes`` is the largest size of the weights on one GPU; by default 85 % of its free memory.
     """
-    model, room = opened.model, _gpu_room(gpu_bytes)
+    model = opened.model
+    room = _gpu_room(gpu_bytes)
     places: dict[str, Any] = {"": "cpu"}
     if room:
         places = {"": "cuda:0"} if fits_one_device(model, gpu_bytes) else spread(model, room)
@@ -156,7 +159,8 @@ def spread(model: Any, room: Mapping[int, int]) -> dict[str, str]:
         warnings.simplefilter("ignore")  # on the size of buffers, which are small
         found = infer_auto_device_map(model, max_memory=limits, no_split_module_classes=classes)
     if "disk" in found.values():
-        needed, there = show_size(_num_bytes(model)), show_size(sum(limits.values()))
+        needed = show_size(_num_bytes(model))
+        there = show_size(sum(limits.values()))
         raise InputError(
             f"the model's weights of {needed} do not fit into the {there} of the GPUs and the memory of this machine; "
             "use a larger one"
@@ -329,7 +333,8 @@ class ModelsInTurn:
             opened = open_frozen(described.shape, described.base, described.dtype)
             if not fits_one_device(opened.model):
                 return self._load_alone(name)
-            self._base, self._key = _in_fp32(load_onto_devices(opened)), key
+            self._base = _in_fp32(load_onto_devices(opened))
+            self._key = key
         if described.adapter:
             self._put_on(described, described.adapter)
         if of_peft is None:
@@ -344,7 +349,9 @@ class ModelsInTurn:
 
     def _put_on(self, described: Described, checkpoint: Path) -> None:
         """Put the adapter of a checkpoint on the base, in the dtypes in which ``open_adapted`` reads it."""
-        shape, stored, model = described.shape, AdapterTensors(checkpoint), self._base
+        shape = described.shape
+        stored = AdapterTensors(checkpoint)
+        model = self._base
         assert shape.adapter is not None
         check_fits(stored, shape.trained, checkpoint)
         attach(model, shape.adapter, described.base.place, str(model.device))
@@ -364,7 +371,8 @@ def _key(described: Described) -> object:
 
     The fingerprint of the base is compared when an adapter is described.
     """
-    shape, base = described.shape, Path(described.base.place)
+    shape = described.shape
+    base = Path(described.base.place)
     config = {name: value for name, value in shape.config.to_dict().items() if name not in _NOT_COMPUTED}
     place = str(base.resolve()) if base.is_dir() else described.base.place
     in_4_bits = shape.adapter and shape.adapter.base_weights and (shape.adapter.base_weights, shape.adapter.train_also)

@@ -69,7 +69,8 @@ def read_prompts(file: Path, *, chat: bool = False, system: str | None = None) -
             lines = opened.read().split(b"\n")
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}; {_ADVICE}") from None
-    prompts, faults = [], []
+    prompts = []
+    faults = []
     unused: set[str] = set()
     for number, line in enumerate(lines, 1):
         try:
@@ -166,7 +167,8 @@ class PromptEncoder:
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Return the text's ids after exactly one BOS, as at the start of a document in training."""
-    ids, bos = list(tokenizer.encode(text, add_special_tokens=False)), tokenizer.bos_token_id
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    bos = tokenizer.bos_token_id
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
@@ -191,7 +193,8 @@ def encode_prompts(
 
     A line on standard error names what the chat template does not show of chats in files.
     """
-    encoded, faults = [encoder.encode(prompt) for prompt in prompts], []
+    encoded = [encoder.encode(prompt) for prompt in prompts]
+    faults = []
     if encoder.not_shown:
         print(f"the chat template does not show {', '.join(sorted(encoder.not_shown))}", file=sys.stderr)
     for prompt, ids in zip(prompts, encoded, strict=True):
@@ -221,7 +224,8 @@ class OutputFile:
     """
 
     def __init__(self, path: Path, prompts: Sequence[Prompt], settings: GenerateArguments) -> None:
-        self.path, self._prompts = path, prompts
+        self.path = path
+        self._prompts = prompts
         self._settings = {name: getattr(settings, name) for name in _SETTINGS}
         self._model: str | None = None
         if not path.absolute().parent.is_dir():
@@ -291,7 +295,10 @@ def generate_for_file(
 
     from fabric_train.cli.output import open_console
 
-    num_tokens, found, start, batch_size = 0, output.num_done, time.perf_counter(), settings.batch_size
+    num_tokens = 0
+    found = output.num_done
+    start = time.perf_counter()
+    batch_size = settings.batch_size
     with output.open() as write, Progress(console=open_console(stderr=True)) as bar:
         task = bar.add_task("generating", total=len(prompts), completed=found)
         for begin in range(found, len(prompts), batch_size):
@@ -353,7 +360,10 @@ class Conversation:
     """A chat with a model. Each answer has a random stream of its own."""
 
     def __init__(self, model: Any, tokenizer: Any, encoder: PromptEncoder, settings: GenerateArguments) -> None:
-        self._model, self._tokenizer, self._encoder, self._settings = model, tokenizer, encoder, settings
+        self._model = model
+        self._tokenizer = tokenizer
+        self._encoder = encoder
+        self._settings = settings
         self._num_answers = 0
         self._history: list[Message] = []
 

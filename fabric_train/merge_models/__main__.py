@@ -52,8 +52,10 @@ class MergeModelsArguments:
 
     def faults(self) -> list[str]:
         """Return a number of models or weights that the method does not take, and arguments of other methods."""
-        from_base, drops = self.method in ("ties", "dare", "task_arithmetic"), self.method in ("ties", "dare")
-        number, least = len(self.models), 1 if from_base else 2
+        from_base = self.method in ("ties", "dare", "task_arithmetic")
+        drops = self.method in ("ties", "dare")
+        number = len(self.models)
+        least = 1 if from_base else 2
         faults = [f"--models: {fault}" for _, fault in given_twice(self.models)]
         if number < least or (self.method == "slerp" and number > 2):
             wanted = "2" if self.method == "slerp" else f"{least} or more"

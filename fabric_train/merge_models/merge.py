@@ -135,8 +135,10 @@ class MergedPart:
 
 def parts_of(merged: MergedModels) -> list[MergedPart]:
     """Return the models of a merge, the base last, after all of its tensors were read."""
-    recipe, changes = merged.recipe, merged.changes.values()
-    length, values = math.sqrt(sum(one.of_base for one in changes)), sum(one.values for one in changes)
+    recipe = merged.recipe
+    changes = merged.changes.values()
+    length = math.sqrt(sum(one.of_base for one in changes))
+    values = sum(one.values for one in changes)
     parts = []
     for number, (folder, weight) in enumerate(zip(recipe.models, recipe.weights, strict=True)):
         difference = math.sqrt(sum(one.of_models[number] for one in changes))
@@ -176,8 +178,10 @@ def _name(folder: Path) -> tuple[str, ModelOrigin | None, bool]:
 
 def write_merge_card(merged: MergedModels, folder: Path, facts: CardFacts, dtype: torch.dtype) -> None:
     """Write the model card ``README.md`` into the folder of a merge, which has its other files already."""
-    recipe, parts = merged.recipe, parts_of(merged)
-    tokenizer, licences = tokenizer_of(Path(recipe.models[0])), {_licence(part.origin) for part in parts}
+    recipe = merged.recipe
+    parts = parts_of(merged)
+    tokenizer = tokenizer_of(Path(recipe.models[0]))
+    licences = {_licence(part.origin) for part in parts}
     origin = parts[0].origin if len(licences) == 1 else None
     metadata = licence_metadata(origin, folder)
     repositories = [part.origin.repository for part in parts if part.origin and part.origin.repository]

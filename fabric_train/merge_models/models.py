@@ -121,7 +121,8 @@ class ModelTensors(StoredTensors):
         self._outline: dict[str, torch.Tensor] = {
             name: tensor for name, tensor in model.state_dict().items() if name not in tied
         }
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        head = model.get_output_embeddings()
+        embedding = model.get_input_embeddings()
         by_token = {id(each) for module in (head, embedding) if module is not None for each in module.parameters()}
         self.rows_by_token = [name for name, parameter in model.named_parameters() if id(parameter) in by_token]
 
@@ -148,7 +149,9 @@ class AlignedTensors(StoredTensors):
     """
 
     def __init__(self, own: ModelTensors, first: ModelTensors, rows: torch.Tensor) -> None:
-        self._own, self._first, self._rows = own, first, rows
+        self._own = own
+        self._first = first
+        self._rows = rows
         self._whole = lru_cache(maxsize=1)(own.read)
 
     def __iter__(self) -> Iterator[str]:
@@ -195,7 +198,8 @@ def open_models(folders: Sequence[Path]) -> OpenedModels:
         InputError: a model has another architecture or other sizes, or too few of the first model's tokens.
     """
     first, *others = map(ModelTensors, folders)
-    opened, vocabulary = OpenedModels(first, [first]), read_vocabulary(folders[0])
+    opened = OpenedModels(first, [first])
+    vocabulary = read_vocabulary(folders[0])
     for model in others:
         _check_sizes(model, first)
         own = read_vocabulary(model.folder)
@@ -216,7 +220,8 @@ def open_models(folders: Sequence[Path]) -> OpenedModels:
 def _match(
     model: ModelTensors, first: ModelTensors, own: dict[str, int], vocabulary: dict[str, int]
 ) -> tuple[AlignedTensors, Matched]:
-    num_first, num_own = first.shape_of_model.vocab_size, model.shape_of_model.vocab_size
+    num_first = first.shape_of_model.vocab_size
+    num_own = model.shape_of_model.vocab_size
     wanted = {token: row for token, row in vocabulary.items() if row < num_first}
     there = {token: row for token, row in own.items() if row < num_own}
     rows = torch.full((num_first,), -1)

@@ -99,11 +99,13 @@ def add_agreeing(
         differences of both signs.
     """
     weighted = torch.stack([difference * weight for difference, weight in zip(differences, weights, strict=True)])
-    signs, elected = weighted.sign(), torch.where(weighted.sum(dim=0) >= 0, 1.0, -1.0)
+    signs = weighted.sign()
+    elected = torch.where(weighted.sum(dim=0) >= 0, 1.0, -1.0)
     agrees = signs == elected
     share = (torch.tensor(weights).view(-1, *[1] * base.dim()) * agrees).sum(dim=0)
     merged = base + (weighted * agrees).sum(dim=0) / torch.where(share == 0, 1.0, share)
-    shared, in_conflict = (signs != 0).sum(dim=0) > 1, (signs.amin(dim=0) < 0) & (signs.amax(dim=0) > 0)
+    shared = (signs != 0).sum(dim=0) > 1
+    in_conflict = (signs.amin(dim=0) < 0) & (signs.amax(dim=0) > 0)
     return merged, int(shared.sum()), int(in_conflict.sum())
 
 
@@ -112,7 +114,8 @@ def largest(difference: torch.Tensor, density: float) -> torch.Tensor:
 
     Of equal values at the border the first ones count, so that the number is exact.
     """
-    shape, number = difference.shape, difference.numel()
+    shape = difference.shape
+    number = difference.numel()
     count = max(1, int(density * number))
     if count >= number:
         return torch.ones(shape, dtype=torch.bool)
@@ -222,7 +225,8 @@ class MergedModels(CombinedTensors):
     def _find_factors(self, name: str) -> tuple[float, float]:
         """Return the factors of the two models' tensors for an interpolation on the sphere."""
         first, second = self._models
-        squares, dot = [0.0, 0.0], 0.0
+        squares = [0.0, 0.0]
+        dot = 0.0
         shape = self.shape(name)
         for one, other in zip(blocks_of(first, name, shape), blocks_of(second, name, shape), strict=True):
             squares = [squares[0] + _square(one), squares[1] + _square(other)]
@@ -232,7 +236,8 @@ class MergedModels(CombinedTensors):
 
     def _choose_kept(self, name: str) -> list[torch.Tensor]:
         """Return for each model which values of its difference from the base are kept."""
-        recipe, shape = self.recipe, self.shape(name)
+        recipe = self.recipe
+        shape = self.shape(name)
         if recipe.method == "dare":
             return [drawn(shape, recipe.density, recipe.seed, name, i) for i in range(len(recipe.models))]
         *models, base = self._models
@@ -241,7 +246,8 @@ class MergedModels(CombinedTensors):
     def _difference(self, name: str, model: StoredTensors, base: StoredTensors) -> torch.Tensor:
         """Return the difference of two whole tensors, read in blocks."""
         difference = torch.empty(self.shape(name))
-        rest, begin = difference.view(-1), 0
+        rest = difference.view(-1)
+        begin = 0
         for one, other in zip(*(blocks_of(each, name, self.shape(name)) for each in (model, base)), strict=True):
             rest[begin : begin + one.numel()] = (one - other).flatten()
             begin += one.numel()

@@ -92,7 +92,8 @@ class AdaptedLayer(nn.Module):
         DoRA's dropout works as in peft: with it, the adapter's change of the base's direction sees the same inputs.
         """
         base: torch.Tensor = super().forward(inputs)
-        dtype, adapter = base.dtype, self.adapter
+        dtype = base.dtype
+        adapter = self.adapter
         drops = adapter.dropout > 0 and self.training
         seen = F.dropout(inputs, adapter.dropout) if drops else inputs
         low = F.linear(seen.to(dtype), self.lora_A.weight.to(dtype)) * adapter.scale
@@ -113,7 +114,8 @@ class AdaptedLayer(nn.Module):
         """
         with torch.autocast(self.weight.device.type, enabled=False):
             weight = self.dequantized() if isinstance(self, NF4Linear) else self.weight.float()
-            a, b = self.lora_A.weight, self.lora_B.weight * self.adapter.scale
+            a = self.lora_A.weight
+            b = self.lora_B.weight * self.adapter.scale
             crossed = ((weight @ a.t()) * b).sum(dim=1)
             of_adapter = ((b @ (a @ a.t())) * b).sum(dim=1)
             return (weight.square().sum(dim=1) + 2 * crossed + of_adapter).clamp(min=0).sqrt()
@@ -135,7 +137,8 @@ def attach(model: Any, adapter: Adapter, source: str, device: str = "meta") -> N
     _check_train_also(model, adapter, source, modules)
     linear: Any
     for linear in modules.values():
-        num_outputs, num_inputs = linear.out_features, linear.in_features
+        num_outputs = linear.out_features
+        num_inputs = linear.in_features
         options: dict[str, Any] = {"bias": False, "dtype": torch.float32, "device": device}
         linear.lora_A = nn.Linear(num_inputs, adapter.rank, **options)
         linear.lora_B = nn.Linear(adapter.rank, num_outputs, **options)
@@ -158,7 +161,9 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     yield
     for name, (adapter, lora_a, lora_b, magnitudes) in taken.items():
         layer = model.get_submodule(name)
-        layer.adapter, layer.lora_A, layer.lora_B = adapter, lora_a, lora_b
+        layer.adapter = adapter
+        layer.lora_A = lora_a
+        layer.lora_B = lora_b
         if magnitudes is not None:
             layer.lora_magnitude_vector = magnitudes
         layer.__class__ = _adapted_class(layer.__class__)
@@ -240,7 +245,8 @@ def start_magnitudes(model: nn.Module, weights: Weights | None) -> None:
     for name, layer in adapted_layers(model):
         if layer.adapter.kind != "dora":
             continue
-        magnitudes, num_rows = layer.lora_magnitude_vector, layer.lora_B.out_features
+        magnitudes = layer.lora_magnitude_vector
+        num_rows = layer.lora_B.out_features
         norms = torch.zeros(num_rows, dtype=torch.float64, device=magnitudes.device)
         first, last = (num_rows * number // num_ranks for number in (rank, rank + 1))
         for begin in range(first, last, _ROWS_AT_ONCE):
@@ -254,7 +260,8 @@ def start_magnitudes(model: nn.Module, weights: Weights | None) -> None:
 
 def _read_rows(weights: Weights, name: str, layer: AdaptedLayer, begin: int, end: int) -> torch.Tensor:
     """Return rows of a layer's weight as the layer computes with them; those in 4 bits are dequantized."""
-    row, dtype = layer.lora_A.in_features, layer.weight.dtype
+    row = layer.lora_A.in_features
+    dtype = layer.weight.dtype
 
     def read(of: str, number: int) -> torch.Tensor:
         return weights.read_block(f"{name}.{of}", (begin, 0), (end - begin, number))
@@ -350,7 +357,8 @@ class QuantizedWeights:
 
     def __init__(self, model: nn.Module, weights: Weights, dtype: torch.dtype) -> None:
         """``weights`` of the model before are cast to ``dtype`` first, as transformers does."""
-        self._weights, self._dtype = weights, dtype
+        self._weights = weights
+        self._dtype = dtype
         self._stored: dict[str, tuple[str, int, torch.dtype]] = {}  # parameter → weight, its row length, stored dtype
         for name, module in model.named_modules():
             if isinstance(module, NF4Linear):

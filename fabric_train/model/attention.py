@@ -50,7 +50,8 @@ def forward(model: Any, input_ids: torch.Tensor, documents: Documents | None, **
         arguments["position_ids"] = documents.position_ids
     if _needs_borders(model.config, input_ids, documents):  # documents, or rows, are kept apart by their borders
         if documents is not None:
-            borders, longest = documents.borders, documents.longest
+            borders = documents.borders
+            longest = documents.longest
         else:
             num_rows, longest = input_ids.shape
             borders = torch.arange(num_rows + 1, dtype=torch.int32, device=input_ids.device) * longest
@@ -127,7 +128,8 @@ def attend(
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     queries, keys, values = (heads.transpose(1, 2).flatten(0, 1).to(dtype) for heads in (query, key, value))
-    borders, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
+    borders = (cu_seq_lens_q, cu_seq_lens_q)
+    longest = (max_length_q, max_length_q)
     output = causal_varlen(queries, keys, values, borders, longest, scaling, sliding_window)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
@@ -156,7 +158,8 @@ def choose_attention(shape: "ModelShape", arguments: "TrainArguments", accelerat
 
     For slices of rows it is replaced on every device, and an InputError says why a model's attention cannot take them.
     """
-    size, given = arguments.fsdp.context_parallel_size, arguments.model.attention
+    size = arguments.fsdp.context_parallel_size
+    given = arguments.model.attention
     if size > 1:
         reason = why_model_cannot(shape) if given == "sdpa" else f"--attention {given} does not take a part of a row"
         if reason:
@@ -197,7 +200,8 @@ def why_model_cannot(shape: "ModelShape", dtype: torch.dtype | None = None) -> s
         return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, probe)
-    chosen, shape.config._attn_implementation = shape.config._attn_implementation, VARLEN
+    chosen = shape.config._attn_implementation
+    shape.config._attn_implementation = VARLEN
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(shape.config, dtype=dtype).train()

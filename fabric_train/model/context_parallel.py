@@ -41,13 +41,15 @@ _TOLERANCE = 0.02
 
 def place_batch(fabric: "Fabric", batch: Batch) -> Batch:
     """Return a batch on Fabric's device, with this rank's slice of its rows if several ranks compute them."""
-    placed, group = batch.to(fabric.device), getattr(fabric.strategy, "context_group", None)
+    placed = batch.to(fabric.device)
+    group = getattr(fabric.strategy, "context_group", None)
     return placed if group is None else replace(placed, row_slice=cut_rows(batch, group).to(fabric.device))
 
 
 def cut_rows(batch: Batch, group: ContextGroup) -> RowSlice:
     """Return this rank's slice of the rows of a batch on the CPU."""
-    num_tokens, borders = batch.input_ids.numel(), borders_of(batch)
+    num_tokens = batch.input_ids.numel()
+    borders = borders_of(batch)
     ranks, size = deal_chunks(borders, group.size)
     padded = len(ranks) * size
     if padded > num_tokens:  # the padding is a document of its own
@@ -102,7 +104,9 @@ def _deal(borders: np.ndarray, num_ranks: int, chunks_of_rank: int) -> tuple[np.
     num_chunks = num_ranks * chunks_of_rank
     of_chunks = count_keys(borders, num_chunks)
     size = -(-int(borders[-1]) // num_chunks)
-    ranks, of_ranks, number = np.empty(num_chunks, dtype=np.int64), [0] * num_ranks, [0] * num_ranks
+    ranks = np.empty(num_chunks, dtype=np.int64)
+    of_ranks = [0] * num_ranks
+    number = [0] * num_ranks
     for chunk in np.argsort(-of_chunks, kind="stable"):
         rank = min((each for each in range(num_ranks) if number[each] < chunks_of_rank), key=of_ranks.__getitem__)
         ranks[chunk] = rank
@@ -121,9 +125,11 @@ def count_keys(borders: np.ndarray, num_chunks: int) -> np.ndarray:
 
 def _stretches(own: np.ndarray, size: int, borders: np.ndarray) -> tuple[Stretch, ...]:
     """Return the stretches of a rank's chunks ``own``, which are ascending."""
-    stretches, begin = [], 0
+    stretches = []
+    begin = 0
     for run in np.split(own, np.flatnonzero(np.diff(own) > 1) + 1):
-        first, last = int(run[0]) * size, int(run[-1] + 1) * size
+        first = int(run[0]) * size
+        last = int(run[-1] + 1) * size
         first_key = int(borders[np.searchsorted(borders, first, side="right") - 1])
         inside = borders[(borders > first) & (borders < last)]
         of_tokens = np.concatenate([[0], inside - first, [last - first]])
@@ -174,7 +180,8 @@ def attend(
     kernel = _attend_by_kernel if module.config._attn_implementation == CONTEXT_VARLEN else _attend_by_document
     outputs = []
     for part, exchange, of_part in zip(sent, exchanges, queries.chunk(num_parts, dim=1), strict=True):
-        gathered, found = _Gathered.apply(part, exchange), []
+        gathered = _Gathered.apply(part, exchange)
+        found = []
         for stretch in row_slice.stretches:
             seen: Any = _Range.apply(gathered, exchange, stretch.first_key, stretch.last_key)
             keys, values = seen.unbind(1)
@@ -213,7 +220,8 @@ class _Exchange:
 
     def __init__(self, own: torch.Tensor, row_slice: RowSlice) -> None:
         """Begin to send ``own``, [S, 2, K, D]."""
-        self._group, self._chunks = row_slice.group.group, row_slice.chunks
+        self._group = row_slice.group.group
+        self._chunks = row_slice.chunks
         self._dtype = own.dtype
         self._gradient: torch.Tensor | None = None
         self._summed: torch.Tensor | None = None
@@ -236,16 +244,19 @@ class _Exchange:
     def begin_sum(self, shape: torch.Size) -> None:
         """Begin to send each rank the gradients of its own keys and values."""
         assert self._gradient is not None  # of its ranges, whose backward passes come before
-        by_chunk, order = self._gradient.unflatten(0, (len(self._chunks), -1)), torch.argsort(self._chunks)
+        by_chunk = self._gradient.unflatten(0, (len(self._chunks), -1))
+        order = torch.argsort(self._chunks)
         chunks = by_chunk.index_select(0, order).flatten(0, 1)
-        self._gradient, self._summed = None, chunks.new_empty(shape)
+        self._gradient = None
+        self._summed = chunks.new_empty(shape)
         self._work = dist.reduce_scatter_tensor(self._summed, chunks, group=self._group, async_op=True)
 
     def summed(self) -> torch.Tensor:
         """Return the gradient of this rank's keys and values, [S, 2, K, D]."""
         self._work.wait()
         assert self._summed is not None
-        summed, self._summed = self._summed.to(self._dtype), None
+        summed = self._summed.to(self._dtype)
+        self._summed = None
         return summed
 
 
@@ -268,7 +279,8 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
-        ctx.exchange, ctx.shape = exchange, own.shape
+        ctx.exchange = exchange
+        ctx.shape = own.shape
         ctx.set_materialize_grads(False)
         return exchange.gathered()
 
@@ -283,7 +295,9 @@ class _Range(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gathered: torch.Tensor, exchange: _Exchange, first: int, last: int) -> torch.Tensor:
-        ctx.exchange, ctx.range, ctx.length = exchange, (first, last), len(gathered)
+        ctx.exchange = exchange
+        ctx.range = (first, last)
+        ctx.length = len(gathered)
         return gathered[first:last]
 
     @staticmethod

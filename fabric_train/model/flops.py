@@ -80,7 +80,8 @@ def model_flops(model: PreTrainedModel, trained: Collection[str] | None = None) 
     config: Any = model.config.get_text_config()
     share = _share_of_experts(config)
     used = frozen = below = 0.0
-    below_names, trains = set(), False
+    below_names = set()
+    trains = False
     for name, parameter in model.named_parameters():  # in the order of the forward pass
         is_frozen = trained is not None and name not in trained
         trains = trains or not is_frozen

@@ -185,7 +185,8 @@ def with_parts(shape: ModelShape, parts: Parts) -> ModelShape:
 
 def trains_head_apart(model: Any, adapter: Adapter) -> bool:
     """Return whether an adapter trains a head without the embedding that the model ties it to."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return False
     names = {module: name for name, module in model.named_modules()}

@@ -129,7 +129,8 @@ class RandomWeights:
         """Return the elements from ``begin`` to ``end`` of the flattened parameter."""
         drawn = np.empty(end - begin, np.float32)
         for values in self._values[name]:
-            first, last = max(begin, values.begin), min(end, values.end)
+            first = max(begin, values.begin)
+            last = min(end, values.end)
             if first >= last:
                 continue
             if values.kind == "constant":
@@ -138,10 +139,12 @@ class RandomWeights:
             for chunk in range(first // _CHUNK, -(-last // _CHUNK)):
                 digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
                 seeds = np.random.SeedSequence([self._seed, digest, chunk])
-                stream, start = np.random.Generator(np.random.SFC64(seeds)), chunk * _CHUNK
+                stream = np.random.Generator(np.random.SFC64(seeds))
+                start = chunk * _CHUNK
                 count, (shift, scale) = min(last - start, _CHUNK), values.numbers
                 if values.kind == "uniform":
-                    numbers, scale = stream.random(count).astype(np.float32), scale - shift
+                    numbers = stream.random(count).astype(np.float32)
+                    scale = scale - shift
                 else:
                     numbers = stream.standard_normal(count, np.float32)
                 part = numbers[max(first - start, 0) :] * np.float32(scale) + np.float32(shift)
@@ -243,7 +246,8 @@ def find_untrained(meta_model: MetaModel, token_ids: list[int]) -> list[int]:
 def _is_untrained(meta_model: MetaModel, name: str, token_id: int) -> bool:
     """Return whether row ``token_id`` of the matrix ``name`` [V, hidden size] was never trained."""
     row = meta_model.read_rows(name, token_id, token_id + 1).float()
-    norms, distances = [], []
+    norms = []
+    distances = []
     num_rows = meta_model.model.get_parameter(name).shape[0]
     for begin in range(0, num_rows, _CHUNK_ROWS):
         rows = meta_model.read_rows(name, begin, min(begin + _CHUNK_ROWS, num_rows)).float()
@@ -263,7 +267,9 @@ class AdaptedWeights:
     """
 
     def __init__(self, base: Weights | None, seed: int, stored: StoredTensors | None = None) -> None:
-        self._base, self._seed, self._stored = base, seed, stored
+        self._base = base
+        self._seed = seed
+        self._stored = stored
         self._names = set(stored or ())
 
     @property

@@ -90,7 +90,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
             of_weight=None if in_place is None else in_place.float().expand(len(targets), 1),
         )
         if scale is not None and grad_weight is not None:  # as autograd adds it
-            gradient, grad_weight = grad_weight.mul_(scale).to(weight.dtype), None
+            gradient = grad_weight.mul_(scale).to(weight.dtype)
+            grad_weight = None
             weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
         ctx.grads = grad_hidden, grad_weight, grad_bias
         ctx.types = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
@@ -100,7 +101,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sum: torch.Tensor, _: None) -> Any:
-        grads, ctx.grads = ctx.grads, None
+        grads = ctx.grads
+        ctx.grads = None
         scaled = (
             None if grad is None else grad.mul_(grad_sum).to(kind) for grad, kind in zip(grads, ctx.types, strict=True)
         )
@@ -151,7 +153,8 @@ class _TokenCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, bias, positions, targets)
         is_possible = adds_in_place and ctx.needs_input_grad[1] and weight.dtype == dtype == torch.float32
-        ctx.dtype, ctx.parameter = dtype, weight if is_possible else None
+        ctx.dtype = dtype
+        ctx.parameter = weight if is_possible else None
         return _compute_chunks(hidden, weight, bias, positions, targets, dtype)
 
     @staticmethod
@@ -382,7 +385,8 @@ class _HiddenStates(BaseModelOutputWithPast):
 @torch.no_grad()
 def _returns_head_output(model: Any, in_head: _HeadForward) -> bool:
     """Return whether the model's logits are the head's output itself, and not computed from it."""
-    base, weight = model.base_model, model.get_output_embeddings().weight
+    base = model.base_model
+    weight = model.get_output_embeddings().weight
     if base is model:
         return False
     marker = weight.new_zeros(())

@@ -132,7 +132,8 @@ def build_on_meta(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
 @torch.no_grad()
 def read_weights(model: nn.Module, weights: Weights) -> None:
     """Read this rank's part of the weights into a model that Fabric has set up. Call it before any forward pass."""
-    cuts, parameters = flat_shards(model), list(model.named_parameters())
+    cuts = flat_shards(model)
+    parameters = list(model.named_parameters())
     for number, (name, parameter) in enumerate(parameters, 1):
         _progress.info("loading weights %d/%d", number, len(parameters))
         local_part(parameter).copy_(read_local_part(weights, original_name(name), parameter, cuts))
@@ -303,7 +304,8 @@ class _PretrainedWeights:
     """
 
     def __init__(self, model: PreTrainedModel, tensors: StoredTensors) -> None:
-        self._model, self._tensors = model, tensors
+        self._model = model
+        self._tensors = tensors
         self._names: dict[str, list[str]] = {}  # each name of a parameter → all its names
         by_parameter: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -317,7 +319,8 @@ class _PretrainedWeights:
             except (LookupError, RuntimeError, TypeError, ValueError):  # these tensors do not fit together
                 converted = {recipe.first: torch.empty(0, device="meta")}
             for name, tensor in converted.items():
-                self._recipes[name], self._shapes[name] = recipe, tensor.shape
+                self._recipes[name] = recipe
+                self._shapes[name] = tensor.shape
 
     def missing(self) -> list[str]:
         """Return the names of weights that the files do not have under any name."""
@@ -377,12 +380,14 @@ class _PretrainedWeights:
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        prefix, expected = self._model.base_model_prefix, self._model.state_dict()
+        prefix = self._model.base_model_prefix
+        expected = self._model.state_dict()
         recipes: dict[str, _Recipe] = {}
         for stored in sorted(self._tensors, key=dot_natural_key):
             name, pattern = rename_source_key(stored, renamings, converters, prefix, expected)
             if name not in expected and stored in expected:
-                name, pattern = stored, None
+                name = stored
+                pattern = None
             if name in expected:
                 recipe = recipes.setdefault(name, _Recipe(name, by_pattern.get(pattern or "")))
                 recipe.stored.append((pattern or name, stored))
@@ -396,14 +401,17 @@ def read_local_part(weights: Weights, name: str, parameter: nn.Parameter, cuts: 
     file: do not write into it.
     """
     if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
+        mesh = parameter.device_mesh
+        placements = parameter.placements
         shape, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         return weights.read_block(name, offsets, shape)
     if id(parameter) not in cuts:
         return weights.read_block(name, (0,) * parameter.dim(), parameter.shape)
-    cut, rest = cuts[id(parameter)], cuts[id(parameter)].shape[1:]
+    cut = cuts[id(parameter)]
+    rest = cuts[id(parameter)].shape[1:]
     (begin, end), row = cut.range(cut.rank), rest.numel()
-    first, last = begin // row, -(-end // row)
+    first = begin // row
+    last = -(-end // row)
     rows = weights.read_block(name, (first, *(0 for _ in rest)), (last - first, *rest))
     return rows.flatten()[begin - first * row : end - first * row].reshape(parameter.shape)
 

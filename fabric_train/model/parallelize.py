@@ -51,7 +51,8 @@ def check_tensor_parallel(config: PretrainedConfig, source: str, size: int) -> N
     """Check that a model's layers can be sharded among ``size`` ranks; ``source`` names it in the message."""
     if size == 1:
         return
-    given, text = f"--tensor_parallel_size {size}: {source}, a {config.model_type},", config.get_text_config()
+    given = f"--tensor_parallel_size {size}: {source}, a {config.model_type},"
+    text = config.get_text_config()
     plan = _plan(config)
     if not plan or set(plan.values()) - _STYLES.keys():
         raise InputError(f"{given} does not support tensor parallelism here; leave it out")
@@ -172,7 +173,8 @@ def _fully_shard(
     ranks have equal gradients, so FSDP's mean over them is correct. ``mesh`` is from ``FSDP2Strategy``. Each rank
     keeps all of the ``replicated`` parameters.
     """
-    reshard_after_forward, cpu_offload = not arguments.fsdp.keeps_gathered, arguments.fsdp.cpu_offload
+    reshard_after_forward = not arguments.fsdp.keeps_gathered
+    cpu_offload = arguments.fsdp.cpu_offload
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(gathered_dtype(arguments, "fsdp2"), torch.float32),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
@@ -290,7 +292,8 @@ class _Tiles(torch.autograd.Function):
         leaves = [weight.detach().requires_grad_(need) for weight, need in zip(weights, needed, strict=True)]
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         sums = [torch.zeros_like(leaf, dtype=torch.float32) for leaf in trained]
-        flat, grads_of_tokens = hidden.detach().flatten(0, -2), grad_output.flatten(0, -2)
+        flat = hidden.detach().flatten(0, -2)
+        grads_of_tokens = grad_output.flatten(0, -2)
         with _replaced(owners, leaves), torch.enable_grad(), torch.autocast(hidden.device.type, **ctx.autocast):
             for tile in tiles_of(len(flat), size):
                 inputs = flat[tile].requires_grad_(needs_hidden)

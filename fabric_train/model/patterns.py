@@ -28,7 +28,9 @@ class NamePattern:
     """
 
     def __init__(self, option: str, pattern: str, example: str) -> None:
-        self._option, self._pattern, self._example = option, pattern, example
+        self._option = option
+        self._pattern = pattern
+        self._example = example
         if len(pattern) > _MOST_CHARACTERS or _num_copies(pattern) > _MOST_COPIES:
             raise self._fault("the regular expression is too large")
         try:

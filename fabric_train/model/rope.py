@@ -57,7 +57,8 @@ class RopeChange:
                 f"{given}: {shape.source} ({shape.config.model_type}) has no rotary positions that could change, or "
                 "several kinds of them; leave it out"
             )
-        original, positions = original_positions(shape.config), max(shape.max_positions, longest_row)
+        original = original_positions(shape.config)
+        positions = max(shape.max_positions, longest_row)
         if self.theta is not None:
             rope = {**rope, "rope_theta": self.theta}
         if self.scaling is not None:
@@ -73,7 +74,8 @@ class RopeChange:
                 )
         config: Any = copy.deepcopy(shape.config)
         text = config.get_text_config()
-        text.rope_parameters, text.max_position_embeddings = rope, positions
+        text.rope_parameters = rope
+        text.max_position_embeddings = positions
         return replace(shape, config=config, max_positions=positions)
 
 
@@ -112,13 +114,15 @@ def original_positions(config: PretrainedConfig) -> int:
 
 def note_on_rope(stored: ModelShape, used: ModelShape) -> str | None:
     """Return a line on what a run changes of a stored model's positions; None if nothing."""
-    there, here = _describe(stored.config), _describe(used.config)
+    there = _describe(stored.config)
+    here = _describe(used.config)
     return f"{stored.source}: {there} -> {here}" if there != here else None
 
 
 def _describe(config: PretrainedConfig) -> str:
     """Return positions and RoPE in words: ``2,048 positions, llama3 factor 8 from 256 positions, theta 10,000``."""
-    rope, words = rotary_parameters(config), []
+    rope = rotary_parameters(config)
+    words = []
     if rope is None:
         return ""
     text: Any = config.get_text_config()

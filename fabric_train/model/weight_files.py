@@ -130,7 +130,8 @@ class CheckpointTensors(StoredTensors):
 
     def read(self, name: str) -> torch.Tensor:
         """Return the full tensor on the CPU in its stored dtype, maybe a view of the file, which no write changes."""
-        pieces, shape = self._pieces.get(name, ()), self.shape(name)
+        pieces = self._pieces.get(name, ())
+        shape = self.shape(name)
         if len(pieces) == 1 and shape and 0 not in shape:
             return self._file(pieces[0].file).get_slice(name)[:]
         return super().read(name)
@@ -148,7 +149,8 @@ class CheckpointTensors(StoredTensors):
             ]
             if not all(begin < end for begin, end in overlap):
                 continue
-            in_block, in_piece = _relative(overlap, offsets), _relative(overlap, piece.offsets)
+            in_block = _relative(overlap, offsets)
+            in_piece = _relative(overlap, piece.offsets)
             target = block[in_block]
             if target.shape[1:] == piece.shape[1:] and target.is_contiguous():
                 first_row = in_piece[0].start if in_piece else 0
@@ -190,7 +192,7 @@ class CheckpointTensors(StoredTensors):
         return self._headers[path]
 
     def _read_header(self, path: Path) -> dict[str, _InFile]:
-        pieces = dict[str, _InFile]()
+        pieces: dict[str, _InFile] = {}
         file = self._file(path)
         metadata: dict[str, str] = file.metadata() or {}
         begins = self._offsets(path, metadata.pop(SHARDING_INFO, "{}"))
@@ -306,12 +308,15 @@ class ShardedTensor:
 
     def pieces(self, begin: int = 0, end: int = sys.maxsize) -> list[Piece]:
         """Return the pieces that have some of the rows from ``begin`` to ``end``; a tensor of a number has one row."""
-        firsts, num_rows = self.division.first_rows, self.shape[0] if self.shape else 1
+        firsts = self.division.first_rows
+        num_rows = self.shape[0] if self.shape else 1
         numbers = range(max(bisect_right(firsts, begin) - 1, 0), bisect_left(firsts, end))
         found = []
         for number in numbers:
-            first, last = firsts[number], (*firsts[number + 1 : number + 2], num_rows)[0]
-            offsets, shape = ((first, *[0] * (len(self.shape) - 1)), (last - first, *self.shape[1:]))
+            first = firsts[number]
+            last = (*firsts[number + 1 : number + 2], num_rows)[0]
+            offsets = (first, *[0] * (len(self.shape) - 1))
+            shape = (last - first, *self.shape[1:])
             file = self.folder / Path(shard_name(self.folder.name, self.division.ranks[number])).name
             found.append(Piece(file, offsets, shape, self.dtype) if self.shape else Piece(file, (), (), self.dtype))
         return found
@@ -325,7 +330,10 @@ def write_shard_index(folder: Path, entries: Sequence[Entry], first_rows: Mappin
         entries: all tensors, in the order that they have on every rank.
         first_rows: by rank, the first row of what it has written of each tensor, ``NO_ROWS`` for nothing.
     """
-    ranks, numbers, divisions, tensors = np.array(sorted(first_rows)), dict[bytes, int](), list[_Division](), {}
+    ranks = np.array(sorted(first_rows))
+    numbers: dict[bytes, int] = {}
+    divisions: list[_Division] = []
+    tensors = {}
     by_tensor = np.array([first_rows[rank] for rank in ranks.tolist()], dtype=np.int64).T
     for (name, dtype, shape), rows in zip(entries, by_tensor, strict=True):
         number = numbers.setdefault(rows.tobytes(), len(divisions))

@@ -197,8 +197,11 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
         super().__init__(groups, lr=lr, betas=betas)
         self.launch: Callable[[TensorTable], None] | None = None
         """A function that updates all parameters of a table in one kernel launch; None updates them one by one."""
-        self.moments_dtype, self.rounds_stochastically = moments_dtype, stochastic_rounding
-        self.in_8bit, self._elements, self._compiles = {id(each) for each in in_8bit}, elements, compiles
+        self.moments_dtype = moments_dtype
+        self.rounds_stochastically = stochastic_rounding
+        self.in_8bit = {id(each) for each in in_8bit}
+        self._elements = elements
+        self._compiles = compiles
         self._salts = {parameter: salt(seed, name) for parameter, name in names.items()}
         self._counts: dict[nn.Parameter, int] = {}  # of steps, on the host, so that no step waits for the device
 
@@ -273,12 +276,15 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
             self.launch(tensor_table(storage, rows, gradients[0].device))
 
     def _row(self, parameter: nn.Parameter, gradient: torch.Tensor, key: int) -> tuple[Row, Storage]:
-        weights, elements = local_part(parameter), self._elements[parameter]
+        weights = local_part(parameter)
+        elements = self._elements[parameter]
         moments = [self.state[parameter][each] for each in MOMENTS]
         if isinstance(moments[0], Blockwise8Bit):
-            stored, scales = [each.codes for each in moments], [each.scales.data_ptr() for each in moments]
+            stored = [each.codes for each in moments]
+            scales = [each.scales.data_ptr() for each in moments]
         else:
-            stored, scales = [local_part(each) for each in moments], [0, 0]
+            stored = [local_part(each) for each in moments]
+            scales = [0, 0]
         tensors = [weights, gradient, *stored]
         assert all(each.is_contiguous() for each in tensors)
         addresses = [each.data_ptr() for each in tensors]
@@ -306,14 +312,16 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
         gradient = local_part(parameter.grad).reshape(-1)
         for begin in range(0, len(gradient), _CHUNK["cuda"]):  # in chunks, because the elements' indices take memory
             chunk = slice(begin, begin + _CHUNK["cuda"])
-            part, indices = gradient[chunk], None
+            part = gradient[chunk]
+            indices = None
             if self.rounds_stochastically:
                 indices = self._elements[parameter].indices(begin, len(part), part.device)
             compiled_adamw_step()([each[chunk] for each in stored], part, factors, indices, key)
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], key: torch.Tensor) -> None:
         state = self.state[parameter]
-        weights, gradient = flat_local(parameter), local_part(parameter.grad).reshape(-1)
+        weights = flat_local(parameter)
+        gradient = local_part(parameter.grad).reshape(-1)
         moments = [state[key] if isinstance(state[key], Blockwise8Bit) else flat_local(state[key]) for key in MOMENTS]
         size = _CHUNK[weights.device.type]
         for begin in range(0, weights.numel(), size):

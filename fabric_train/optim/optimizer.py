@@ -44,7 +44,9 @@ def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> 
     arXiv:2405.18392. It stays at ``lr`` up to step N - D, and its decay ends at step N + 1, for N steps with D
     steps of decay. In the formula of that paper, these are N + 1 steps with a decay of D + 1.
     """
-    warmup, peak, end = arguments.warmup_steps, arguments.lr, arguments.min_lr
+    warmup = arguments.warmup_steps
+    peak = arguments.lr
+    end = arguments.min_lr
     if step <= warmup:
         return peak * (step / warmup)  # in this order, exactly lr at the last warm-up step
     if not arguments.lr_decay or arguments.lr_schedule == "constant":
@@ -54,10 +56,12 @@ def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> 
     form: str = arguments.lr_schedule
     first = max(warmup, 1)  # the last step at the peak
     if form == "wsd":
-        form, first = decay_form(arguments), num_steps - num_decay_steps(num_steps, arguments)
+        form = decay_form(arguments)
+        first = num_steps - num_decay_steps(num_steps, arguments)
         if step <= first:
             return peak
-    done, total = step - first, num_steps + 1 - first
+    done = step - first
+    total = num_steps + 1 - first
     progress = done / total
     if form == "cosine":
         return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
@@ -245,7 +249,8 @@ def use_triton(optimizer: LowPrecisionAdamW) -> str | None:
 
 def _difference(optimizer: LowPrecisionAdamW, launch: Callable[[TensorTable], None]) -> str | None:
     """Return what differs after two steps of small parameters, None if nothing does."""
-    ours, reference = _small(optimizer), _small(optimizer)
+    ours = _small(optimizer)
+    reference = _small(optimizer)
     ours.launch = launch
     for both in zip(*(each.param_groups[0]["params"] for each in (ours, reference)), strict=True):
         for parameter in both:
@@ -269,7 +274,8 @@ def _small(optimizer: LowPrecisionAdamW) -> LowPrecisionAdamW:
     """Return an optimizer like the given one, over a matrix sharded by columns and an unaligned vector."""
     like = optimizer.param_groups[0]["params"][0]
     numbers = torch.cos(torch.arange(3400, device=like.device)).to(like.dtype)
-    matrix, vector = nn.Parameter(numbers[:2100].clone().view(3, 700)), nn.Parameter(numbers.clone()[2101:])
+    matrix = nn.Parameter(numbers[:2100].clone().view(3, 700))
+    vector = nn.Parameter(numbers.clone()[2101:])
     return LowPrecisionAdamW(
         [{"params": [matrix, vector], "weight_decay": 0.1}],
         lr=1e-2,

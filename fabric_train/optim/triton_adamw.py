@@ -18,13 +18,16 @@ _COLUMNS = tl.constexpr(BLOCK)  # so that the 8-bit numbers with one scale are a
 _ROWS = tl.constexpr(4)  # with 4 warps, a thread has 8 elements: 16 bytes of bfloat16, which is the widest load
 _WARPS = 4
 
-_FP32, _BF16, _8BIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_FP32 = tl.constexpr(0)
+_BF16 = tl.constexpr(1)
+_8BIT = tl.constexpr(2)
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 
 
 def launch(table: TensorTable) -> None:
     """Update the parameters of a table in one launch. The host does not wait for it."""
-    storage, device = table.storage, table.rows.device
+    storage = table.storage
+    device = table.rows.device
     _adamw_kernel[(len(table.owners),)](
         table.rows,
         table.factors,

@@ -24,7 +24,8 @@ TEXT = "#767676"
 COLOURS = (
     *("#3d7fc4", "#d9782d", "#2a9d6f", "#a05fb4", "#c8504f", "#8c6d46", "#1f93a8", "#b08a1e", "#6a7fa8", "#9c5b7d"),
 )
-BETTER, WORSE = "#2a7f46", "#b3402e"
+BETTER = "#2a7f46"
+WORSE = "#b3402e"
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 _WIDTH = 760
 _DIGITS = 5
@@ -213,7 +214,8 @@ def filled(chart: Chart) -> dict[str, Any]:
 
 def draw(charts: Sequence[Chart], picture: Path, *, title: str = "", heights: Sequence[int], columns: int = 1) -> bool:
     """Write charts as a PNG, ``columns`` of them in a row; ``heights`` are in pixels. See :func:`write_png`."""
-    panels, datasets = list[dict[str, Any]](), dict[str, Any]()
+    panels: list[dict[str, Any]] = []
+    datasets: dict[str, Any] = {}
     for number, (chart, height) in enumerate(zip(charts, heights, strict=True)):
         panel = {**filled(chart), "width": _WIDTH // columns, "height": height}
         datasets |= {f"{name}{number}": found for name, found in panel.pop("datasets").items()}
@@ -284,7 +286,8 @@ def sampled(x: np.ndarray, y: np.ndarray, most: int) -> np.ndarray:
 def smoothed(y: np.ndarray, width: int) -> np.ndarray:
     """Return the mean of each value and the ``width - 1`` before it, over those that are finite, float64 [N]."""
     known = np.isfinite(y)
-    sums, counts = np.cumsum(np.where(known, y, 0.0)), np.cumsum(known)
+    sums = np.cumsum(np.where(known, y, 0.0))
+    counts = np.cumsum(known)
     before = np.arange(len(y)) - width
     earlier = before >= 0
     sums = sums - np.where(earlier, sums[np.maximum(before, 0)], 0.0)

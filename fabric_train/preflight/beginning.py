@@ -22,7 +22,8 @@ def choose_beginning(
     A restart by torchrun resumes from the run's newest checkpoint, if there is one. A ``--model_name`` that is a
     checkpoint or a run gives the weights of a run that neither begins with another checkpoint nor continues.
     """
-    start_from, model = arguments.checkpoint, arguments.model
+    start_from = arguments.checkpoint
+    model = arguments.model
     if num_restarts():
         start_from = replace(start_from, resume=True)
         if checkpoints.newest_checkpoint(folder, damages):

@@ -64,7 +64,8 @@ def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: b
         faults += changed_tokenizer(dataset.folder, manifest.tokenizer)
         if not faults and not shape.is_new:
             another = _other_tokenizer(dataset.folder, manifest.tokenizer, shape)
-            faults, notes = list(another.faults), list(another.notes)
+            faults = list(another.faults)
+            notes = list(another.notes)
         if not faults and not global_rank():
             faults += _changed_by_export(dataset, manifest.tokenizer, shape)
     if manifest is None or manifest.tokenizer.vocab_size > shape.vocab_size:
@@ -92,7 +93,8 @@ def note_on_added_tokens(shape: ModelShape, parts: Sequence[TokenDataset]) -> st
     if file is None or tokenizer_file is None:
         return None
     added = read_json(file, AddedVocabulary, "extend the model again, or remove this file")
-    is_missing, num_read = np.ones(len(added.tokens), dtype=bool), 0
+    is_missing = np.ones(len(added.tokens), dtype=bool)
+    num_read = 0
     pieces = [
         (part.train, range(begin, min(begin + _ROWS_AT_ONCE, len(part.train))))
         for part in parts
@@ -146,7 +148,8 @@ def check_deciding_sources(
     arguments: "TrainArguments", data: "TrainingData", objective: Objective
 ) -> EarlyStopping | None:
     """Check the sources of ``--best_by`` and ``--early_stopping``, and return the latter, None if it is not given."""
-    given, names = arguments.evaluation, _validated_sources(data)
+    given = arguments.evaluation
+    names = _validated_sources(data)
     figures = {*given.computed_metrics, *objective.metric_names}
     can_decide = _can_decide(given.best_by, ["all", *names], figures)
     faults = [] if can_decide else [_no_such_source("best_by", given.best_by, names)]
@@ -168,7 +171,8 @@ def faults_of_validation(
     Neither a loss nor a best checkpoint would come of such rows. The same holds for the rows of a source that
     ``--best_by`` or ``--early_stopping`` decides by. Rows are read until one of each is found that has targets.
     """
-    rows, evaluation = data.validation, arguments.evaluation
+    rows = data.validation
+    evaluation = arguments.evaluation
     if rows is None or evaluation.self_check:
         return []
     chosen = select_validation_rows(rows, evaluation.eval_batch_size, evaluation.eval_iters, arguments.data.seed)
@@ -326,7 +330,8 @@ def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -
             f"{folder}: its chats are rendered with another chat template than {shape.source}'s own; "
             "checkpoints and exports will carry the former"
         )
-    ours, theirs = folder / "tokenizer" / "tokenizer.json", _model_file(shape.source, "tokenizer.json")
+    ours = folder / "tokenizer" / "tokenizer.json"
+    theirs = _model_file(shape.source, "tokenizer.json")
     if theirs is None and record.name != shape.source:
         notes.append(
             f"{shape.source} brings no tokenizer.json: whether it is a model of {record.name}, whose tokenizer "
@@ -371,7 +376,8 @@ def _other_bos_eos(folder: Path, record: TokenizerRecord, shape: ModelShape) -> 
     notes = []
     config: Any = shape.config.get_text_config()
     for role, verb in (("bos", "begin"), ("eos", "end")):
-        token, index = getattr(record, f"{role}_token"), getattr(record, f"{role}_token_id")
+        token = getattr(record, f"{role}_token")
+        index = getattr(record, f"{role}_token_id")
         named = getattr(config, f"{role}_token_id", None)
         named = named if isinstance(named, list) else [] if named is None else [named]
         if index is not None and named and index not in named:

@@ -65,7 +65,8 @@ class _LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._known:
                 storage = tensor.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
+                key = storage._cdata
+                size = storage.nbytes()
                 self._known.add(key)
                 weakref.finalize(storage, self._free, key, size)
                 self.now += size
@@ -135,9 +136,11 @@ def trace_activations(shape: ModelShape, arguments: "TrainArguments", batch: Mic
 
     more = trace(kinds[-1], _TRACED_LAYERS)
     left = _further_layers(kinds)
-    kept, most = more.kept, more.most
+    kept = more.kept
+    most = more.most
     for kind, number in left.items():
-        one_more, fewer = trace(kind, _TRACED_LAYERS), trace(kind, _TRACED_LAYERS - 1)
+        one_more = trace(kind, _TRACED_LAYERS)
+        fewer = trace(kind, _TRACED_LAYERS - 1)
         kept += number * (one_more.kept - fewer.kept)
         most += number * (one_more.most - fewer.most)
     further = kept - more.kept
@@ -162,7 +165,8 @@ def _further_layers(kinds: Sequence[LayerKind]) -> Counter[LayerKind]:
 
 def _kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
     """Return the kind of each layer; layers below the first part that trains have no backward pass."""
-    depth, below = shape.config.get_text_config().num_hidden_layers, sum(one.num_below for one in shape.flops.attention)
+    depth = shape.config.get_text_config().num_hidden_layers
+    below = sum(one.num_below for one in shape.flops.attention)
     if not shape.frozen:
         return (None,) * depth
     trained: dict[int, set[str]] = {}
@@ -305,7 +309,8 @@ def _trace_once(given: _Traced) -> Activations:
         peaks = _drop_gradients(model, layers, live, batch.by_unit)
         with live:
             loss = forward()
-            kept, most = live.now, live.most
+            kept = live.now
+            most = live.most
             live.restart()
             loss.backward()
     if not batch.by_unit:
@@ -337,7 +342,8 @@ _PEAKS = ("at_head", "at_last", "after_last", "at_end", "after_end")
 def _drop_gradients(model: Any, layers: list[nn.Module], live: _LiveBytes, by_unit: bool) -> dict[str, int]:
     """Drop gradients as a strategy takes them away, and return a dict that gets the peaks of the backward pass."""
     peaks: dict[str, int] = {}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
 
     def note_peak(name: str) -> None:
         peaks[name] = live.most

@@ -117,7 +117,9 @@ def _sharded_phases(units: Units, layout: Layout, activations: Activations, grad
     The moments of the backward pass are those in the last layer, which comes first, in the one before, in the first
     layer, and those in which the gradients of a unit are reduced.
     """
-    is_fsdp2, layer, size = layout.name == "fsdp2", units.layer, layout.computed
+    is_fsdp2 = layout.name == "fsdp2"
+    layer = units.layer
+    size = layout.computed
     embedding = units.embedding if is_fsdp2 and not units.is_tied else 0  # a unit of its own
     root = units.rest - embedding
     layers = units.num_layers * layer
@@ -125,7 +127,8 @@ def _sharded_phases(units: Units, layout: Layout, activations: Activations, grad
     if layout.accumulation > 1 and not layout.reduces_each:
         summed = (REDUCED_BYTES if is_fsdp2 else size) * units.trained
     earlier = summed or (gradients if layout.accumulation > 1 else 0)
-    trained_layers, trained = units.trained - units.trained_rest, max(units.trained, 1)
+    trained_layers = units.trained - units.trained_rest
+    trained = max(units.trained, 1)
     later = max(earlier, gradients * max(0, trained_layers - units.trained_layer) // trained)
     pending = REDUCED_BYTES * units.trained_layer if is_fsdp2 and units.num_layers > 1 else 0
 
@@ -155,7 +158,8 @@ def _sharded_phases(units: Units, layout: Layout, activations: Activations, grad
     if not units.trained_rest:
         end = [moment("end of backward", root, later, 0, 0)]
         return [max(moments, key=lambda phase: phase.total) for moments in (loss, backward, end)]
-    rest, apart = units.trained_rest, units.trained_embedding if embedding else 0
+    rest = units.trained_rest
+    apart = units.trained_embedding if embedding else 0
     flat = 0 if is_fsdp2 else size * rest
     end = [moment("end of backward", root, later, flat, size * (rest + units.head * units.is_tied))]
     if apart:
@@ -226,7 +230,9 @@ class RunRequest:
         return max((self._forecast(shape) for shape in self.shapes), key=lambda each: each.device_bytes)
 
     def _forecast(self, shape: ModelShape) -> Forecast:
-        units, layout, plan = read_units(shape, self.arguments), self.layout(), self.plan
+        units = read_units(shape, self.arguments)
+        layout = self.layout()
+        plan = self.plan
         activations = trace_activations(shape, self.arguments, batch := self._micro_batch())
         sent = (*collectives_of_step(units.part(plan.world_size // layout.num_gradients), layout),)
         if batch.context_size > 1:
@@ -262,9 +268,11 @@ class RunRequest:
 
     def _micro_batch(self) -> MicroBatch:
         precision = self.arguments.model.precision
-        held, computed = weights_dtype(precision), compute_dtype(precision)
+        held = weights_dtype(precision)
+        computed = compute_dtype(precision)
         gathered = gathered_dtype(self.arguments, self.parallelism)
-        num_rows, context_size = self.arguments.training.micro_batch_size, self.arguments.fsdp.context_parallel_size
+        num_rows = self.arguments.training.micro_batch_size
+        context_size = self.arguments.fsdp.context_parallel_size
         length = self.plan.tokens_per_row
         if context_size > 1:  # a slice of all rows together
             num_rows, length = 1, math.ceil(num_rows * length / context_size)
@@ -282,7 +290,8 @@ class RunRequest:
 
 def make_request(run: PreparedRun) -> RunRequest:
     """Return what the forecast of a run needs to know."""
-    arguments, on_gpu = run.arguments, run.devices.accelerator == "cuda"
+    arguments = run.arguments
+    on_gpu = run.devices.accelerator == "cuda"
     given = parse_size(arguments.planning.device_memory or "")
     share_of_machine = machine_memory() // (run.plan.world_size // arguments.device.num_nodes)
     return RunRequest(
@@ -301,7 +310,8 @@ def make_request(run: PreparedRun) -> RunRequest:
 def check_memory(run: PreparedRun) -> None:
     """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk."""
     request = make_request(run)
-    layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
+    layout = request.layout()
+    ranks = request.plan.world_size // request.arguments.device.num_nodes
     num_parts = layout.num_shards * layout.world_size // layout.num_gradients
     states, _ = bytes_of_states(request.largest, request.arguments)
     if request.largest.adapter:  # each rank has all of it, in fp32
@@ -321,7 +331,8 @@ def check_memory(run: PreparedRun) -> None:
 
 def faults_of_disk(request: RunRequest, number: int) -> list[str]:
     """Return a line if the disk of --output_dir has no room for ``number`` checkpoints of this run, else nothing."""
-    layout, folder = request.layout(), Path(request.arguments.save.output_dir)
+    layout = request.layout()
+    folder = Path(request.arguments.save.output_dir)
     shape = request.largest
     of_states = bytes_of_states(shape, request.arguments)[1]
     has_adapter = shape.adapter is not None  # whose base is not in a checkpoint

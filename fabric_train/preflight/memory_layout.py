@@ -138,7 +138,8 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
     adapter_states, saved_adapter_states = bytes_of_states(of_adapter, arguments)
     # states of whole modules have the dtype that they have beside the adapter
     all_states, all_saved_states = bytes_of_states(shape, arguments)
-    states, saved_states = all_states - adapter_states, all_saved_states - saved_adapter_states
+    states = all_states - adapter_states
+    saved_states = all_saved_states - saved_adapter_states
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained_in = [sum(one.numel() for one in layer.parameters() if names[id(one)] in shape.trained) for layer in layers]
     trained = shape.num_trained - of_adapter.num_trained
@@ -191,7 +192,8 @@ def offloaded_bytes(shape: ModelShape, layout: Layout, states: int) -> int:
 
 def make_layout(arguments: "TrainArguments", plan: StepPlan, parallelism: str) -> Layout:
     """Return the layout that the arguments of a run ask for."""
-    precision, fsdp = arguments.model.precision, arguments.fsdp
+    precision = arguments.model.precision
+    fsdp = arguments.fsdp
     num_gradients = plan.num_data_ranks * fsdp.context_parallel_size
     num_shards = num_gradients if parallelism in ("fsdp", "fsdp2") else 1
     if parallelism == "fsdp" and fsdp.sharding_strategy == "NO_SHARD":
@@ -234,7 +236,9 @@ class Collective:
 def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
     """Return the collectives of a step, without losses and counts (a few bytes) and without tensor parallelism."""
     units = units.reduced_by(layout.name)
-    copies, shards, total = layout.num_copies, layout.num_shards, units.total
+    copies = layout.num_copies
+    shards = layout.num_shards
+    total = units.total
     if not layout.is_sharded:
         sent = 2 * _ring(REDUCED_BYTES * (units.trained + units.adapter), copies)
         return [Collective("all-reduce of gradients", copies, sent, _leaving(sent, layout))] if sent else []
@@ -251,7 +255,8 @@ def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
     ]
     if units.adapter:
         result = [each for each in result if each.sent]  # a frozen base has no gradients
-        ranks, sent = layout.num_gradients, 2 * _ring(units.adapter_bytes, layout.num_gradients)
+        ranks = layout.num_gradients
+        sent = 2 * _ring(units.adapter_bytes, layout.num_gradients)
         result.append(Collective("all-reduce of the adapter's gradients", ranks, sent, _leaving(sent, layout)))
     if copies > 1 and units.trained:
         sent = reductions * 2 * _ring(REDUCED_BYTES * units.trained // shards, copies)

@@ -67,7 +67,8 @@ def print_plan(run: PreparedRun) -> None:
 
 def _plan_part(run: PreparedRun) -> list[str]:
     """Print the plan of the steps with the same token datasets, and return why it does not fit."""
-    request, given = make_request(run), run.arguments.planning
+    request = make_request(run)
+    given = run.arguments.planning
     try:
         forecast = request.forecast()
     except TraceError as error:
@@ -104,7 +105,8 @@ def busiest_rank(flops: ModelFlops, borders: np.ndarray, num_ranks: int) -> floa
 
 def _show_balance(run: PreparedRun) -> str:
     """Say how evenly the ranks that compute the same rows share the work, in some micro-batches of the run."""
-    size, number = run.arguments.fsdp.context_parallel_size, run.arguments.training.micro_batch_size
+    size = run.arguments.fsdp.context_parallel_size
+    number = run.arguments.training.micro_batch_size
     assert not isinstance(run.data, Stream)
     starts = range(0, len(run.data.train), max(number, len(run.data.train) // _BALANCED))
     worst = 1.0
@@ -122,13 +124,16 @@ def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
     if forecast.device_bytes > request.device_memory:
         parts = {**forecast.budget.most.parts, "the process itself": forecast.process}
         listed = ", ".join(f"{name} {show_size(size)}" for name, size in parts.items() if size)
-        needed, there = show_size(forecast.device_bytes), show_size(request.device_memory)
-        where, change = "a device" if forecast.on_gpu else "a rank", _change_that_fits(request)
+        needed = show_size(forecast.device_bytes)
+        there = show_size(request.device_memory)
+        where = "a device" if forecast.on_gpu else "a rank"
+        change = _change_that_fits(request)
         faults.append(f"the run needs {needed} on {where}, which has {there}: {listed}; {change} ({DOES_NOT_FIT})")
     if request.is_elsewhere:
         return faults
     if request.on_gpu and forecast.host_bytes > machine_memory():
-        needed, there = show_size(forecast.host_bytes), show_size(machine_memory())
+        needed = show_size(forecast.host_bytes)
+        there = show_size(machine_memory())
         faults.append(f"the ranks of a machine need {needed} of its {there} of memory; give --async_save false")
     return [*faults, *faults_of_disk(request, request.num_checkpoints() + 1)]
 
@@ -157,7 +162,9 @@ def _change_that_fits(request: RunRequest) -> str:
 
 
 def _apply(request: RunRequest, changes: Iterable[Mapping[str, Any]]) -> RunRequest:
-    arguments, plan, parallelism = request.arguments, request.plan, request.parallelism
+    arguments = request.arguments
+    plan = request.plan
+    parallelism = request.parallelism
     for name, value in (item for change in changes for item in change.items()):
         if name == "devices":
             plan = _split_again(plan, arguments.training.micro_batch_size, value * arguments.device.num_nodes)
@@ -179,7 +186,8 @@ def _apply(request: RunRequest, changes: Iterable[Mapping[str, Any]]) -> RunRequ
 
 
 def _changes(request: RunRequest) -> Iterator[dict[str, Any]]:
-    arguments, world_size = request.arguments, request.plan.world_size
+    arguments = request.arguments
+    world_size = request.plan.world_size
     if world_size > 1 and request.parallelism == "ddp":
         yield {"parallelism": "fsdp"}
     if world_size > 1 and arguments.fsdp.sharding_strategy != "FULL_SHARD":
@@ -229,7 +237,9 @@ def _split_again(plan: StepPlan, micro_batch_size: int, world_size: int) -> Step
 
 
 def _counts(forecast: Forecast, run: PreparedRun) -> Table:
-    units, layout, plan = forecast.units, forecast.layout, run.plan
+    units = forecast.units
+    layout = forecast.layout
+    plan = run.plan
     table = facts_table(f"Plan{run.steps_in_words}")
     trained = "" if units.trained == units.total else f"; {units.trained + units.adapter:,} train"
     if units.adapter:
@@ -308,7 +318,8 @@ def resolve_automatic(run: PreparedRun) -> PreparedRun:
 
     Nothing is recomputed or compiled without a GPU, or for evaluation alone, and there is no note.
     """
-    fsdp, evaluation = run.arguments.fsdp, run.arguments.evaluation
+    fsdp = run.arguments.fsdp
+    evaluation = run.arguments.evaluation
     is_trivial = run.devices.accelerator != "cuda" or evaluation.eval_only
     if fsdp.compile == "auto":
         run = _with(run, compile=False) if is_trivial or evaluation.self_check else _choose_compile(run)
@@ -345,7 +356,9 @@ def _choose_checkpointing(run: PreparedRun) -> PreparedRun:
 
 def _choose_tiles(run: PreparedRun) -> PreparedRun:
     """Take tiles if all layers are recomputed and the run would still not fit."""
-    fsdp, request, whole = run.arguments.fsdp, make_request(run), _with(run, mlp_tile_size="none")
+    fsdp = run.arguments.fsdp
+    request = make_request(run)
+    whole = _with(run, mlp_tile_size="none")
     usable = round(_USABLE_SHARE * request.device_memory)
     is_compiled = fsdp.compile is True and run.given.fsdp.compile != "auto"
     if fsdp.activation_checkpointing != "full" or is_compiled or not (change := change_to_tiles(request)):
@@ -381,7 +394,8 @@ def _choose_compile(run: PreparedRun) -> PreparedRun:
 
 def _seconds_of_training(run: PreparedRun) -> float:
     """Estimate how long the run's steps take without compiling, also those before a resume: nothing changes by it."""
-    plan, precision = run.plan, run.arguments.model.precision
+    plan = run.plan
+    precision = run.arguments.model.precision
     name = "" if run.arguments.planning.plans_for_others else torch.cuda.get_device_name()
     peak = peak_flops(name, compute_dtype(precision)) or _PEAK_OF_A100
     flops_of_step = run.model.flops.of([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size

@@ -66,7 +66,8 @@ class Stretch:
         """Raise an InputError if the phase's ``max_length`` is not the length of its rows, one of ``rows``."""
         stated = self.opening.data.get("max_length") if self.opening else None
         if stated is not None and rows != {stated}:
-            folders, there = ", ".join(self.arguments.data.data_dirs), ", ".join(f"{one:,}" for one in sorted(rows))
+            folders = ", ".join(self.arguments.data.data_dirs)
+            there = ", ".join(f"{one:,}" for one in sorted(rows))
             raise InputError(
                 f"{self.option}max_length {stated}: the rows of {folders} have {there} tokens; tokenize with "
                 f"--max_length {stated}, or say what they have"
@@ -77,7 +78,8 @@ def read_stretches(arguments: "TrainArguments") -> list[Stretch]:
     """Return the stretches of a run in their order, with the phases of ``--phases``."""
     given = read_phases(arguments)
     begin = [0, *(number for number, phase in enumerate(given) if phase.data)]
-    stretches, present = [], arguments
+    stretches = []
+    present = arguments
     for place, (first, after) in enumerate(zip(begin, [*begin[1:], len(given)], strict=True)):
         opening = given[first] if place else None
         if opening is not None:
@@ -113,7 +115,8 @@ def _with_data(before: "TrainArguments", phase: GivenPhase) -> "TrainArguments":
 
 def read_phases(arguments: "TrainArguments") -> list[GivenPhase]:
     """Return what ``--phases`` has, in its order; empty without it, and if nothing is trained."""
-    path, num_steps = arguments.data.phases, arguments.training.max_step
+    path = arguments.data.phases
+    num_steps = arguments.training.max_step
     if path is None or arguments.evaluation.only_reads:
         return []
     if num_steps is None:
@@ -140,16 +143,20 @@ def plan_phases(stretch: Stretch, data: TrainingData) -> tuple[RunPhase, ...]:
 
     A phase without shares keeps those before it.
     """
-    given, training = stretch.phases, stretch.arguments.training
+    given = stretch.phases
+    training = stretch.arguments.training
     if not given:
         return ()
     assert isinstance(data, TokenMixture)  # DataArguments.mixes
     assert training.max_step is not None
-    rows, phases, freeze = data.rows_per_epoch, list[RunPhase](), tuple(stretch.arguments.model.freeze or ())
+    rows = data.rows_per_epoch
+    phases: list[RunPhase] = []
+    freeze = tuple(stretch.arguments.model.freeze or ())
     ends = [*(phase.first_step - 1 for phase in given[1:]), stretch.last_step or training.max_step]
     for phase, last_step in zip(given, ends, strict=True):
         rows = data.rows_of(phase.shares) if phase.shares else rows
-        schedule, parts = _schedule(phase, last_step, training), None
+        schedule = _schedule(phase, last_step, training)
+        parts = None
         if phase.train_only:
             parts = Parts(phase.train_only, freeze, f"{phase.where}: train_only")
         phases.append(RunPhase(phase.first_step, last_step, rows, schedule, parts))
@@ -160,7 +167,8 @@ def choose_parts(
     stretch: Stretch, model: ModelShape, phases: Sequence[RunPhase]
 ) -> tuple[ModelShape, dict[int, ModelShape]]:
     """Return the model with the parts of ``--train_only`` and ``--freeze``, and see ``PreparedRun.models``."""
-    given, first_step = stretch.arguments.model, stretch.first_step
+    given = stretch.arguments.model
+    first_step = stretch.first_step
     option = next((phase.parts.option for phase in phases if phase.parts), None)
     option = "--train_only" if given.train_only else "--freeze" if given.freeze else option
     if option and model.adapter:
@@ -189,7 +197,8 @@ def _read(path: str, arguments: "TrainArguments", num_steps: int) -> list[GivenP
     kinds: dict[str, Any] = {"from": NonNegativeFloat}
     kinds |= dict.fromkeys(_SHARES, list[NonNegativeFloat] | list[dict[str, Any]] | list[str])
     kinds |= {name: hints[name] for name in (*RATE_ARGUMENTS, *_OF_DATA)} | {"train_only": list[str]}
-    phases, faults = [], []
+    phases = []
+    faults = []
     for number, item in enumerate(content, 1):
         where = f"{path}: phase {number}"
         values: dict[str, Any] = {}

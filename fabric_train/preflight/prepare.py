@@ -98,7 +98,9 @@ def prepare(
     ``damages`` are the checkpoints that are known to be damaged. Unless it ``compares``, the run need not fit the
     checkpoint that it continues.
     """
-    folder, given, only_reads = Path(arguments.save.output_dir), arguments, arguments.evaluation.only_reads
+    folder = Path(arguments.save.output_dir)
+    given = arguments
+    only_reads = arguments.evaluation.only_reads
     check_output_dir(folder, *arguments.data.data_dirs, arguments.checkpoint.checkpoint)
     if arguments.logging.profiled_steps is not None:
         check_no_links_in(folder / "profile")
@@ -161,7 +163,8 @@ def _prepare_stretch(
     before: PreparedRun | None = None,
 ) -> PreparedRun:
     """Prepare the steps with the same token datasets; ``before`` are those with the ones before, in the same run."""
-    arguments, only_reads = stretch.arguments, given.evaluation.only_reads
+    arguments = stretch.arguments
+    only_reads = given.evaluation.only_reads
     folder = Path(arguments.save.output_dir)
     data = _open_data(arguments, folder, checkpoint, stretch.phases)
     if not isinstance(data, Stream):
@@ -290,11 +293,13 @@ def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None])
 
 def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
     """Count the processes and check that they can compute the run."""
-    device, planning = arguments.device, arguments.planning
+    device = arguments.device
+    planning = arguments.planning
     if planning.checks and str(device.devices) in ("auto", "-1"):
         device = replace(device, devices=1)
     if planning.plans_for_others and not (planning.checks and device.accelerator == "cpu"):
-        accelerator, num_devices = "cuda", strategy.count_planned_devices(device.devices)
+        accelerator = "cuda"
+        num_devices = strategy.count_planned_devices(device.devices)
     else:
         accelerator = strategy.resolve_accelerator(device.accelerator)
         num_devices = strategy.count_devices(device.devices, accelerator)
@@ -336,7 +341,8 @@ def _open_data(
         if dataset is None:
             raise InputError("--eval_only true needs --train_data_dir: the token dataset with the validation split")
         return dataset
-    tokenizer_name, streamed = arguments.model.model_name, None
+    tokenizer_name = arguments.model.model_name
+    streamed = None
     if checkpoint:
         streamed = checkpoints.read_trainer_json(checkpoint).stream
         if (checkpoint / "tokenizer").is_dir():
@@ -346,7 +352,8 @@ def _open_data(
 
 
 def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TrainingData) -> ModelShape:
-    given, layer_class = arguments.model, arguments.fsdp.auto_wrap_policy
+    given = arguments.model
+    layer_class = arguments.fsdp.auto_wrap_policy
     adapter = choose_adapter(arguments.adapter)
     if checkpoint and is_adapter(checkpoint) and adapter is None:
         raise InputError(
@@ -380,7 +387,8 @@ def _check_frozen_ties(run: PreparedRun) -> None:
     is_frozen = any(name not in model.trained for model in (run.model, *run.models.values()) for name in tied)
     is_whole = run.arguments.fsdp.sharding_strategy == "NO_SHARD" or run.devices.world_size == 1
     if is_whole and (is_frozen or (tied and run.model.adapter)):
-        alone, cause = run.devices.world_size == 1, "an adapter" if run.model.adapter else "frozen parts"
+        alone = run.devices.world_size == 1
+        cause = "an adapter" if run.model.adapter else "frozen parts"
         given = "--parallelism fsdp on one device" if alone else "--sharding_strategy NO_SHARD"
         raise InputError(
             f"{given} does not work with {cause} of a model whose head is its embedding; "
@@ -397,7 +405,8 @@ def _data_order(
         rows = list(data.rows_per_epoch)
         later = tuple(PhaseRows(phase.first_step, phase.rows_per_epoch) for phase in phases)
         return DataOrder(data.fingerprint, sum(rows), rows_per_window, given.seed, Mixture.VERSION, rows, later)
-    identities, shares = data.documents.identities(), data.documents.shares
+    identities = data.documents.identities()
+    shares = data.documents.shares
     return StreamOrder(
         sources=[identity for of_place in identities for identity in of_place],
         text_column=given.text_column,

@@ -132,7 +132,8 @@ def _arguments(
     """Return the run's arguments on these devices: with the same windows, and without outputs of its own."""
     num_devices = count_devices(device.devices, resolve_accelerator(device.accelerator)) * device.num_nodes
     fsdp = given.fsdp if num_devices == there.num_devices else _on_other_devices(given.fsdp, num_devices)
-    num_ranks, rows = num_devices // fsdp.ranks_of_rows, saved.data.rows_per_window
+    num_ranks = num_devices // fsdp.ranks_of_rows
+    rows = saved.data.rows_per_window
     if rows % num_ranks:
         raise InputError(f"--devices: {num_ranks} devices cannot share the {rows} rows of a step equally; give another")
     sizes = range(1, given.training.micro_batch_size + 1)
@@ -250,7 +251,8 @@ def _check_rows(run: PreparedRun, logged: list[Metrics], last: int) -> tuple[lis
     """Compare the rows of the steps with the logged hashes and checksums; return faults, and a line on the content."""
     if isinstance(run.data, Stream):
         return [], "not checked: the sources of a stream are compared by name, size and hash"
-    order, before = run.plan.window_order(run.arguments.data.seed), run.plan.data_starts_after
+    order = run.plan.window_order(run.arguments.data.seed)
+    before = run.plan.data_starts_after
     state = run.start.state
     rows_hash = order.rows_hash(state.step - before) if state.step >= before else ""
     if state.rows_hash is not None and state.step > before and rows_hash != state.rows_hash:

@@ -92,7 +92,8 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
 
     An InputError has one line for each difference that would change those steps.
     """
-    arguments, plan = run.arguments, run.plan
+    arguments = run.arguments
+    plan = run.plan
     saved = read_trainer_json(checkpoint)
     advice = (
         "resume with the same, or take only its weights with --weights_only true (docs/reference/errors.md#other-data)"
@@ -139,7 +140,9 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
 
 def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
     """Return a branch with the arguments in its lineage that the user has changed, and notes for the user."""
-    plan, start, given = run.plan, run.start, run.given.checkpoint.branch
+    plan = run.plan
+    start = run.start
+    given = run.given.checkpoint.branch
     if plan.num_steps <= start.state.step:
         raise InputError(
             f"--branch {given}: the checkpoint is at step {start.state.step}, and the branch would end at step "
@@ -172,7 +175,8 @@ def find_changes_of_begun_phases(run: PreparedRun, there: TrainerJson, step: int
     """Yield the changes of rates and parts of phases that have begun by ``step``; rows are in the data order."""
     saved, current = (_values_of_phases(one.phase_schedules, one.phase_parts) for one in (there, run))
     for first_step in sorted(first for first in {*saved, *current} if first <= step):
-        then, now = saved.get(first_step, {}), current.get(first_step, {})
+        then = saved.get(first_step, {})
+        now = current.get(first_step, {})
         for name in (*RATE_ARGUMENTS, "train_only"):
             if then.get(name) != now.get(name):
                 yield Change(name, then.get(name), now.get(name), option=f"--phases from step {first_step}")
@@ -231,12 +235,15 @@ def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, li
     number of steps than before. Then the schedule keeps its length, and the rate stays as at its last step; with
     ``--allow_changes``, or another schedule, it follows the run.
     """
-    step, now, saved = run.start.state.step, run.schedules.at(run.start.state.step), read_trainer_json(checkpoint)
+    step = run.start.state.step
+    now = run.schedules.at(run.start.state.step)
+    saved = read_trainer_json(checkpoint)
     had_steps, kept, is_same = _schedule_there(run, now, saved)
     # a later phase may go on in the schedule of the run
     if now.last_step is not None and saved.schedule_steps != saved.num_steps:
         run = run.keeping(replace(run.schedules.of_run, num_steps=int(saved.schedule_steps)))
-    last_step, num_steps = now.last_step or run.plan.num_steps, now.num_steps
+    last_step = now.last_step or run.plan.num_steps
+    num_steps = now.num_steps
     if not is_same:
         rate = run.schedules.rate(step + 1)
         return run, [f"the schedule has changed: the learning rate is {rate:g} at step {step + 1}"]
@@ -286,7 +293,9 @@ def _faults_of_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
     """
     if isinstance(run.data, Stream) or run.start.state.step > run.plan.num_steps or global_rank():
         return []
-    step, saved, before = run.start.state.step, run.start.state.rows_hash, run.plan.data_starts_after
+    step = run.start.state.step
+    saved = run.start.state.rows_hash
+    before = run.plan.data_starts_after
     known = (0, "")
     if (step - before) * run.plan.rows_per_window > _HASHED_AGAIN:
         logged = read_metrics(run.folder / "metrics.csv", step - 1)

@@ -174,7 +174,8 @@ def fault_of_decay(training: "TrainingArguments", num_steps: int, of: str = "the
     """Return a fault if a ``wsd`` schedule has no step at its peak between warm-up and decay, else None."""
     if training.lr_schedule != "wsd" or not training.lr_decay:
         return None
-    decay, rises = num_decay_steps(num_steps, training), max(training.warmup_steps, 1)
+    decay = num_decay_steps(num_steps, training)
+    rises = max(training.warmup_steps, 1)
     if decay + rises <= num_steps:
         return None
     given = f"--decay_steps {decay}" if training.decay_steps else f"--decay_share {training.decay_share:g}"
@@ -185,7 +186,8 @@ def fault_of_decay(training: "TrainingArguments", num_steps: int, of: str = "the
 
 
 def _notes(arguments: "TrainArguments", num_steps: int, in_epochs: int | None, data: TrainingData) -> list[str]:
-    notes, training = [], arguments.training
+    notes = []
+    training = arguments.training
     if training.max_step and in_epochs and training.max_step > in_epochs:
         notes.append(
             f"--max_step {training.max_step} is beyond the data: {training.number_epochs} epochs end at step "
@@ -243,7 +245,8 @@ class Costs:
         until it is complete at risk: that costs as much as a restart that takes longer by this time. If it takes longer
         than the interval, the next save waits for it.
         """
-        behind, cycle = self.restart + self.background, self.stall + max(interval, self.background)
+        behind = self.restart + self.background
+        cycle = self.stall + max(interval, self.background)
         exponents = behind / self.between_failures, cycle / self.between_failures
         if sum(exponents) > 500 or not interval:  # next to nothing
             return 0.0
@@ -252,8 +255,10 @@ class Costs:
 
 def describe_saves(run: PreparedRun, checkpoint_bytes: int) -> Table:
     """Return the rate of failures, what a save and a start cost, the best interval of saves, and the run's."""
-    given, table = run.arguments, facts_table("Saves and failures")
-    hours, world_size = given.planning.mtbf_hours or LLAMA_3_HOURS, run.plan.world_size
+    given = run.arguments
+    table = facts_table("Saves and failures")
+    hours = given.planning.mtbf_hours or LLAMA_3_HOURS
+    world_size = run.plan.world_size
     rate = f"one in {describe_seconds(3600 * hours / world_size)}: "
     rate += f"{counted(world_size, 'device')}, each one in {hours:,.0f} h"
     rate += "" if given.planning.mtbf_hours else ", the rate of Llama 3: 419 in 54 days on 16,384 GPUs"
@@ -263,7 +268,9 @@ def describe_saves(run: PreparedRun, checkpoint_bytes: int) -> Table:
     stalled = f"steps wait {describe_seconds(costs.stall)}, complete after {describe_seconds(costs.save)}"
     table.add_row("a save", f"{stalled} ({sources[0]})")
     table.add_row("a restart", f"{describe_seconds(costs.restart)} ({sources[1]})")
-    step, best, interval = (times.step if times else None), costs.best_interval, given.save.save_step_interval
+    step = times.step if times else None
+    best = costs.best_interval
+    interval = given.save.save_step_interval
     if step is None:
         advice = (
             f"train some steps with --output_dir {run.folder}, and plan again with --resume true to have it in steps"
@@ -271,7 +278,8 @@ def describe_saves(run: PreparedRun, checkpoint_bytes: int) -> Table:
         table.add_row("best interval", f"{describe_seconds(best)}, goodput {costs.goodput(best):.2%}; {advice}")
         return table
     steps = min(max(round(best / step), 1), run.plan.num_steps)
-    goodput, chosen = costs.goodput(steps * step), costs.goodput(min(interval, run.plan.num_steps) * step)
+    goodput = costs.goodput(steps * step)
+    chosen = costs.goodput(min(interval, run.plan.num_steps) * step)
     table.add_row(
         "best interval",
         f"--save_step_interval {steps}, {describe_seconds(steps * step)}: goodput {goodput:.2%}; a step takes "
@@ -289,14 +297,17 @@ def _costs(
     run: PreparedRun, times: RunTimes | None, checkpoint_bytes: int, between_failures: float
 ) -> tuple[Costs, tuple[str, str]]:
     """Return the costs, if possible of the run in the output folder, and where save and start are from."""
-    machines, is_async = run.arguments.device.num_nodes, run.arguments.save.async_save
+    machines = run.arguments.device.num_nodes
+    is_async = run.arguments.save.async_save
     save = checkpoint_bytes / (_WRITTEN * machines)
     stall = min(checkpoint_bytes / (_COPIED * run.plan.world_size), save) if is_async else save
     copied = f", copied at {show_size(_COPIED)}/s a device" if is_async else ""
     of_save = f"assumed: {show_size(checkpoint_bytes)}{copied}, written at {show_size(_WRITTEN)}/s a machine"
-    restart, of_start = _START, "assumed"
+    restart = _START
+    of_start = "assumed"
     if times and times.stall is not None and times.save is not None:
-        stall, save = times.stall, times.save
+        stall = times.stall
+        save = times.save
         of_save = f"median of {len(times.saves)} in {run.folder}, on {counted(times.num_devices, 'device')}"
     if times and times.start is not None:
         restart = times.start

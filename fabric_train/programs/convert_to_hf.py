@@ -88,7 +88,8 @@ def main() -> None:
     """Convert and verify each checkpoint, or the average; a failure of one of several does not stop the others."""
     arguments = parse_arguments(ConvertArguments)
     targets, damaged, request = plan_exports(arguments)
-    output_dir, failed = Path(arguments.output_dir), []
+    output_dir = Path(arguments.output_dir)
+    failed = []
     for target, source in targets.items():
         try:
             report, is_new = export(source, target, arguments)
@@ -131,7 +132,8 @@ def plan_exports(
     from fabric_train.model.hf_model import quiet_transformers
 
     damaged: list[str] = []
-    paths, output_dir = [Path(path) for path in arguments.checkpoint], Path(arguments.output_dir)
+    paths = [Path(path) for path in arguments.checkpoint]
+    output_dir = Path(arguments.output_dir)
     dtype = getattr(torch, arguments.dtype)
     request = PushRequest.of(arguments, "model") if arguments.push_to_hub else None
     merges = arguments.merge_into if arguments.merge else None
@@ -203,7 +205,8 @@ def print_report(report: "VerificationReport", name: str) -> None:
 
     from fabric_train.cli.output import open_console
 
-    tensors, logits = report.tensors, report.logits
+    tensors = report.tensors
+    logits = report.logits
     faulty = f"{len(tensors.missing)}, {len(tensors.unexpected)}, {len(tensors.different)}"
     table = Table("compared with the checkpoint", "found", title=f"{name}, verified by a fresh process")
     table.add_row("tensors, bit for bit", f"{tensors.compared} ({tensors.parameters:,} parameters, {report.dtype})")

@@ -37,7 +37,9 @@ def main() -> None:
     from fabric_train.model.hf_model import quiet_transformers
 
     quiet_transformers()
-    name, folder, tokenizer_only = arguments.model_name, Path(arguments.output_dir), arguments.tokenizer_only
+    name = arguments.model_name
+    folder = Path(arguments.output_dir)
+    tokenizer_only = arguments.tokenizer_only
     commit, sizes = download(name, folder, arguments.revision, tokenizer_only, arguments.pickles)
     for file, size in sizes.items():
         print(f"{size:>15,}  {file}")

@@ -22,7 +22,8 @@ def main() -> None:
         prompts.chat_in_terminal(prompts.Conversation(model, tokenizer, encoder, arguments))
     else:
         model, generated = prompts.continue_prompt(arguments, prints=True)
-        count, kind = len(generated.new_ids), str(model.dtype).removeprefix("torch.")
+        count = len(generated.new_ids)
+        kind = str(model.dtype).removeprefix("torch.")
         speed = f"{count / generated.seconds:.1f} tokens/s ({model.device.type}, {kind})"
         print(f"{count} tokens in {generated.seconds:.1f} s, {speed}", file=sys.stderr)
 

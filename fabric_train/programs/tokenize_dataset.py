@@ -161,7 +161,8 @@ def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
     from fabric_train.cli.output import open_console
 
     console = open_console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
-    ledger, tokenizer = outcome.manifest.ledger, outcome.manifest.tokenizer
+    ledger = outcome.manifest.ledger
+    tokenizer = outcome.manifest.tokenizer
     columns = ("documents", "tokens", "rows", "supervised", "padding", "left over")
     table = Table("split", *columns, box=box.SIMPLE, pad_edge=False, collapse_padding=True)
     for column in table.columns[1:]:

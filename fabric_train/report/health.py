@@ -127,7 +127,8 @@ def _slower(table: MetricsTable) -> Iterator[Finding]:
         return
     speeds = table.columns["tokens_per_second"][known]
     quarter = len(speeds) // 4
-    before, after = float(np.median(speeds[:quarter])), float(np.median(speeds[-quarter:]))
+    before = float(np.median(speeds[:quarter]))
+    after = float(np.median(speeds[-quarter:]))
     if after < _SLOWER * before:
         yield Finding(
             f"The run got slower: {before:,.0f} tokens/s in its first quarter, {after:,.0f} in its last: look for "

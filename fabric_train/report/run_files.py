@@ -89,7 +89,8 @@ class RunFiles:
     @cached_property
     def log(self) -> list[LogLine]:
         """The lines of run.log that begin with a time, without the rows of tables."""
-        lines, step = list[LogLine](), 0
+        lines: list[LogLine] = []
+        step = 0
         with (self.folder / "run.log").open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 if found := _LOG_LINE.match(redact(line)):
@@ -165,7 +166,8 @@ def best_step(run: RunFiles) -> int | None:
 
 def open_runs(given: Sequence[str]) -> list[RunFiles]:
     """Return the run folders; a checkpoint, such as RUN/best, means its run. An InputError names the others."""
-    runs, faults = list[RunFiles](), list[str]()
+    runs: list[RunFiles] = []
+    faults: list[str] = []
     for place in given:
         folder = Path(place)
         if _SHORT_NAME.fullmatch(folder.name) and not (folder / "config.yaml").is_file():

@@ -97,7 +97,8 @@ def _guarded_rows(build: Callable[[], list[tuple[str, Any]]]) -> list[tuple[str,
 
 
 def _trained(run: RunFiles, price_per_hour: float | None) -> list[tuple[str, Any]]:
-    record, saved = run.record, run.saved
+    record = run.record
+    saved = run.saved
     origin = record.origin
     begun = "random weights" if origin is None else origin.name
     if origin is not None and origin.revision:
@@ -153,7 +154,8 @@ def _results(run: RunFiles) -> Iterator[Section]:
     if not found["result_rows"]:
         yield Section("results", "Results", "The run has no evaluation yet.")
         return
-    now, first = found["now"], found["first"]
+    now = found["now"]
+    first = found["first"]
     about = f"After step {now.step:,}"
     if first.step < now.step:
         about += f"; before the arrows, after step {first.step:,}"
@@ -249,7 +251,7 @@ def _block(text: str) -> str:
 
 def _data(run: RunFiles) -> Iterator[Section]:
     record = run.record
-    parts = list[str]()
+    parts: list[str] = []
     if sources := [card_facts.source_row(one) for one in card_facts.stored_sources(record)]:
         columns = "source | share of the token dataset | tokens | documents | files | SHA-256 or revision"
         parts.append(table(columns, sources))

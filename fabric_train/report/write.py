@@ -34,11 +34,13 @@ def write_report(runs: Sequence[RunFiles], page: Path, price_per_hour: float | N
         InputError: a file cannot be written.
     """
     if len(runs) == 1:
-        title, sections = f"Report of {runs[0].name}", run_sections(runs[0], price_per_hour)
+        title = f"Report of {runs[0].name}"
+        sections = run_sections(runs[0], price_per_hour)
     else:
         title = f"{' and '.join(run.name for run in runs)} compared"
         sections = comparison_sections(runs, price_per_hour)
-    markdown, picture = page.with_suffix(".md"), page.with_suffix(".png")
+    markdown = page.with_suffix(".md")
+    picture = page.with_suffix(".png")
     for file in (page, markdown, picture):
         check_no_link(file)
     charts = [chart for section in sections for chart in section.charts if chart.key in _HEIGHTS]
@@ -61,7 +63,7 @@ def _has_metrics(run: RunFiles) -> bool:
 
 def comparison_sections(runs: Sequence[RunFiles], price_per_hour: float | None = None) -> list[Section]:
     """Return the sections on several runs; ``price_per_hour`` is of one device."""
-    faults = dict[str, str]()
+    faults: dict[str, str] = {}
     configurations = [_read(run, "config.yaml", lambda run: run.config, faults) or {} for run in runs]
     tables = [_read(run, "metrics.csv", lambda run: run.metrics, faults) for run in runs]
     records = [_read(run, "checkpoint", lambda run: run.record, faults) for run in runs]

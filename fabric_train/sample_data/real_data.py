@@ -244,7 +244,8 @@ def _read_deb(content: bytes) -> dict[str, bytes]:
     """
     position = len("!<arch>\n")
     while position < len(content):
-        name, size = content[position : position + 16].strip(), int(content[position + 48 : position + 58])
+        name = content[position : position + 16].strip()
+        size = int(content[position + 48 : position + 58])
         position += 60
         if name == b"data.tar.xz":
             with tarfile.open(fileobj=io.BytesIO(content[position : position + size])) as files:

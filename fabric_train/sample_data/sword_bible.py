@@ -17,9 +17,11 @@ def read_chapters(files: Mapping[str, bytes], testament: str) -> Iterator[str]:
         files: the module's files, name → content.
         testament: ``ot`` or ``nt``.
     """
-    book, lines = "", list[str]()
+    book = ""
+    lines: list[str] = []
     for entry in _entries(files, testament):
-        begun, named = _CHAPTER.search(entry), _BOOK.search(entry)
+        begun = _CHAPTER.search(entry)
+        named = _BOOK.search(entry)
         if (begun or named) and lines:
             yield "\n".join(lines)
             lines = []

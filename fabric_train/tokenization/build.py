@@ -138,7 +138,9 @@ def write_token_dataset(
 
 def _collect(corpus: OpenedCorpus, encoded: EncodedSources, near: NearDuplicates | None) -> list[Collection]:
     """Collect the documents of --dataset and, if given, of --validation_dataset."""
-    arguments, sources, num_train = corpus.arguments, corpus.sources, len(corpus.train)
+    arguments = corpus.arguments
+    sources = corpus.sources
+    num_train = len(corpus.train)
     caps = (arguments.max_documents, None if arguments.weights else arguments.max_tokens)
     seen = np.empty((0, HASH_BYTES), dtype=np.uint8) if arguments.deduplicate else None
     collections: list[Collection] = []
@@ -220,13 +222,15 @@ def _write_splits(
     splits: dict[str, Split], folder: Path, corpus: OpenedCorpus, sources: SourceTable
 ) -> dict[str, SplitLedger]:
     """Pack and write each split with its document index, and return its ledger."""
-    arguments, tokenizer = corpus.arguments, corpus.tokenizer
+    arguments = corpus.arguments
+    tokenizer = corpus.tokenizer
     assert arguments.packing is not None, "the default depends on the sources, which are open"
     plans = {}
     for name, split in splits.items():
         is_mixed = name == "train" and arguments.weights is not None
         of_documents = None if is_mixed else sources.sources_of(split.collection.places["file"])
-        lengths, how = split.collection.documents.lengths, (arguments.packing, arguments.max_length, arguments.overlap)
+        lengths = split.collection.documents.lengths
+        how = (arguments.packing, arguments.max_length, arguments.overlap)
         plans[name] = plan_rows(lengths, split.order, *how, of_documents)
     faults = [_too_short(name, splits[name], plan, arguments) for name, plan in plans.items() if not plan.num_rows]
     if faults:

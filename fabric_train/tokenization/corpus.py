@@ -44,7 +44,10 @@ if TYPE_CHECKING:
 DOWNLOADS = "downloads"  # the subfolder of an unfinished folder with downloaded files
 _SOURCE_OPTIONS = ("--dataset", "--validation_dataset")
 # the sample on which ids are compared: parts of the sources, characters per byte, limits of characters
-_SAMPLED_PARTS, _SAMPLED_SHARE, _MIN_SAMPLED, _MAX_SAMPLED = 8, 0.01, 20_000, 160_000
+_SAMPLED_PARTS = 8
+_SAMPLED_SHARE = 0.01
+_MIN_SAMPLED = 20_000
+_MAX_SAMPLED = 160_000
 
 
 @contextmanager

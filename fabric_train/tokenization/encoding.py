@@ -99,7 +99,8 @@ class EncodingJob:
         """Return the file or dataset that a task has come to."""
         if not isinstance(task, int):
             return self.corpus.sources[task.source].name
-        done, shard = self.progress[3 * task], self.shards[task]
+        done = self.progress[3 * task]
+        shard = self.shards[task]
         for part in shard.parts:
             if done < part.num_bytes:
                 break
@@ -114,7 +115,8 @@ def encode_sources(corpus: OpenedCorpus, folder: Path, check: ParityCheck, input
     with the latter. InputError if a source cannot be read, has a bad row and bad rows are not skipped, or has changed
     meanwhile; ChildProcessError if a process was killed; RunError if memory ran out.
     """
-    file, special_text_is_plain = corpus.tokenizer_folder / "tokenizer.json", corpus.tokenizer.special_text_is_plain
+    file = corpus.tokenizer_folder / "tokenizer.json"
+    special_text_is_plain = corpus.tokenizer.special_text_is_plain
     check.start(file, special_text_is_plain)
     check.prepare(list(sample_texts(corpus)))
     encoder, name = open_encoder(file, special_text_is_plain)
@@ -143,7 +145,8 @@ def _encode_with(
     for index, record in records.items():
         job.show(index, all_shards[index].num_bytes, len(record.documents), record.num_tokens)
     digests = [np.zeros((len(source.files), SHA256_BYTES), dtype=np.uint8) for source in corpus.sources]
-    total, started = sum(shard.num_bytes for shard in shards), time.monotonic()
+    total = sum(shard.num_bytes for shard in shards)
+    started = time.monotonic()
     tasks: Iterator[_Task] = chain(to_hash, (shard.index for shard in unfinished_shards(corpus, shards, records)))
     num_proc = max(1, min(corpus.num_proc, len(to_hash) + len(shards) - len(records)))
     with WorkerPool(job.run, num_proc, job.what_is_read) as workers, progress_of("tokenizing") as show:
@@ -213,7 +216,8 @@ def unfinished_shards(
 def encode_shard(job: EncodingJob, shard: Shard) -> None:
     """Read, encode and write one shard."""
     corpus = job.corpus
-    source, format_ = corpus.sources[shard.source], corpus.formats[shard.source]
+    source = corpus.sources[shard.source]
+    format_ = corpus.formats[shard.source]
     writer = ShardWriter(
         job.folder,
         shard,
@@ -245,7 +249,9 @@ class _WaitingTexts:
     """Texts of a shard, also of several parts, that wait to be encoded at once."""
 
     def __init__(self, job: EncodingJob, writer: ShardWriter) -> None:
-        self._encoder, self._borders, self._writer = job.encoder, job.borders, writer
+        self._encoder = job.encoder
+        self._borders = job.borders
+        self._writer = writer
         self._texts: list[bytes] = []
         self._counts: list[tuple[int, ...]] = []
         self._num_bytes = 0
@@ -268,14 +274,17 @@ class _WaitingTexts:
         for index, name in enumerate(("number", "row", "characters", "bytes")):
             documents[name] = columns[:, index]
         self._writer.write(documents, ids, None, position)
-        self._texts, self._counts, self._num_bytes = [], [], 0
+        self._texts = []
+        self._counts = []
+        self._num_bytes = 0
 
 
 def _encode_texts(
     corpus: OpenedCorpus, column: str, reader: PartReader, waiting: _WaitingTexts, writer: ShardWriter
 ) -> int:
     """Read and clean a part's documents, encode them in batches, and return the number of those that are kept."""
-    num_documents, cleaner = 0, corpus.cleaner
+    num_documents = 0
+    cleaner = corpus.cleaner
     for row_number, row in reader:
         ordinal = writer.read()
         try:
@@ -291,7 +300,8 @@ def _encode_texts(
             if cleaned is None:
                 continue
             writer.sign(cleaned.signature)
-            text, data = cleaned.content, cleaned.content.encode()
+            text = cleaned.content
+            data = cleaned.content.encode()
         waiting.add((ordinal, row_number), text, data, reader.position)
         num_documents += 1
     return num_documents

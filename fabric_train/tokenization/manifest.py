@@ -14,7 +14,9 @@ import orjson
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import check_file_name, parse_json, read_json
 
-FORMAT, FORMAT_OF_PAIRS = 2, 3  # versions that know no pairs refuse the second
+# versions that know no pairs refuse the second
+FORMAT = 2
+FORMAT_OF_PAIRS = 3
 FILE_NAME = "manifest.json"
 REFERENCE = "reference"  # folder in which training keeps log-probabilities of pairs, and names models by their place
 
@@ -168,7 +170,8 @@ class PairLedger:
 
     def describe(self, num_pairs: int) -> str:
         """Return the means over the ``num_pairs`` pairs of the split, in one line."""
-        chosen, rejected = self.chosen_tokens / num_pairs, self.rejected_tokens / num_pairs
+        chosen = self.chosen_tokens / num_pairs
+        rejected = self.rejected_tokens / num_pairs
         parts = [
             f"{num_pairs:,} with answers of {chosen:,.1f} tokens (chosen) and {rejected:,.1f} (rejected)",
             f"the chosen one is longer in {self.chosen_longer / num_pairs:.1%}, as long in "
@@ -296,7 +299,8 @@ class Manifest:
         total = cut + sum(source.tokens for source in self.sources)
         severed = sum(split.chats_severed for split in self.ledger.splits.values())
         documents = sum(split.documents for split in self.ledger.splits.values())
-        losses, kind = [], "preference pairs" if self.has_pairs else "chats"
+        losses = []
+        kind = "preference pairs" if self.has_pairs else "chats"
         if cut > _TOLERATED_CUT * total:
             losses.append(
                 f"{cut:,} of {total:,} tokens ({cut / total:.0%}) were cut off because {kind} are longer than a row of "
@@ -315,7 +319,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     imbalances = manifest.imbalances()
     assert not imbalances, imbalances
     version = FORMAT_OF_PAIRS if manifest.has_pairs else FORMAT
-    content, totals = {"format": version, **vars(manifest)}, dict(vars(manifest.ledger))
+    content = {"format": version, **vars(manifest)}
+    totals = dict(vars(manifest.ledger))
     splits = {name: dict(vars(split)) for name, split in totals.pop("splits").items()}
     if not manifest.has_pairs:
         del content["has_pairs"]
@@ -345,7 +350,8 @@ def load_manifest(folder: Path) -> Manifest | None:
     if (found := content.get("format")) != known:
         raise InputError(f"{file} has format {found!r}, this version reads {known}; tokenize again")
     try:
-        ledger, of_totals = content["ledger"], {one.name for one in fields(Ledger)} - {"splits"}
+        ledger = content["ledger"]
+        of_totals = {one.name for one in fields(Ledger)} - {"splits"}
         totals = {name: ledger.pop(name) for name in of_totals & ledger.keys()}
         content["ledger"] = {"splits": ledger, **totals}
         manifest = parse_json(json.dumps(content), Manifest)

@@ -80,7 +80,8 @@ def open_inputs(
     """
 
     def open_one(folder: Path) -> MergeInput:
-        splits, manifest = open_splits(folder), manifest_of(folder)
+        splits = open_splits(folder)
+        manifest = manifest_of(folder)
         if manifest is None:
             raise InputError(f"{folder}: no manifest.json, so its tokenizer is unknown; tokenize again")
         if sorted(splits) != sorted(manifest.ledger.splits):
@@ -117,7 +118,8 @@ def merge_manifests(merged: Sequence[MergeInput]) -> Manifest:
 
 def _differences(first: MergeInput, other: MergeInput) -> Iterator[str]:
     """Yield one line for each difference that prevents a merge."""
-    ours, theirs = first.manifest, other.manifest
+    ours = first.manifest
+    theirs = other.manifest
     if ours.settings.max_length != theirs.settings.max_length:
         yield (
             f"{other.folder}: its rows have {theirs.settings.max_length:,} tokens, the rows of {first.folder} have "
@@ -126,7 +128,8 @@ def _differences(first: MergeInput, other: MergeInput) -> Iterator[str]:
     if ours.has_pairs != theirs.has_pairs:
         has, lacks = (first, other) if ours.has_pairs else (other, first)
         yield f"{has.folder} has preference pairs, {lacks.folder} has none; keep them apart"
-    digests, others = ours.tokenizer.sha256, theirs.tokenizer.sha256
+    digests = ours.tokenizer.sha256
+    others = theirs.tokenizer.sha256
     names = [name for name in sorted({*digests, *others}) if digests.get(name) != others.get(name)]
     if names == [CHAT_TEMPLATE_FILE]:
         has, lacks = (other, first) if names[0] in others else (first, other)
@@ -191,7 +194,8 @@ def _tokenizer(merged: Sequence[MergeInput]) -> TokenizerRecord:
 def main(argv: list[str] | None = None, sizes: ShardSizes = SIZES) -> None:
     """Merge the token datasets of the command line and print a summary; slices have shards of these ``sizes``."""
     arguments = parse_arguments(MergeArguments, argv)
-    folders, target = [Path(name).expanduser() for name in arguments.dataset_dirs], Path(arguments.output_dir)
+    folders = [Path(name).expanduser() for name in arguments.dataset_dirs]
+    target = Path(arguments.output_dir)
     are_slices = any(is_slice(folder) for folder in folders)
     if not are_slices and len(without_parts(folders)) < 2 and not arguments.parts:
         raise InputError("--dataset_dirs: give two token datasets or more")
@@ -221,7 +225,8 @@ def main(argv: list[str] | None = None, sizes: ShardSizes = SIZES) -> None:
 
 def _merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes) -> None:
     """Write the lines that repeat in all counted slices, and print some of them and what follows."""
-    lines, given = merge_counts(slices, target, sizes), slices[0].arguments
+    lines = merge_counts(slices, target, sizes)
+    given = slices[0].arguments
     print(
         f"merged   {len(slices):,} counted slices",
         f"lines    {len(lines.hashes):,} are in {lines.num_documents:,} documents or more; look at the most frequent:",
@@ -249,7 +254,8 @@ def merge(folders: Sequence[Path], target: Path, as_parts: bool = False) -> tupl
     faults = [fault for one in merged for fault in changed_tokenizer(one.folder, one.manifest.tokenizer)]
     if faults:
         raise InputError(*faults)
-    first, manifest = merged[0], merge_manifests(merged)
+    first = merged[0]
+    manifest = merge_manifests(merged)
     without_index = [dataset.folder for dataset in merged if not dataset.manifest.has_index]
     with complete_folder(target) as folder:
         copy_folder(first.folder / "tokenizer", folder / "tokenizer")
@@ -293,7 +299,8 @@ def _sources_in_common(merged: Sequence[MergeInput]) -> Iterator[str]:
                     files, others = again.setdefault(folder, ({}, {}))
                     files[path] = others[dataset.folder] = None
     for folder, (files, others) in again.items():
-        read, verb = _first_of([*files]), "was" if len(files) == 1 else "were"
+        read = _first_of([*files])
+        verb = "was" if len(files) == 1 else "were"
         yield f"{read} of {folder} {verb} also read for {_first_of([*others])}: documents may come twice"
 
 

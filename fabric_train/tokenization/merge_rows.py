@@ -215,12 +215,15 @@ def write_parts(folder: Path, target: Path, merged: Sequence[MergeInput], manife
     ]
     if faults:
         raise InputError(*faults)
-    sources, log = SourceTable(manifest.sources), ThrottledLog()
+    sources = SourceTable(manifest.sources)
+    log = ThrottledLog()
     start = Path(os.path.realpath(target.parent)) / target.name
-    rows, files = dict[str, int](), dict[str, int]()
+    rows: dict[str, int] = {}
+    files: dict[str, int] = {}
     batches: dict[str, list[np.ndarray]] = {name: [] for name in manifest.ledger.splits}
     main_sources: dict[str, list[np.ndarray]] = {name: [] for name in manifest.ledger.splits if name != "train"}
-    parts, has_checksums = list[Part](), True
+    parts: list[Part] = []
+    has_checksums = True
     rows_before = count_rows_before([one.folder for one in merged])
     for number, one in enumerate(merged):
         log(f"reading the index of part {number + 1:,} of {len(merged):,}")
@@ -277,7 +280,7 @@ def _batches_of(split: Split, max_length: int) -> Iterator[np.ndarray]:
     for file in split.files:
         mapped = map_file(file)
         mapped.madvise(mmap.MADV_RANDOM)
-        found = list[tuple[int, int, int]]()
+        found: list[tuple[int, int, int]] = []
         try:
             stream = pa.BufferReader(pa.py_buffer(mapped))
             schema = pa.ipc.read_schema(stream)

@@ -92,7 +92,8 @@ def pair_of(columns: RowColumns, turns: TurnReader) -> Pair:
     chosen = _answer(columns["chosen"], turns)
     rejected = _answer(columns["rejected"], turns)
     given = _prompt_of(columns, chosen, rejected, turns)
-    chosen, rejected = given + chosen, given + rejected
+    chosen = given + chosen
+    rejected = given + rejected
     if not all(messages and messages[-1]["role"] == "assistant" for messages in (chosen, rejected)):
         raise ValueError("chosen and rejected must end with the assistant's answer")
     most = min(len(chosen), len(rejected)) - 1  # each keeps an answer
@@ -232,7 +233,8 @@ def _joined(pair: Pair, chosen: EncodedDocument, rejected: EncodedDocument) -> E
     assert chosen.supervised is not None
     assert rejected.supervised is not None
     counts = (int(chosen.supervised.sum()), int(rejected.supervised.sum()))
-    one, other = _said(pair.chosen), _said(pair.rejected)
+    one = _said(pair.chosen)
+    other = _said(pair.rejected)
     is_prefix = one != other and (one.startswith(other) or other.startswith(one))
     return EncodedDocument(
         input_ids=np.concatenate([chosen.input_ids, rejected.input_ids]),

@@ -109,7 +109,9 @@ def _count(
     records: Sequence[ShardRecord], first_rows: np.ndarray, num_read: int
 ) -> tuple[dict[int, Counter[str]], Counter[str], int]:
     """Return rows skipped by source and reason, edits by kind, and tokens cut, of the first ``num_read`` rows."""
-    skipped, edits, num_cut = defaultdict[int, Counter[str]](Counter), Counter[str](), 0
+    skipped = defaultdict[int, Counter[str]](Counter)
+    edits = Counter[str]()
+    num_cut = 0
     for record, first in zip(records, first_rows, strict=False):
         within = record.skipped[record.skipped["number"] + first <= num_read]
         num_cut += int(within["num_tokens_cut"].sum(dtype=np.int64))
@@ -124,7 +126,8 @@ def _count(
 def _parts(records: Sequence[ShardRecord], sources: Sequence[Source]) -> tuple[np.ndarray, np.ndarray]:
     """Return the file of each part of the shards, and the rows of the file before it, int64 [parts] each."""
     first_files = np.cumsum([0, *(source.num_origins for source in sources)]).tolist()
-    files, rows_before = list[int](), list[int]()
+    files: list[int] = []
+    rows_before: list[int] = []
     num_rows: Counter[int] = Counter()
     for record in records:
         shard = record.shard
@@ -146,7 +149,8 @@ def _places(documents: np.ndarray, parts: tuple[np.ndarray, np.ndarray], records
     places = np.empty(len(documents), dtype=DOCUMENT)
     places["file"] = np.repeat(files, num_documents)
     places["row"] = documents["row"] + np.repeat(rows_before, num_documents)
-    places["tokens"], places["bytes"] = documents["length"], documents["bytes"]
+    places["tokens"] = documents["length"]
+    places["bytes"] = documents["bytes"]
     return places
 
 

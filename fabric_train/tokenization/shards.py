@@ -35,7 +35,8 @@ from fabric_train.tokenization.reading.listing import SHA256_BYTES, FilePart
 from fabric_train.tokenization.reading.sources import Source
 
 FORMAT = 8  # of a shard's files
-_MAX_SHARD_BYTES, _TARGET_NUM_SHARDS = 32 << 20, 64
+_MAX_SHARD_BYTES = 32 << 20
+_TARGET_NUM_SHARDS = 64
 _MAX_NUM_SHARDS = 8192  # above 256 GiB shards get larger: the file system of a cluster is slow with many files
 
 # number: of the row among those read in its shard, from 1; row: in its part, as the reader numbers it;
@@ -90,7 +91,8 @@ def split_into_shards(sources: Sequence[Source], settings: str, sizes: ShardSize
         for part in source.parts(shard_bytes):
             if parts and num_bytes + part.num_bytes > shard_bytes:
                 shards.append(_shard(len(shards), number, source, parts, settings))
-                parts, num_bytes = [], 0
+                parts = []
+                num_bytes = 0
             parts.append(part)
             num_bytes += part.num_bytes
         if parts:
@@ -167,7 +169,8 @@ def files_to_hash(
             if not is_own or num_bytes >= group_bytes:
                 if start < index + is_own:
                     yield FilesToHash(number, start, index + is_own)
-                start, num_bytes = index + 1, 0
+                start = index + 1
+                num_bytes = 0
         if start < len(source.files):
             yield FilesToHash(number, start, len(source.files))
         first += len(source.files)
@@ -267,8 +270,11 @@ class ShardWriter:
         self._first_bad_row = ""
         self.turn_ends: set[int] = set()
         self.unused: set[str] = set()
-        self._folder, self._shard, self._show_done = folder, shard, show
-        self._hashed, self._skips_bad_rows = hashed, skips_bad_rows
+        self._folder = folder
+        self._shard = shard
+        self._show_done = show
+        self._hashed = hashed
+        self._skips_bad_rows = skips_bad_rows
         self._tokens = (folder / f"{shard.key}.tokens").open("wb")
         self._signatures = (folder / f"{shard.key}.signatures").open("wb") if signed else None
         self._masks_path = folder / f"{shard.key}.masks"

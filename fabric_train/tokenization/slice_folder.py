@@ -122,7 +122,8 @@ def write_packed_slice(
 
 def count_rows_before(folders: Sequence[Path]) -> list[int]:
     """Return for each token dataset how many rows of its first file are in packed slices before it."""
-    counts, before = list[int](), 0
+    counts: list[int] = []
+    before = 0
     for folder in folders:
         packed = read_json(folder / FILE_NAME, SliceRecord, MAKE_AGAIN).packed if is_slice(folder) else None
         counts.append(before if packed and packed.goes_on else 0)
@@ -225,11 +226,13 @@ def open_input(slices: Sequence[Slice], folder: Path, sizes: ShardSizes) -> Open
 
 def _in_order(slices: Sequence[Slice]) -> list[Slice]:
     """Return slices in their order; raise InputError unless they are all slices of one run, each once and undamaged."""
-    first, by_number = slices[0], dict[int, Slice]()
+    first = slices[0]
+    by_number: dict[int, Slice] = {}
     kinds = {one.arguments.counts_lines: one.folder for one in slices}
     if len(kinds) > 1:
         raise InputError(f"{kinds[True]} has counted lines, and {kinds[False]} is encoded; merge each kind by itself")
-    faults, log = [], ThrottledLog()
+    faults = []
+    log = ThrottledLog()
     for one in slices:
         other = differing_arguments(first.arguments, one.arguments)
         if one.part.count != first.part.count:
@@ -259,7 +262,8 @@ def _damaged_files(one: Slice, log: ThrottledLog) -> Iterator[str]:
     """Yield a line for the first file of a slice that is not there as it was written."""
     for number, (name, (size, hashed)) in enumerate(one.record.shard_files.items()):
         log(f"checking {one.folder}: {number:,} of {len(one.record.shard_files):,} files")
-        file, found = one.folder / name, -1
+        file = one.folder / name
+        found = -1
         with suppress(FileNotFoundError):
             found = file.stat().st_size
         if found != size:
@@ -299,7 +303,8 @@ def check_unchanged(
     slices: Sequence[Slice], corpus: OpenedCorpus, shards: Sequence[Shard], lost: Sequence[int]
 ) -> None:
     """Raise an InputError if files of the input have changed or are new; ``lost`` are the shards that no slice has."""
-    count, known = slices[0].part.count, {file.state for one in slices for file in one.record.files}
+    count = slices[0].part.count
+    known = {file.state for one in slices for file in one.record.files}
     states = list(chain.from_iterable(states_of(corpus.sources)))
     of_shards = slice_numbers([shard.num_bytes for shard in shards], count)
     of_files = slice_numbers([size for _, _, size, *_ in states], count)

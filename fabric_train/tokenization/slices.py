@@ -63,7 +63,8 @@ def count_slice(arguments: TokenizeArguments, sizes: ShardSizes = SIZES) -> list
         own = compress(states, part.of([size for _, _, size, *_ in states]))
         files = [InputFile(state, None) for state in own]
         write_slice(folder, unfinished, shards, arguments, "", counting_settings(corpus), files)
-    seconds, num_bytes = time.monotonic() - started, sum(shard.num_bytes for shard in shards)
+    seconds = time.monotonic() - started
+    num_bytes = sum(shard.num_bytes for shard in shards)
     return [
         f"slice      {arguments.shard}: lines of {len(shards):,} shards are counted",
         f"speed      {num_bytes / 1e6 / seconds:,.1f} MB/s, {seconds:.1f} s with {corpus.num_proc} processes",
@@ -76,7 +77,8 @@ def merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZE
         corpus = slice_folder.open_input(slices, folder, sizes)
         shutil.rmtree(corpus.tokenizer_folder)
         slice_folder.check_settings(slices, counting_settings(corpus))
-        shards, folders = split_to_count(corpus), slice_folder.folders_of_shards(slices)
+        shards = split_to_count(corpus)
+        folders = slice_folder.folders_of_shards(slices)
         lost = [shard.index for shard in shards if shard.key not in folders]
         slice_folder.check_unchanged(slices, corpus, shards, lost)
         assert corpus.cleaner is not None, "--boilerplate is a cleaning step"
@@ -114,7 +116,8 @@ def encode_slice(arguments: TokenizeArguments, check: ParityCheck, sizes: ShardS
 def _describe_packed(corpus: OpenedCorpus, encoded: EncodedSources) -> PackedSlice:
     if not any(len(record.documents) for record in encoded.records):
         raise InputError(f"--shard {corpus.arguments.shard}: no document is in this slice; use fewer slices")
-    first, last = encoded.records[0].shard, encoded.records[-1].shard
+    first = encoded.records[0].shard
+    last = encoded.records[-1].shard
     before = next((shard for shard in corpus.shards(encoded.encoder) if shard.index == first.index - 1), None)
     goes_on = before is not None and (before.source, before.origins[-1]) == (first.source, first.origins[0])
     own = [record for record in encoded.records if record.shard.source == last.source]
@@ -150,7 +153,8 @@ def _join(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSources:
         raise InputError(f"encoded differently: {pairs}; run the tasks on machines with the same packages")
     shards = corpus.shards(encoder)
     folders = slice_folder.folders_of_shards(slices)
-    records, log = dict[int, ShardRecord](), ThrottledLog()
+    records: dict[int, ShardRecord] = {}
+    log = ThrottledLog()
     for shard in shards:
         log(f"reading slices: {shard.index:,} of {len(shards):,} shards")
         record = read_record(folders[shard.key], shard) if shard.key in folders else None

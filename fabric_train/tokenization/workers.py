@@ -37,7 +37,8 @@ def progress_of(what: str) -> Iterator[ShowShare]:
 
     It may also be given more words, which show the current work and how long the rest may take.
     """
-    started, log = time.monotonic(), ThrottledLog()
+    started = time.monotonic()
+    log = ThrottledLog()
 
     def show_line(share: float, more: str = "") -> None:
         seconds = time.monotonic() - started

@@ -72,7 +72,8 @@ def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocu
     documents = []
     for own, dataset, row in wanted:
         for one in documents_in(dataset, row, vocabularies[dataset.folder]):
-            origin, folder = one.origin, str(dataset.folder)
+            origin = one.origin
+            folder = str(dataset.folder)
             source, file, line = (origin.source, origin.file, origin.row) if origin else (None, None, None)
             place = (list(own), folder, row, source, file, line)
             documents.append(DocumentInStep(*place, one.start, one.num_tokens, one.text))

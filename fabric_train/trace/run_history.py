@@ -168,14 +168,17 @@ class RunHistory:
 
 def _stretches(checkpoint: Path) -> list[Stretch]:
     saved = read_trainer_json(checkpoint)
-    lineage, last = saved.lineage, saved.num_steps
+    lineage = saved.lineage
+    last = saved.num_steps
     first = lineage[-1].step + 1 if lineage else 1
     stretches = [Stretch(run_of(checkpoint), first, last, data_starts_after(lineage), checkpoint)]
     for number in reversed(range(len(lineage))):
-        branch, before = lineage[number], lineage[:number]
+        branch = lineage[number]
+        before = lineage[:number]
         readable = _readable(Path(branch.run))
         following = stretches[0].described_by if branch.continues_data else None
-        first, starts_after = before[-1].step + 1 if before else 1, data_starts_after(before)
+        first = before[-1].step + 1 if before else 1
+        starts_after = data_starts_after(before)
         with_its_data = (
             path
             for path in reversed(readable.values())

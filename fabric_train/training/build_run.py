@@ -84,7 +84,9 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
     arguments = run.arguments
     progress.info("building the optimizer")
     fused = arguments.model.precision != "16-mixed" and fabric.device.type != "xla"
-    named, seed, compiles = trained_parameters(model), arguments.data.seed, arguments.fsdp.compile is True
+    named = trained_parameters(model)
+    seed = arguments.data.seed
+    compiles = arguments.fsdp.compile is True
     rates = rates_by_name(arguments.training.rates_of_parts, run.model.names, run.model.source, run.ever_trained)
     built = build_optimizer(named, decayed, arguments.training, fused, seed, flat_shards(model), compiles, rates)
     optimizer: Any = fabric.setup_optimizers(built)
@@ -131,10 +133,14 @@ def build_validation(
     fabric: Fabric, model: Any, run: PreparedRun, objective: Objective, heartbeat: Heartbeat
 ) -> Validation | None:
     """Return what evaluates this rank's share of the validation split, and samples; None without such a split."""
-    rows, limits, given = run.data.validation, run.arguments.evaluation, run.arguments.data
+    rows = run.data.validation
+    limits = run.arguments.evaluation
+    given = run.arguments.data
     if rows is None:
         return None
-    ranks, size, limit = data_ranks(fabric), limits.eval_batch_size, limits.eval_iters
+    ranks = data_ranks(fabric)
+    size = limits.eval_batch_size
+    limit = limits.eval_iters
     batches = validation_batches(rows, size, ranks.size, ranks.rank, limit, given.seed, given.num_workers)
     return Validation(
         fabric=fabric,
@@ -152,7 +158,8 @@ def build_outputs(
     fabric: Fabric, run: PreparedRun, objective: Objective, console: Console, heartbeat: Heartbeat
 ) -> Outputs:
     """Return the loggers and the display of the progress on rank 0, nothing on other ranks."""
-    given, state = run.arguments.logging, run.start.state
+    given = run.arguments.logging
+    state = run.start.state
     if not fabric.is_global_zero:
         return Outputs([], given.log_model)
     logged = LoggedRun(
@@ -167,7 +174,8 @@ def build_outputs(
         ),
         branched_after=[branch.step for branch in run.start.lineage if not branch.is_border_of(run.folder)],
     )
-    loggers, num_steps = open_loggers(given.opened_loggers, logged), run.plan.num_steps
+    loggers = open_loggers(given.opened_loggers, logged)
+    num_steps = run.plan.num_steps
     shown = GuardedLogger("progress", lambda: open_progress(run.folder.name, state.step, num_steps, console, heartbeat))
     times = GuardedLogger(TIMES, lambda: TimesFile(run.folder / TIMES, heartbeat, state.step, fabric.world_size))
     return Outputs([*loggers, shown, times], given.log_model)
@@ -239,7 +247,8 @@ def _guard(fabric: Fabric, data: TrainingData) -> StepGuard:
 
 
 def _open(run: PreparedRun) -> MetaModel:
-    dtype, given = weights_dtype(run.arguments.model.precision), run.arguments
+    dtype = weights_dtype(run.arguments.model.precision)
+    given = run.arguments
     if run.adapter_base:
         checkpoint = run.start.checkpoint
         goes_on = checkpoint is not None and is_adapter(checkpoint)
@@ -259,7 +268,9 @@ def _description(
     stages: tuple[TrainingStage, ...],
     licence: tuple[Path, ...],
 ) -> checkpoints.Description:
-    arguments, data, start = run.arguments, run.data, run.start
+    arguments = run.arguments
+    data = run.data
+    start = run.start
     given = flatten(arguments) | {"gradient_accumulation_steps": run.plan.accumulation}
     split = given | {"parallelism": run.devices.parallelism}
     session = TrainingSession(
@@ -302,7 +313,8 @@ def _base_model(run: PreparedRun) -> tuple[ModelOrigin | None, tuple[TrainingSta
 
     An export that is not on the hub is no base that others could find: its own base stands for it.
     """
-    start, name = run.start, run.arguments.model.model_name
+    start = run.start
+    name = run.arguments.model.model_name
     if start.checkpoint:
         base = checkpoints.read_trainer_json(start.checkpoint).base_model
         return base, start.stages, tuple(legal_files(start.checkpoint))
@@ -317,7 +329,9 @@ def _base_model(run: PreparedRun) -> tuple[ModelOrigin | None, tuple[TrainingSta
 
 
 def _batches(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat) -> WindowSource:
-    given, on_gpu, batches = run.arguments.logging, fabric.device.type == "cuda", _untraced_batches(fabric, run)
+    given = run.arguments.logging
+    on_gpu = fabric.device.type == "cuda"
+    batches = _untraced_batches(fabric, run)
     if given.profiled_steps is None or (given.profile_ranks == "first" and fabric.global_rank):
         return batches
     folder = run.folder / "profile"
@@ -325,8 +339,12 @@ def _batches(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat) -> WindowSo
 
 
 def _untraced_batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
-    arguments, plan, data = run.arguments, run.plan, run.data
-    num_workers, pins, ranks = arguments.data.num_workers, fabric.device.type == "cuda", data_ranks(fabric)
+    arguments = run.arguments
+    plan = run.plan
+    data = run.data
+    num_workers = arguments.data.num_workers
+    pins = fabric.device.type == "cuda"
+    ranks = data_ranks(fabric)
     if not isinstance(data, Stream):
         order = plan.window_order(arguments.data.seed, ranks.rank)
         known = (run.start.state.step, run.start.state.rows_hash or "")

@@ -21,7 +21,8 @@ _DECIDING = ("objective", "optimizer")
 
 def components_of(arguments: "TrainArguments", objective: Objective) -> tuple[Component, ...]:
     """Return the objective and the optimizer of a run, and the metrics and loggers that were registered."""
-    chosen, training = arguments.preference, arguments.training
+    chosen = arguments.preference
+    training = arguments.training
     own_values = _plain_values(objective) if OBJECTIVES.module_of(chosen.objective) != PROJECT else {}
     settings = own_values | resolve_settings(OBJECTIVES, chosen.objective, chosen.objective_settings)
     of_optimizer = resolve_settings(OPTIMIZERS, training.optimizer, training.optimizer_settings)
@@ -58,7 +59,8 @@ def find_other_components(
     Objectives that are both this project's own are compared as arguments.
     """
     for kind in kinds:
-        there, now = saved_component(saved, kind), component(here, kind)
+        there = saved_component(saved, kind)
+        now = component(here, kind)
         is_argument = kind == "objective" and there.is_own and now.is_own
         if not is_argument and not there.computes_as(now):
             yield there, now

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 PICTURE = "loss_curves.png"
 _MAX_SHARE = 0.01  # of the run's time
 _SMOOTHED_FROM = 200  # points
-_ALL_POINTS, _MOST_POINTS, _FEWEST_POINTS = 48_000, 2000, 120
+_ALL_POINTS = 48_000
+_MOST_POINTS = 2000
+_FEWEST_POINTS = 120
 _MOST_STEPS = 1e18
 _ADVICE = "put the file of this run back, or move this one away"
 _KNOTS = 500  # steps whose tokens and hours a page knows
@@ -110,7 +112,8 @@ def read_lineage(run: Path, lineage: Iterable["BranchPoint"], last_step: float =
 
     A run that it branched off is also found beside it, as in a copy of several runs. Errors as in :func:`read_curves`.
     """
-    parts, after = list[MetricsTable](), -1
+    parts: list[MetricsTable] = []
+    after = -1
     for branch in lineage:
         trunk = Path(branch.run) if Path(branch.run).is_dir() else run.resolve().parent / Path(branch.run).name
         if (trunk / "metrics.csv").is_file():
@@ -193,7 +196,8 @@ def _series(
         known = table.known(column)
         if not len(known):
             continue
-        steps, values = table.steps[known].astype(np.float64), table.columns[column][known]
+        steps = table.steps[known].astype(np.float64)
+        values = table.columns[column][known]
         smooth = smoothed(values, _width(max(counts))) if is_smooth else None
         chosen = sampled(steps, values, most)
         name = label if len(runs) == 1 else f"{run}: {label}" if is_one_of_several else run
@@ -214,7 +218,8 @@ def _note(series: Sequence[Series], tables: Sequence[MetricsTable]) -> str:
 
 
 def _on(marks: Sequence[Mark], series: Sequence[Series]) -> tuple[Mark, ...]:
-    first, last = min(one.x[0] for one in series), max(one.x[-1] for one in series)
+    first = min(one.x[0] for one in series)
+    last = max(one.x[-1] for one in series)
     return tuple(mark for mark in marks if first <= mark.x <= last)
 
 
@@ -234,9 +239,11 @@ class LossCurves(Logger):
 
     def __init__(self, folder: Path, branched_after: Sequence[int] = ()) -> None:
         """``folder`` is RUN, whose metrics.csv has every row before this logger gets it."""
-        self._folder, self._branched_after = folder, branched_after
+        self._folder = folder
+        self._branched_after = branched_after
         self._is_behind = False
-        self._drawn_at, self._seconds = 0.0, 0.0
+        self._drawn_at = 0.0
+        self._seconds = 0.0
 
     def log(self, metrics: Metrics) -> None:
         self._is_behind |= metrics.val_loss is not None
@@ -252,5 +259,6 @@ class LossCurves(Logger):
         check_regular_or_absent(self._folder / PICTURE)
         table = read_curves(self._folder / "metrics.csv")
         draw_loss_curves(table, self._folder / PICTURE, self._folder.name, self._branched_after)
-        self._is_behind, self._drawn_at = False, time.monotonic()
+        self._is_behind = False
+        self._drawn_at = time.monotonic()
         self._seconds = self._drawn_at - started

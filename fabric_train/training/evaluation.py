@@ -61,7 +61,8 @@ class EarlyStopping:
         first = state.first_evaluation
         is_metric = first is not None and self.source.partition("/")[0] in first.whole.further
         name = f"the validation's {self.source}" if is_metric else name
-        best, step = state.progress.best, state.progress.best_step
+        best = state.progress.best
+        step = state.progress.best_step
         passed = "risen above" if first is not None and first.sign_of(self.source) < 0 else "fallen below"
         lowest = "is not finite" if best is None else f"has not {passed} {best:.4f}, its value at step {step},"
         return (
@@ -101,13 +102,16 @@ class _Sums:
     """
 
     def __init__(self, fabric: Fabric, objective: Objective, num_sources: int, metrics: Mapping[str, Metric]) -> None:
-        self._fabric, device = fabric, fabric.device
+        self._fabric = fabric
+        device = fabric.device
         self._of_tokens = metrics
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
-        self._objective, self._num_sources, self._hashed = objective, num_sources, 0
+        self._objective = objective
+        self._num_sources = num_sources
+        self._hashed = 0
         self._totals = zeros(2)  # loss, and what it counts
         self._metrics = zeros(len(objective.metric_names))
         self._as_wholes = counts_pieces(objective)
@@ -235,7 +239,8 @@ def generate_samples(
     training does not use; with sharded weights a cache would save little. Layers run uncompiled, and no random number
     is drawn.
     """
-    count, longest = len(prompts.input_ids), max(map(len, prompts.input_ids))
+    count = len(prompts.input_ids)
+    longest = max(map(len, prompts.input_ids))
     padded = [ids + [0] * (longest + prompts.num_tokens - len(ids)) for ids in prompts.input_ids]
     rows = torch.tensor(padded, device=fabric.device)
     ends = torch.tensor([len(ids) for ids in prompts.input_ids], device=fabric.device)

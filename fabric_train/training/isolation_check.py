@@ -101,7 +101,9 @@ def _measure(fabric: Fabric, model: Any, length: int) -> _Differences:
     generator = np.random.default_rng(0)
     ids = generator.integers(1, min(vocab_size, _MAX_ID), size=2 * length)
     border = length // 2
-    document, first, other = ids[: length - border], ids[length : length + border], ids[length + border :][:border]
+    document = ids[: length - border]
+    first = ids[length : length + border]
+    other = ids[length + border :][:border]
 
     def losses(row: list[np.ndarray], of_last: bool) -> torch.Tensor:
         return _losses(fabric, model, row, of_last)

@@ -116,14 +116,16 @@ class GuardedLogger(_Forwarding):
     """A logger without which a run goes on: its first failure is reported in one line, and nothing more is logged."""
 
     def __init__(self, name: str, open_logger: Callable[[], Logger]) -> None:
-        self._name, self.logger = name, Logger()
+        self._name = name
+        self.logger = Logger()
         self._tell(lambda _: setattr(self, "logger", open_logger()))
 
     def _tell(self, action: Callable[[Logger], None]) -> None:
         try:
             action(self.logger)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a folder, a disk, a network, a server, a bug
-            failed, self.logger = self.logger, Logger()
+            failed = self.logger
+            self.logger = Logger()
             warn(f"{self._name}: {_reason(error)}; the run goes on without it, and metrics.csv has every step")
             try:
                 failed.abandon()
@@ -176,7 +178,8 @@ class SampleFile(Logger):
 
     def __init__(self, path: Path, last_step: int) -> None:
         check_no_link(path)
-        self._path, self.past = path, read_samples(path, last_step)
+        self._path = path
+        self.past = read_samples(path, last_step)
         kept = "".join(map(_line, self.past))
         if path.exists() and kept.encode() != path.read_bytes():
             write_atomically(path, kept)
@@ -237,7 +240,8 @@ def _cut_events(path: Path, last_step: int) -> None:
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event
 
-    size, end = path.stat().st_size, 0
+    size = path.stat().st_size
+    end = 0
     if not size:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as records:
@@ -338,7 +342,8 @@ class Outputs(_Forwarding):
     """All loggers of a run. ``log_model`` says which checkpoints they upload: "all", "last" or "none"."""
 
     def __init__(self, loggers: Sequence[Logger], log_model: str) -> None:
-        self._loggers, self._log_model = loggers, log_model
+        self._loggers = loggers
+        self._log_model = log_model
 
     def _tell(self, action: Callable[[Logger], None]) -> None:
         for logger in self._loggers:

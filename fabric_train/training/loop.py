@@ -62,7 +62,8 @@ class Stopwatch:
         self.restart()
 
     def restart(self) -> None:
-        self._started, self._waited = time.perf_counter(), 0.0
+        self._started = time.perf_counter()
+        self._waited = 0.0
         self._num_steps = self._num_tokens = self._num_samples = 0
         self._flops = 0.0
         self._own_seconds: list[Sequence[float]] = []
@@ -124,8 +125,10 @@ class Loop:
         Raises:
             RunError: The loss or the gradient is not finite, with ``--on_nonfinite stop``.
         """
-        heartbeat, stopwatch = self.stepper.heartbeat, Stopwatch(self.peak_flops)
-        state, cursors = self.run.start.state, None
+        heartbeat = self.stepper.heartbeat
+        stopwatch = Stopwatch(self.peak_flops)
+        state = self.run.start.state
+        cursors = None
         checkpoint = self.run.start.checkpoint if self.run.start.resumes else None  # of ``state``
         if metrics := self._metrics_to_begin_with(state):
             state = self._evaluate_and_log(state, metrics, evaluates=True)
@@ -152,7 +155,9 @@ class Loop:
             evaluates, keeps, saves, logs = self._due(window, step)
             report = step.report
             stopwatch.stepped(report.num_tokens, window.num_rows, report.flops, report.own_seconds)
-            state, checkpoint, cursors = self._state_after(state, window, step), None, window.cursors
+            state = self._state_after(state, window, step)
+            checkpoint = None
+            cursors = window.cursors
             if not logs:
                 continue
             state = self._evaluate_and_log(state, self._metrics(state, step, stopwatch), evaluates)
@@ -184,7 +189,8 @@ class Loop:
 
     def _due(self, window: Window, step: TakenStep) -> tuple[bool, bool, bool, bool]:
         """Return whether a step is evaluated, its checkpoint stays whatever its loss, it is saved, and logged."""
-        given, number = self.run.arguments, window.step
+        given = self.run.arguments
+        number = window.step
         always = number == self.num_steps or window.ends_epoch
         evaluates = always or number % given.evaluation.eval_step_interval == 0
         keeps = always or number % given.save.save_step_interval == 0
@@ -212,7 +218,9 @@ class Loop:
             peak_memory_gb=peak_memory_gb(self.stepper.fabric.device),
             **stopwatch.read(),
         )
-        names, sources, report = self.stepper.objective.metric_names, self.run.logged_sources, step.report
+        names = self.stepper.objective.metric_names
+        sources = self.run.logged_sources
+        report = step.report
         further = {
             name: dict(zip(names, of_source, strict=True))
             for name, of_source in zip(sources, report.metrics_of_sources, strict=True)
@@ -263,9 +271,11 @@ class Loop:
                 return replace(state, unlogged=columns_of(metrics))
             if samples:
                 self.outputs.log_samples(samples)
-            first, progress = state.first_evaluation or evaluation, state.progress
+            first = state.first_evaluation or evaluation
+            progress = state.progress
             if not evaluation.is_comparable(first):
-                first, progress = replace(evaluation, follows_other_rows=True), None
+                first = replace(evaluation, follows_other_rows=True)
+                progress = None
             stopping = self.run.early_stopping
             progress = stopping.after(progress, evaluation) if stopping else None
             state = replace(state, evaluation=evaluation, first_evaluation=first, progress=progress)

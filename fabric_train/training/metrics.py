@@ -118,7 +118,8 @@ def further_columns(
 
     ``of_pieces``: the objective sums over pieces, and its metrics are told apart by source too.
     """
-    train, val = [f"train_{name}" for name in objective], [f"val_{name}" for name in objective]
+    train = [f"train_{name}" for name in objective]
+    val = [f"val_{name}" for name in objective]
     whole = [*train, *(f"val_{name}" for name in evaluation), *val]
     of_sources = ["train_loss", *(f"val_{name}" for name in (*_USUAL_FIGURES, *evaluation))]
     if of_pieces:
@@ -179,7 +180,8 @@ def read_table(path: Path, last_step: int) -> tuple[list[str], list[Metrics]]:
         raise InputError(f"{path}: not a file; {fix}")
     text = path.read_text(encoding="utf-8", errors="replace")
     table = csv.reader(io.StringIO(text[: text.rfind("\n") + 1] or text))
-    names, rows = _next_row(table) or [], list[Metrics]()
+    names = _next_row(table) or []
+    rows: list[Metrics] = []
     if not are_columns(names) or len(set(names)) < len(names):
         raise InputError(f"{path}: its first line is not the header of a metrics.csv, {','.join(COLUMNS)}; {fix}")
     while (cells := _next_row(table)) is not None:
@@ -242,5 +244,6 @@ def grouped_name(column: str) -> str:
     figure, _, source = column.partition("/")
     group, _, name = figure.partition("_")
     if column in _GROUPS:
-        group, name = _GROUPS[column], column
+        group = _GROUPS[column]
+        name = column
     return "/".join(filter(None, (group, source, name)))

@@ -109,7 +109,8 @@ def losses_at_targets(
     The sum can be differentiated, and the others too with ``by_token``. For ``scale`` see :meth:`Objective.loss`. If
     the batch has a slice of the rows, this rank computes the targets in it, and gets the others from its group.
     """
-    targets, part = batch.targets or find_targets(batch.labels), batch.row_slice
+    targets = batch.targets or find_targets(batch.labels)
+    part = batch.row_slice
     own = targets if part is None else Targets(part.positions, part.target_ids)
     if has_loss_in_head(model):
         given = {"by_token": True} if by_token else {"scale": scale}
@@ -211,7 +212,8 @@ class Pairs:
 
     def per_token(self) -> "Pairs":
         """Return the means over the tokens of each answer, in place of the sums."""
-        chosen, rejected = self.chosen_tokens.clamp(min=1), self.rejected_tokens.clamp(min=1)
+        chosen = self.chosen_tokens.clamp(min=1)
+        rejected = self.rejected_tokens.clamp(min=1)
         of_policy = self.chosen / chosen, self.rejected / rejected
         of_reference = self.reference_chosen / chosen, self.reference_rejected / rejected
         return Pairs(*of_policy, *of_reference, self.chosen_tokens, self.rejected_tokens)
@@ -314,7 +316,8 @@ class Preference:
     counts_pieces = True
 
     def __init__(self, given: "PreferenceArguments") -> None:
-        self._given, self._of_pairs = given, LOSSES[given.objective]
+        self._given = given
+        self._of_pairs = LOSSES[given.objective]
         self.metric_names = (*_METRICS, *(("kl",) if given.needs_reference else ()))
 
     def count(self, batch: Batch) -> torch.Tensor:
@@ -352,7 +355,8 @@ class Preference:
         per_token = pairs.per_token()
         takes_sums = self._given.objective in _OF_SUMS and not self._given.length_normalised
         scored = pairs if takes_sums else per_token
-        chosen, rejected = self._given.dpo_beta * scored.chosen_ratio, self._given.dpo_beta * scored.rejected_ratio
+        chosen = self._given.dpo_beta * scored.chosen_ratio
+        rejected = self._given.dpo_beta * scored.rejected_ratio
         ties = (chosen == rejected).double()
         return {
             "reward_chosen": chosen,

@@ -33,14 +33,21 @@ _SECONDS_BETWEEN_LINES = 2.0
 _LOOK_SECONDS = 0.1  # between two looks at the terminal's size and at signals, which are drawn at once
 _DRAW_SECONDS = 0.5  # between two drawings of new values
 _IDLE_SECONDS = 1.0  # between two drawings without new values: only times change
-_LEAST_ROWS, _LEAST_COLUMNS = 12, 40
+_LEAST_ROWS = 12
+_LEAST_COLUMNS = 40
 """A smaller terminal gets one line instead of the panel."""
 _SHARE_OF_ROWS = 2 / 3
 _FEWEST_FACTS = 5  # rows that are kept for facts if there are many sources
-_CELL, _LABEL, _LOSS, _LONGEST_NAME = 28, 16, 13, 32  # columns
+# columns
+_CELL = 28
+_LABEL = 16
+_LOSS = 13
+_LONGEST_NAME = 32
 _DIM, _BOLD, _GOOD, _BAD, _STOP = (Style.parse(name) for name in ("dim", "bold", "green", "red", "bold yellow"))
 _ERASE = "\r\x1b[J"  # to the end of the screen
-_CROP, _WRAP = "\x1b[?7l", "\x1b[?7h"  # lines that are longer than the terminal; a narrower one cannot wrap the panel
+# lines that are longer than the terminal; a narrower one cannot wrap the panel
+_CROP = "\x1b[?7l"
+_WRAP = "\x1b[?7h"
 
 Line = list[Segment]
 
@@ -49,8 +56,10 @@ class ProgressLines(Logger):
     """Prints a line with the metrics every two seconds, and one for each evaluation."""
 
     def __init__(self, first_step: int, num_steps: int) -> None:
-        self.first_step, self.num_steps = first_step, num_steps
-        self._started, self._shown_at = time.monotonic(), 0.0
+        self.first_step = first_step
+        self.num_steps = num_steps
+        self._started = time.monotonic()
+        self._shown_at = 0.0
 
     def log(self, metrics: Metrics) -> None:
         progress.info("")
@@ -64,10 +73,12 @@ class ProgressLines(Logger):
         return (time.monotonic() - self._started) / max(step - self.first_step, 1) * (self.num_steps - step)
 
     def _show(self, metrics: Metrics) -> None:
-        now, is_last = time.monotonic(), metrics.step == self.num_steps
+        now = time.monotonic()
+        is_last = metrics.step == self.num_steps
         if metrics.step and (is_last or now - self._shown_at > _SECONDS_BETWEEN_LINES):
             self._shown_at = now
-            values, left = " ".join(_in_short(metrics)), _clock(self._seconds_left(metrics.step))
+            values = " ".join(_in_short(metrics))
+            left = _clock(self._seconds_left(metrics.step))
             log.debug("step %d/%d %s eta %s", metrics.step, self.num_steps, values, left)
 
 
@@ -134,7 +145,8 @@ class Panel:
         return "-:--" if self.ends is None else _clock(self.ends - moment.now)
 
     def _rule(self, width: int) -> Line:
-        dash, step = "─" if self.is_unicode else "-", self.metrics.step
+        dash = "─" if self.is_unicode else "-"
+        step = self.metrics.step
         done = f" step {step:,} of {self.num_steps:,} ({step / self.num_steps:.0%}), epoch {self.metrics.epoch} "
         title = set_cell_size(f" {self.title} ", min(cell_len(self.title) + 2, max(width - len(done) - 5, 0)))
         rest = width - cell_len(title) - len(done) - 3
@@ -177,7 +189,8 @@ class Panel:
 
     def _facts(self, moment: Moment) -> list[tuple[str, str, Style | None]]:
         """Return names and values, the most important ones first."""
-        of, now = self.metrics, moment.now
+        of = self.metrics
+        now = moment.now
         rank = of.slowest_rank
         machine = "" if rank is None else f"{self.machines.get(rank, '')} rank {rank}".strip()
         facts = [
@@ -204,7 +217,8 @@ class ProgressPanel(ProgressLines, RenderHook):
     def __init__(self, title: str, first_step: int, num_steps: int, console: Console, heartbeat: Heartbeat) -> None:
         """Begin to draw; ``console`` prints to a terminal."""
         super().__init__(first_step, num_steps)
-        self._console, self._heartbeat = console, heartbeat
+        self._console = console
+        self._heartbeat = heartbeat
         self._panel = Panel(
             escape_controls(title),
             num_steps,
@@ -213,7 +227,9 @@ class ProgressPanel(ProgressLines, RenderHook):
             heartbeat.machines,
             is_unicode=console.encoding.startswith("utf"),
         )
-        self._lock, self._is_live, self._ended = threading.RLock(), True, threading.Event()
+        self._lock = threading.RLock()
+        self._is_live = True
+        self._ended = threading.Event()
         self._fault: Exception | None = None
         self._stderr = sys.stderr
         if sys.stderr.isatty():
@@ -245,7 +261,8 @@ class ProgressPanel(ProgressLines, RenderHook):
         try:
             lines = self._panel.lines(*self._size(), self._moment())
         except Exception as error:  # noqa: BLE001 - the next ``log`` raises it, and ``GuardedLogger`` reports it
-            self._fault, self._is_live = error, False
+            self._fault = error
+            self._is_live = False
             set_display(None)
             return [_control(_ERASE), *renderables]
         below = [segment for line in lines for segment in (Segment.line(), *line)]
@@ -253,11 +270,16 @@ class ProgressPanel(ProgressLines, RenderHook):
         return [_control(_ERASE), *renderables, _control(_CROP), Segments(below), _control(up + _WRAP)]
 
     def _draw_until_end(self) -> None:
-        drawn, drawn_at, panel = None, 0.0, self._panel
+        drawn = None
+        drawn_at = 0.0
+        panel = self._panel
         while not self._ended.wait(_LOOK_SECONDS):
-            seen, pause = (self._size(), self._moment().stop_signal), time.monotonic() - drawn_at
+            seen = (self._size(), self._moment().stop_signal)
+            pause = time.monotonic() - drawn_at
             if seen != drawn or pause >= (_IDLE_SECONDS if panel is self._panel else _DRAW_SECONDS):
-                drawn, drawn_at, panel = seen, time.monotonic(), self._panel
+                drawn = seen
+                drawn_at = time.monotonic()
+                panel = self._panel
                 with self._lock:
                     if self._is_live:
                         self._console.print(Control())
@@ -271,7 +293,8 @@ class ProgressPanel(ProgressLines, RenderHook):
             if self._ended.is_set():
                 return
             self._ended.set()
-            self._is_live, sys.stderr = False, self._stderr
+            self._is_live = False
+            sys.stderr = self._stderr
             self._console.pop_render_hook()
             self._console.print(_control(_ERASE), Segments(line), end="", soft_wrap=True)
 
@@ -279,7 +302,8 @@ class ProgressPanel(ProgressLines, RenderHook):
         """Leave the terminal to the process that has forked this one."""
         if not self._ended.is_set():
             self._ended.set()
-            self._is_live, sys.stderr = False, self._stderr
+            self._is_live = False
+            sys.stderr = self._stderr
         self._lock.release()
 
     def _size(self) -> tuple[int, int]:

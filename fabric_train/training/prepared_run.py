@@ -189,7 +189,8 @@ class PreparedRun:
         following = self.following
         if following is None or state.step < self.plan.last_step:
             return replace(self, start=start).with_present_parts()
-        there, here = flatten(self.arguments), flatten(following.arguments)
+        there = flatten(self.arguments)
+        here = flatten(following.arguments)
         changed = {name: [there[name], here[name]] for name in there if there[name] != here[name]}
         branch = BranchPoint(str(run_of(checkpoint)), state.step, False, changed)
         state = replace(state, unlogged=None, progress=None, rows_of_sources=None)

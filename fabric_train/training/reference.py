@@ -139,7 +139,8 @@ def _with_saved_reference(run: PreparedRun) -> tuple[PreparedRun, ReferenceModel
     """
     if run.start.checkpoint is None or not (run.start.resumes or run.arguments.evaluation.only_reads):
         return run, None
-    saved, given = read_trainer_json(run.start.checkpoint), run.arguments
+    saved = read_trainer_json(run.start.checkpoint)
+    given = run.arguments
     name = saved.arguments.get("reference")
     if given.preference.reference is not None and not is_reference_of(saved, given.preference.reference):
         return run, None
@@ -149,7 +150,8 @@ def _with_saved_reference(run: PreparedRun) -> tuple[PreparedRun, ReferenceModel
 
 def _place(run: PreparedRun) -> str:
     """Return the place of the reference of a run that begins: of ``--reference``, or of the weights it starts from."""
-    given, checkpoint = run.arguments.preference.reference, run.start.checkpoint
+    given = run.arguments.preference.reference
+    checkpoint = run.start.checkpoint
     if given is not None:
         return _place_of(given)
     if run.adapter_base is not None:
@@ -184,16 +186,19 @@ def _reference_run(run: PreparedRun, place: str) -> PreparedRun:
 
     A run with an adapter, whose reference is not given, has its own adapter there, a new one or that at ``place``.
     """
-    given, folder = run.arguments, Path(place)
+    given = run.arguments
+    folder = Path(place)
     if place.startswith("/") and not folder.is_dir():
         fault = f"the reference model {place} is gone; put it back, or give --reference"
         missing = f"--reference {place}: no such folder; give a hub name, folder, checkpoint or run"
         raise InputError(missing if given.preference.reference else fault)
-    is_saved, of_adapter = bool(place) and (folder / "trainer.json").is_file(), _is_adapter(place)
+    is_saved = bool(place) and (folder / "trainer.json").is_file()
+    of_adapter = _is_adapter(place)
     start = StartingPoint(folder if is_saved else None, TrainerState())
     if run.adapter_base is not None and given.preference.reference is None:
         return replace(run, start=start if of_adapter else StartingPoint(None, TrainerState()))
-    layer_class, attention = given.fsdp.auto_wrap_policy, run.model.config._attn_implementation
+    layer_class = given.fsdp.auto_wrap_policy
+    attention = run.model.config._attn_implementation
     if of_adapter:
         name = given.model.model_name if is_saved else read_base_name(folder)
         base = find_base(name, folder if is_saved else None, "--model_name")
@@ -209,7 +214,8 @@ def _is_adapter(place: str) -> bool:
 
 
 def _shape(run: PreparedRun, place: str) -> ModelShape:
-    given, attention = run.arguments, run.model.config._attn_implementation
+    given = run.arguments
+    attention = run.model.config._attn_implementation
     if place:
         return read_shape(place, given.fsdp.auto_wrap_policy, attention)
     if run.model.is_new:
@@ -290,7 +296,8 @@ def _agree(fabric: Fabric, run: PreparedRun, part: TokenDataset, content: _Conte
 
 def _look(run: PreparedRun, part: TokenDataset, content: _Content) -> tuple[Path, list[str]]:
     name = hashlib.sha256(json.dumps(content.made_of, sort_keys=True).encode()).hexdigest()[:16]
-    beside, own = part.folder / REFERENCE / name, run.folder / REFERENCE / name
+    beside = part.folder / REFERENCE / name
+    own = run.folder / REFERENCE / name
     splits = _splits(run, part)
     for folder in (beside, own):
         if (folder / _FILE).is_file():
@@ -301,7 +308,8 @@ def _look(run: PreparedRun, part: TokenDataset, content: _Content) -> tuple[Path
 
 def _missing(folder: Path, content: _Content, splits: dict[str, Rows]) -> list[str]:
     """Return the splits without a file; raise an InputError if a file is of something else, or damaged."""
-    file, fix = folder / _FILE, f"remove {folder}, and it is computed again"
+    file = folder / _FILE
+    fix = f"remove {folder}, and it is computed again"
     there = read_json(file, _Content, fix)
     other = [what for what, value in content.made_of.items() if there.made_of.get(what) != value]
     if other:
@@ -326,7 +334,8 @@ def _write(folder: Path, content: _Content, found: dict[str, np.ndarray]) -> Non
     file = folder / _FILE
     files = dict(read_json(file, _Content, f"remove {folder}").files) if file.is_file() else {}
     for name, values in found.items():
-        array, temporary = folder / f"{name}.npy", folder / f".{name}.{os.getpid()}.npy"
+        array = folder / f"{name}.npy"
+        temporary = folder / f".{name}.{os.getpid()}.npy"
         check_no_link(array)
         with temporary.open("xb") as opened:
             np.save(opened, values, allow_pickle=False)
@@ -350,7 +359,9 @@ def _set_up(fabric: Fabric, run: PreparedRun, reference: ReferenceModel, is_new:
 @torch.no_grad()
 def _of_split(fabric: Fabric, model: Any, run: PreparedRun, name: str, rows: Rows, heartbeat: Heartbeat) -> np.ndarray:
     assert rows.index is not None
-    given, ranks, device = run.arguments, data_ranks(fabric), fabric.device
+    given = run.arguments
+    ranks = data_ranks(fabric)
+    device = fabric.device
     size = given.training.micro_batch_size
     batches = validation_batches(rows, size, ranks.size, ranks.rank, None, given.data.seed, given.data.num_workers)
     values = torch.zeros(_num_pairs(rows), 2, dtype=torch.float64, device=device)

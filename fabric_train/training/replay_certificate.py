@@ -155,7 +155,8 @@ class Certificate:
         reasons = dict.fromkeys(one for layout in replay.there for one in replay.here.differences(layout))
         if not reasons:
             return "bit for bit: the same number and kind of devices, split in the same way"
-        first, until = replay.run.start.state.step + 1, replay.same_until
+        first = replay.run.start.state.step + 1
+        until = replay.same_until
         exact = f"bit for bit up to step {until}, after it " if until >= first else ""
         return f"{exact}to {replay.tolerance(replay.steps[1]):.1e} relative: {'; '.join(reasons)}"
 
@@ -168,7 +169,8 @@ class Certificate:
 
     def write(self) -> Path:
         """Write ``RUN/replay.json``, and return its path."""
-        replay, run = self.replay, self.replay.run
+        replay = self.replay
+        run = self.replay.run
         path = replay.folder / FILE_NAME
         content = {
             "verdict": "holds" if self.holds else "differs",
@@ -214,7 +216,8 @@ class Certificate:
         return Group(*([table] if self.steps else []), about, verdict)
 
     def _about(self) -> dict[str, str]:
-        replay, start = self.replay, self.replay.run.start.checkpoint
+        replay = self.replay
+        start = self.replay.run.start.checkpoint
         first, last = replay.steps
         came_from = f"trained from {start.name if start else 'the beginning'}" if self.steps else "nothing was trained"
         about = {
@@ -305,7 +308,8 @@ def read_certificate(run: Path, step: int) -> StoredCertificate | None:
         return None
     try:
         found = read_json(file, StoredCertificate, "replay again")
-        first, last = found.trained_from, found.steps[1]
+        first = found.trained_from
+        last = found.steps[1]
         rows = [row for row in read_metrics(run / "metrics.csv", last) if row.step >= first]
     except InputError:
         return None

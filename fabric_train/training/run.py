@@ -131,7 +131,7 @@ def _train_to_the_end(loop: Loop, build: Callable[..., Loop], write_report: Repo
     run = loop.run
     outputs = loop.outputs
     started = time.monotonic()
-    report = list[str]()
+    report: list[str] = []
     try:
         stop_signals.defer()
         end = _train_present_parts(loop)
@@ -209,7 +209,8 @@ def _evaluate(fabric: Fabric, run: PreparedRun, validation: Validation, heartbea
     evaluation = validation.evaluate()
     assert evaluation is not None  # a signal ends the process here, since nothing is to be saved
     if fabric.is_global_zero:
-        whole, sources = evaluation.whole, evaluation.sources
+        whole = evaluation.whole
+        sources = evaluation.sources
         step = checkpoints.read_trainer_json(run.start.checkpoint).state.step if run.start.checkpoint else 0
         content = {"model": run.model.source, "step": step, **_figures(whole)}
         _write_json(path, content | {"sources": {name: _figures(loss) for name, loss in sources.items()}})
@@ -239,7 +240,8 @@ def _self_check(fabric: Fabric, model: Any, optimizer: Any, objective: Objective
     check_no_link(path)
     progress.info("self check")
     rows = run.plan.window_order(run.arguments.data.seed).rows_of(1).tolist()
-    precision, micro_batch_size = run.arguments.model.precision, run.arguments.training.micro_batch_size
+    precision = run.arguments.model.precision
+    micro_batch_size = run.arguments.training.micro_batch_size
     check = check_cuts(fabric, model, optimizer, objective, run.data.train, rows, micro_batch_size, precision)
     if fabric.is_global_zero:
         _write_json(path, asdict(check))
@@ -268,7 +270,8 @@ def repeat_steps(fabric: Fabric, run: PreparedRun, last_step: int, heartbeat: He
         run.data.tokenizer.save(run.data.tokenizer_folder)
     optimizer = set_up_optimizer(fabric, model, decayed, run)
     recorder = _Recorder(last_step)
-    outputs, objective = Outputs([recorder], "none"), objective_of(run.arguments)
+    outputs = Outputs([recorder], "none")
+    objective = objective_of(run.arguments)
     loop = build_loop(fabric, model, optimizer, objective, run, heartbeat, None, outputs, NoCheckpoints)
     progress.info("%s", heartbeat)
     with manual_collection():
@@ -280,7 +283,8 @@ class _Recorder(Logger):
     """Keeps the metrics of each step, and shows its loss."""
 
     def __init__(self, last_step: int) -> None:
-        self._last_step, self.steps = last_step, list[Metrics]()
+        self._last_step = last_step
+        self.steps = list[Metrics]()
 
     def log(self, metrics: Metrics) -> None:
         progress.info("")

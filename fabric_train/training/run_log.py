@@ -109,7 +109,8 @@ class _ConsoleLines(logging.Handler):
 
     def __init__(self, console: Console) -> None:
         super().__init__()
-        self._console, self.printed_at = console, time.monotonic()
+        self._console = console
+        self.printed_at = time.monotonic()
 
     def filter(self, record: logging.LogRecord) -> Any:
         """Leave errors to ``cli.errors``; without waiting for the lock, which a stuck write may hold."""
@@ -132,7 +133,8 @@ class _WhileSilent(logging.Handler):
 
     def __init__(self, lines: _ConsoleLines) -> None:
         super().__init__()
-        self._lines, self._started = lines, time.monotonic()
+        self._lines = lines
+        self._started = time.monotonic()
         self._doing: logging.LogRecord | None = None
         self._is_closed = threading.Event()
         threading.Thread(target=self._repeat, daemon=True, name="progress").start()
@@ -146,7 +148,8 @@ class _WhileSilent(logging.Handler):
 
     def _repeat(self) -> None:
         while not self._is_closed.wait(min(1.0, SILENT_SECONDS)):
-            doing, now = self._doing, time.monotonic()
+            doing = self._doing
+            now = time.monotonic()
             if doing and now - self._lines.printed_at >= SILENT_SECONDS:
                 log.info("%s (%.0f s)", doing.getMessage(), now - self._started)
 

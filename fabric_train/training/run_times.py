@@ -66,7 +66,9 @@ class TimesFile(Logger):
 
     def __init__(self, path: Path, heartbeat: Heartbeat, after_step: int, num_devices: int) -> None:
         """Append a start. ``after_step`` is the step of the checkpoint that the run starts from, or 0."""
-        self._heartbeat, self._num_devices, self._after_step = heartbeat, num_devices, after_step
+        self._heartbeat = heartbeat
+        self._num_devices = num_devices
+        self._after_step = after_step
         self._epoch = time.time() - time.monotonic()
         open_to_write(path, "a").close()
         self._file = open_to_write(path, "r+", newline="")
@@ -215,7 +217,7 @@ def read_times(run: Path) -> RunTimes | None:
         InputError: the file is damaged.
     """
     file = run / TIMES
-    attempts = list[list[TimesLine]]()
+    attempts: list[list[TimesLine]] = []
     for number, line in enumerate(read_json_lines(file, TimesLine, _ADVICE), 1):
         if not _is_possible(line):
             raise InputError(f"{file}, line {number}: damaged (a number that no run has); {_ADVICE}")
@@ -239,7 +241,8 @@ def _sum_up(attempts: Sequence[Sequence[TimesLine]]) -> RunTimes:
     totals = dict.fromkeys(names, 0.0)
     first_steps = [lines[0].step for lines in attempts]
     for number, lines in enumerate(attempts):
-        spent, later = lines[-1].seconds, attempts[number + 1 : number + 2]
+        spent = lines[-1].seconds
+        later = attempts[number + 1 : number + 2]
         kept_until = min(first_steps[number + 1 :], default=math.inf)
         kept = [line.seconds for line in lines if line.step <= kept_until][-1:]
         for name in _TRAINED:

@@ -90,7 +90,8 @@ class _Row:
         return [self.part(*ends) for ends in zip(begins, [*begins[1:], len(self.labels)], strict=True)]
 
     def thinned(self) -> "_Row":
-        labels, supervised = self.labels.copy(), np.flatnonzero(self.labels[1:] != IGNORED_LABEL) + 1
+        labels = self.labels.copy()
+        supervised = np.flatnonzero(self.labels[1:] != IGNORED_LABEL) + 1
         labels[supervised[math.ceil(len(supervised) / 4) :]] = IGNORED_LABEL
         return _Row(self.input_ids, labels, self.starts)
 
@@ -130,7 +131,8 @@ def check_cuts(
         listed = ", ".join(map(str, indices))
         raise InputError(f"--self_check true: no token of rows {listed} is supervised; another --seed takes other rows")
     model.eval()
-    figures, faults = [], []
+    figures = []
+    faults = []
     together = 2 if counts_pieces(objective) else 1
     for name, parts, size in _cuts(whole, micro_batch_size, rows.isolates, together):
         figures.append(_compute(fabric, model, optimizer, objective, name, _share(parts, size, fabric)))
@@ -205,7 +207,8 @@ def _cuts(rows: list[_Row], micro_batch_size: int, isolates: bool, together: int
 
 def _share(rows: list[_Row], size: int, fabric: Fabric) -> list[Batch]:
     """Return this rank's micro-batches; every rank has the same number."""
-    batches, ranks = [], data_ranks(fabric)
+    batches = []
+    ranks = data_ranks(fabric)
     for number in range(math.ceil(len(rows) / (size * ranks.size))):
         place = positions(number, size, ranks.size, ranks.rank)
         part = rows[place.start : place.stop]
@@ -238,7 +241,8 @@ def _faults_of_parameters(fabric: Fabric, model: Any) -> list[str]:
     by_name = dict(parameters)
     found = torch.zeros(len(parameters), 3, dtype=torch.int64)
     for index, (name, parameter) in enumerate(parameters):
-        weight, gradient = local_part(parameter), local_part(parameter.grad)
+        weight = local_part(parameter)
+        gradient = local_part(parameter.grad)
         found[index, 0] = not weight.isfinite().all()
         # the second matrix of a new adapter is zero, so the first one gets no gradient yet
         second = by_name.get(name.replace("lora_A", "lora_B"), parameter)
@@ -260,7 +264,8 @@ def _faults_of_parameters(fabric: Fabric, model: Any) -> list[str]:
 
 
 def _disagreements(figures: list[Figure], tolerance: float) -> list[str]:
-    faults, first = [], figures[0]
+    faults = []
+    first = figures[0]
     for figure in figures:
         loss, norm = figure.differences(first)
         if not loss <= tolerance:  # NaN does not agree either

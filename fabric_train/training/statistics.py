@@ -38,8 +38,10 @@ class SpikeRule:
     loss falls. A rise is one spike, however many steps it lasts.
     """
 
-    RECENT, FEWEST = 64, 20
-    CHANGES, LEAST_RISE = 8.0, 0.1
+    RECENT = 64
+    FEWEST = 20
+    CHANGES = 8.0
+    LEAST_RISE = 0.1
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=self.RECENT)
@@ -47,7 +49,8 @@ class SpikeRule:
 
     def usual_before_spike(self, loss: float) -> float | None:
         """Add the next loss; return the median of the recent ones if a spike begins here, else None."""
-        was_high, usual = self._is_high, None
+        was_high = self._is_high
+        usual = None
         if len(self._recent) >= self.FEWEST:
             usual = statistics.median(self._recent)
             change = statistics.median(abs(later - earlier) for earlier, later in itertools.pairwise(self._recent))
@@ -122,7 +125,9 @@ def compare(of_models: Sequence[DocumentSums], seed: int) -> list[ModelLoss]:
 
 def resample(values: Sequence[np.ndarray], seed: int) -> np.ndarray:
     """Return the sums, fp64 [R, M], of values, fp64 [D] for each model, over documents that ``seed`` draws."""
-    columns, generator, sums = np.stack(values, axis=1), np.random.default_rng(seed), []
+    columns = np.stack(values, axis=1)
+    generator = np.random.default_rng(seed)
+    sums = []
     num_documents = len(columns)
     at_once = max(1, _COUNTS_AT_ONCE // num_documents)
     for first in range(0, NUM_RESAMPLES, at_once):

@@ -78,7 +78,8 @@ class Stepper:
         Raises:
             RunStopped: The ranks have agreed to stop before one of the micro-batches.
         """
-        fabric, given = self.fabric, self.arguments
+        fabric = self.fabric
+        given = self.arguments
         seed_step(given.data.seed, window.step, data_ranks(fabric).gradient, fabric.device)
         rate = self.schedules.rate(window.step)
         set_learning_rate(self.optimizer, rate)
@@ -135,7 +136,8 @@ class OwnTime:
     def __init__(self, device: torch.device) -> None:
         self.seconds = 0.0
         """Own time of the step before, 0 as long as none is complete."""
-        self._device, self._marks = device, list[Any]()
+        self._device = device
+        self._marks = list[Any]()
 
     def mark(self) -> None:
         """Begin or end a part of the step that is this rank's own."""
@@ -148,7 +150,8 @@ class OwnTime:
     def restart(self) -> None:
         """End a step, after the exchange in which the host has waited for the device; the next one begins."""
         if len(self._marks) == _MARKS_OF_STEP:  # not after the first step
-            parts, on_gpu = zip(self._marks[::2], self._marks[1::2], strict=True), self._device.type == "cuda"
+            parts = zip(self._marks[::2], self._marks[1::2], strict=True)
+            on_gpu = self._device.type == "cuda"
             self.seconds = sum(first.elapsed_time(last) / 1e3 if on_gpu else last - first for first, last in parts)
         self._marks.clear()
         self.mark()
@@ -201,7 +204,9 @@ def backpropagate(
     if own_time:
         own_time.mark()
     scale = data_ranks(fabric).num_gradients / count.clamp(min=1).double()
-    losses, of_batches, last = [], [], len(window.batches) - 1
+    losses = []
+    of_batches = []
+    last = len(window.batches) - 1
     metrics = torch.zeros(len(objective.metric_names), dtype=torch.float64, device=fabric.device)
     for index, batch in enumerate(window.batches):
         if heartbeat and index:
@@ -219,7 +224,8 @@ def backpropagate(
         if (values := by_piece(loss, batch)) is not None:
             of_batches.append(values)
     ranks.average_replicated(model)
-    summed, as_wholes = torch.stack(losses), counts_pieces(objective)
+    summed = torch.stack(losses)
+    as_wholes = counts_pieces(objective)
     of_pieces = torch.cat(of_batches, dim=1) if of_batches else summed[None, :0]
     of_sources = summed.new_zeros(1 + len(metrics) * as_wholes, num_sources)
     tokens_of_sources = torch.zeros(num_sources).double()
@@ -284,13 +290,15 @@ def exchange_step(
     ``grad_norm``, fp64 [] on the device, is the same on all ranks. The other numbers are this rank's.
     """
     # first what the ranks that read different rows sum up, then flags, and two numbers of each rank
-    num_sources, further = len(loss.of_sources), loss.metrics_of_sources
+    num_sources = len(loss.of_sources)
+    further = loss.metrics_of_sources
     by_rank = torch.zeros(fabric.world_size, 2, dtype=torch.float64)
     by_rank[fabric.global_rank] = torch.tensor([own_seconds, own.stop_signal], dtype=torch.float64)
     on_device = torch.cat([loss.summed.sum()[None], loss.of_sources, loss.metrics, further.flatten()])
     on_host = torch.cat([loss.tokens_of_sources, torch.tensor([num_tokens, flops], dtype=torch.float64)])
     if fabric.global_rank % data_ranks(fabric).group_size:
-        on_device, on_host = torch.zeros_like(on_device), torch.zeros_like(on_host)
+        on_device = torch.zeros_like(on_device)
+        on_host = torch.zeros_like(on_host)
     flags = torch.tensor([own.is_saving, own.save_failed], dtype=torch.float64)
     on_host = torch.cat([on_host, flags, by_rank.flatten()])
     summed = torch.cat([on_device, to_device_async(on_host, fabric.device)])
@@ -361,7 +369,11 @@ class StepGuard:
 
         ``worst`` names the documents with the highest losses (``WorstDocuments.describe``).
         """
-        self._fabric, self._data, self._warn, self._row_name, self._worst = fabric, data, warn, row_name, worst
+        self._fabric = fabric
+        self._data = data
+        self._warn = warn
+        self._row_name = row_name
+        self._worst = worst
         self._scaler = getattr(fabric.strategy.precision, "scaler", None)
         self._spikes = SpikeRule()
 
@@ -413,7 +425,8 @@ class StepGuard:
         for rank, batch in micro_batches:
             rows = window.rows_of(batch, data_ranks(self._fabric).size, rank)
             by_rank.setdefault(rank, []).extend(names[row] for row in rows)
-        left, parts = _LISTED_ROWS, []
+        left = _LISTED_ROWS
+        parts = []
         for rank, named in by_rank.items():
             if named:
                 more = f" and {len(named) - left} more" if len(named) > left else ""

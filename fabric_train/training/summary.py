@@ -39,7 +39,8 @@ _OF_PAIRS = ("loss", "accuracy", "margin", "reward_chosen", "reward_rejected", "
 
 def describe_start(run: PreparedRun) -> Group:
     """Return the run in short: model, data, devices, steps, learning rate, what it starts from, and its mixture."""
-    arguments, plan = run.arguments, run.plan
+    arguments = run.arguments
+    plan = run.plan
     layers = ", ".join(sorted(kind.__name__ for kind in run.model.layer_classes))
     table = facts_table("Fabric Train")
     name = f"a new {arguments.model.family}" if arguments.model.family else arguments.model.model_name
@@ -174,7 +175,8 @@ def _cells(loss: TokenLoss | None, figures: list[str]) -> list[str]:
 
 def _accuracies(state: TrainerState) -> str | None:
     """Return the pair accuracy of the first and of the last evaluation, each with its interval."""
-    now, first = state.evaluation, state.first_evaluation
+    now = state.evaluation
+    first = state.first_evaluation
     if now is None or not now.whole.of_pairs or "accuracy" not in now.whole.further:
         return None
     before = f"{_accuracy(first.whole)} → " if first and first.step != now.step else ""
@@ -182,7 +184,8 @@ def _accuracies(state: TrainerState) -> str | None:
 
 
 def _accuracy(whole: TokenLoss) -> str:
-    accuracy, ties = whole.further["accuracy"] or 0.0, whole.further["ties"] or 0.0
+    accuracy = whole.further["accuracy"] or 0.0
+    ties = whole.further["ties"] or 0.0
     interval = accuracy_interval(accuracy, ties, whole.num_tokens)
     tied = f", {ties:.1%} ties" if ties else ""
     shown = f" ({interval[0]:.1%} to {interval[1]:.1%}{tied})" if interval else ""
@@ -194,7 +197,8 @@ def warn_of_displacement(state: TrainerState) -> str | None:
 
     The loss of a pair can fall although both answers become less likely, and others more likely.
     """
-    now, first = state.evaluation, state.first_evaluation
+    now = state.evaluation
+    first = state.first_evaluation
     if now is None or first is None or not now.whole.of_pairs:
         return None
     before, after = (evaluation.whole.further.get("sft_loss") for evaluation in (first, now))
@@ -218,8 +222,11 @@ def describe_mixture(run: PreparedRun, seen: list[int] | None = None) -> list[Ta
     totals = [planned, *([seen] if seen else [])]
     rows = zip((source.name for source in run.data.sources), plan.mixture.num_rows, *totals, strict=True)
     for name, num_rows, *counts in rows:
-        read, total = counts[-1], sum(totals[-1])  # what was planned, or at the end what was seen
-        share, epochs = f"{read / max(total, 1):.2%}", f"{read / num_rows:.2f}"
+        # what was planned, or at the end what was seen
+        read = counts[-1]
+        total = sum(totals[-1])
+        share = f"{read / max(total, 1):.2%}"
+        epochs = f"{read / num_rows:.2f}"
         tokens = [f"{count * plan.tokens_per_row:,}" for count in (num_rows, *counts)]
         table.add_row(name, tokens[0], share, epochs, *tokens[1:])
     sums = [f"{sum(counts) * plan.tokens_per_row:,}" for counts in (plan.mixture.num_rows, *totals)]
@@ -290,7 +297,8 @@ def describe_self_check(check: "SelfCheck") -> Group:
 
 
 def _learning_rate(run: PreparedRun) -> str:
-    training, num_steps = run.arguments.training, run.schedule_steps
+    training = run.arguments.training
+    num_steps = run.schedule_steps
     schedule = training.lr_schedule if training.lr_decay else "constant"
     rises = f"{schedule}, {training.lr:g}"
     falls = "" if schedule == "constant" else f" to {training.min_lr:g} one step after the last"
@@ -333,7 +341,8 @@ def _start(run: PreparedRun) -> str:
 
 
 def _data(run: PreparedRun) -> str:
-    given, rows = run.arguments.data, f"rows of {run.plan.tokens_per_row:,} tokens"
+    given = run.arguments.data
+    rows = f"rows of {run.plan.tokens_per_row:,} tokens"
     if given.streaming_dataset:
         shuffled = f", shuffled among {given.shuffle_buffer:,} documents" if given.shuffle_buffer else ""
         return f"stream of {', '.join(given.streaming_dataset)}{shuffled}, {rows}"

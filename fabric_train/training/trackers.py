@@ -39,7 +39,10 @@ _MLFLOW_SETTINGS = {
     "MLFLOW_ALLOW_FILE_STORE": "true",  # mlflow-skinny has no other store on disk
 }
 _REFUSED = re.compile(r"[^\w.\- :/]")  # in names of metrics of MLflow
-_MOST_METRICS, _MOST_PARAMETERS, _LONGEST_PARAMETER = 1000, 100, 6000  # in a request to MLflow
+# in a request to MLflow
+_MOST_METRICS = 1000
+_MOST_PARAMETERS = 100
+_LONGEST_PARAMETER = 6000
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -66,7 +69,8 @@ class Tracker(Logger):
 
     def __init__(self, run: LoggedRun) -> None:
         self._samples: Sequence[Sample] = ()
-        self._last_step, past = -1, list(_past(run))
+        self._last_step = -1
+        past = list(_past(run))
         self._known = self._open(run)
         for samples, metrics in past:
             self.log_samples(samples)
@@ -76,7 +80,9 @@ class Tracker(Logger):
         self._samples = samples
 
     def log(self, metrics: Metrics) -> None:
-        samples, self._samples, self._last_step = self._samples, (), metrics.step
+        samples = self._samples
+        self._samples = ()
+        self._last_step = metrics.step
         if metrics.step not in self._known:
             self._send(metrics.step, measured(metrics), samples)
 
@@ -129,7 +135,9 @@ class WandbLogger(_WandbApi):
         os.environ.setdefault("WANDB_SILENT", "true")  # the settings below come too late for its login
         import wandb  # a slow import, needed only here
 
-        self._library, self.mode, self._told = wandb, wandb_mode(), run.folder / "wandb" / "told_up_to"
+        self._library = wandb
+        self.mode = wandb_mode()
+        self._told = run.folder / "wandb" / "told_up_to"
         for path in (run.folder / "wandb", self._told):
             check_no_link(path)
         self._id = _saved_id(run.folder / "wandb_run_id")
@@ -221,8 +229,11 @@ class TrackioLogger(_WandbApi):
     def _open(self, run: LoggedRun) -> Container[int]:
         import trackio
 
-        self._library, self._has_warned, self._id = trackio, False, _saved_id(run.folder / "trackio_run_id")
-        self._show_warning, warnings.showwarning = warnings.showwarning, self._warn  # type: ignore[assignment]
+        self._library = trackio
+        self._has_warned = False
+        self._id = _saved_id(run.folder / "trackio_run_id")
+        self._show_warning = warnings.showwarning
+        warnings.showwarning = self._warn  # type: ignore[assignment]
         given: dict[str, Any] = {name: run.config[name] for name in ("project", "group")} | {"config": run.config}
         name = f"{run.config['run_name'] or run.folder.name}-{self._id}"  # it says which run is resumed
         with redirect_stdout(io.StringIO()):
@@ -260,7 +271,9 @@ class MlflowLogger(Tracker):
         self._client = _open_mlflow(run.folder)
         self._id = _saved_id(run.folder / "mlflow_run_id", lambda: _create_mlflow_run(self._client, run))
         self._client.update_run(self._id, status="RUNNING")
-        self._thread, self._unsent, self._sending = ThreadPoolExecutor(1), list[Any](), deque[Future[None]]()
+        self._thread = ThreadPoolExecutor(1)
+        self._unsent = list[Any]()
+        self._sending = deque[Future[None]]()
         return {metric.step for metric in self._client.get_metric_history(self._id, "train/epoch")}
 
     def _send(self, step: int, values: dict[str, float], samples: Sequence[Sample]) -> None:

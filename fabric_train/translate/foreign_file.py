@@ -62,7 +62,7 @@ def read_foreign_file(path: str, program: Program | None) -> ForeignFile:
     if program is None:
         known = ", ".join(PROGRAMS)
         raise InputError(f"{path}: this is no training file of {known}, as far as its names say; give --from PROGRAM")
-    settings = dict[str, Any]()
+    settings: dict[str, Any] = {}
     for name, value in content.items():
         settings.update(_flatten(name, value, program))
     if program == "torchtune":
@@ -81,7 +81,7 @@ def _flatten(name: str, value: Any, program: Program) -> dict[str, Any]:
     is_read_whole = name in _LISTED or name in _BRANCHES
     if not isinstance(value, dict) or not value or (is_read_whole and program != "torchtune"):
         return {name: value}
-    flat = dict[str, Any]()
+    flat: dict[str, Any] = {}
     for inner, deeper in value.items():
         flat.update(_flatten(f"{name}.{inner}", deeper, program))
     return flat

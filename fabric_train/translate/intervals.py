@@ -139,7 +139,7 @@ def _translate_loggers(translation: Translation) -> None:
         reported = [str(file.get("metric_logger._component_")).rpartition(".")[2]]
     project = file.names(*_WORDS_OF_PROJECTS)
     loggers = ["csv"]
-    unknown = list[str]()
+    unknown: list[str] = []
     for logger in map(str, reported if isinstance(reported, list) else filter(None, [reported])):
         if logger in _LOGGERS:
             loggers.append(_LOGGERS[logger])

@@ -306,7 +306,8 @@ def _translate_quantization(translation: Translation) -> None:
 
 
 def _translate_rank(translation: Translation) -> None:
-    file, program = translation.file, translation.file.program
+    file = translation.file
+    program = translation.file.program
     rank = translation.number("lora_r", "lora_rank", "model.lora_rank")
     rank_names = file.names("lora_r", "lora_rank", "model.lora_rank")
     if rank is not None:
@@ -330,7 +331,7 @@ def _translate_targets(translation: Translation) -> None:
         return
     names = file.names("lora_target_linear", "lora_target_modules", "lora_target")
     listed = file.names("lora_target_modules", "lora_target")
-    targets = list[str]()
+    targets: list[str] = []
     for name in listed:
         value = file.get(name)
         is_pattern = isinstance(value, str) and any(sign in value for sign in "\\|*[]()^$")

@@ -268,7 +268,9 @@ def _translate_warmup(translation: Translation) -> None:
         translation.leave_out(words, *step_names, *ratio_names)
         return
     if steps is not None and 0 < steps < 1:  # transformers 5 has both in one name
-        ratio, ratio_names, steps = steps, step_names, None
+        ratio = steps
+        ratio_names = step_names
+        steps = None
     if steps:
         translation.train("warmup_steps", int(steps), *step_names)
         if ratio is not None:

@@ -39,7 +39,7 @@ def translate_parallelism(translation: Translation) -> None:
 def _fsdp_settings(translation: Translation) -> dict[str, str]:
     """Return the names of the file's FSDP settings by their name without prefixes."""
     file = translation.file
-    named = dict[str, str]()
+    named: dict[str, str] = {}
     if file.program == "torchtune":
         return named
     for name, value in file.settings.items():

@@ -71,8 +71,8 @@ def find_sources(translation: Translation) -> Sources:
 
 def _sources_of_axolotl(translation: Translation) -> Sources:
     origins = tuple(translation.file.names("datasets", "pretraining_dataset", "test_datasets"))
-    training = list[Source]()
-    validation = list[Source]()
+    training: list[Source] = []
+    validation: list[Source] = []
     for name in origins:
         entries = _entries(translation, name)
         read = [_entry_of_axolotl(translation, f"{name}[{index}]", entry) for index, entry in enumerate(entries)]
@@ -219,8 +219,8 @@ def _named_in_dataset_info(translation: Translation, names: Iterable[str]) -> tu
     folders = [folder, Path(file.path).parent / folder]
     info_file = next((one / "dataset_info.json" for one in folders if (one / "dataset_info.json").is_file()), None)
     entries = read_json(info_file, dict, "repair it") if info_file else {}
-    sources = list[Source]()
-    unknown = list[str]()
+    sources: list[Source] = []
+    unknown: list[str] = []
     for name in names:
         entry = entries.get(name)
         if isinstance(entry, Mapping) and info_file:

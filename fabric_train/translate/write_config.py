@@ -61,9 +61,9 @@ def _header(translation: Translation, output: str, devices: int | None) -> str:
 
 
 def _groups(translation: Translation) -> list[str]:
-    parts = list[str]()
+    parts: list[str] = []
     for group in argument_types.groups_of(TrainArguments).values():
-        lines = list[str]()
+        lines: list[str] = []
         for field in dataclasses.fields(group):
             name = field.name
             if name in translation.by_length:

@@ -61,7 +61,8 @@ class Saved:
     def describe(self) -> str:
         if not self.num_words:
             return "too little text to hold out a tenth: what the tokens save is not known"
-        before, after = self.tokens_before / self.num_words, self.tokens_after / self.num_words
+        before = self.tokens_before / self.num_words
+        after = self.tokens_after / self.num_words
         share = 1 - self.tokens_after / self.tokens_before
         held_out = f"held-out {show_size(self.num_bytes)}"
         return f"{before:.2f} → {after:.2f} tokens a word on the {held_out}, saves {share:.1%}"
@@ -142,7 +143,8 @@ class Extension:
     def _find_matrices(self) -> dict[str, int]:
         """Return the stored names of the embedding (0) and the head (1, or 0 if it is tied)."""
         model: Any = build_on_meta(self.shape, torch.float32)
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding = model.get_input_embeddings()
+        head = model.get_output_embeddings()
         if getattr(head, "bias", None) is not None:
             raise InputError(f"--model {self.name}: its head has a bias, which cannot be extended yet")
         found: dict[str, int] = {}
@@ -178,10 +180,8 @@ def _sentencepiece_of(model: str) -> Path | None:
 def extend(arguments: "VocabularyExtendArguments") -> None:
     """Learn the tokens, and write the model folder, or with ``plan`` only say what they save and cost."""
     target = Path(arguments.output_dir).expanduser()
-    given, special = (
-        _read_given(arguments.tokens, "--tokens"),
-        _read_given(arguments.special_tokens, "--special_tokens"),
-    )
+    given = _read_given(arguments.tokens, "--tokens")
+    special = _read_given(arguments.special_tokens, "--special_tokens")
     if not arguments.plan:
         check_not_taken(target)
     if Path(arguments.model).is_dir():
@@ -233,10 +233,12 @@ def _measure(text: LanguageTexts, held_out: Sequence[str], before: "Tokenizer", 
 
 
 def _print_plan(extension: Extension, new: NewTokens, saved: Sequence[Saved]) -> None:
-    rows, num_rows = extension.shape.vocab_size, extension.num_rows(new)
+    rows = extension.shape.vocab_size
+    num_rows = extension.num_rows(new)
     kinds = f"{len(new.learned.tokens):,} learned, {len(new.given):,} given, {len(new.special):,} special"
     matrices = "the embedding, tied with the head" if extension.is_tied else "embedding and head"
-    before, after = extension.bytes_of_rows(rows), extension.bytes_of_rows(num_rows)
+    before = extension.bytes_of_rows(rows)
+    after = extension.bytes_of_rows(num_rows)
     for one in saved:
         print(f"{one.language:<10} {one.describe()}")
     print(f"tokens     {extension.first_id:,} → {extension.first_id + len(new.texts):,}: {kinds}")
@@ -277,11 +279,14 @@ def _write(
 
 def _added(extension: Extension, new: NewTokens, arguments: "VocabularyExtendArguments") -> AddedVocabulary:
     """Return the record of the new tokens, and of the tokens before them if the model was extended before."""
-    file, first_id, tokens = Path(arguments.model) / ADDED, extension.first_id, new.texts
+    file = Path(arguments.model) / ADDED
+    first_id = extension.first_id
+    tokens = new.texts
     if file.is_file():
         before = read_json(file, AddedVocabulary, "remove this file, or extend the model that it names")
         if before.first_id + len(before.tokens) == first_id:
-            first_id, tokens = before.first_id, [*before.tokens, *tokens]
+            first_id = before.first_id
+            tokens = [*before.tokens, *tokens]
     return AddedVocabulary(extension.name, first_id, extension.num_rows(new), arguments.init, arguments.seed, tokens)
 
 
@@ -295,7 +300,8 @@ def _write_card(
         "mean": "the mean of the rows of the tokens that it replaces",
         "normal": "a draw from the normal distribution with the mean and the covariance of all old rows",
     }[arguments.init]
-    learned, num_given = counted(len(new.learned.tokens), "token"), len(new.given) + len(new.special)
+    learned = counted(len(new.learned.tokens), "token")
+    num_given = len(new.given) + len(new.special)
     lines = [
         f"# {origin.name} with more tokens",
         f"{origin.name} with {learned} learned from text and {num_given:,} given ones. They are not trained yet: "

@@ -71,7 +71,8 @@ class ExtendableTokenizer:
 
     def __init__(self, tokenizer: CorpusTokenizer, folder: Path, sentencepiece: Path | None) -> None:
         tokenizer.save(folder)
-        self.folder, self._sentencepiece = folder, sentencepiece
+        self.folder = folder
+        self._sentencepiece = sentencepiece
         self.first_id = tokenizer.vocab_size
         self._content = read_json(folder / "tokenizer.json", dict, _ADVICE)
         self.fast: Tokenizer = load_fast(folder / "tokenizer.json", special_text_is_plain=False)
@@ -130,7 +131,8 @@ class ExtendableTokenizer:
 
     def write(self, new: NewTokens) -> None:
         """Add the tokens to the files in the folder."""
-        vocabulary, added = self._model["vocab"], self._content.setdefault("added_tokens", [])
+        vocabulary = self._model["vocab"]
+        added = self._content.setdefault("added_tokens", [])
         ids = {token: new.first_id + place for place, token in enumerate(new.texts)}
         if isinstance(vocabulary, dict):  # Unigram's is a list
             for token in added:  # libraries give tokens that are missing here other ids, by the vocabulary size
@@ -164,7 +166,8 @@ class ExtendableTokenizer:
 
     def _words_in(self, text: str) -> list[str]:
         """Return the words of a text as the model gets them; SentencePiece's gets all at once, so cut at spaces."""
-        normalizer, pre_tokenizer = self.fast.normalizer, self.fast.pre_tokenizer
+        normalizer = self.fast.normalizer
+        pre_tokenizer = self.fast.pre_tokenizer
         normalized = text if normalizer is None else normalizer.normalize_str(text)
         if self._is_sentencepiece:
             return _WORD.findall(normalized.replace(" ", _SPACE))
@@ -211,14 +214,18 @@ class ExtendableTokenizer:
         for index in range(len(model.pieces), new.first_id + len(new.texts)):
             piece = model.pieces.add()
             if index in learned:
-                piece.piece, piece.type = learned[index], kinds.NORMAL
+                piece.piece = learned[index]
+                piece.type = kinds.NORMAL
                 lowest -= max(1.0, abs(lowest) * 2**-22)  # scores are fp32
                 piece.score = lowest
             elif index in by_id:
-                piece.piece, piece.score = by_id[index]["content"].replace(" ", _SPACE), 0.0
+                piece.piece = by_id[index]["content"].replace(" ", _SPACE)
+                piece.score = 0.0
                 piece.type = kinds.CONTROL if by_id[index]["special"] else kinds.USER_DEFINED
             else:
-                piece.piece, piece.score, piece.type = f"<unused_{index}>", 0.0, kinds.UNUSED
+                piece.piece = f"<unused_{index}>"
+                piece.score = 0.0
+                piece.type = kinds.UNUSED
         model.trainer_spec.vocab_size = len(model.pieces)
         (self.folder / "tokenizer.model").write_bytes(model.SerializeToString())
 
@@ -256,7 +263,10 @@ class ExtendedMatrix:
         num_rows: int,
         seed: Sequence[int] | None,
     ) -> None:
-        self._tensors, self._name, self.first_id, self._pieces = tensors, name, first_id, pieces
+        self._tensors = tensors
+        self._name = name
+        self.first_id = first_id
+        self._pieces = pieces
         self._seed = seed
         self._new_norms: dict[int, float] = {}
         self.num_stored, self.width = tensors.shape(name)
@@ -264,11 +274,13 @@ class ExtendedMatrix:
 
     def read_block(self, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Return the block of ``shape`` that begins at ``offsets``, in the stored dtype."""
-        begin, end = offsets[0], offsets[0] + shape[0]
+        begin = offsets[0]
+        end = offsets[0] + shape[0]
         columns = slice(offsets[1], offsets[1] + shape[1])
         block = torch.empty(tuple(shape), dtype=self._tensors.dtype(self._name))
         for kept in self.kept_rows():
-            first, last = max(begin, kept.start), min(end, kept.stop)
+            first = max(begin, kept.start)
+            last = min(end, kept.stop)
             if first < last:
                 stored = self._tensors.read_block(self._name, (first, offsets[1]), (last - first, shape[1]))
                 block[first - begin : last - begin] = stored
@@ -315,7 +327,8 @@ class ExtendedMatrix:
     @cached_property
     def _statistics(self) -> tuple[torch.Tensor, float]:
         """The mean of the old rows, fp32 [d], and their mean norm."""
-        total, norms = torch.zeros(self.width, dtype=torch.float64), 0.0
+        total = torch.zeros(self.width, dtype=torch.float64)
+        norms = 0.0
         for block in self._old_blocks():
             total += block.sum(dim=0, dtype=torch.float64)
             norms += float(block.norm(dim=1).sum(dtype=torch.float64))
@@ -340,7 +353,8 @@ class ExtendedTensors(StoredTensors):
     """The tensors of a model, with some matrices extended; each is read on request."""
 
     def __init__(self, tensors: StoredTensors, matrices: Mapping[str, ExtendedMatrix]) -> None:
-        self._tensors, self.matrices = tensors, matrices
+        self._tensors = tensors
+        self.matrices = matrices
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

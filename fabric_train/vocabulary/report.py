@@ -29,9 +29,11 @@ CONTEXT = 8192
 """The tokens of the context whose words are counted."""
 MANY_PIECES = 4
 """A word of so many tokens or more counts as cut into many."""
-KEEP_BELOW, CHANGE_FROM = 0.10, 0.25
+KEEP_BELOW = 0.10
+CHANGE_FROM = 0.25
 """Shares of tokens saved: below the first keep the tokenizer, from the second change it, between them it depends."""
-GOOD_UP_TO, BAD_FROM = 1.6, 2.2
+GOOD_UP_TO = 1.6
+BAD_FROM = 2.2
 """Tokens a word: up to the first a single tokenizer serves a language well, from the second badly."""
 _TEXTS_AT_ONCE = 256
 _MOSTLY = 0.5
@@ -95,7 +97,8 @@ def measure(texts: Sequence[LanguageTexts], tokenizers: Sequence[str], seed: int
 
 
 def _open_encoders(tokenizers: Sequence[str], folder: Path) -> list[TextEncoder]:
-    encoders, faults = list[TextEncoder](), list[str]()
+    encoders: list[TextEncoder] = []
+    faults: list[str] = []
     for number, name in enumerate(tokenizers):
         try:
             tokenizer = load_tokenizer(name)
@@ -196,7 +199,9 @@ def thresholds() -> str:
 def _advice(first: Measured, others: Sequence[Measured]) -> str:
     best = min(others, key=lambda one: one.num_tokens)
     assert best.saving is not None
-    before, after, saving = first.tokens_per_word.value, best.tokens_per_word.value, best.saving
+    before = first.tokens_per_word.value
+    after = best.tokens_per_word.value
+    saving = best.saving
     change = f"{before:.2f} → {after:.2f}"
     if saving.value <= 0:
         return f"keep {first.tokenizer}: no other needs fewer tokens ({change} with {best.tokenizer})"

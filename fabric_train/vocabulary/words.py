@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 Pair = tuple[int, int]
 
-_SAMPLED_PARTS, _SMALLEST_PART = 64, 1 << 14
+_SAMPLED_PARTS = 64
+_SMALLEST_PART = 1 << 14
 _FEWEST_TO_HOLD_OUT = 10
 # Scripts that are written without spaces: Thai, Lao, Tibetan, Myanmar, Khmer, kana, Chinese characters
 _ALONE = (
@@ -271,7 +272,9 @@ class _Pairs:
 
     def _recount(self, word: str, ids: tuple[int, ...]) -> set[Pair]:
         """Give a word other ids; return the pairs that come more often now, for the heap."""
-        number, before, after = self._numbers[word], Counter(pairwise(self.segments[word])), Counter(pairwise(ids))
+        number = self._numbers[word]
+        before = Counter(pairwise(self.segments[word]))
+        after = Counter(pairwise(ids))
         self.segments[word] = ids
         for pair, times in (before - after).items():
             if pair in self._counts:

@@ -97,7 +97,8 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_used(
     run: Path,
     damage: Callable[[Path], None],
 ) -> None:
-    newest, num_ranks = damaged / "checkpoints" / "step-00000004", 2 if damage is lose_a_shard else 1
+    newest = damaged / "checkpoints" / "step-00000004"
+    num_ranks = 2 if damage is lose_a_shard else 1
     damage(newest)
     last = 4 if num_ranks == 2 else 5
     options = {"max_step": last, "state_dict_type": "sharded", "resume": "true"}
@@ -121,7 +122,8 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_used(
 def test_every_program_refuses_a_damaged_checkpoint_given_by_name(
     damaged: Path, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path, damage: Callable[[Path], None]
 ) -> None:
-    newest, targets = damaged / "checkpoints" / "step-00000004", [damaged.parent / name for name in ("run 2", "export")]
+    newest = damaged / "checkpoints" / "step-00000004"
+    targets = [damaged.parent / name for name in ("run 2", "export")]
     damage(newest)
     train = argv(tiny_tokens_dir, tiny_model_dir, targets[0], max_step=6, checkpoint=newest)
     programs = {

@@ -77,7 +77,8 @@ def named(*steps: int) -> list[str]:
 
 def read(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a checkpoint, weights and optimizer."""
-    weights, optimizer = open_weights(checkpoint), CheckpointTensors(sorted((checkpoint / "optimizer").glob("*.safe*")))
+    weights = open_weights(checkpoint)
+    optimizer = CheckpointTensors(sorted((checkpoint / "optimizer").glob("*.safe*")))
     return {name: tensors.read(name) for tensors in (weights, optimizer) for name in tensors}
 
 
@@ -186,7 +187,8 @@ def test_background_save_holds_the_state_at_its_step(
     """And a checkpoint gets its name when the slowest rank has written, however long rank 0 is done with its part."""
     slow = f"if rank in {slow_ranks}:\n" + indent(WAITING_DISK.replace("go on", str(tmp_path / "go on")), "    ")
     running = start(tmp_path / "running", 2, slow, state_dict_type=kind, max_step=4)
-    table, first = tmp_path / "running" / "metrics.csv", tmp_path / "running" / "checkpoints" / "step-00000002"
+    table = tmp_path / "running" / "metrics.csv"
+    first = tmp_path / "running" / "checkpoints" / "step-00000002"
     assert running.wait_until(lambda: table.exists() and len(table.read_text().splitlines()) > 3)
     assert not first.exists()  # step 3 is done, and the state at step 2 is still being written
     (tmp_path / "go on").touch()
@@ -270,13 +272,15 @@ def test_failed_save_of_one_rank_ends_all_ranks_with_its_error(tmp_path: Path, s
 
 
 def test_killed_save_leaves_nothing_and_keeps_the_checkpoint_before(tmp_path: Path, start: Start) -> None:
-    run, given = tmp_path / "run", {**ONE_STEP, "max_step": 2}
+    run = tmp_path / "run"
+    given = {**ONE_STEP, "max_step": 2}
     start(run, 2, keep_checkpoints=1, **ONE_STEP).finish()
     killed = start(run, 2, SLOW_DISK, keep_checkpoints=1, resume="true", **given)
     assert killed.wait_until(lambda: len(checkpoints(run)) > 1)
     killed.kill()
     assert -9 in killed.wait()
-    kept, unfinished = named(1)[0], [name for name in checkpoints(run) if name.startswith(".")]
+    kept = named(1)[0]
+    unfinished = [name for name in checkpoints(run) if name.startswith(".")]
     assert len(unfinished) == 1
     assert newest_checkpoint(run) == run / "checkpoints" / kept
     assert find_wrong_content(run / "checkpoints" / kept) is None

@@ -13,7 +13,8 @@ from fabric_train.cli.errors import InputError
 from fabric_train.model.weight_files import SHARD_INDEX, CheckpointTensors
 from tests.support.sparse_checkpoints import entries, link_checkpoint, write_parts
 
-NUM_LAYERS, NUM_RANKS = 15, 32
+NUM_LAYERS = 15
+NUM_RANKS = 32
 SHAPES = {"embed.weight": torch.Size([1000, 8]), "head.bias": torch.Size([3])} | {
     f"layers.{number}.{name}": shape
     for number in range(NUM_LAYERS)
@@ -101,7 +102,8 @@ def test_an_index_of_other_files_is_refused(checkpoint: Path, tmp_path: Path) ->
 def test_pruning_and_the_lowest_loss_check_only_what_they_choose_from(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, checked = tmp_path / "checkpoints", list[str]()
+    folder = tmp_path / "checkpoints"
+    checked: list[str] = []
     for step in range(1, 11):
         link_checkpoint(checkpoint, folder / f"step-{step:08d}", step)
 

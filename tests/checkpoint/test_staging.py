@@ -25,7 +25,8 @@ def test_five_gibibytes_are_not_eight() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 40), st.sampled_from([torch.uint8, torch.bfloat16, torch.float64]))))
 def test_tensors_are_copied_across_the_ends_of_buffers(tensors: list[tuple[int, torch.dtype]]) -> None:
-    writes, offset = [], 7
+    writes = []
+    offset = 7
     for length, dtype in tensors:
         writes.append(Write("file", offset, torch.arange(length).to(dtype)))
         offset += writes[-1].data.nbytes

@@ -18,8 +18,11 @@ def test_bits_per_byte_divide_by_the_bytes_of_the_text() -> None:
 
 
 def test_a_single_source_is_shown_as_the_whole() -> None:
-    es, ca, whole = TokenLoss(2.0, 1), TokenLoss(6.0, 2), TokenLoss(8.0, 3)
+    es = TokenLoss(2.0, 1)
+    ca = TokenLoss(6.0, 2)
+    whole = TokenLoss(8.0, 3)
     assert Evaluation(TokenLoss(2.0, 1), {"es": es}).parts == {"all": es}
-    first, now = Evaluation(es, {"es": es}), Evaluation(whole, {"es": es, "ca": ca})
+    first = Evaluation(es, {"es": es})
+    now = Evaluation(whole, {"es": es, "ca": ca})
     assert list(compare_evaluations(first, now)) == [("es", es, es), ("ca", None, ca), ("all", es, whole)]
     assert [now.loss_of(name) for name in ("es", "ca", "all", "va")] == [2.0, 3.0, pytest.approx(8 / 3), None]

@@ -118,7 +118,8 @@ def test_every_number_argument_refuses_what_is_beyond_its_limits() -> None:
                 base, range_ = get_args(number)
                 assert isinstance(range_, NumberRange)
                 assert convert(number, base(range_.highest)) == range_.highest
-                below, above = range_.lowest - 1, range_.highest * 2 + 1
+                below = range_.lowest - 1
+                above = range_.highest * 2 + 1
                 for beyond in (below, above, 10**90, float("inf"), "1e400", ".inf", str(10**90)):
                     with pytest.raises(WrongValueError):
                         convert(number, beyond)

@@ -23,7 +23,8 @@ SLOW = (
 
 
 def test_kernel_for_documents_is_taken_where_torch_has_it(tmp_path: Path) -> None:
-    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens", packed_every=1)
+    model = write_model(tmp_path / "model")
+    tokens = write_rows(tmp_path / "tokens", packed_every=1)
     options = {"accelerator": "cuda", "devices": 2, "parallelism": "fsdp2", "max_step": 2, "micro_batch_size": 2}
     losses = {}
     for name, before in (("mask", ""), ("borders", WITH_KERNEL), ("slices", WITH_KERNEL)):

@@ -28,7 +28,8 @@ def test_a_step_has_one_place_where_the_host_waits(
 ) -> None:
     given = {"accelerator": "cuda", "parallelism": parallelism, "precision": "bf16-true", "log_step_interval": 1}
     given |= {"eval_step_interval": 100, "save_step_interval": 100}
-    waits, collectives = [], []
+    waits = []
+    collectives = []
     for steps in STEPS:
         options = {**given, "max_step": steps}
         line = argv(tiny_model_dir, tokens, tmp_path / str(steps), **options)

@@ -65,7 +65,8 @@ def table(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     file = os.environ.get("CUDA_REHEARSAL_TABLE")
     if file:
-        minutes, here = (time.monotonic() - started) / 60, Path(__file__)
+        minutes = (time.monotonic() - started) / 60
+        here = Path(__file__)
         total = sum(item.path == here for item in request.session.items)  # others have no row
         where = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
         took = f"{len(ROWS)} of {total} cases in {minutes:.0f} minutes"
@@ -77,7 +78,8 @@ def table(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_case(rehearsal: Rehearsal, case: Case) -> None:
-    row, result = [case.name, "", "", "", "", ""], "**failed**"
+    row = [case.name, "", "", "", "", ""]
+    result = "**failed**"
     try:
         rehearse(rehearsal, case, row)
         result = "passed"
@@ -87,13 +89,17 @@ def test_case(rehearsal: Rehearsal, case: Case) -> None:
 
 def rehearse(rehearsal: Rehearsal, case: Case, row: list[str], further: Mapping[str, object] = {}) -> None:
     """Run one case, with ``further`` options, and fill in its row of the table."""
-    name, devices, options = row[0], case.num_devices, {**case.options, **further}
+    name = row[0]
+    devices = case.num_devices
+    options = {**case.options, **further}
     if case["data"] == "stream":
         options |= {"streaming_dataset": rehearsal.tokens.parent / "slice.jsonl", "max_length": 64}
     late = rehearsal.run(f"{name}, late", options, devices, copy_delay=LATE, timeout=SECONDS)
     on_devices = losses(rehearsal.folder / f"{name}, late")
     on_cpu = rehearsal.cpu_losses(f"{name}, cpu", options, devices)
-    row[1], row[2], row[3] = f"{on_devices[-3]:.5f}", f"{on_cpu[-3]:.5f}", largest_difference(on_devices, on_cpu)
+    row[1] = f"{on_devices[-3]:.5f}"
+    row[2] = f"{on_cpu[-3]:.5f}"
+    row[3] = largest_difference(on_devices, on_cpu)
     assert on_devices == pytest.approx(on_cpu, abs=TOLERANCE[case["precision"]])
 
     rehearsal.run(f"{name}, synchronous", {**options, "async_save": "false"}, devices, timeout=SECONDS)
@@ -123,7 +129,8 @@ def rehearse(rehearsal: Rehearsal, case: Case, row: list[str], further: Mapping[
 def on_pairs(tmp_path_factory: pytest.TempPathFactory, pretended_devices: None, forked_runs: ForkedRuns) -> Rehearsal:
     """Starts runs on preference pairs."""
     folder = tmp_path_factory.mktemp("pairs")
-    model, source = write_model(folder / "model"), write_source(folder / "pairs.jsonl", range(150))
+    model = write_model(folder / "model")
+    source = write_source(folder / "pairs.jsonl", range(150))
     return Rehearsal(folder, model, tokenize(folder / "tokens", model, [source]), forked_runs)
 
 
@@ -134,7 +141,8 @@ def on_pairs(tmp_path_factory: pytest.TempPathFactory, pretended_devices: None, 
 )
 def test_preference(on_pairs: Rehearsal, chosen: Mapping[str, str]) -> None:
     case = Case(tuple(chosen.get(factor, values[0]) for factor, values in FACTORS.items()))
-    row, result = [f"{case.name}, dpo", "", "", "", "", ""], "**failed**"
+    row = [f"{case.name}, dpo", "", "", "", "", ""]
+    result = "**failed**"
     try:
         rehearse(on_pairs, case, row, {"objective": "dpo"})
         result = "passed"
@@ -145,7 +153,8 @@ def test_preference(on_pairs: Rehearsal, chosen: Mapping[str, str]) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "ddp", "single"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_evaluation_and_self_check(rehearsal: Rehearsal, strategy: str, precision: str) -> None:
-    name, devices = f"{strategy} {precision}", 1 if strategy == "single" else 2
+    name = f"{strategy} {precision}"
+    devices = 1 if strategy == "single" else 2
     options = {"parallelism": strategy, "precision": precision}
     checked = rehearsal.run(f"{name}, self-check", {**options, "self_check": "true"}, devices)
     assert checked.returncode == 0
@@ -156,7 +165,8 @@ def test_evaluation_and_self_check(rehearsal: Rehearsal, strategy: str, precisio
         for where in ("", " on CPU")
     )
     assert loss == pytest.approx(expected, abs=TOLERANCE[precision])
-    case, difference = f"{devices} x {strategy}, {precision}: --eval_only and --self_check", abs(loss - expected)
+    case = f"{devices} x {strategy}, {precision}: --eval_only and --self_check"
+    difference = abs(loss - expected)
     ROWS.append((case, f"{loss:.5f}", f"{expected:.5f}", f"{difference:.0e}", "", "", "passed"))
 
 

@@ -168,7 +168,8 @@ def test_context_on_the_device_of_another_rank_is_noted(rehearsal: Rehearsal) ->
 
 @pytest.mark.usefixtures("sharded")
 def test_evaluation_export_and_generation_run_on_a_device(rehearsal: Rehearsal) -> None:
-    trained, export = rehearsal.checkpoint("sharded", 2), rehearsal.folder / "export"
+    trained = rehearsal.checkpoint("sharded", 2)
+    export = rehearsal.folder / "export"
     evaluated = rehearsal.run("evaluated", {"eval_only": "true", "checkpoint": trained, "precision": "bf16-true"})
     assert "validation loss" in evaluated.stdout
     words = ["fabric_train.programs.convert_to_hf", "--checkpoint", trained, "--output_dir", export]

@@ -61,7 +61,8 @@ def train_windows(
 @st.composite
 def cuts(draw: st.DrawFn) -> dict[str, Any]:
     """Rows, and the ways a window of them may be cut."""
-    micro_batch_size, world_size = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    micro_batch_size = draw(st.integers(1, 4))
+    world_size = draw(st.integers(1, 5))
     accumulation = draw(st.integers(1, 4))
     return {
         "num_rows": draw(st.integers(1, 60)),
@@ -74,7 +75,8 @@ def cuts(draw: st.DrawFn) -> dict[str, Any]:
 
 def windows_of_rank(cut: dict[str, Any], rank: int, epoch: int) -> list[list[list[int]]]:
     """The micro-batches of every window of an epoch on a rank."""
-    order, per_epoch = WindowOrder(**cut, rank=rank), -(-cut["num_rows"] // cut["rows_per_window"])
+    order = WindowOrder(**cut, rank=rank)
+    per_epoch = -(-cut["num_rows"] // cut["rows_per_window"])
     steps = range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)
     assert {order.epoch_of(step) for step in steps} == {epoch}
     batches = order.batches(epoch * per_epoch, (epoch + 1) * per_epoch)
@@ -152,7 +154,8 @@ def test_resuming_at_any_step_yields_the_windows_that_were_left(num_workers: int
 
 def test_windows_carry_the_hash_of_all_rows_for_any_split_and_start() -> None:
     rows = numbered(10)  # windows of 4, 4 and 2
-    by_hand, hashes = b"", []
+    by_hand = b""
+    hashes = []
     for epoch in range(2):
         order = np.random.default_rng([7, epoch]).permutation(10)
         for window in (order[:4], order[4:8], order[8:]):
@@ -198,7 +201,8 @@ def test_lengths_exclude_padding_and_separate_isolated_documents() -> None:
             "document_starts": [[0, 2], [3], [], [0, 7]],
         }
     )
-    apart, together = Rows(split), Rows(split, isolate_documents=False)
+    apart = Rows(split)
+    together = Rows(split, isolate_documents=False)
     expected = [((2, 3), (5,)), ((3, 5), (8,)), ((0,), (0,)), ((7, 1), (8,))]
     for row, (alone, joined) in enumerate(expected):
         assert apart.__getitems__([row]).lengths == alone

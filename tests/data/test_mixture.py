@@ -52,14 +52,16 @@ def test_every_window_has_each_source_in_its_share_to_within_a_row(mixture: Mixt
 @settings(deadline=None, max_examples=30)
 @given(mixtures())
 def test_counts_before_a_window_are_those_of_the_windows(mixture: Mixture) -> None:
-    seen, steps = np.zeros(len(mixture.num_rows), int), 0
+    seen = np.zeros(len(mixture.num_rows), int)
+    steps = 0
     for epoch in range(2):
         for window, rows in enumerate(epoch_of(mixture, epoch)):
             assert mixture.rows_until(steps) == seen.tolist()
             assert len(rows) == min(
                 mixture.rows_per_window, sum(mixture.rows_per_epoch) - window * mixture.rows_per_window
             )
-            seen, steps = seen + mixture.count(rows), steps + 1
+            seen = seen + mixture.count(rows)
+            steps = steps + 1
         assert seen.tolist() == [(epoch + 1) * rows for rows in mixture.rows_per_epoch]
     assert mixture.rows_until(steps) == seen.tolist()
 
@@ -130,7 +132,8 @@ def test_permutations_are_as_even_as_random_ones() -> None:
 @settings(deadline=None)
 @given(st.integers(1, 500), st.data())
 def test_floor_sum_equals_the_sum(modulus: int, data: st.DataObject) -> None:
-    count, start = data.draw(st.integers(0, modulus)), data.draw(st.integers(0, 10 * modulus))
+    count = data.draw(st.integers(0, modulus))
+    start = data.draw(st.integers(0, 10 * modulus))
     step = spreading_step(modulus)
     assert math.gcd(step, modulus) == 1
     assert floor_sum(count, modulus, step, start) == sum((start + step * i) // modulus for i in range(count))

@@ -78,7 +78,9 @@ def test_a_phase_goes_on_in_the_passes_of_the_phase_before(order: MixtureOrder) 
 @settings(deadline=None, max_examples=30)
 @given(orders())
 def test_a_phase_begins_an_epoch(order: MixtureOrder) -> None:
-    epoch, epochs, ends = -1, [], []
+    epoch = -1
+    epochs = []
+    ends = []
     for mixture, steps in phases_of(order):
         for number, _ in enumerate(steps):
             epoch += number % mixture.windows_per_epoch == 0
@@ -121,7 +123,8 @@ def test_an_appended_phase_leaves_the_steps_before_it_as_they_were() -> None:
 @settings(deadline=None, max_examples=20)
 @given(orders(), st.integers(1, NUM_STEPS))
 def test_steps_of_a_row_are_those_whose_windows_have_it(mixture: MixtureOrder, num_steps: int) -> None:
-    num_rows, rows_per_window = sum(mixture.num_rows), mixture.mixtures[0].rows_per_window
+    num_rows = sum(mixture.num_rows)
+    rows_per_window = mixture.mixtures[0].rows_per_window
     check_inverse(WindowOrder(num_rows, rows_per_window, 1, 1, 0, 0, mixture), num_rows, num_steps)
 
 

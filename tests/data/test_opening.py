@@ -12,7 +12,10 @@ import pyarrow as pa
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.tokenization.packing.token_folder import open_splits
 
-LENGTH, ROWS_PER_BATCH, NUM_BATCHES = 16, 1 << 14, 64  # batches of 1 MiB
+# batches of 1 MiB
+LENGTH = 16
+ROWS_PER_BATCH = 1 << 14
+NUM_BATCHES = 64
 
 
 class HoleyFile:
@@ -60,7 +63,8 @@ def make(folder: Path) -> Path:
 
 def bytes_read(file: Path) -> int:
     """Return how much of a file the kernel has read into its page cache."""
-    libc, size = ctypes.CDLL(None), file.stat().st_size
+    libc = ctypes.CDLL(None)
+    size = file.stat().st_size
     libc.mmap.restype = ctypes.c_void_p
     pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
     with file.open("rb") as opened:

@@ -14,8 +14,10 @@ def test_the_hash_is_of_the_rows_in_any_order_up_to_their_last_label() -> None:
     assert 0 <= whole < SUM_OF_HASHES
     assert whole == hash_supervised(ids.flip(0), labels.flip(0))
     assert whole == sum(hash_supervised(ids[row : row + 1], labels[row : row + 1]) for row in range(2)) % SUM_OF_HASHES
-    after, before = ids.clone(), ids.clone()
-    after[:, 8], before[:, 6] = 99, 99
+    after = ids.clone()
+    before = ids.clone()
+    after[:, 8] = 99
+    before[:, 6] = 99
     assert whole == hash_supervised(after, labels)
     assert whole != hash_supervised(before, labels)
     assert whole != hash_supervised(ids, torch.where(labels == 3, IGNORED_LABEL, labels))

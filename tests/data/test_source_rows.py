@@ -39,7 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Pa
 
 @pytest.mark.parametrize("name", ["concat", "best_fit", "none", "merged"])
 def test_the_rows_of_a_source_are_those_that_begin_with_it(folder: Path, name: str) -> None:
-    dataset, manifest = open_dataset(str(folder / name)), manifest_of(folder / name)
+    dataset = open_dataset(str(folder / name))
+    manifest = manifest_of(folder / name)
     index = open_index(folder / name, manifest, "train")
     assert index is not None
     pieces = index.pieces(np.arange(len(dataset.train)))

@@ -82,7 +82,8 @@ def test_rows_of_chats_are_those_of_tokenization(files: dict[str, Path], chatml_
         assert torch.equal(batch.labels, offline.labels)
         borders = [part.documents and part.documents.borders.tolist() for part in (batch, offline)]
         assert borders[0] == borders[1]
-        pieces, expected = batch.pieces, offline.pieces
+        pieces = batch.pieces
+        expected = offline.pieces
         assert pieces is not None
         assert expected is not None
         assert torch.equal(pieces.sources, expected.sources)

@@ -65,7 +65,8 @@ def test_a_share_above_one_reads_the_source_again() -> None:
 @given(st.lists(st.lists(st.integers(1, 50), max_size=30), min_size=1, max_size=5))
 def test_after_any_document_equal_parts_of_all_sources_are_read(sizes: list[list[int]]) -> None:
     parts = [[(end / sum(one), (number, end)) for end in itertools.accumulate(one)] for number, one in enumerate(sizes)]
-    done, largest = [0.0] * len(sizes), max((size / sum(one) for one in sizes for size in one), default=0.0)
+    done = [0.0] * len(sizes)
+    largest = max((size / sum(one) for one in sizes for size in one), default=0.0)
     order = list(interleave([iter(one) for one in parts]))
     assert [[entry for entry in order if entry[0] == number] for number in range(len(sizes))] == [
         [entry for _, entry in one] for one in parts
@@ -138,7 +139,8 @@ def documents_of(
 
 
 def test_every_stretch_of_a_pass_has_the_mix_of_the_whole(folder: Path) -> None:
-    places, given_shares = [folder / f"{name}.jsonl" for name in "abc"], [0.5, 1, 2]
+    places = [folder / f"{name}.jsonl" for name in "abc"]
+    given_shares = [0.5, 1, 2]
     order = list(documents_of(places, given_shares).read(epoch=3))
     length = np.array([[len(text_of(one)) + 14 if one.source == source else 0 for source in range(3)] for one in order])
     read = np.cumsum(np.concatenate([np.zeros((1, 3)), length]), axis=0) / length.sum(axis=0)
@@ -172,7 +174,8 @@ def test_without_shares_the_places_are_read_one_after_the_other(folder: Path) ->
 @pytest.mark.parametrize("kind", ["jsonl.gz", "json", "csv", "parquet", "saved"])
 def test_sources_of_every_kind_are_mixed_over_the_whole_pass(folder: Path, tmp_path: Path, kind: str) -> None:
     texts = texts_of("a", 400, 200)
-    table, place = datasets.Dataset.from_dict({"text": texts, "other": texts}), tmp_path / f"a.{kind}"
+    table = datasets.Dataset.from_dict({"text": texts, "other": texts})
+    place = tmp_path / f"a.{kind}"
     if kind == "jsonl.gz":
         write_lines(place, texts)
     elif kind == "json":
@@ -226,7 +229,8 @@ def rows_of(
             assert window.cursors is not None
             ids = np.concatenate([batch.input_ids.numpy() for batch in window.batches])
             for row, (lane, *cursor) in zip(ids, window.cursors.tolist(), strict=True):
-                rows[number][lane], numbers[number][lane] = row, cursor
+                rows[number][lane] = row
+                numbers[number][lane] = cursor
     return rows, [[LaneCursor.from_numbers(cursor) for cursor in lanes] for lanes in numbers]
 
 

@@ -75,7 +75,8 @@ def all_ranks(
     for rank in range(world_size):
         order = LaneOrder(rows_per_window, micro_batch_size, world_size, rank)
         ranks.append(list(batches_of(texts, order, cursors, num_workers).windows(0, num_windows)))
-    rows, after = [], []
+    rows = []
+    after = []
     for windows in zip(*ranks, strict=True):
         stacked = np.concatenate([batch.input_ids.numpy() for window in windows for batch in window.batches])
         numbered = np.concatenate([window.cursors for window in windows if window.cursors is not None])
@@ -332,7 +333,8 @@ def test_every_kind_of_source_gives_the_same_rows_also_in_workers(
     assert streamed.documents.identities() == [["hub, subset en, train, commit c0ffee"]]
     windows = windows_of(streamed, 40, order, num_workers=2)
     assert [row for window in windows for batch in window.batches for row in batch.input_ids.tolist()] == expected
-    first, rest = write_jsonl(tmp_path / "first.jsonl", slices[:3]), write_jsonl(tmp_path / "rest.jsonl", slices[3:])
+    first = write_jsonl(tmp_path / "first.jsonl", slices[:3])
+    rest = write_jsonl(tmp_path / "rest.jsonl", slices[3:])
     assert rows(first, rest) == expected
 
 
@@ -427,7 +429,8 @@ class Run:
     """Starts runs of the tiny model on a stream of two sources in shares, shuffled."""
 
     def __init__(self, folder: Path, model: Path, files: Sequence[Path], tokens: Path, runs: ForkedRuns) -> None:
-        self.folder, self.runs = folder, runs
+        self.folder = folder
+        self.runs = runs
         self.places = [f"a={files[0]}", f"b={files[1]}"]
         self.given = {**SETTINGS, "model_name": model, "streaming_dataset": self.places, "train_data_dir": tokens}
         self.given |= {"shares": [0.5, 2], "shuffle_buffer": 6, "seed": 3}

@@ -18,7 +18,8 @@ from fabric_train.distributed.strategy import resolve_parallelism
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
-LAYERS, LENGTH = 6, 256
+LAYERS = 6
+LENGTH = 256
 LINEARS = 7  # of a layer: q, k, v, o, gate, up, down
 SIZES: dict[str, Any] = {
     "use_cache": False,
@@ -173,8 +174,10 @@ def test_offload_is_refused_where_nothing_is_kept_that_it_could_move() -> None:
 def test_ranks_compute_the_same_whatever_they_recompute(
     forked_runs: ForkedRuns, tmp_path: Path, parallelism: str, recomputed: list[str]
 ) -> None:
-    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
-    given, logged = {"parallelism": parallelism, "devices": 2, "max_step": 2, "micro_batch_size": 2}, []
+    model = write_model(tmp_path / "model")
+    tokens = write_rows(tmp_path / "tokens")
+    given = {"parallelism": parallelism, "devices": 2, "max_step": 2, "micro_batch_size": 2}
+    logged = []
     for kept in ("none", *recomputed):
         forked_runs.start(argv(model, tokens, tmp_path / kept, **given, activation_checkpointing=kept), 2).finish()
         logged.append([(row["train_loss"], row["grad_norm"]) for row in metrics(tmp_path / kept)])

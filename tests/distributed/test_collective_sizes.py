@@ -11,7 +11,8 @@ def test_messages_grow_by_two_numbers_a_rank_at_most(tmp_path: Path) -> None:
         for series in measure(tmp_path)
         if series.quantity in ("bytes of these collectives", "bytes of a save's messages")
     )
-    fewest, most = min(of_step), max(of_step)
+    fewest = min(of_step)
+    most = max(of_step)
     assert of_step[most] - of_step[fewest] == 16 * (most - fewest)
     assert of_step[fewest] < 2000
     assert set(of_save.values()) == {48}

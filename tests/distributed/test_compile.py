@@ -32,7 +32,9 @@ from tests.support.varlen_kernel import varlen_kernel_on_cpu
 pytestmark = pytest.mark.slow
 
 LENGTHS = (24, 17, 40, 9, 33)
-NUM_ROWS, NUM_STEPS = 19, 4  # the third window is short and ends the epoch
+# the third window is short and ends the epoch
+NUM_ROWS = 19
+NUM_STEPS = 4
 SETTINGS = {
     "accelerator": "cpu",
     "precision": "32-true",
@@ -127,7 +129,8 @@ class CompiledRuns:
     """Runs of a small model, compiled or not, which are compared with plain PyTorch and with each other."""
 
     def __init__(self, folder: Path, runs: ForkedRuns) -> None:
-        self.folder, self.runs = folder, runs
+        self.folder = folder
+        self.runs = runs
         self.model = write_model(folder / "model")
         self.tokens = write_rows(folder / "rows", num_rows=NUM_ROWS, packed_every=1)
         rows = datasets.load_from_disk(folder / "rows")["train"]
@@ -186,7 +189,8 @@ def test_compiled_run_has_the_metrics_and_checkpoint_of_an_uncompiled_one(
 ) -> None:
     run, _ = on_one_device
     compiled.assert_equals_plain_pytorch(run)
-    ours, expected_tensors = last_tensors(run), last_tensors(uncompiled)
+    ours = last_tensors(run)
+    expected_tensors = last_tensors(uncompiled)
     num_sums = num_sums_of_gradient(AutoConfig.from_pretrained(compiled.model), LENGTH, ROWS_PER_WINDOW * LENGTH)
     assert_same_checkpoint(ours, expected_tensors, LR, NUM_STEPS, rounding_tolerance(num_sums))
     checkpoint = run / "checkpoints" / f"step-{NUM_STEPS:08d}"

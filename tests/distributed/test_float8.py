@@ -21,7 +21,8 @@ from fabric_train.model.trained_parts import freeze_other_parts
 def test_products_of_the_layers_alone_are_in_float8_and_names_stay(tiny_model_dir: Path) -> None:
     pytest.importorskip("torchao")
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
-    names, ids = list(model.state_dict()), torch.arange(3, 67)[None]
+    names = list(model.state_dict())
+    ids = torch.arange(3, 67)[None]
     loss = model(input_ids=ids, labels=ids).loss
     convert_to_float8(model.model.layers, emulate=True)
     kinds = {name.rsplit(".", 1)[-1]: type(module).__name__ for name, module in model.named_modules()}
@@ -42,7 +43,8 @@ def test_an_adapter_is_added_to_the_output_of_a_float8_layer(tiny_model_dir: Pat
     attach(model, adapter, "the model", "cpu")
     freeze_other_parts(model, adapter)
     layer: Any
-    names, layer = sorted(model.state_dict()), model.model.layers[0].mlp.up_proj
+    names = sorted(model.state_dict())
+    layer = model.model.layers[0].mlp.up_proj
     with torch.no_grad():
         layer.lora_B.weight.uniform_(-0.1, 0.1)
     alone = nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=torch.bfloat16)
@@ -58,7 +60,8 @@ def test_an_adapter_is_added_to_the_output_of_a_float8_layer(tiny_model_dir: Pat
     inputs = torch.randn(2, 24, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
     a, b = (each.weight.detach().clone().requires_grad_() for each in (layer.lora_A, layer.lora_B))
     low = F.linear(inputs, a.bfloat16()) * adapter.scale
-    output, base = layer(inputs), by_hand(inputs)
+    output = layer(inputs)
+    base = by_hand(inputs)
     expected = torch.addmm(base.flatten(0, 1), low.flatten(0, 1), b.bfloat16().t()).view_as(base)
     assert torch.equal(output, expected)
     assert not torch.equal(by_hand(inputs), F.linear(inputs, layer.weight))  # it is float8

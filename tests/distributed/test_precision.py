@@ -10,7 +10,8 @@ from safetensors import safe_open
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv
 
-FP32, BF16 = "torch.float32", "torch.bfloat16"
+FP32 = "torch.float32"
+BF16 = "torch.bfloat16"
 
 _NOTING_DIVISIONS = """
 import torch.distributed.fsdp._runtime_utils as fsdp

@@ -104,7 +104,8 @@ def test_rank_0_prints_the_error_of_another_rank_in_one_line(
 
 def test_an_end_that_follows_a_heartbeat_arrives() -> None:
     """Rank 0 ends at once, with a message of the other rank unread: the kernel then drops what it has not sent."""
-    rank_0, rank_1 = ConnectedRank(1), ConnectedRank(0)
+    rank_0 = ConnectedRank(1)
+    rank_1 = ConnectedRank(0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         rank_0.open(socket.create_connection(server.getsockname()))
         rank_1.open(server.accept()[0])
@@ -149,8 +150,10 @@ torch.profiler.profile.export_chrome_trace = lambda *each: (time.sleep(2), write
 
 def test_a_rank_that_has_waited_long_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the slow rank passes it, only the time counts that it keeps that rank waiting."""
-    heartbeat, ended = Heartbeat(), list[str]()
-    watchdog, rank_1 = Watchdog(0, 2, heartbeat, timeout=0.5), ConnectedRank(1)
+    heartbeat = Heartbeat()
+    ended: list[str] = []
+    watchdog = Watchdog(0, 2, heartbeat, timeout=0.5)
+    rank_1 = ConnectedRank(1)
     watchdog._others[1] = rank_1
     monkeypatch.setattr(watchdog, "_end_without", lambda _, how: ended.append(how))
 
@@ -217,7 +220,8 @@ def test_torchrun_restarts_from_the_newest_checkpoint(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, free_port: Callable[[], int]
 ) -> None:
     options = {"max_step": 24, "eval_step_interval": 12, "save_step_interval": 4, "num_workers": 1}
-    whole, run = tmp_path / "whole", tmp_path / "run"
+    whole = tmp_path / "whole"
+    run = tmp_path / "run"
     undisturbed = forked_runs.start(arguments(whole, **options))
     with Launched([*launcher("torchrun", free_port()), *arguments(run, **options)], tmp_path) as started:
         _wait_for_step(started, run, 6)
@@ -235,7 +239,8 @@ def test_torchrun_restarts_from_the_newest_checkpoint(
 def test_a_restart_before_the_first_save_starts_again(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
-    whole, run = tmp_path / "whole", tmp_path / "run"
+    whole = tmp_path / "whole"
+    run = tmp_path / "run"
     dies = at_point("os.kill(os.getpid(), signal.SIGKILL)", 3, "COMPUTING")
     arguments = partial(arguments, max_step=3)
     assert forked_runs.start(arguments(run), 1, before=dies).wait() == [-signal.SIGKILL]

@@ -21,15 +21,22 @@ def write_group(folder: Path, files: dict[str, object]) -> None:
 def test_the_tightest_control_group_counts_and_pages_of_files_are_free(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    membership, mounted = tmp_path / "cgroup", tmp_path / "sys"
+    membership = tmp_path / "cgroup"
+    mounted = tmp_path / "sys"
     monkeypatch.setattr(memory, "_MEMBERSHIP", membership)
     monkeypatch.setattr(memory, "_MOUNTED", mounted)
     if version == 1:
-        root, limit, usage, prefix = mounted / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        root = mounted / "memory"
+        limit = "memory.limit_in_bytes"
+        usage = "memory.usage_in_bytes"
+        prefix = "total_"
         membership.write_text("5:pids:/elsewhere\n4:memory:/slurm/job_1/step_0\n0::/\n")
         unlimited: object = 2**63 - 4096
     else:
-        root, limit, usage, prefix = mounted, "memory.max", "memory.current", ""
+        root = mounted
+        limit = "memory.max"
+        usage = "memory.current"
+        prefix = ""
         membership.write_text("0::/slurm/job_1/step_0\n")
         unlimited = "max"
     counted = f"anon 1\n{prefix}inactive_file {30 * MIB}\n{prefix}active_file {10 * MIB}"

@@ -109,7 +109,8 @@ def test_rows_of_an_extended_vocabulary_are_those_of_mergekit(
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(LlamaConfig.from_pretrained(extended, vocab_size=len(tokenizer)))
     model.save_pretrained(extended)
-    base, chat = str(models / "base"), str(models / "a")
+    base = str(models / "base")
+    chat = str(models / "a")
     recipe = {
         "merge_method": "task_arithmetic",
         "base_model": base,

@@ -18,7 +18,8 @@ def test_next_run_begins_with_the_loss_that_the_first_ended_with(
     base = convert_run(forked_runs, tmp_path / "base", "--checkpoint", run, "--dtype", "float32")
     options = {**OPTIONS, "max_step": 1, "eval_at_start": "true", "save_step_interval": 1000}
     forked_runs.start(argv(base, run.parent / "tokens", tmp_path / "next", **options), 1).finish(900)
-    ended, begun = metrics(run)[-1], metrics(tmp_path / "next")[0]
+    ended = metrics(run)[-1]
+    begun = metrics(tmp_path / "next")[0]
     assert (ended[0], begun[0]) == (str(OPTIONS["max_step"]), "0")
     assert begun[3] == ended[3]  # val_loss, to the last digit
     checked(

@@ -66,7 +66,9 @@ def plain_nats(folder: Path, text: str, max_length: int, overlap: int) -> list[f
     """Return the loss of each token by the definition: token by token from an own forward pass."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = [BOS, *AutoTokenizer.from_pretrained(folder).encode(text, add_special_tokens=False)]
-    nats, begin, end = [], 0, max_length
+    nats = []
+    begin = 0
+    end = max_length
     for token in range(1, len(ids)):
         if token > end:  # the next window
             end = min(token - 1 + max_length - overlap + 1, len(ids) - 1)
@@ -95,7 +97,8 @@ def test_the_loss_is_that_of_a_plain_formula(tmp_path: Path, tiny_model_dir: Pat
     words = ("--models", tiny_model_dir, "--texts", places, "--max_length", 16, "--overlap", overlap)
     found = evaluated(tmp_path / "out", *words, "--batch_tokens", 40)[str(tiny_model_dir)]["es"]
     nats = [plain_nats(tiny_model_dir, text, 16, overlap) for text in ES[1:3]]
-    total, num_bytes = sum(map(sum, nats)), sum(len(text.encode()) for text in ES[1:3])
+    total = sum(map(sum, nats))
+    num_bytes = sum(len(text.encode()) for text in ES[1:3])
     assert found["tokens"] == sum(map(len, nats))
     assert found["bytes"] == num_bytes
     assert found["loss"] == pytest.approx(total / found["tokens"], abs=1e-5)
@@ -318,7 +321,8 @@ def refusal(tmp_path: Path, *words: object) -> str:
 def test_what_cannot_be_evaluated_is_refused_before_anything_is_written(
     tmp_path: Path, tiny_model_dir: Path, chatml_dir: Path, tiny_tokens_dir: Path, run: Path, texts: list[str]
 ) -> None:
-    models, tiny = ("--models", tiny_model_dir), write_jsonl(tmp_path / "chats.jsonl")
+    models = ("--models", tiny_model_dir)
+    tiny = write_jsonl(tmp_path / "chats.jsonl")
     assert "has 256 positions" in refusal(
         tmp_path, *models, "--texts", write_jsonl(tmp_path / "long.jsonl", [" a" * 999])
     )

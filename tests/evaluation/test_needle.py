@@ -48,7 +48,8 @@ def test_facts_stand_at_their_depths_in_a_text_of_exact_length(
         asked = max(len(fact.question_ids) + fact.answer_tokens for fact in hidden.facts)
         assert len(hidden.input_ids) + asked == length
         assert hidden.input_ids[0] == prefix
-        rest, shares = list(hidden.input_ids[1:]), []
+        rest = list(hidden.input_ids[1:])
+        shares = []
         for fact in hidden.facts:
             sentence = f"\nEl número secreto de {fact.town} es {fact.number}.\n"
             written = tokenizer.encode(sentence, add_special_tokens=False)

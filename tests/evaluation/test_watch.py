@@ -335,7 +335,8 @@ def test_a_worker_is_a_process_that_reads_its_request(capfd: pytest.CaptureFixtu
 def test_checkpoints_are_evaluated_on_texts_once_and_added_to_the_others(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], forked_runs: ForkedRuns
 ) -> None:
-    run, weights = tmp_path / "run", trained_weights(tiny_model_dir)
+    run = tmp_path / "run"
+    weights = trained_weights(tiny_model_dir)
     texts = write_jsonl(tmp_path / "es.jsonl", [f"Número {number}, una línea de prueba." for number in range(12)])
     words = ["--watch", run, "--texts", f"es={texts}", "--wait", "false", "--max_length", 64]
 

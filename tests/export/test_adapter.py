@@ -210,7 +210,8 @@ def test_models_are_merged_with_an_adapter_that_is_in_its_base(
     words = ["--method", "linear", "--models", str(checkpoint), str(tiny_model_dir), "--dtype", "float32"]
     with verify_in_this_process():
         merge_models([*words, "--output_dir", str(tmp_path / "merged")])
-    adapted, base = open_whole(checkpoint), load_file(tiny_model_dir / "model.safetensors")
+    adapted = open_whole(checkpoint)
+    base = load_file(tiny_model_dir / "model.safetensors")
     for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
         torch.testing.assert_close(tensor, (adapted.read(name) + base[name]) / 2, rtol=0, atol=1e-6)
 
@@ -231,7 +232,8 @@ def test_a_merged_model_is_base_and_adapter(tmp_path: Path, tiny_model_dir: Path
 
 
 def test_an_average_is_of_merged_models(tmp_path: Path, tiny_model_dir: Path, checkpoint: Path) -> None:
-    run, words = checkpoint.parents[1], ("last:2", 1.0, torch.float32)
+    run = checkpoint.parents[1]
+    words = ("last:2", 1.0, torch.float32)
     with pytest.raises(InputError, match="average whole models, with --merge true"):
         plan_average([run], tmp_path / "out", *words)
     (source,) = plan_average([run], tmp_path / "out", *words, merges="original").values()

@@ -102,7 +102,8 @@ def test_the_average_is_the_exact_one_rounded_to_fp32(
         folder.mkdir()
         save_file({"matrix": tensor, "vector": tensor[0].bfloat16()}, folder / "model.safetensors")
         parts.append(AveragePart(folder, decay ** (2 - number)))
-    averaged, plain = AveragedTensors(parts), PlainAverage(parts)
+    averaged = AveragedTensors(parts)
+    plain = PlainAverage(parts)
     for name in ("matrix", "vector"):
         assert torch.equal(averaged.read(name), plain.read(name))
     assert averaged.dtype("vector") == averaged.read("vector").dtype == torch.float32

@@ -126,7 +126,8 @@ def test_a_process_of_its_own_leaves_its_report_in_the_folder(
 ) -> None:
     # the Slurm jobs of make test-launchers start a Python for it
     monkeypatch.setattr(verification, "subprocess", SimpleNamespace(run=run_in_fork(forked_runs)))
-    folder, source = exports["sharded"], ExportSource(run / "checkpoints" / "step-00000002")
+    folder = exports["sharded"]
+    source = ExportSource(run / "checkpoints" / "step-00000002")
     written_by_the_program = json.loads((folder / "verification.json").read_text())
     (folder / "verification.json").unlink()
     report = verify_in_fresh_process(folder, source, torch.bfloat16)
@@ -249,7 +250,8 @@ def test_an_existing_folder_is_never_written_into(tmp_path: Path, run: Path, mon
 
 
 def test_every_path_without_a_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = tmp_path / "nothing-here", tmp_path / "empty"
+    first = tmp_path / "nothing-here"
+    second = tmp_path / "empty"
     second.mkdir()
     refusal = _refusal(monkeypatch, "--checkpoint", first, second, "--output_dir", tmp_path / "out")
     assert str(first) in refusal

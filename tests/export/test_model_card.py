@@ -111,7 +111,8 @@ def test_a_model_from_random_weights_has_no_base_and_no_licence(checkpoint: Path
 
 
 def test_what_the_card_lacks_is_asked_for_and_a_base_only_where_there_is_one(checkpoint: Path, capsys: Any) -> None:
-    facts, notes = CardFacts("model", languages=("es",)), []
+    facts = CardFacts("model", languages=("es",))
+    notes = []
     for origin in (ModelOrigin("my-llama"), None, LLAMA):
         card_of(checkpoint, facts, origin)
         print_gaps(ExportSource(checkpoint), checkpoint.parent / "export")

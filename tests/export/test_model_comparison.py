@@ -96,7 +96,8 @@ def truncate(folder: Path) -> None:
 
 def exchange_files(index: dict[str, Any]) -> None:
     files = index["weight_map"]
-    one, other = "model.norm.weight", "model.embed_tokens.weight"
+    one = "model.norm.weight"
+    other = "model.embed_tokens.weight"
     files[one], files[other] = files[other], files[one]
 
 
@@ -105,7 +106,8 @@ def other_token(tokenizer: dict[str, Any]) -> None:
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 
 
-NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
+NORM = "model.norm.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
 DIFFERENT = "tensors different in shape, type or value: "
 OTHER = "different from the checkpoint's: "
 DEFECTS: dict[str, tuple[Planted, str]] = {
@@ -297,7 +299,8 @@ def test_a_family_that_cannot_run_by_layers_is_compared_by_tensors_with_a_note(
 @pytest.mark.parametrize(("layer", "logit"), [(0.5, 0.0), (0.0, 0.5), (float("nan"), 0.0), (0.0, float("nan"))])
 def test_outputs_that_differ_or_are_not_finite_are_faults(layer: float, logit: float) -> None:
     tensors = TensorReport(1, 1, [], [], [], 0.0)
-    layers, logits = [OutputReport(1, 2.0, 0.0), OutputReport(1, 2.0, layer)], OutputReport(1, 2.0, logit)
+    layers = [OutputReport(1, 2.0, 0.0), OutputReport(1, 2.0, layer)]
+    logits = OutputReport(1, 2.0, logit)
     report = VerificationReport("float32", "layer by layer", tensors, layers, logits, [], "equal", [])
     (fault,) = find_faults(report, torch.float32)
     assert ("the output of decoder layer 1" if layer else "logits") in fault

@@ -33,11 +33,11 @@ class Hub(BaseHTTPRequestHandler):
         """Print nothing."""
 
     def _answer(self) -> None:
-        api, path = (
-            self.path.startswith("/api/models/"),
-            self.path.split("?")[0].removeprefix("/api/models/").strip("/"),
-        )
-        name, _, rest = ("/".join(path.split("/")[:2]), "", "/".join(path.split("/")[2:]))
+        api = self.path.startswith("/api/models/")
+        path = self.path.split("?")[0].removeprefix("/api/models/").strip("/")
+        name = "/".join(path.split("/")[:2])
+        _ = ""
+        rest = "/".join(path.split("/")[2:])
         there = self.files.get(name)
         if there is None:
             self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})

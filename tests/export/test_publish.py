@@ -24,7 +24,8 @@ from tests.support.stand_in_hub import TOKEN, Fault, StandInHub, account
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
 
 PLACE = "datasets/alice/tokens"
-MANIFEST, CARD = "manifest.json", "README.md"
+MANIFEST = "manifest.json"
+CARD = "README.md"
 
 
 @pytest.fixture
@@ -230,7 +231,8 @@ def test_published_parts_are_the_full_merge_without_private_names(
         for private in (str(merged), "home-of-alice", "secret", "hidden", str(tiny_model_dir)):
             assert private.encode() not in data, name
     copy = fetched(hub, tmp_path / "copy", "datasets/alice/parts")
-    opened, own = open_dataset(str(copy)), open_dataset(str(merged / "parts"))
+    opened = open_dataset(str(copy))
+    own = open_dataset(str(merged / "parts"))
     assert rows_of(opened) == rows_of(own)
     assert opened.train.source_names == own.train.source_names
     loaded = datasets.load_dataset(str(copy), cache_dir=str(tmp_path / "cache"))

@@ -44,7 +44,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path, tiny_model_dir: Path) 
 def test_export_has_the_tensors_that_save_pretrained_writes(
     tmp_path: Path, model: Path, in_parts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, export = ExportSource(tmp_path / "step-00000001"), tmp_path / "export"
+    source = ExportSource(tmp_path / "step-00000001")
+    export = tmp_path / "export"
     export.mkdir()
     write_export(source, export, torch.float32, "20KB", CardFacts(model.name))
     expected = load_file(model / "model.safetensors")

@@ -121,7 +121,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Pat
     (model / "hub_source.json").write_text(json.dumps({"repository": "some/model", "revision": "0" * 40}))
     (model / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|end_of_text|>"}))
     (model / "added_tokens.json").write_text(json.dumps({"<|end_of_text|>": 1}))
-    tensors, output = TensorReport(1, 1, [], [], [], 0.0), OutputReport(1, 1.0, 0.0)
+    tensors = TensorReport(1, 1, [], [], [], 0.0)
+    output = OutputReport(1, 1.0, 0.0)
     report = VerificationReport("float32", "layer by layer", tensors, [output], output, [], "equal", [])
     (folder / "verification.json").write_text(json.dumps(asdict(report)))
     return folder
@@ -142,7 +143,8 @@ def read_stream(file: Path) -> None:
 
 def read_tokenizer(file: Path) -> None:
     """Load a tokenizer for tokenization, for the inspector and for an export."""
-    folder, json_file = file.parent, file.parent / "tokenizer.json"
+    folder = file.parent
+    json_file = file.parent / "tokenizer.json"
     with ExitStack() as others:  # all of them are called, and the last error is raised
         others.callback(load_hf_tokenizer, folder)
         others.callback(compare_tokenizers, json_file, json_file, "")

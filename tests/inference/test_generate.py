@@ -52,7 +52,8 @@ def test_greedy_text_is_that_of_transformers(run: Path, loaded: tuple[Any, Any])
 
 
 def test_checkpoint_full_or_sharded_and_export_give_the_same_text(tmp_path: Path, run: Path) -> None:
-    full, sharded = run / "checkpoints" / "step-00000001", run / "checkpoints" / "step-00000002"
+    full = run / "checkpoints" / "step-00000001"
+    sharded = run / "checkpoints" / "step-00000002"
     write_export(ExportSource(sharded), tmp_path, torch.float32, "100KB", CardFacts("tiny"))
     texts = {_generate(load_for_inference(str(place))).text for place in (full, sharded, tmp_path)}
     assert len(texts) == 1

@@ -136,7 +136,8 @@ def load_for_inference_without_tokenizer(name: str) -> Any:
 def test_an_adapter_changes_the_text_of_its_base(tmp_path: Path, tiny_model_dir: Path) -> None:
     peft = pytest.importorskip("peft")
     base, tokenizer = load_for_inference(str(tiny_model_dir))
-    ids, settings = encode_text(tokenizer, "To be"), GenerateArguments("", num_tokens=8)
+    ids = encode_text(tokenizer, "To be")
+    settings = GenerateArguments("", num_tokens=8)
     plain = generate(base, tokenizer, [ids], settings)
     torch.manual_seed(0)
     tuned = peft.get_peft_model(base, peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM")).eval()

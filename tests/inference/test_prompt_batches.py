@@ -71,7 +71,8 @@ def test_texts_are_in_order_resumed_and_the_same_for_any_batch_size(
 
 
 def test_an_output_of_other_work_is_refused_and_stays(tmp_path: Path, prompts: Path) -> None:
-    settings, output = GenerateArguments("", num_tokens=8), tmp_path / "out.jsonl"
+    settings = GenerateArguments("", num_tokens=8)
+    output = tmp_path / "out.jsonl"
     given = read_prompts(prompts)
     row = {"line": 1, **ROWS[0], "text": "", "model": "a", "settings": OutputFile(output, given, settings)._settings}
     for change, fault in (

@@ -90,7 +90,9 @@ class Editor:
     def __init__(
         self, incoming: BinaryIO, outgoing: BinaryIO, run_in_terminal: Callable[[dict[str, Any]], None]
     ) -> None:
-        self._incoming, self._outgoing, self._run_in_terminal = incoming, outgoing, run_in_terminal
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._run_in_terminal = run_in_terminal
         self._number = 0
         self._events: list[dict[str, Any]] = []
         self._responses: dict[int, dict[str, Any]] = {}
@@ -246,7 +248,8 @@ def test_a_rank_of_two_is_attached_to_and_stops(
 ) -> None:
     task = configured("tasks.json", "tasks", "Start two CPU ranks", **answers({**inputs, "rank": str(rank)}))
     configuration = configured("launch.json", "configurations", "Attach to one of two CPU ranks")
-    command, log = [task["command"], *task["args"]], tmp_path / "task.log"
+    command = [task["command"], *task["args"]]
+    log = tmp_path / "task.log"
     with (
         started(command, log, cwd=task["options"]["cwd"], env=environment(debugpy)) as process,
         attaching(configuration, process, log) as editor,
@@ -280,13 +283,15 @@ def test_a_run_at_the_images_path_is_attached_to(
     task = configured("tasks.json", "tasks", label, **answers({**inputs, "pjrt_device": "CPU"}))
     configuration = configured("launch.json", "configurations", "Attach in the container")
     at = task["args"].index(service)
-    before, after = task["args"][:at], task["args"][at + 1 :]
+    before = task["args"][:at]
+    after = task["args"][at + 1 :]
     assert before[-2:] == ["--entrypoint", "bash"]
     inside = ["bash", *after, *device, "--precision", "32-true"]
     variables = dict(word.split("=") for option, word in pairwise(before) if option == "--env")
     assert variables == ({"PJRT_DEVICE": "CPU"} if service == "train-xla" else {})
     mount = f"mount -t tmpfs none /opt && mkdir {IMAGE_ROOT} && mount --bind {ROOT} {IMAGE_ROOT} && cd {IMAGE_ROOT}"
-    command, log = ["unshare", "--mount", "bash", "-c", f'{mount} && exec "$@"', "mounted", *inside], tmp_path / "log"
+    command = ["unshare", "--mount", "bash", "-c", f'{mount} && exec "$@"', "mounted", *inside]
+    log = tmp_path / "log"
     paths = {"PATH": f"{environment / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": f"{IMAGE_ROOT}:{debugpy}"}
     with (
         started(command, log, env={**os.environ, **paths, **variables}) as process,

@@ -31,7 +31,8 @@ class Job:
     """A job of ``launch/pbs.sh`` that a user has edited, on nodes with a process each."""
 
     def __init__(self, folder: Path, nodes: list[list[str]], arguments: list[str], walltime: str) -> None:
-        self.folder, self.log = folder, folder / "log"
+        self.folder = folder
+        self.log = folder / "log"
         (folder / "bin").mkdir(parents=True)
         lines = {
             "devices": "1",
@@ -107,7 +108,8 @@ def nodes() -> Iterator[list[list[str]]]:
 def test_a_job_saves_ahead_of_its_walltime_and_the_next_goes_on(
     nodes: list[list[str]], forked_runs: ForkedRuns, tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path
 ) -> None:
-    run, whole = tmp_path / "run", tmp_path / "whole"
+    run = tmp_path / "run"
+    whole = tmp_path / "whole"
     arguments = argv(tiny_model_dir, tiny_tokens_dir, run, **OPTIONS)
     with Job(tmp_path / "first", nodes, arguments, "01:01:05") as first:
         first.wait_for_steps(run, 3)

@@ -82,7 +82,8 @@ def log_of(cluster: SlurmCluster, job: int) -> str:
 def test_a_preempted_job_ends_with_the_losses_of_one_left_alone(
     cluster: SlurmCluster, settings: Path, arguments: Callable[..., list[str]]
 ) -> None:
-    whole, run = cluster.folder / "whole", cluster.folder / "run"
+    whole = cluster.folder / "whole"
+    run = cluster.folder / "run"
     alone = cluster.submit(settings, "train", *arguments(whole))
     cluster.wait_until(lambda: cluster.state(alone) in ENDED)
     assert cluster.state(alone) == "COMPLETED", cluster.report()
@@ -186,7 +187,8 @@ def test_a_job_whose_time_runs_out_saves_and_starts_again(
     """Slurm looks at time limits twice a minute, so the run has to last for longer than that."""
     with settings.open("a", encoding="utf-8") as file:
         file.write("SAVE_SECONDS=120\n")
-    run, long = cluster.folder / "run", 1000
+    run = cluster.folder / "run"
+    long = 1000
     job = cluster.submit(settings, "train", *arguments(run, max_step=long, eval_step_interval=long))
     cluster.wait_until(has_steps(run, 5))
     minutes = int(cluster.command("squeue", "-h", "-j", job, "-o", "%M").split(":")[0])
@@ -338,7 +340,8 @@ def podman_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     with tarfile.open(tmp_path / "image.tar", "w") as image:
         for name in ("bin", "sbin", "lib", "lib64"):
             link = tarfile.TarInfo(name)
-            link.type, link.linkname = tarfile.SYMTYPE, f"usr/{name}"
+            link.type = tarfile.SYMTYPE
+            link.linkname = f"usr/{name}"
             image.addfile(link)
     name = "fabric-train-stand-in:1"
     command = ["podman", "import", "--change", f"ENV PYTHONPATH={ROOT}", str(tmp_path / "image.tar"), name]
@@ -358,7 +361,8 @@ def apptainer_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
     That Debian has the processes and the folders of this machine, as a node with apptainer would have them.
     """
-    debian, program = apptainer_folder(), tmp_path / "bin" / "apptainer"
+    debian = apptainer_folder()
+    program = tmp_path / "bin" / "apptainer"
     tops = {folder.parts[1] for folder in (ROOT, tmp_path, *python_folders())}
     script = f"""
 cd {debian} && mount --bind / media && mount --rbind . . && cd {debian} || exit

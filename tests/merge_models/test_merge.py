@@ -337,7 +337,8 @@ def test_models_without_a_tokenizer_are_merged_if_they_have_the_same_number_of_r
 def test_a_model_in_the_cache_of_the_hub_is_merged_by_its_name(
     tmp_path: Path, other: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    repository, commit = tmp_path / "models--some--model", "0123456789" * 4
+    repository = tmp_path / "models--some--model"
+    commit = "0123456789" * 4
     shutil.copytree(tiny_model_dir, repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)

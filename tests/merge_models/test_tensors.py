@@ -13,7 +13,8 @@ from fabric_train.merge_models.tensors import add_agreeing, add_differences, dra
 
 
 def test_slerp_keeps_the_length_of_vectors_and_goes_the_same_angle_each_time() -> None:
-    first, second = torch.tensor([2.0, 0.0]), torch.tensor([0.0, 2.0])
+    first = torch.tensor([2.0, 0.0])
+    second = torch.tensor([0.0, 2.0])
     for share in (0.0, 0.25, 0.5, 1.0):
         factors = slerp_factors(2.0, 2.0, 0.0, share)
         merged = factors[0] * first + factors[1] * second
@@ -31,7 +32,8 @@ def test_slerp_of_parallel_vectors_is_straight(norms: tuple[float, float], dot: 
 
 
 def test_any_block_of_aligned_rows_is_that_of_the_whole_tensor(tiny_model_dir: Path) -> None:
-    own, first = ModelTensors(tiny_model_dir), ModelTensors(tiny_model_dir)
+    own = ModelTensors(tiny_model_dir)
+    first = ModelTensors(tiny_model_dir)
     (name,) = own.rows_by_token
     num_rows, num_columns = own.shape(name)
     rows = torch.arange(num_rows).flip(0)
@@ -60,7 +62,8 @@ def test_a_padded_embedding_of_the_same_tokens_gets_the_rows_of_the_first_model(
 
 
 def test_task_arithmetic_adds_weighted_differences() -> None:
-    base, differences = torch.tensor([1.0, 1.0]), [torch.tensor([1.0, 2.0]), torch.tensor([4.0, 0.0])]
+    base = torch.tensor([1.0, 1.0])
+    differences = [torch.tensor([1.0, 2.0]), torch.tensor([4.0, 0.0])]
     assert add_differences(base, differences, [1.0, -0.5]).tolist() == [0.0, 3.0]
     assert base.tolist() == [1.0, 1.0]
 
@@ -99,7 +102,9 @@ def test_a_draw_depends_on_seed_tensor_and_model_alone() -> None:
 
 
 def test_what_is_dropped_by_chance_is_made_up_for_on_average() -> None:
-    base, difference, density = torch.zeros(100, 100), torch.ones(100, 100), 0.4
+    base = torch.zeros(100, 100)
+    difference = torch.ones(100, 100)
+    density = 0.4
     masks = [drawn(base.shape, density, seed, "weight", 0) for seed in range(20)]
     merged = [add_differences(base, [difference * mask], [1 / density]) for mask in masks]
     assert torch.stack(merged).mean().item() == pytest.approx(1.0, abs=0.014)  # five standard deviations of the mean

@@ -54,7 +54,9 @@ from tests.support.unequal_rows import LENGTH, argv, metrics, write_model, write
 
 BF16 = torch.finfo(torch.bfloat16)
 ROWS_PER_WINDOW = 6  # on one, two or three ranks
-NUM_ROWS, STEPS = 21, 5  # the fourth window has 3 rows, and the fifth begins the next epoch
+# the fourth window has 3 rows, and the fifth begins the next epoch
+NUM_ROWS = 21
+STEPS = 5
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 SETTINGS: dict[str, Any] = {"lr": LR, "grad_clip": GRAD_CLIP, "weight_decay": WEIGHT_DECAY, "max_step": STEPS}
 KINDS: dict[str, dict[str, Any]] = {
@@ -153,7 +155,8 @@ def test_losses_gradients_and_adapter_are_those_of_peft(
     start, losses, norms, expected = of_peft(kind, num_ranks)
     given = SETTINGS | {"parallelism": parallelism, "lora_dropout": KINDS[kind].get("lora_dropout", 0)}
     if "4 bits" in kind:
-        model, given = wide_model, given | {"base_weights": "nf4"}
+        model = wide_model
+        given = given | {"base_weights": "nf4"}
     # dropout draws numbers for each forward pass, in the plain loop for each row
     micro_batch = 1 if "dropout" in kind else ROWS_PER_WINDOW // num_ranks
     given |= {"init_adapter": start, "total_batch_size": ROWS_PER_WINDOW, "micro_batch_size": micro_batch}
@@ -263,7 +266,9 @@ def test_an_adapter_begins_with_a_run_of_all_weights_or_with_another_adapter(
 def test_a_base_that_moved_is_found_and_one_that_changed_is_refused(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path
 ) -> None:
-    place, elsewhere, run = tmp_path / "base", tmp_path / "elsewhere", tmp_path / "run"
+    place = tmp_path / "base"
+    elsewhere = tmp_path / "elsewhere"
+    run = tmp_path / "run"
     shutil.copytree(model, place)
     given = {"lora_rank": 2, "save_step_interval": 1, "resume": "true"}
     forked_runs.start(argv(place, tokens, run, max_step=1, **given), 1).finish()
@@ -288,7 +293,8 @@ def test_a_tied_embedding_that_trained_is_in_the_merged_model(
     given = {"lora_rank": 2, "train_also": "embed_tokens", "lr": 1e-2, "max_step": 2}
     forked_runs.start(argv(model, tokens, tmp_path / "run", parallelism="fsdp2", **given), 2).finish()
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
-    merged, name = MergedTensors(checkpoint), "model.embed_tokens.weight"
+    merged = MergedTensors(checkpoint)
+    name = "model.embed_tokens.weight"
     trained = load_file(checkpoint / "adapter_model.safetensors")
     assert torch.equal(merged.read(name), trained[f"base_model.model.{name}"])
     assert (merged.read(name) - load_file(model / "model.safetensors")[name]).abs().max() > 1e-3
@@ -400,9 +406,11 @@ def test_layers_are_replaced_below_their_adapters() -> None:
     block = torch.nn.Module()
     block.q_proj = torch.nn.Linear(8, 8, bias=False)
     model: Any = torch.nn.Module()
-    model.block, model.get_output_embeddings = block, lambda: None
+    model.block = block
+    model.get_output_embeddings = lambda: None
     attach(model, Adapter("dora", rank=2, alpha=4), "the model", "cpu")
-    layer, names = model.block.q_proj, list(model.state_dict())
+    layer = model.block.q_proj
+    names = list(model.state_dict())
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.uniform_(0.1, 1)
@@ -489,7 +497,8 @@ def test_scale_and_names_are_as_in_peft(model: Path) -> None:
     assert len(adapted) == 7
     assert all(name.startswith("model.layers.0.") for name in adapted)
     assert (adapter.scale, replace(adapter, is_rank_stabilized=True).scale) == (2.0, 4.0)
-    layer, sizes = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64, 4 * (2 * 64 + 2 * 48 + 3 * 96)
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
+    sizes = 4 * (2 * 64 + 2 * 48 + 3 * 96)
     assert (shape.num_trained, shape.num_parameters) == (sizes, 2 * (layer + 64) + 32 + 2 * 300 * 32)
 
 
@@ -521,7 +530,8 @@ def test_adapted_layers_with_biases_compute_what_those_of_peft_do(
         if "magnitude" in name:  # else the ratio is nearly 1
             parameter.data *= 1.5
     tuned.save_pretrained(str(tmp_path))
-    own, adapter = biased_model(), read_adapter(tmp_path)
+    own = biased_model()
+    adapter = read_adapter(tmp_path)
     attach(own, replace(adapter, dropout=dropout), "the model", device="cpu")
     stored = load_file(tmp_path / "adapter_model.safetensors")
     trained = {name: weight for name, weight in own.named_parameters() if is_of_adapter(name)}
@@ -583,7 +593,8 @@ def test_rows_are_quantized_as_the_whole_matrix_is() -> None:
 
 
 def test_frozen_weights_of_an_8b_take_no_product_of_their_own() -> None:
-    whole, lora = matrix_flops(None), matrix_flops(Adapter("lora", rank=16, alpha=32))
+    whole = matrix_flops(None)
+    lora = matrix_flops(Adapter("lora", rank=16, alpha=32))
     assert 0.6 < lora / whole < 0.69  # forward, and of the backward pass the gradients of the inputs
 
 
@@ -597,7 +608,8 @@ def matrix_flops(adapter: Adapter | None) -> int:
             attach(model, adapter, "the model", "cpu")
             freeze_other_parts(model, adapter)
         compute_loss_in_head(model)
-        ids, positions = torch.zeros(1, 512, dtype=torch.int64), torch.arange(511)
+        ids = torch.zeros(1, 512, dtype=torch.int64)
+        positions = torch.arange(511)
         batch = Batch(ids, ids, targets=Targets(positions, torch.zeros_like(positions)))
         with FlopCounterMode(display=False) as counter:
             CrossEntropy().loss(model, batch).total.backward()

@@ -57,7 +57,8 @@ def test_every_token_is_in_one_slice_and_sees_its_document(batch: Batch, num_ran
             documents = zip(stretch.lengths, stretch.key_lengths, strict=True)
             last_key = stretch.first_key
             for num_tokens, num_keys in documents:
-                begin, last_key = last_key, last_key + num_keys
+                begin = last_key
+                last_key = last_key + num_keys
                 own = [place.index(own_place + number) for number in range(num_tokens)]
                 own_place += num_tokens
                 assert own == [*range(last_key - num_tokens, last_key)]  # the last keys are of the tokens themselves
@@ -117,7 +118,8 @@ def test_chunks_that_follow_each_other_are_one_stretch() -> None:
     ],
 )
 def test_a_run_has_the_losses_of_one_rank(forked_runs: ForkedRuns, tmp_path: Path, options: dict[str, object]) -> None:
-    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
+    model = write_model(tmp_path / "model")
+    tokens = write_rows(tmp_path / "tokens")
     given = {"max_step": 2, "micro_batch_size": 4, **options}
     ranks = {"parallelism": "fsdp2", "devices": 2, "context_parallel_size": 2}
     forked_runs.start(argv(model, tokens, tmp_path / "one", **given)).finish()
@@ -182,7 +184,8 @@ def test_devices_that_do_not_make_whole_groups_are_refused(options: list[str], n
 @pytest.mark.cuda
 def test_on_cuda_the_kernel_sees_the_keys_before_a_stretch() -> None:
     """The stretch has the end of a document of 300 tokens, one of 64, and the beginning of one of 100."""
-    lengths, key_lengths = (100, 64, 36), (300, 64, 36)
+    lengths = (100, 64, 36)
+    key_lengths = (300, 64, 36)
     borders, key_borders = (
         torch.tensor([0, *np.cumsum(each)], dtype=torch.int32, device="cuda") for each in (lengths, key_lengths)
     )

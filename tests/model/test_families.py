@@ -68,7 +68,8 @@ def test_model_read_in_parts_is_the_one_that_transformers_loads(model: Path, dty
         (whole.named_parameters(), parts.named_parameters()),
         (whole.named_buffers(), parts.named_buffers()),
     ):
-        expected, tensors = dict(there), dict(here)
+        expected = dict(there)
+        tensors = dict(here)
         assert expected.keys() == tensors.keys()  # a tied weight is one here too
         for name, tensor in tensors.items():
             assert tensor.dtype == expected[name].dtype, name

@@ -101,7 +101,8 @@ def test_peaks_are_dense_and_known_by_the_name_that_torch_gives(
 def test_a_run_counts_real_tokens_of_all_ranks_and_prints_what_one_costs(
     forked_runs: ForkedRuns, tmp_path: Path
 ) -> None:
-    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
+    model = write_model(tmp_path / "model")
+    tokens = write_rows(tmp_path / "tokens")
     run = forked_runs.start(argv(model, tokens, tmp_path / "run", devices=2, max_step=7))
     run.finish()
     logged = metrics(tmp_path / "run")

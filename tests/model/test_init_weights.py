@@ -47,7 +47,8 @@ def faults(*line: str) -> list[str]:
 
 def test_new_weights_have_the_names_and_spread_of_transformers() -> None:
     tensors = whole("gpt2", num_layers=8, hidden_width=64)
-    up, down = tensors["transformer.h.0.mlp.c_fc.weight"], tensors["transformer.h.0.mlp.c_proj.weight"]
+    up = tensors["transformer.h.0.mlp.c_fc.weight"]
+    down = tensors["transformer.h.0.mlp.c_proj.weight"]
     assert up.std().item() == pytest.approx(0.02, rel=0.05)
     assert down.std().item() == pytest.approx(0.02 / math.sqrt(2 * 8), rel=0.05)  # GPT-2's residual layers
     assert abs(up.mean().item()) < 0.002
@@ -74,7 +75,9 @@ def test_any_block_of_a_weight_is_that_of_the_whole() -> None:
 
 
 def test_weights_differ_by_name_and_seed_and_by_nothing_else() -> None:
-    tensors, again, other = whole("llama"), whole("llama", num_layers=3), whole("llama", seed=1)
+    tensors = whole("llama")
+    again = whole("llama", num_layers=3)
+    other = whole("llama", seed=1)
     up = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
     assert not torch.equal(tensors[up[0]], tensors[up[1]])
     assert not torch.equal(tensors[up[0]], other[up[0]])

@@ -24,7 +24,9 @@ from fabric_train.model.parallelize import use_sparse_embedding_grad
 from fabric_train.training.objective import CrossEntropy
 from tests.support.rounding import assert_equal_up_to_rounding, num_sums_of_gradient, rounding_tolerance
 
-VOCABULARY, WIDTH, LENGTH = 96, 16, 40
+VOCABULARY = 96
+WIDTH = 16
+LENGTH = 40
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL = {
     **SIZES,
@@ -115,7 +117,8 @@ def check_losses_of_tokens(has_bias: bool, in_place: bool, is_frozen: bool) -> N
     """Compare the losses of tokens, and the gradients of a weighted sum of them, with the logits' ones."""
     torch.manual_seed(0)
     inputs = [torch.randn(3, LENGTH, WIDTH), torch.randn(VOCABULARY, WIDTH), torch.randn(VOCABULARY)]
-    positions, weights = torch.randperm(3 * LENGTH)[:50], torch.randn(50)
+    positions = torch.randperm(3 * LENGTH)[:50]
+    weights = torch.randn(50)
     targets = torch.randint(VOCABULARY, (50,))
     found = []
     for by_token in (True, False):
@@ -170,7 +173,8 @@ def test_head_gradient_is_added_before_the_backward_pass() -> None:
     assert compute_loss_in_head(model, grad_in_place=True)
     scale = torch.tensor(0.5, dtype=torch.float64)
     CrossEntropy().loss(model, Batch(*rows()), scale)
-    place, once = model.lm_head.weight.grad.data_ptr(), model.lm_head.weight.grad.clone()
+    place = model.lm_head.weight.grad.data_ptr()
+    once = model.lm_head.weight.grad.clone()
     CrossEntropy().loss(model, Batch(*rows()), scale)
     assert model.lm_head.weight.grad.data_ptr() == place
     torch.testing.assert_close(model.lm_head.weight.grad, 2 * once)
@@ -222,7 +226,8 @@ def test_unsupervised_batch_gives_no_loss_and_every_weight_a_gradient() -> None:
 
 
 def test_the_sum_is_not_rounded_to_fp32() -> None:
-    hidden, targets = torch.zeros(2**13, WIDTH), torch.zeros(2**13, dtype=torch.int64)
+    hidden = torch.zeros(2**13, WIDTH)
+    targets = torch.zeros(2**13, dtype=torch.int64)
     summed = summed_cross_entropy(hidden, torch.zeros(3, WIDTH), None, torch.arange(2**13), targets)[0]
     assert summed.item() == 2**13 * -F.log_softmax(torch.zeros(3), dim=0)[0].double().item()
 

@@ -336,7 +336,9 @@ def rows_with_starts(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
 def test_positions_labels_and_borders_are_those_counted_token_by_token(case: tuple[int, list[list[int]]]) -> None:
     length, starts = case
     ids = np.arange(100, 100 + len(starts) * length).reshape(len(starts), length)
-    positions, labels, borders = [], [], []
+    positions = []
+    labels = []
+    borders = []
     for row, begins in enumerate(starts):
         position = 0
         for column in range(length):

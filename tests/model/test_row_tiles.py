@@ -20,7 +20,9 @@ from fabric_train.preflight.memory_activations import _LiveBytes
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
-HIDDEN, INNER, LENGTH = 64, 160, 50
+HIDDEN = 64
+INNER = 160
+LENGTH = 50
 REQUIRED = ["--train_data_dir", "tokens", "--output_dir", "run"]
 
 
@@ -100,13 +102,15 @@ def peak(config: LlamaConfig, size: int | None, length: int) -> int:
 
 
 def test_a_layer_needs_the_bytes_that_the_plan_counts(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    length, size = 4096, 256
+    length = 4096
+    size = 256
     real = {given: peak(llama.config, given, length) for given in (None, size)}
     monkeypatch.setattr(parallelize, "tiles_of", two_tiles_of)
     with FakeTensorMode():
         planned = {given: peak(llama.config, given, length) for given in (None, size)}
     assert planned == real
-    hidden, inner = 4 * length * HIDDEN, 4 * length * INNER
+    hidden = 4 * length * HIDDEN
+    inner = 4 * length * INNER
     assert real[None] > 5 * inner + 4 * hidden
     assert real[size] < 15 * hidden
     assert two_tiles_of(length, size) == list(tiles_of(length, size))[:2]
@@ -137,7 +141,8 @@ def test_tiles_are_refused_beside_what_they_do_not_work_with() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("parallelism", ["fsdp2", "fsdp", "ddp"])
 def test_ranks_train_in_tiles_as_without(forked_runs: ForkedRuns, tmp_path: Path, parallelism: str) -> None:
-    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
+    model = write_model(tmp_path / "model")
+    tokens = write_rows(tmp_path / "tokens")
     given: dict[str, Any] = {"parallelism": parallelism, "devices": 2, "max_step": 2, "micro_batch_size": 2}
     logged = []
     for checkpointing, size in (("none", "none"), ("none", 5), ("full", 5)):

@@ -206,7 +206,8 @@ def test_frozen_parts_stay_and_the_run_resumes_exactly(
     assert changed == set(filter(is_top, start))
     assert {name.rpartition(".")[0] for name in states} == set(filter(is_top, start))
     for name in ("model.safetensors", "optimizer/optimizer.safetensors"):
-        one, other = load_file(whole / name), load_file(resumed / name)
+        one = load_file(whole / name)
+        other = load_file(resumed / name)
         assert [key for key in one if not torch.equal(one[key], other[key])] == []
     losses = [[row["train_loss"] for row in metrics(tmp_path / run)] for run in ("whole", "resumed")]
     assert losses[0][1:] == losses[1]
@@ -331,7 +332,8 @@ def test_plan_and_flops_count_what_trains(folder: Path, shape: ModelShape) -> No
     units = read_units(top, arguments)
     assert (units.total, units.trained, units.head) == (shape.num_parameters, LAYER + 32, 0)
     # forward and backward pass of the head, without a gradient of its own; only the forward pass of the first layer
-    tokens, head = 10, 300 * 32
+    tokens = 10
+    head = 300 * 32
     assert shape.flops.of([tokens]) == tokens * (6 * (2 * LAYER + 32 + head) + 12 * 2 * 32 * tokens)
     expected = 6 * (LAYER + 32) + 4 * head + 2 * LAYER + (12 + 4) * 32 * tokens
     assert top.flops.of([tokens]) == tokens * expected

@@ -213,7 +213,8 @@ def test_torch_without_a_flag_for_grouped_heads_gets_none() -> None:
 def test_run_says_why_it_needs_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from fabric_train.__main__ import main
 
-    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens", packed_every=1)
+    model = write_model(tmp_path / "model")
+    tokens = write_rows(tmp_path / "tokens", packed_every=1)
     words = argv(model, tokens, tmp_path / "run", max_step=5, accelerator="cuda", devices=1)
     words += ["--plan", "true", "--device_memory", "80GB"]
     main([*words, "--precision", "32-true"])
@@ -236,7 +237,8 @@ prepare.choose_attention = lambda shape, *_: setattr(shape.config, "_attn_implem
 
 @pytest.mark.slow
 def test_sharded_and_tensor_parallel_runs_have_the_losses_of_masks(forked_runs: ForkedRuns, tmp_path: Path) -> None:
-    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens", packed_every=1)
+    model = write_model(tmp_path / "model")
+    tokens = write_rows(tmp_path / "tokens", packed_every=1)
     usual: dict[str, Any] = {"max_step": 2, "micro_batch_size": 2, "total_batch_size": 8, "precision": "32-true"}
     ways: dict[str, dict[str, Any]] = {
         "fsdp": {"parallelism": "fsdp", "activation_checkpointing": "full"},

@@ -55,7 +55,8 @@ def test_what_bfloat16_can_hold_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("shift", [0, 16])
 def test_both_halves_of_the_bits_are_uniform_and_independent(shift: int) -> None:
-    count, cells = 2**20, 256
+    count = 2**20
+    cells = 256
     for key in (0, 1, salt(0, "a"), salt(0, "b")):
         bits = random_bits(numbers(count), key) >> shift & 0xFFFF
         next_key = random_bits(torch.ones((), dtype=torch.int32), key)
@@ -80,7 +81,8 @@ def test_seeds_names_steps_and_elements_have_bits_of_their_own() -> None:
 def test_shard_has_the_random_numbers_of_its_elements_in_the_whole() -> None:
     whole = torch.arange(7 * 6 * 5).reshape(7, 6, 5)
     cpu = torch.device("cpu")
-    rows, columns = whole[2:5].flatten(), whole[2:5, 1:4].flatten()
+    rows = whole[2:5].flatten()
+    columns = whole[2:5, 1:4].flatten()
     assert torch.equal(LocalElements(60, 90, 90).indices(3, 80, cpu), rows[3:83].int())
     assert torch.equal(LocalElements(65, 15, 30).indices(4, 40, cpu), columns[4:44].int())
     beyond = LocalElements(2**31 - 2, 8, 8).indices(0, 8, cpu).tolist()
@@ -104,7 +106,9 @@ def train(weights: torch.Tensor, steps: int, gradient: float = 1.0, **given: Any
 
 
 def test_changes_too_small_for_bfloat16_add_up() -> None:
-    start, steps, lr = torch.ones(64, 1000, dtype=BF16), 100, 2e-5
+    start = torch.ones(64, 1000, dtype=BF16)
+    steps = 100
+    lr = 2e-5
     given: dict[str, Any] = {"lr": lr, "weight_decay": 0.0}
     assert torch.equal(train(start, steps, stochastic_rounding=False, **given), start)  # to the nearest: all is lost
     exact = train(start.float(), steps, **given)
@@ -154,7 +158,8 @@ def test_in_fp32_throughout_it_is_torchs_own() -> None:
     for _ in range(5):
         for name, tensor in start.items():
             gradient = torch.randn(tensor.shape, generator=random)
-            ours[name].grad, theirs[name].grad = gradient.clone(), gradient.clone()
+            ours[name].grad = gradient.clone()
+            theirs[name].grad = gradient.clone()
         built.step()
         reference.step()
     for name in start:
@@ -175,12 +180,14 @@ def test_bf16_true_without_stochastic_rounding_uses_torchs_adamw() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("states", ["float32", "bfloat16"])
 def test_compiled_step_differs_in_a_last_bit_at_most(states: str) -> None:
-    start, kept = torch.randn(300, 1001, generator=torch.Generator().manual_seed(0)).to(BF16), []
+    start = torch.randn(300, 1001, generator=torch.Generator().manual_seed(0)).to(BF16)
+    kept = []
     arguments = TrainingArguments(lr=1e-2, weight_decay=0.1, optimizer_states=states)  # type: ignore[arg-type]
     from torch._inductor import config  # slow
 
     for compiles in (False, True):
-        parameter, random = nn.Parameter(start.clone()), torch.Generator().manual_seed(1)
+        parameter = nn.Parameter(start.clone())
+        random = torch.Generator().manual_seed(1)
         optimizer = build_optimizer([("matrix", parameter)], {"matrix"}, arguments, compiles=compiles)
         for _ in range(5):
             parameter.grad = torch.randn(start.shape, generator=random).to(BF16)
@@ -238,7 +245,8 @@ def differing(one: Path, other: Path) -> list[str]:
     torch's kernel computes the few elements at the end of a part, which fill no register, in another way: their fp32
     moments may differ in the last bit.
     """
-    tensors, others = saved(one), saved(other)
+    tensors = saved(one)
+    others = saved(other)
     assert tensors.keys() == others.keys()
     tolerances = {name: 0.0 if tensor.dtype == BF16 else 3e-7 for name, tensor in tensors.items()}
     return [name for name, at in tolerances.items() if not torch.allclose(tensors[name], others[name], at, 0.0)]
@@ -248,7 +256,9 @@ class Stepping:
     """Takes steps with given gradients under several strategies."""
 
     def __init__(self, folder: Path, runs: ForkedRuns, model: Path) -> None:
-        self.folder, self.runs, self.model = folder, runs, model
+        self.folder = folder
+        self.runs = runs
+        self.model = model
 
     def __call__(self, name: str, parallelism: str, num_ranks: int, steps: int, **options: object) -> Path:
         given = {"parallelism": parallelism, "devices": num_ranks, "max_step": steps, "precision": "bf16-true"}

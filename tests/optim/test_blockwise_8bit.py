@@ -47,7 +47,8 @@ def test_numbers_are_kept_within_a_small_share_of_their_blocks_largest(signed: b
     values = numbers(count, signed)
     kept = Blockwise8Bit(count, signed, CPU)
     kept.write(0, values)
-    read, blocks = kept.read(0, count), values.view(-1, BLOCK)
+    read = kept.read(0, count)
+    blocks = values.view(-1, BLOCK)
     extremes = blocks.abs().amax(1)
     assert torch.equal(read.view(-1, BLOCK).abs().amax(1), extremes)
     assert bool(((read - values).view(-1, BLOCK).abs() <= largest * extremes[:, None]).all())
@@ -117,7 +118,8 @@ def test_8bit_states_learn_as_fp32_does_and_resume_exactly(
     quantized = {"parallelism": parallelism, "devices": num_ranks, "state_dict_type": kind, "optimizer_states": "8bit"}
     num_steps = 8 if num_ranks == 1 else 4
     quantized |= {**SHORT_RUN, "max_step": num_steps}
-    exact, half = exact_losses[:num_steps], num_steps // 2
+    exact = exact_losses[:num_steps]
+    half = num_steps // 2
     line = argv(model, tokens, tmp_path / "whole", **quantized, save_step_interval=half)
     forked_runs.start(line, num_ranks).finish()
     checkpoint = tmp_path / "whole" / "checkpoints" / f"step-{half:08d}"

@@ -78,7 +78,8 @@ def test_rate_rises_linearly_to_lr_and_then_never_rises_again(
     run: tuple[int, TrainingArguments],
 ) -> None:
     num_steps, arguments = run
-    warmup, all_rates = arguments.warmup_steps, rates(num_steps, arguments)
+    warmup = arguments.warmup_steps
+    all_rates = rates(num_steps, arguments)
     for step in range(1, warmup + 1):
         assert math.isclose(all_rates[step - 1], arguments.lr * step / warmup, rel_tol=1e-12)
     peak = max(warmup, 1)

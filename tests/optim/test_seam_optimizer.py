@@ -56,7 +56,8 @@ def test_killed_run_resumes_bit_for_bit_on_other_ranks(forked_runs: ForkedRuns, 
 
     Gradients are not clipped, because the last digits of their norm depend on the ranks.
     """
-    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
+    model = write_model(tmp_path / "model")
+    tokens = write_rows(tmp_path / "tokens")
     given = {
         "max_step": 6,
         "optimizer": "momentum",

@@ -27,7 +27,8 @@ from tests.support.sharded_8b import NUM_ELEMENTS, SHAPES, eight_ranks, sharded_
 from tests.support.unequal_rows import argv, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed: torch's CPU build comes without it"
 )
@@ -38,7 +39,8 @@ needs_triton = pytest.mark.skipif(
 @pytest.mark.parametrize("fsdp2", [False, True])
 def test_step_of_an_8b_moves_only_what_it_must_in_few_launches(fsdp2: bool) -> None:
     with eight_ranks():
-        parameters, decayed = sharded_parameters(fsdp2), {name for name, shape in SHAPES.items() if len(shape) == 2}
+        parameters = sharded_parameters(fsdp2)
+        decayed = {name for name, shape in SHAPES.items() if len(shape) == 2}
         optimizer = build_optimizer(parameters.items(), decayed, TrainingArguments())
     assert isinstance(optimizer, LowPrecisionAdamW)
     counted = DeviceOperations()

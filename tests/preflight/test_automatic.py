@@ -22,7 +22,9 @@ from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
 REQUIRED = ["--train_data_dir", "tokens", "--output_dir", "run"]
 LENGTH = 8192
-FEW_LAYERS, LONG = 3, 65_536  # all layers are traced, and what they keep is most of a device's memory
+# all layers are traced, and what they keep is most of a device's memory
+FEW_LAYERS = 3
+LONG = 65_536
 PLANNED = ("--plan", "true", "--device_memory", "80GB", "--activation_checkpointing", "full")
 
 
@@ -200,7 +202,8 @@ def test_compile_takes_auto_true_and_false(tmp_path: Path) -> None:
 
 
 def test_resumed_run_says_what_is_recomputed_now(forked_runs: ForkedRuns, tmp_path: Path) -> None:
-    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
+    model = write_model(tmp_path / "model")
+    tokens = write_rows(tmp_path / "tokens")
     forked_runs.start(argv(model, tokens, tmp_path / "run", max_step=4, save_step_interval=2), 1).finish()
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
     assert json.loads((checkpoint / "trainer.json").read_text())["arguments"]["activation_checkpointing"] == "none"

@@ -324,7 +324,8 @@ def test_offloaded_weights_and_gradients_count_as_torch_pins_them(
 def test_a_plan_writes_nothing_and_needs_no_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from fabric_train.__main__ import main
 
-    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
+    model = write_model(tmp_path / "model")
+    tokens = write_rows(tmp_path / "tokens")
     words = argv(model, tokens, tmp_path / "run", max_step=5, total_batch_size=32)
     options = "--plan true --device_memory 80GB --devices 8 --num_nodes 4 --interconnect 450GB/s --network 50GB/s"
     words += options.split()
@@ -400,7 +401,8 @@ def test_plan_is_within_15_percent_of_resident_memory(
 def test_chosen_steps_are_traced_and_the_losses_are_the_same(forked_runs: ForkedRuns, tmp_path: Path) -> None:
     from tests.support.unequal_rows import metrics
 
-    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
+    model = write_model(tmp_path / "model")
+    tokens = write_rows(tmp_path / "tokens")
     traced = argv(model, tokens, tmp_path / "traced", devices=2, max_step=4, profile="2:3")
     forked_runs.start(traced, 2).finish()
     forked_runs.start(argv(model, tokens, tmp_path / "plain", devices=2, max_step=4), 2).finish()

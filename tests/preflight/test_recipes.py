@@ -43,7 +43,8 @@ PUBLISHED = {  # sizes in the config.json files of the models on the hub
 }
 PUBLISHED["llama-3.1-8b"] = PUBLISHED["llama-3-8b"] | {"max_position_embeddings": 131_072}
 EXTENDED = "llama-3.1-8b-el"  # with Krikri's 20,992 tokens
-SERVED, TASKS = ("llama-3-8b", "llama-3.2-1b"), ("pretraining", "chat")
+SERVED = ("llama-3-8b", "llama-3.2-1b")
+TASKS = ("pretraining", "chat")
 
 
 def devices_of(recipe: Path) -> list[int]:
@@ -87,7 +88,8 @@ def write_rows(folder: Path, recipe: str) -> Path:
 
 def tokenize_sources(folder: Path, names: list[str], request: pytest.FixtureRequest) -> list[Path]:
     """Tokenize a text for each source of a mixture, in rows of 8,192 tokens; a mixture needs manifests."""
-    tokenizer, text = request.getfixturevalue("tiny_model_dir"), request.getfixturevalue("shakespeare_jsonl")
+    tokenizer = request.getfixturevalue("tiny_model_dir")
+    text = request.getfixturevalue("shakespeare_jsonl")
     for name in names:
         words = f"--dataset {text} --tokenizer_name {tokenizer} --max_length 8k --validation_split 0.1 --num_proc 1"
         tokenize_dataset.main([*words.split(), "--output_dir", str(folder / name)])
@@ -114,7 +116,8 @@ def test_a_recipe_fits_on_its_gpus(
     recipe: str,
     num_devices: int,
 ) -> None:
-    model, text = write_model(tmp_path / "model", recipe), (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
+    model = write_model(tmp_path / "model", recipe)
+    text = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
     named = yaml.safe_load(text)["train_data_dir"]
     if isinstance(named, str):
         rows = [write_rows(tmp_path / "tokens", recipe)]

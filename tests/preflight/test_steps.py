@@ -41,7 +41,8 @@ def test_no_interval_is_shorter_than_a_save_in_the_background() -> None:
 
 
 def test_drawn_failures_lose_what_the_formula_says() -> None:
-    costs, random_ = Costs(stall=10, save=60, restart=300, between_failures=3 * 3600), random.Random(7)
+    costs = Costs(stall=10, save=60, restart=300, between_failures=3 * 3600)
+    random_ = random.Random(7)
     weeks = [draw_week(random_, costs.between_failures) for _ in range(200)]
     for factor in (0.25, 1, 4):
         interval = factor * costs.best_interval
@@ -55,7 +56,8 @@ def test_goodput_of_two_attempts_is_the_one_worked_out_by_hand() -> None:
     First: 20 s until a step is completed, then 9 s of training and 1 s of saving, twice (10 + 1), and 12 s in vain.
     """
     costs = Costs(stall=1, save=5, restart=20, between_failures=100)
-    first, second = Attempt(20 + 10 + 11 + 12, 7), Attempt(20 + 10 + 11 + 4, 0)
+    first = Attempt(20 + 10 + 11 + 12, 7)
+    second = Attempt(20 + 10 + 11 + 4, 0)
     kept = (10 - 1 + 10) + (10 - 1 + 10 + 4)
     assert goodput_of([first, second], costs, 10, 1) == kept / (53 + 7 + 45)
 

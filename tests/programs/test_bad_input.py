@@ -68,7 +68,8 @@ class Case:
 
     def line(self, output_dir: str) -> list[str]:
         """Return the whole command line."""
-        line, words = GOOD[self.program].split(), shlex.split(self.words)
+        line = GOOD[self.program].split()
+        words = shlex.split(self.words)
         for name in (re.sub("^-(?=[a-z])", "--", word).partition("=")[0] for word in words):
             if name.startswith("--") and name in line:
                 place = line.index(name)
@@ -896,7 +897,8 @@ def test_checks_find_each_fault_and_name_its_place(
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_each_fault_is_one_line_and_the_exit_code_says_whose(ends: dict[str, ForkedRun], name: str) -> None:
-    case, run = CASES[name], ends[name]
+    case = CASES[name]
+    run = ends[name]
     printed = run.stderr()
     check_faults(case, [line.removeprefix("error: ") for line in printed.splitlines() if line.startswith("error: ")])
     assert run.codes()[0] == case.code, printed

@@ -222,7 +222,8 @@ def test_every_preference_training_command_is_valid(loss: str) -> None:
 def test_every_gpu_training_command_is_valid(name: str) -> None:
     preset, options = gpu.WAYS[name]
     given = parse(TrainArguments, list(gpu.our_command(preset, options, Path("rows"), Path("run")).words[3:]))
-    compiled, float8 = ", compiled" * (given.fsdp.compile is True), ", float8" * given.model.float8
+    compiled = ", compiled" * (given.fsdp.compile is True)
+    float8 = ", float8" * given.model.float8
     assert name == f"{preset}, {given.fsdp.parallelism}{compiled}{float8}"
     assert given.model.family == "llama"
 
@@ -241,7 +242,8 @@ def test_both_commands_for_an_adapter_on_a_gpu_are_valid(name: str) -> None:
 
 @pytest.mark.parametrize("name", gpu.PAIRED)
 def test_both_commands_for_pairs_on_a_gpu_are_valid_and_read_the_same_rows(name: str) -> None:
-    order, models = list(range(1000)), {gpu.MIDDLE: Path("base"), gpu.SMALL: Path("config")}
+    order = list(range(1000))
+    models = {gpu.MIDDLE: Path("base"), gpu.SMALL: Path("config")}
     commands = gpu.pair_commands(Path("pairs"), models, Path("run"), order)
     given = parse(TrainArguments, list(commands[name].words[3:]))
     assert (given.preference.objective, given.adapter.is_given) == ("dpo", "LoRA" in name)
@@ -265,7 +267,8 @@ def test_gpu_without_a_known_peak_has_speeds_and_no_mfu(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("tokens_per_second,mfu,peak_memory_gb\n" + "100,,1.5\n" * gpu.STEPS)
     ours = gpu.read_run(tmp_path)
     peer = gpu.GpuRun([50.0] * gpu.STEPS, None, 1)
-    name, peer_name = next(iter(gpu.WAYS)), next(iter(gpu.PEERS))
+    name = next(iter(gpu.WAYS))
+    peer_name = next(iter(gpu.PEERS))
     summary = gpu.summarize({name: [ours], peer_name: [peer]}, {}, "a GPU of tomorrow")
     assert summary.ways[name] == gpu.WaySummary(Spread(100, 100, 100), None, Spread(*[1_500_000_000] * 3))
     assert summary.ways[peer_name].mfu is None
@@ -273,7 +276,8 @@ def test_gpu_without_a_known_peak_has_speeds_and_no_mfu(tmp_path: Path) -> None:
     with console.capture() as captured:
         console.print(gpu.table(report.Report("gpu", {"repetitions": 1}, {}, {}, summary)))
     assert "no MFU: the peak of this device is not in fabric_train/model/flops.py" in captured.get()
-    full, lora = f"{gpu.MIDDLE}, single", next(iter(gpu.ADAPTED))
+    full = f"{gpu.MIDDLE}, single"
+    lora = next(iter(gpu.ADAPTED))
     measured = {full: gpu.GpuRun([10.0] * 10, [0.4] * 10, 1), lora: gpu.GpuRun([10.0] * 10, [0.3] * 10, 1)}
     peers = {f"{lora}{gpu.OF_PEFT}": gpu.GpuRun([20.0] * 10, None, 1)}
     ways = gpu.summarize({name: [run] for name, run in {**measured, **peers}.items()}, {}, "a GPU").ways
@@ -408,7 +412,8 @@ def test_near_tests_are_fast_and_each_file_runs_at_once() -> None:
     tests += [recorded("tests/data/test_c.py::test_long", 19.0), recorded("tests/data/test_b.py::test_longer", 60.0)]
     stages = defects.choose_tests("fabric_train/data/batch.py", tests)
     names = {stage: [test.name.removeprefix("tests/") for test in chosen] for stage, chosen in stages.items()}
-    of_b, of_a = [f"data/test_b.py::test_many[{number}]" for number in range(5)], tests[:3]
+    of_b = [f"data/test_b.py::test_many[{number}]" for number in range(5)]
+    of_a = tests[:3]
     assert names["near"] == [
         *of_b[:2],
         *(test.name.removeprefix("tests/") for test in of_a),

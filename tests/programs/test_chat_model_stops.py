@@ -23,7 +23,9 @@ pytestmark = pytest.mark.slow
 
 QUESTION = {"role": "user", "content": "Which colour is the sky?"}
 ANSWER = {"role": "assistant", "content": "The sky is blue."}
-BASE_EOS, END_OF_TURN = 1, 9  # <|end_of_text|> and <|eot_id|>
+# <|end_of_text|> and <|eot_id|>
+BASE_EOS = 1
+END_OF_TURN = 9
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ def test_every_program_reads_a_name_as_the_same_checkpoint(
     name: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given, wanted = str(run / name), checkpoint_of(run, name)
+    given = str(run / name)
+    wanted = checkpoint_of(run, name)
     begins: dict[str, dict[str, object]] = {
         "weights of --model_name": {"model_name": given},
         "weights of --checkpoint": {"checkpoint": given, "weights_only": "true"},

@@ -125,7 +125,8 @@ def test_the_xla_image_has_other_torch_pins_and_a_base_with_the_same_user() -> N
     """Of what differs by an argument, the files that it names are there, and PJRT_DEVICE comes from the environment."""
     text = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
     services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text(encoding="utf-8"))["services"]
-    plain, xla = services["train"], services["train-xla"]
+    plain = services["train"]
+    xla = services["train-xla"]
     arguments = xla["build"].pop("args")
     assert set(arguments) == set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
     assert f"install/{arguments['TORCH']}" in copied()

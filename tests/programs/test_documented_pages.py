@@ -132,7 +132,8 @@ def module_of(line: str) -> str | None:
 
 def without_options(words: list[str], names: tuple[str, ...]) -> list[str]:
     """Return the words of a command line without some options and their values."""
-    kept, leaves_out = list[str](), False
+    kept: list[str] = []
+    leaves_out = False
     for word in words:
         if word.startswith("--"):
             leaves_out = word[2:].partition("=")[0] in names

@@ -11,7 +11,8 @@ from tests.support.unequal_rows import write_model, write_rows
 
 @pytest.mark.slow
 def test_the_former_command_line_trains_and_uploads_its_checkpoints(forked_runs: ForkedRuns, tmp_path: Path) -> None:
-    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens", num_rows=12)
+    model = write_model(tmp_path / "model")
+    tokens = write_rows(tmp_path / "tokens", num_rows=12)
     line = FORMER_COMMAND_LINE.replace("/data/tokens", str(tokens)).replace("meta-llama/Meta-Llama-3-8B", str(model))
     forked_runs.start(line.replace("--devices 4", "--devices 2").split(), 2, cwd=tmp_path).finish()
     run = tmp_path / "runs" / "fabric_llama"

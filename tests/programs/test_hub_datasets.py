@@ -21,7 +21,8 @@ from tests.support.token_datasets import documents_in, manifest_of, tokenize
 
 Start = Callable[..., ForkedRun]
 TOKENIZE = "fabric_train.programs.tokenize_dataset"
-OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
+OLD = "0" * 39 + "1"
+NEW = "0" * 39 + "2"
 README = """---
 configs:
 - config_name: en
@@ -150,7 +151,8 @@ def test_a_part_of_a_hub_dataset_is_read_at_its_commit_and_cleaned(
 
 @pytest.mark.slow
 def test_pairs_of_a_hub_dataset_are_streamed(online: Start, tmp_path: Path, pairs: Path) -> None:
-    model, out = pair_datasets.write_model(tmp_path / "model"), tmp_path / "out"
+    model = pair_datasets.write_model(tmp_path / "model")
+    out = tmp_path / "out"
     options = ["--tokenizer_name", model, "--max_length", 192, "--num_proc", 1, "--validation_split", 0]
     options += ["--packing", "none", "--stream", "true", "--output_dir", out]
     done = online(TOKENIZE, "--dataset", "owner/pairs", *options)

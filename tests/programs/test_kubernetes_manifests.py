@@ -19,7 +19,8 @@ def test_both_manifests_start_the_same_pods() -> None:
     inner = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
     for name in ("podFailurePolicy", "backoffLimit", "podReplacementPolicy"):
         assert job[name] == inner[name], name
-    pod, inner_pod = dict(job["template"]["spec"]), dict(inner["template"]["spec"])
+    pod = dict(job["template"]["spec"])
+    inner_pod = dict(inner["template"]["spec"])
     (container,), (inner_container,) = pod.pop("containers"), inner_pod.pop("containers")
     assert pod.pop("subdomain") == "fabric-train"  # JobSet sets its own
     assert pod == inner_pod

@@ -66,7 +66,8 @@ def test_an_installed_wheel_runs_in_an_empty_folder(built: Path, tmp_path: Path)
     (wheel,) = built.glob("*.whl")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-compile", "--no-index"]
     run(tmp_path, *pip, "--no-deps", "--target", built / "site", wheel)
-    scripts, empty = built / "site" / "bin", tmp_path / "empty"
+    scripts = built / "site" / "bin"
+    empty = tmp_path / "empty"
     empty.mkdir()
     train = (sys.executable, scripts / "fabric-train")
     assert run(empty, *train, "--version", path=built / "site") == f"fabric-train {__version__}\n"

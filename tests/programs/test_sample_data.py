@@ -111,7 +111,8 @@ def test_smollm2_without_gguf_names_the_extra(tmp_path: Path, monkeypatch: pytes
 def test_smollm2_special_tokens_agree_between_tokenizer_and_model(smollm2_dir: Path) -> None:
     from transformers import AutoTokenizer, LlamaConfig
 
-    tokenizer, config = AutoTokenizer.from_pretrained(smollm2_dir), LlamaConfig.from_pretrained(smollm2_dir)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    config = LlamaConfig.from_pretrained(smollm2_dir)
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (config.bos_token_id, config.eos_token_id) == (1, 2)
     assert len(tokenizer) == config.vocab_size == 49152

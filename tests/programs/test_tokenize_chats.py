@@ -177,7 +177,8 @@ def test_chats_that_rows_cut_are_counted_and_complained_of(
     source = write(tmp_path / "chats.jsonl", chats)
     texts = write_jsonl(tmp_path / "text.jsonl", ["Plain text, all of this is supervised. " * 9] * 9)
     rows = run(tmp_path / "out", tokenizer_dir, source, texts, max_length=64, packing="concat", validation_split=0)
-    severed, document = set(), -1
+    severed = set()
+    document = -1
     for labels, starts in zip(rows["train"]["labels"][:], rows["train"]["document_starts"][:], strict=True):
         continued = labels[: starts[0] if starts else 64]
         if document < len(chats) and any(label != -100 for label in continued):
@@ -206,7 +207,8 @@ def test_long_chats_are_cut_at_turns_or_dropped_and_complained_of(
     folder = tmp_path / "out"
     run(folder, tokenizer_dir, source, max_length=64, too_long=too_long, packing="none", validation_split=0)
     ledger = manifest_of(folder).ledger
-    cut, kept = ledger.tokens_cut["too_long"], ledger.splits["train"].tokens_in
+    cut = ledger.tokens_cut["too_long"]
+    kept = ledger.splits["train"].tokens_in
     if too_long == "drop":
         assert (ledger.documents_kept, ledger.documents_skipped) == (9, {"too_long": 1})
         assert cut > 200  # the whole chat

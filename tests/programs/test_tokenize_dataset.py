@@ -101,7 +101,8 @@ def test_every_kind_of_source_gives_the_same_documents(tmp_path: Path, tiny_mode
 
 
 def test_each_document_has_exactly_one_bos_and_one_eos(tmp_path: Path, tiny_model_dir: Path) -> None:
-    bos, eos = "<|begin_of_text|>", "<|end_of_text|>"
+    bos = "<|begin_of_text|>"
+    eos = "<|end_of_text|>"
     texts = ["plain", f"{bos}brings its own{eos}", f"{bos}{bos}twice{eos}{eos}"]
     rows = tokenize(
         tmp_path / "out", tiny_model_dir, write_jsonl(tmp_path / "a.jsonl", texts), validation_split=0, max_length=2
@@ -233,7 +234,8 @@ def test_max_documents_counts_documents_with_text(tmp_path: Path, tiny_model_dir
 def test_a_source_without_a_document_for_validation_is_noted(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    many, one = write_jsonl(tmp_path / "es.jsonl"), write_jsonl(tmp_path / "en.jsonl", [f"{TEXTS[0]} {TEXTS[1]}"])
+    many = write_jsonl(tmp_path / "es.jsonl")
+    one = write_jsonl(tmp_path / "en.jsonl", [f"{TEXTS[0]} {TEXTS[1]}"])
     tokenize(tmp_path / "out", tiny_model_dir, f"es={many}", f"en={one}", validation_split=0.1)
     assert "note       en has no document in validation/, so a run does not see its loss;" in capsys.readouterr().out
     tokenize(tmp_path / "all", tiny_model_dir, f"es={many}", f"en={many}", validation_split=0.5)
@@ -455,7 +457,8 @@ def test_a_second_run_into_the_same_folder_is_an_error(tmp_path: Path, tiny_mode
 
 
 def test_a_changed_source_is_encoded_again(tmp_path: Path, tiny_model_dir: Path) -> None:
-    first, second = write_jsonl(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
+    first = write_jsonl(tmp_path / "a.jsonl")
+    second = tmp_path / "b.jsonl"
     second.write_text(json.dumps({"text": "short"}) + "\n{not\n")
     with pytest.raises(InputError, match=r"b\.jsonl, line 2"):
         tokenize(tmp_path / "out", tiny_model_dir, first, second, sizes=ShardSizes(worth_keeping=0))

@@ -33,7 +33,8 @@ def pair_of(number: int) -> dict[str, Any]:
     """Return a pair whose prompts have one, two or three turns."""
     turns = [turn for n in range(number % 3) for turn in (("user", f"Question {n}?"), ("assistant", f"Answer {n}."))]
     prompt = [{"role": role, "content": content} for role, content in (*turns, ("user", f"And {number}?"))]
-    chosen, rejected = f"It is {number}." + " Really." * (number % 5), f"I do not know {number}." * (1 + number % 2)
+    chosen = f"It is {number}." + " Really." * (number % 5)
+    rejected = f"I do not know {number}." * (1 + number % 2)
     answers = {"chosen": chosen, "rejected": rejected}
     return {name: [*prompt, {"role": "assistant", "content": text}] for name, text in answers.items()}
 
@@ -108,7 +109,8 @@ def test_a_pair_has_the_tokens_and_labels_of_two_chats(
 def test_ledger_counts_pairs_and_their_answers(made: Path, rows: list[dict[str, Any]]) -> None:
     content = json.loads((made / "manifest.json").read_text())
     assert (content["format"], content["has_pairs"]) == (3, True)
-    manifest, splits = manifest_of(made), datasets.load_from_disk(made)
+    manifest = manifest_of(made)
+    splits = datasets.load_from_disk(made)
     assert [source.documents for source in manifest.sources] == [NUM_PAIRS // 2] * 2
     assert manifest.settings.packing == "best_fit"
     ledgers = [ledger.pairs for ledger in manifest.ledger.splits.values()]
@@ -181,7 +183,8 @@ def test_bad_pairs_are_refused_or_left_out_and_long_ones_dropped_or_cut(
         pairs = ledger.splits["train"].pairs
         assert pairs is not None
         assert pairs.prefixes == 1
-    cut, dropped = counts["cut_start"], counts["drop"]
+    cut = counts["cut_start"]
+    dropped = counts["drop"]
     assert counts["cut_end"].tokens_cut == dropped.tokens_cut
     of_long = cut.splits["train"].tokens_in - dropped.splits["train"].tokens_in
     assert cut.tokens_cut["too_long"] == dropped.tokens_cut["too_long"] - of_long

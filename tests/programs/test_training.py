@@ -31,7 +31,10 @@ from tests.support.token_datasets import tokenize, write_jsonl
 pytestmark = pytest.mark.slow
 
 # 12 rows a window: with 2 ranks, micro-batches of 3 and 2 accumulations
-ROWS_PER_WINDOW, MAX_STEP, LR, WEIGHT_DECAY = 12, 8, 1e-3, 1.0
+ROWS_PER_WINDOW = 12
+MAX_STEP = 8
+LR = 1e-3
+WEIGHT_DECAY = 1.0
 SETTINGS = {
     "total_batch_size": ROWS_PER_WINDOW,
     "micro_batch_size": 3,
@@ -52,7 +55,10 @@ class Trainer:
     """Starts runs of the tiny model on the tiny token dataset: forked ranks, or those that ``fabric run`` starts."""
 
     def __init__(self, folder: Path, model: Path, tokens: Path, runs: ForkedRuns) -> None:
-        self.folder, self.model, self.tokens, self._runs = folder, model, tokens, runs
+        self.folder = folder
+        self.model = model
+        self.tokens = tokens
+        self._runs = runs
 
     def words(self, run: str, options: dict[str, object]) -> list[str]:
         given = {"train_data_dir": self.tokens, "model_name": self.model, **SETTINGS, **options}
@@ -120,7 +126,8 @@ def mean_loss(model: Any, split: Any, rows: Sequence[int]) -> torch.Tensor:
     """Return the loss over rows of a token dataset, with one document at a time through the model."""
     losses = []
     for row in rows:
-        ids, starts = torch.tensor(split[row]["input_ids"]), split[row]["document_starts"]
+        ids = torch.tensor(split[row]["input_ids"])
+        starts = split[row]["document_starts"]
         for document in ids.tensor_split([start for start in starts if start > 0]):
             losses.append(F.cross_entropy(model(document[None]).logits[0, :-1], document[1:], reduction="none"))
     return torch.cat(losses).mean()
@@ -136,7 +143,8 @@ def plain_pytorch(model_dir: Path, tokens_dir: Path) -> tuple[list[float], list[
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
     order = WindowOrder(len(dataset.train), ROWS_PER_WINDOW, ROWS_PER_WINDOW, world_size=1, rank=0, seed=0)
-    losses, norms = [], []
+    losses = []
+    norms = []
     schedule = TrainingArguments(lr=LR, warmup_steps=2)
     for step, rows in enumerate(order.batches(0, MAX_STEP), 1):
         for group in optimizer.param_groups:
@@ -207,7 +215,8 @@ def test_launched_run_killed_by_sigkill_resumes_bit_for_bit(trainer: Trainer, un
     assert timeless(resumed) == timeless(uninterrupted)
     last = f"checkpoints/step-{MAX_STEP:08d}"
     for file in ("model.safetensors", "optimizer/optimizer.safetensors"):
-        ours, theirs = load_file(resumed / last / file), load_file(uninterrupted / last / file)
+        ours = load_file(resumed / last / file)
+        theirs = load_file(uninterrupted / last / file)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 

@@ -56,7 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_
 
 def assert_close(run: Path, expected: Path) -> None:
     """Check that all figures in two runs' metrics.csv differ by less than the tolerance."""
-    rows, others = metrics(run), metrics(expected)
+    rows = metrics(run)
+    others = metrics(expected)
     assert len(rows) == len(others) == 8
     for row, other in zip(rows, others, strict=True):
         figures, wanted = ([float(cell or 0) for cell in cells] for cells in (row, other))

@@ -110,7 +110,8 @@ def test_a_source_that_is_named_with_control_characters_shows_them(copy: Path) -
         file.write_text(file.read_text().replace("other_texts", json.dumps(DIRECTING)[1:-1]))
     with (copy / "run.log").open("a") as log:
         log.write(f"2026-01-01 00:00:00+0000 {DIRECTING} rank 0: warning: lost {DIRECTING} in step 3\n")
-    drawn, run = list[str](), drawing_process.run
+    drawn: list[str] = []
+    run = drawing_process.run
 
     def keep_and_draw(what: str, text: str, output: Path) -> None:
         drawn.append(text)
@@ -312,7 +313,8 @@ def write_metrics(run: Path, **columns: np.ndarray) -> RunFiles:
 
 
 def test_what_is_unusual_is_said_and_a_usual_run_gets_no_sentence(tmp_path: Path) -> None:
-    steps, rng = np.arange(400), np.random.default_rng(0)
+    steps = np.arange(400)
+    rng = np.random.default_rng(0)
     usual = {
         "train_loss": 2 + np.exp(-steps / 100) + rng.normal(0, 0.05, 400),
         "val_loss": np.where(steps % 50 == 0, 2 + np.exp(-steps / 100), np.nan),
@@ -407,7 +409,8 @@ def test_pages_that_findings_name_exist() -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(2, 60))
 def test_a_sampled_curve_keeps_its_ends_and_extremes(values: list[float], most: int) -> None:
-    y, x = np.array(values), np.arange(len(values), dtype=np.float64)
+    y = np.array(values)
+    x = np.arange(len(values), dtype=np.float64)
     chosen = sampled(x, y, most)
     assert (np.diff(chosen) > 0).all()
     assert len(chosen) <= max(most, 2) + 2
@@ -422,7 +425,8 @@ def test_a_smooth_curve_is_the_mean_of_the_last_values() -> None:
 
 def test_a_long_run_has_a_small_page_with_all_extremes(tmp_path: Path) -> None:
     length = 30_000
-    rng, steps = np.random.default_rng(1), np.arange(length)
+    rng = np.random.default_rng(1)
+    steps = np.arange(length)
     columns = {f"train_loss/source {number}": rng.normal(3, 0.2, length) for number in range(20)}
     columns |= {"train_loss": rng.normal(3, 0.1, length), "grad_norm": rng.lognormal(0, 0.3, length)}
     columns["grad_norm"][12_345] = 77.5

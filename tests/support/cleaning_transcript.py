@@ -134,7 +134,8 @@ def texts_of(folder: Path) -> dict[tuple[str, int], str]:
     pieces = index.pieces(np.arange(len(rows)))
     ids: list[list[int]] = [[] for _ in index.documents]
     for piece in np.lexsort([pieces.starts, pieces.documents]):
-        position, length = int(pieces.positions[piece]), int(pieces.lengths[piece])
+        position = int(pieces.positions[piece])
+        length = int(pieces.lengths[piece])
         ids[int(pieces.documents[piece])] += rows[pieces.rows[piece]][position : position + length].tolist()
     tokenizer = load_fast(folder / "tokenizer" / "tokenizer.json", special_text_is_plain=False)
     origins = [index.origin(document) for document in range(len(ids))]

@@ -125,7 +125,8 @@ def personal_data(source: random.Random) -> dict[str, str]:
     name = source.choice(("ana", "jordi", "maria.soler", "p_garcia", "lucia-ferrer")) + str(source.randint(1, 9999))
     domain = source.choice(("example.com", "correo.example.es", "mail.example.org"))
     digits = f"{source.randrange(10**8):08d}"
-    bank, account = source.choice(("2100", "0049", "0182")) + "0418", f"{source.randrange(10**10):010d}"
+    bank = source.choice(("2100", "0049", "0182")) + "0418"
+    account = f"{source.randrange(10**10):010d}"
     account = bank + ccc.calc_check_digits(f"{bank}00{account}") + account
     plus = source.choice(("", "+34 "))
     return {

@@ -62,7 +62,8 @@ class ForkedRun:
     """The ranks of one run."""
 
     def __init__(self, pids: tuple[int, ...], folder: Path) -> None:
-        self.pids, self._folder = pids, folder
+        self.pids = pids
+        self._folder = folder
 
     def codes(self) -> list[int | None]:
         """Return each rank's exit code, None while it runs; -9 means that SIGKILL ended it."""
@@ -158,7 +159,9 @@ class ForkedRuns:
             prepares: arguments of a run that the server prepares, so that the ranks find what it has kept in memory.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._num_runs, self._draws = folder, 0, draws
+        self._folder = folder
+        self._num_runs = 0
+        self._draws = draws
         further = dict(env or {})
         # what can be imported here can be there
         path = os.pathsep.join(filter(None, [further.pop("PYTHONPATH", ""), str(ROOT), *sys.path]))
@@ -256,7 +259,9 @@ class _OfFork(ForkedRuns):
 
     def __init__(self, parent: ForkedRuns, folder: Path, imports: Sequence[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._num_runs, self._draws = folder, 0, parent._draws
+        self._folder = folder
+        self._num_runs = 0
+        self._draws = parent._draws
         names = [folder / "requests", folder / "answers"]
         for name in names:
             os.mkfifo(name)
@@ -359,7 +364,9 @@ def serve() -> None:
                         os.write(answers, b"[]\n")
                         continue
                     _become_server(folder, request["imports"], answers)
-                    running, unread, lines = {}, b"", []
+                    running = {}
+                    unread = b""
+                    lines = []
                     break
                 started = [_fork(rank, request, answers) for rank in range(len(request["environments"]))]
                 running |= {pid: Path(request["output"], f"{rank}.code") for rank, pid in enumerate(started)}

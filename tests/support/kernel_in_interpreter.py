@@ -15,7 +15,9 @@ from fabric_train.optim.adamw import step_factors
 from fabric_train.optim.states import Row, Storage, TensorTable
 from tests.support import launch_on_cpu
 
-FP32, BF16, EIGHT = torch.float32, torch.bfloat16, torch.uint8
+FP32 = torch.float32
+BF16 = torch.bfloat16
+EIGHT = torch.uint8
 STORAGES = [
     (BF16, BF16, BF16, True),
     (BF16, BF16, FP32, True),

@@ -225,7 +225,8 @@ def differences(run: Path, whole: Path) -> list[str]:
     last = wanted[-1]
     for file in sorted(last.rglob("*.safetensors")):
         name = file.relative_to(last)
-        tensors, wanted_tensors = load_file(checkpoints[-1] / name), load_file(file)
+        tensors = load_file(checkpoints[-1] / name)
+        wanted_tensors = load_file(file)
         if tensors.keys() != wanted_tensors.keys():
             found.append(f"{last.name}/{name}: tensors of other names")
             continue
@@ -327,7 +328,8 @@ class _Table:
     """The metrics.csv of a run that is about to start, watched from outside."""
 
     def __init__(self, run: Path) -> None:
-        self._path, self._saved_step = run / "metrics.csv", _last_saved_step(run)
+        self._path = run / "metrics.csv"
+        self._saved_step = _last_saved_step(run)
         self._before = self._identity()
 
     def has_new_rows(self, num_steps: int) -> bool:

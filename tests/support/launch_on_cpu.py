@@ -45,5 +45,6 @@ def _at(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _in_8bit(codes: int, scales: int, count: int, signed: bool) -> Blockwise8Bit:
     stored = Blockwise8Bit(count, signed, CPU)
-    stored.codes, stored.scales = _at(codes, count, torch.uint8), _at(scales, len(stored.scales), torch.float32)
+    stored.codes = _at(codes, count, torch.uint8)
+    stored.scales = _at(scales, len(stored.scales), torch.float32)
     return stored

@@ -26,7 +26,8 @@ def write_source(path: Path, numbers: Sequence[int]) -> Path:
     """Write a JSON Lines file of pairs: an answer counts on from a number, the rejected one backwards, and longer."""
     with path.open("w") as file:
         for number in numbers:
-            start, length = number % 5, 1 + number % 4
+            start = number % 5
+            length = 1 + number % 4
             prompt = f"Count {'on ' * (number % 3)}from {_WORDS[start]}, {number}."
             rejected = _WORDS[start : start + length + number % 2][::-1]
             answers = {"chosen": _WORDS[start : start + length], "rejected": [*rejected, "no"]}

@@ -14,7 +14,8 @@ from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.optim.optimizer import learning_rate
 
-LR, GRAD_CLIP = 1e-3, 0.4
+LR = 1e-3
+GRAD_CLIP = 0.4
 WEIGHT_DECAY = 1.0
 """So large that the losses show which weights decay."""
 
@@ -47,7 +48,8 @@ def train_plainly(
         for order in (np.random.default_rng([0, epoch]).permutation(len(rows)) for epoch in count())  # seed, epoch
         for first in range(0, len(rows), rows_per_window)
     )
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step, window in zip(range(1, num_steps + 1), windows, strict=False):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, num_steps, TrainingArguments(lr=LR))

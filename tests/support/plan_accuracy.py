@@ -13,7 +13,10 @@ import numpy as np
 
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 
-LAYERS, WIDTH, VOCABULARY, LENGTH = 8, 512, 8192, 256
+LAYERS = 8
+WIDTH = 512
+VOCABULARY = 8192
+LENGTH = 256
 STEPS = 2
 TOLERANCE = 0.15
 RETURN_FREED = """

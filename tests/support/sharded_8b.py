@@ -10,7 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-_WIDTH, _KEYS, _INNER, _VOCABULARY, _LAYERS = 4096, 1024, 14336, 128256, 32
+_WIDTH = 4096
+_KEYS = 1024
+_INNER = 14336
+_VOCABULARY = 128256
+_LAYERS = 32
 _LAYER = {
     "input_layernorm": (_WIDTH,),
     "self_attn.q_proj": (_WIDTH, _WIDTH),

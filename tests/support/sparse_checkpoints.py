@@ -31,14 +31,17 @@ def write_parts(folder: Path, shapes: Shapes, num_ranks: int, step: int) -> None
     (folder / "trainer.json").write_text(json.dumps(_trainer(step)))
     for rank in range(num_ranks):
         weights = local_rows(shapes, rank, num_ranks)
-        hashes, rows = dict[str, list[FilePiece]](), dict[str, list[int]]()
+        hashes: dict[str, list[FilePiece]] = {}
+        rows: dict[str, list[int]] = {}
         if rank == 0:
             hashes["trainer.json"] = hash_file(folder / "trainer.json")
         for part, tensors in (("model", weights), ("optimizer", _states(weights))):
-            writes, rows[part] = sharded_writes(part, tensors, rank), first_rows(tensors)
+            writes = sharded_writes(part, tensors, rank)
+            rows[part] = first_rows(tensors)
             if not writes:
                 continue
-            header, size = writes[0], max(write.offset + write.data.nbytes for write in writes)
+            header = writes[0]
+            size = max(write.offset + write.data.nbytes for write in writes)
             path = folder / header.file
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(header.data.numpy().tobytes())
@@ -52,7 +55,8 @@ def local_rows(shapes: Shapes, rank: int, num_ranks: int) -> list[LocalTensor]:
     """Return a rank's rows of all tensors as FSDP2 shards them, in bf16 without content."""
     tensors = []
     for name, shape in shapes.items():
-        row, chunk = shape[1:].numel(), -(-shape[0] // num_ranks)
+        row = shape[1:].numel()
+        chunk = -(-shape[0] // num_ranks)
         first, last = (min(number * chunk, shape[0]) for number in (rank, rank + 1))
         parts = (torch.empty((last - first) * row, dtype=torch.bfloat16, device="meta"),) if first < last else ()
         tensors.append(LocalTensor(name, shape, torch.bfloat16, first * row, parts, 1, 0))

@@ -26,7 +26,8 @@ class _Answered(Exception):  # noqa: N818
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
 
 class HubCalls(BaseHTTPRequestHandler):
@@ -65,7 +66,8 @@ class HubCalls(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
             return
-        self.body, self.call = self.rfile.read(length), call
+        self.body = self.rfile.read(length)
+        self.call = call
         try:
             if fault is not None:
                 self._send_json(fault.content, fault.status, fault.headers)
@@ -253,7 +255,8 @@ class HubCalls(BaseHTTPRequestHandler):
         self._change(name, asked.get("ref", {"name": "refs/pr/"})["name"])  # without a branch for a pull request
         objects = []
         for one in asked["objects"]:
-            oid, size = one["oid"], one["size"]
+            oid = one["oid"]
+            size = one["size"]
             url = f"{self.server.address}/lfs/{oid}"
             upload: dict[str, Any] = {"href": f"{url}?X-Amz-Signature=secret"}
             if size > self.server.part_bytes:
@@ -302,7 +305,8 @@ class HubCalls(BaseHTTPRequestHandler):
         given = self.headers.get("Range", "")
         if given.startswith("bytes="):
             first, _, last = given.removeprefix("bytes=").partition("-")
-            start, stop = int(first), min(int(last) + 1 if last else len(content), len(content))
+            start = int(first)
+            stop = min(int(last) + 1 if last else len(content), len(content))
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
             self._send(206, content[start:stop], headers)
         else:

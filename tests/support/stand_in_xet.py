@@ -9,7 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 _BLOCK = 48  # bytes of each part of a shard
-_HAS_VERIFICATION, _HAS_SHA256 = 1 << 31, 1 << 30
+_HAS_VERIFICATION = 1 << 31
+_HAS_SHA256 = 1 << 30
 
 
 def address_of(folder: Path) -> str:
@@ -40,7 +41,9 @@ def read_file(folder: Path, sha256: str) -> bytes | None:
 
 def _files(shard: bytes) -> list[tuple[str, str, int]]:
     """Return SHA-256, hash of the chunks and size of each file in a shard."""
-    files, position = [], _BLOCK  # after the header
+    # after the header
+    files = []
+    position = _BLOCK
     while (head := shard[position : position + _BLOCK])[:32] != b"\xff" * 32:
         flags, count = struct.unpack("<II", head[32:40])
         position += _BLOCK

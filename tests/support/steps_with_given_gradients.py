@@ -39,7 +39,8 @@ def main() -> None:
     shapes = {name: parameter.shape for name, parameter in unread.model.named_parameters()}
     decayed = decayed_names(unread.model)
     model: Any = setup_model(fabric, unread.model, shape.layer_classes, arguments, unread.weights)
-    cuts, named = flat_shards(model), named_parameters(model)
+    cuts = flat_shards(model)
+    named = named_parameters(model)
     optimizer: Any = fabric.setup_optimizers(build_optimizer(named, decayed, arguments.training, True, 5, cuts))
     first = 1
     if checkpoint:

@@ -121,7 +121,8 @@ def _set_size(terminal: int, columns: int, rows: int) -> None:
 
 def _read(terminal: int, has_ended: Callable[[], bool], timeout: float) -> str:
     """Return what a program has written when it has ended or the time is over, and close the terminal."""
-    written, deadline = b"", time.monotonic() + timeout
+    written = b""
+    deadline = time.monotonic() + timeout
     is_over = False
     while not is_over:
         is_over = has_ended() or time.monotonic() > deadline

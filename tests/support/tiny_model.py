@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 VOCABULARY = 1000
-BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
 
 
 def write_tiny_model(folder: Path, texts: Iterable[str]) -> None:
@@ -69,7 +70,8 @@ def write_llama3_like_tokenizer(folder: Path, small: Path) -> None:
     from fabric_train.tokenization.tokenizers.tokenizer_model import BOS, EOS, SPECIAL_TOKENS, SPLIT_PATTERN
 
     content = json.loads((small / "tokenizer.json").read_text(encoding="utf-8"))
-    vocabulary, names = content["model"]["vocab"], {}
+    vocabulary = content["model"]["vocab"]
+    names = {}
     for token in content["added_tokens"]:
         names[token["content"]] = token["content"] = SPECIAL_TOKENS[token["id"]]
     content["model"]["vocab"] = {names.get(token, token): index for token, index in vocabulary.items()}

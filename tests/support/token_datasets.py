@@ -43,7 +43,8 @@ def documents_in(rows: list[list[int]], folder: Path) -> list[str]:
     """Return the texts of the complete documents in ``rows``, which lie between a BOS and an EOS."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     ids = [token for row in rows for token in row]
-    texts, start = [], 0
+    texts = []
+    start = 0
     for position, token in enumerate(ids):
         if token == tokenizer.bos_token_id:
             start = position

@@ -11,7 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fabric_train.data.batch import IGNORED_LABEL
 
-VOCABULARY, NUM_ROWS, LENGTH = 300, 51, 24
+VOCABULARY = 300
+NUM_ROWS = 51
+LENGTH = 24
 ROWS_PER_WINDOW = 8  # the last window of an epoch has 3
 
 

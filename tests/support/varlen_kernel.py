@@ -82,17 +82,20 @@ def _backward(
     def gradients(
         grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        factor, group = scale or query.shape[2] ** -0.5, query.shape[1] // key.shape[1]
+        factor = scale or query.shape[2] ** -0.5
+        group = query.shape[1] // key.shape[1]
         weights = _weights(query, key, factor, window_size_left)
         of_weights = torch.einsum("qhd,khd->hqk", grad, value.repeat_interleave(group, dim=1)).float()
         of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * factor
-        of_scores, weights = of_scores.to(query.dtype), weights.to(query.dtype)
+        of_scores = of_scores.to(query.dtype)
+        weights = weights.to(query.dtype)
         of_query = torch.einsum("hqk,khd->qhd", of_scores, key.repeat_interleave(group, dim=1))
         of_key = torch.einsum("hqk,qhd->khd", of_scores, query).unflatten(1, (-1, group)).sum(2)
         of_value = torch.einsum("hqk,qhd->khd", weights, grad).unflatten(1, (-1, group)).sum(2)
         return of_query, of_key, of_value
 
-    of_queries, of_keys = borders.diff(), borders_of_keys.diff()
+    of_queries = borders.diff()
+    of_keys = borders_of_keys.diff()
     each = _of_each(gradients, (of_queries, of_queries, of_keys, of_keys), grad, query, key, value)
     return tuple(torch.cat(parts) for parts in zip(*each, strict=True))
 

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_FILE_HEADER, _BLOCK, _HEADER = 7, 32 * 1024, 7
-_FULL, _LAST = 1, 4
+_FILE_HEADER = 7
+_BLOCK = 32 * 1024
+_HEADER = 7
+_FULL = 1
+_LAST = 4
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
@@ -26,7 +29,8 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
 
 def _records(log: bytes) -> Iterator[bytes]:
     """Yield the records; each is one or more pieces of uint32 checksum, uint16 length, uint8 kind and content."""
-    offset, pieces = _FILE_HEADER, b""
+    offset = _FILE_HEADER
+    pieces = b""
     while offset + _HEADER <= len(log):
         if _BLOCK - offset % _BLOCK < _HEADER:  # the rest of the block is too short for a piece
             offset += _BLOCK - offset % _BLOCK

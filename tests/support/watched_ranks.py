@@ -32,7 +32,8 @@ FAULTS = ("killed", "hung", "machine", "rank 0")
 _OWN_NETWORK = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 _PR_SET_PDEATHSIG = 1
 _NEVER = 2**62
-_LONGEST_START, _LONGEST_END = 300.0, 300.0
+_LONGEST_START = 300.0
+_LONGEST_END = 300.0
 _POLL_SECONDS = 0.002
 
 
@@ -123,11 +124,14 @@ def _observe(num_ranks: int, fault: str, timeout: float, seconds: float) -> Obse
     with tempfile.TemporaryFile() as output:
         pids = _start(num_ranks, timeout, run, output.fileno())
         connect_cpu_seconds = _cpu_seconds(pids[0], pids[0])
-        before, began_at = _counters(pids[0]), time.monotonic()
+        before = _counters(pids[0])
+        began_at = time.monotonic()
         time.sleep(seconds)
-        after, passed = _counters(pids[0]), time.monotonic() - began_at
+        after = _counters(pids[0])
+        passed = time.monotonic() - began_at
         cpu, wakeups, num_bytes, packets = ((last - first) / passed for first, last in zip(before, after, strict=True))
-        memory, open_files = _private_bytes(pids[0]), len(os.listdir(f"/proc/{pids[0]}/fd"))
+        memory = _private_bytes(pids[0])
+        open_files = len(os.listdir(f"/proc/{pids[0]}/fd"))
         happened_at, lost = _let_happen(fault, pids, run)
         num_ended = _wait_for(set(pids) - lost)
         seconds_to_end = time.monotonic() - happened_at
@@ -154,7 +158,9 @@ def _observe(num_ranks: int, fault: str, timeout: float, seconds: float) -> Obse
 def _start(num_ranks: int, timeout: float, run: _Run, output: int) -> list[int]:
     """Start the ranks, which connect all at once; return their process ids when all are connected."""
     gc.freeze()  # the ranks share the pages of the imports
-    address_pipe, gate, ready = os.pipe(), os.pipe(), os.pipe()
+    address_pipe = os.pipe()
+    gate = os.pipe()
+    ready = os.pipe()
     streams = gate, ready[1], output
     pids = [_fork(_Rank(0, num_ranks, address_pipe), timeout, run, streams)]
     address = json.loads(os.read(address_pipe[0], 1 << 12))
@@ -213,7 +219,8 @@ def _let_happen(fault: str, pids: list[int], run: _Run) -> tuple[float, set[int]
     """Let a fault happen; return when it does, and the process ids of the ranks that do not end by themselves."""
     chosen = len(pids) // 2
     if fault == "hung":
-        run.hanging_rank, run.last_step = chosen, int(time.monotonic() - run.began_at) + 2
+        run.hanging_rank = chosen
+        run.last_step = int(time.monotonic() - run.began_at) + 2
         return run.began_at + run.last_step - 1, set()
     first = chosen // RANKS_OF_MACHINE * RANKS_OF_MACHINE
     lost, number = {
@@ -229,7 +236,8 @@ def _let_happen(fault: str, pids: list[int], run: _Run) -> tuple[float, set[int]
 
 def _wait_for(pids: set[int]) -> int:
     """Wait until processes have ended, and return how many have."""
-    ended, deadline = set[int](), time.monotonic() + _LONGEST_END
+    ended = set[int]()
+    deadline = time.monotonic() + _LONGEST_END
     while not pids <= ended and time.monotonic() < deadline:
         pid, _ = os.waitpid(-1, os.WNOHANG)
         if pid:

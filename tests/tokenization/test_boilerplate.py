@@ -20,12 +20,11 @@ from fabric_train.tokenization.cleaning.dropped import Dropped
 from fabric_train.tokenization.shards import ShardSizes
 from tests.support.token_datasets import documents_in, manifest_of, tokenize, write_jsonl
 
-HEADER, FOOTER = "The Daily News of Sueca", "(c) 2021 Daily News. All rights reserved."
-OFTEN, SELDOM, REFRAIN = (
-    "Share this page with friends",
-    "Nine documents have this line",
-    "And the river runs to the sea",
-)
+HEADER = "The Daily News of Sueca"
+FOOTER = "(c) 2021 Daily News. All rights reserved."
+OFTEN = "Share this page with friends"
+SELDOM = "Nine documents have this line"
+REFRAIN = "And the river runs to the sea"
 
 
 def clean(text: str, *repeated: str) -> str | Dropped:
@@ -127,7 +126,8 @@ def test_processes_ranges_and_a_restart_remove_the_same_lines(
     assert len(list((tmp_path / ".out.unfinished").glob("*.lines"))) > 5
     monkeypatch.setattr(boilerplate, "_count_shard", interrupt)  # no shard is counted again
     run(tmp_path / "out", tiny_model_dir, files, num_proc=2, sizes=sizes)
-    expected, restarted = manifest_of(whole.folder), manifest_of(tmp_path / "out")
+    expected = manifest_of(whole.folder)
+    restarted = manifest_of(tmp_path / "out")
     assert (restarted.ledger, restarted.cleaning) == (expected.ledger, expected.cleaning)
 
 

@@ -601,7 +601,8 @@ def test_a_cut_chat_is_rendered_three_times_and_no_text_is_encoded_twice(
     assert text_encoder is not None
     rendered: list[Chat] = []
     texts: list[str] = []
-    render, encode_batch = chat_template_utils.render_jinja_template, text_encoder.encode_batch
+    render = chat_template_utils.render_jinja_template
+    encode_batch = text_encoder.encode_batch
 
     def render_and_count(conversations: list[Chat], **options: Any) -> Any:
         rendered.extend(conversations)

@@ -84,7 +84,8 @@ class Case:
     train_on: str = "assistant"
 
 
-Q, A = "Which town?", "Sueca."
+Q = "Which town?"
+A = "Sueca."
 CASES: dict[str, Case] = {
     "UltraChat": Case(
         {"prompt": Q, "prompt_id": "f0e3", "messages": [user(Q), assistant(A), user("Sure?"), assistant("Yes.")]},

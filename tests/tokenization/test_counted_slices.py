@@ -28,7 +28,8 @@ from fabric_train.tokenization.shards import ShardSizes
 from tests.support.token_datasets import manifest_of, write_jsonl
 
 NUM_TASKS = 3
-HEADER, CONTACT = "The Daily News of Sueca", "Write to ana.perez@example.com to answer"
+HEADER = "The Daily News of Sueca"
+CONTACT = "Write to ana.perez@example.com to answer"
 SMALL = ShardSizes(smallest=700, worth_keeping=0)
 PROGRAMS = {"tokenize": tokenize_dataset, "merge": merge}
 
@@ -136,7 +137,8 @@ def test_a_merge_of_counted_slices_needs_each_of_one_run_once(
 ) -> None:
     monkeypatch.chdir(made.folder)
     first, second, third, twice, cut = (tmp_path / name for name in ("1", "2", "3", "twice", "cut"))
-    other, encoded = tmp_path / "other", tmp_path / "encoded"
+    other = tmp_path / "other"
+    encoded = tmp_path / "encoded"
     for copy, number in {first: 1, second: 2, third: 3, twice: 3, cut: 3, other: 3, encoded: 3}.items():
         shutil.copytree(made.folder / "counts" / str(number), copy)
     for copy, value in {other: "9", encoded: "lines"}.items():
@@ -182,7 +184,8 @@ def test_a_stopped_counting_task_continues_and_a_finished_one_does_nothing(
     assert os.listdir(tmp_path) == [".2.unfinished"]
     monkeypatch.setattr(boilerplate, "_count_shard", interrupt)  # no shard is counted again
     tokenize(tiny_model_dir, words)
-    finished, expected = content(tmp_path / "2"), content(made.folder / "counts" / "2")
+    finished = content(tmp_path / "2")
+    expected = content(made.folder / "counts" / "2")
     assert finished.pop("config.yaml") != expected.pop("config.yaml")  # it has the folder's name
     assert finished == expected
     assert "has slice 2/3 already: nothing to do" in printed_by(tokenize, tiny_model_dir, words)

@@ -68,7 +68,8 @@ def outcome(file: Path, faults: list[str]) -> int:
 
 def damage(content: bytes, chance: random.Random) -> bytes:
     """Cut the content, change some bytes, or remove or repeat a piece of it."""
-    kind, place = chance.randrange(4), chance.randrange(len(content))
+    kind = chance.randrange(4)
+    place = chance.randrange(len(content))
     if kind == 0:
         return content[:place]
     if kind == 1:
@@ -83,7 +84,8 @@ def damage(content: bytes, chance: random.Random) -> bytes:
 def test_a_damaged_file_gives_rows_or_one_line_that_names_it(tmp_path: Path) -> None:
     chance = random.Random(0)
     for file in write_valid_files(tmp_path):
-        whole, faults = file.read_bytes(), list[str]()
+        whole = file.read_bytes()
+        faults: list[str] = []
         assert outcome(file, faults) == 2 * len(ROWS)
         assert not faults
         for _ in range(150):
@@ -164,7 +166,8 @@ def run_limited(limit: str, *argv: object) -> "subprocess.CompletedProcess[str]"
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_memory_that_ran_out_names_the_file(tmp_path: Path, tiny_model_dir: Path, is_first: bool) -> None:
-    small, large = write_jsonl(tmp_path / "small.jsonl", TEXTS * 50), tmp_path / "large.txt"
+    small = write_jsonl(tmp_path / "small.jsonl", TEXTS * 50)
+    large = tmp_path / "large.txt"
     with large.open("wb") as file:
         file.truncate(6 << 30)  # zero bytes that take no disk
     sources = [large, small] if is_first else [small, large]

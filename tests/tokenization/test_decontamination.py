@@ -178,7 +178,8 @@ def datasets_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path,
 @pytest.mark.parametrize("action", ["drop", "mark"])
 def test_contaminated_documents_are_listed_counted_and_dropped_or_kept(datasets_dir: Path, action: str) -> None:
     folder = datasets_dir / action
-    manifest, is_dropped = manifest_of(folder), action == "drop"
+    manifest = manifest_of(folder)
+    is_dropped = action == "drop"
     assert manifest.ledger.documents_skipped == ({"contaminated": 2} if is_dropped else {})
     assert (manifest.ledger.documents_kept, manifest.ledger.contaminated) == (3 if is_dropped else 5, {"arc_es": 2})
     hits = [json.loads(line) for line in (folder / "contamination.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -224,7 +225,8 @@ def test_lists_with_places_and_dropped_texts_are_not_published(datasets_dir: Pat
 
 def test_a_chat_is_compared_as_a_whole_and_its_sample_is_redacted(tmp_path: Path, chatml_dir: Path, task: Path) -> None:
     words = QUESTION.split()
-    asked, clean = " ".join(words[:20]), [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    asked = " ".join(words[:20])
+    clean = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     planted = [{"role": "user", "content": f"ana@uni.es: {asked}"}, {"role": "assistant", "content": "No sé"}]
     source = tmp_path / "chats.jsonl"
     source.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in (clean, planted, clean)))

@@ -46,7 +46,9 @@ def number_of_rows(task: Task, folder: Path, file: int) -> DocumentIndex:
     """Write the index of a plan whose document d is row d + 1 of ``file``, and has 3 d bytes; open it."""
     plan = task.plan()
     documents = np.zeros(len(plan.order), dtype=DOCUMENT)
-    documents["file"], documents["row"], documents["bytes"] = file, plan.order + 1, 3 * plan.order
+    documents["file"] = file
+    documents["row"] = plan.order + 1
+    documents["bytes"] = 3 * plan.order
     documents["tokens"] = np.array(task.lengths, dtype=np.int64)[plan.order]
     folder.mkdir()
     write_index(folder, plan, documents, checksums=np.arange(plan.num_rows, dtype=np.uint64) + 1000 * file)
@@ -72,7 +74,8 @@ def check_pieces(index: DocumentIndex, task: Task, first_row: int, file: int) ->
     for row, *piece in zip(*(column.tolist() for column in columns), strict=True):
         found[row].append(tuple(piece))
     for row, its in zip(chosen, found, strict=True):
-        expected, position = [], 0
+        expected = []
+        position = 0
         for piece in rows_of(plan)[row]:
             tokens = [*piece.repeated, *piece.new]
             expected.append((position, tokens[0][0] + 1, tokens[0][1], len(tokens), len(piece.repeated)))
@@ -92,11 +95,13 @@ def test_the_index_of_any_plan_gives_back_its_pieces_also_joined(task: Task, oth
     other = Task(other.lengths, other.order, other.packing, task.max_length, min(other.overlap, task.max_length - 1))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        first, second = number_of_rows(task, folder / "first", 0), number_of_rows(other, folder / "second", 0)
+        first = number_of_rows(task, folder / "first", 0)
+        second = number_of_rows(other, folder / "second", 0)
         check_pieces(first, task, 0, 0)
         (folder / "joined").mkdir()
         join_indexes(folder / "joined", [first, second], [0, 1], [0, 0])
-        num_documents, num_rows = len(first.documents) + len(second.documents), len(first.rows) + len(second.rows) - 2
+        num_documents = len(first.documents) + len(second.documents)
+        num_rows = len(first.rows) + len(second.rows) - 2
         joined = DocumentIndex(folder / "joined", table("a", "b"), task.max_length, num_documents, num_rows)
         check_pieces(joined, task, 0, 0)
         check_pieces(joined, other, len(first.rows) - 1, 1)
@@ -106,7 +111,8 @@ def test_the_index_of_any_plan_gives_back_its_pieces_also_joined(task: Task, oth
 
 def write_sources(folder: Path) -> Texts:
     """Write files of every kind, with blank lines, empty documents and a bad row, and return their documents."""
-    draw, texts = random.Random(5), dict[tuple[str, int], str]()
+    draw = random.Random(5)
+    texts: dict[tuple[str, int], str] = {}
 
     def text(file: Path, row: int, num_words: int | None = None) -> str:
         words = [draw.choice(["año", "the", "mañana ", "\U0001f600", "of", "\n"]) for _ in range(num_words or 12)]
@@ -148,7 +154,8 @@ def indexes_of(folder: Path) -> dict[str, DocumentIndex]:
 
 def check_every_row(folder: Path, texts: Texts, rows: dict[str, list[list[int]]]) -> Counter[tuple[str, int]]:
     """Compare each piece of each row with the tokens of the text at its place; count the documents by place."""
-    manifest, tokenizer = manifest_of(folder), AutoTokenizer.from_pretrained(folder / "tokenizer")
+    manifest = manifest_of(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     places: Counter[tuple[str, int]] = Counter()
     for name, index in indexes_of(folder).items():
         ids: dict[int, list[int]] = {}
@@ -258,7 +265,8 @@ def test_an_interrupted_run_continues_to_the_same_index(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    source, options = corpus[0] / "es", {"on_bad_rows": "skip", "max_length": 16}
+    source = corpus[0] / "es"
+    options = {"on_bad_rows": "skip", "max_length": 16}
     tokenize(tmp_path / "whole", tiny_model_dir, source, **options)
     with monkeypatch.context() as interrupted:
         interrupted.setattr(build, "collect", interrupt)
@@ -291,7 +299,8 @@ def listed(items: Iterator[Any], into: list[Any]) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> tuple[Path, Path, Texts]:
     """Two token datasets with a source of the same name, and the texts of both."""
-    folder, texts = tmp_path_factory.mktemp("pair"), dict[tuple[str, int], str]()
+    folder = tmp_path_factory.mktemp("pair")
+    texts: dict[tuple[str, int], str] = {}
     for name in ("a", "b"):
         file = write_jsonl(folder / f"{name}.jsonl", [f"{name}: text {i} " * (i % 9 + 1) for i in range(20)])
         texts |= {(str(file), row): f"{name}: text {row - 1} " * ((row - 1) % 9 + 1) for row in range(1, 21)}
@@ -390,7 +399,8 @@ def test_inspect_names_a_row_whose_content_has_changed(
 
 def test_checksums_do_not_depend_on_labels_that_repeat_the_tokens() -> None:
     ids = np.arange(12, dtype=np.int32)
-    starts, offsets = np.array([0, 2, 1], dtype=np.int32), np.array([0, 2, 3])
+    starts = np.array([0, 2, 1], dtype=np.int32)
+    offsets = np.array([0, 2, 3])
     first, second = row_checksums(ids, None, starts, offsets).tolist()
     assert row_checksums(ids, ids.copy(), starts, offsets).tolist() == [first, second]
     masked = np.where(ids == 8, np.int32(-100), ids)

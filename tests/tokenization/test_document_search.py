@@ -32,12 +32,13 @@ def small_chunks() -> Iterator[None]:
 @settings(max_examples=20, deadline=None)
 @given(task=tasks())
 def test_rows_of_a_document_are_those_that_have_its_pieces(task: Task) -> None:
-    searched = list[int]()
+    searched: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
         index = number_of_rows(task, Path(folder) / "split", 0)
         pieces = index.pieces(np.arange(len(index.rows) - 1))
         of_pieces = index.documents["row"][pieces.documents].tolist()
-        tokens, repeated = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        tokens = Counter[tuple[int, int]]()
+        repeated = Counter[tuple[int, int]]()
         columns = (of_pieces, pieces.rows.tolist(), pieces.lengths.tolist(), pieces.repeated.tolist())
         for document, row, length, again in zip(*columns, strict=True):
             tokens[document, row] += length

@@ -25,7 +25,10 @@ from fabric_train.tokenization.inspect.split_check import SplitCheck
 from fabric_train.tokenization.packing.token_folder import RowBatch, open_splits
 from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
 
-BOS, EOS, IGNORED = 0, 1, -100  # of the tiny tokenizer
+# of the tiny tokenizer
+BOS = 0
+EOS = 1
+IGNORED = -100
 HARD = "<script>alert('x')</script> &amp; \"é\" 你好 😀\t\x1b[31m \u202edrawkcab\r\n  end"
 
 
@@ -163,7 +166,8 @@ def test_line_break_after_the_last_turn_is_not_a_missing_eos() -> None:
 
 
 def test_bos_repeated_in_the_next_row_is_not_a_double_bos() -> None:
-    rows, starts = [[5, 5, EOS, BOS], [BOS, 5, 5, EOS]], [[0, 3], []]
+    rows = [[5, 5, EOS, BOS], [BOS, 5, 5, EOS]]
+    starts = [[0, 3], []]
     assert problems_of(rows, starts, overlap=1) == []
 
 
@@ -387,24 +391,30 @@ def test_texts_of_the_tokens_join_to_the_text(kind: str, request: pytest.Fixture
     "wrong", ["missing", "not a dataset", "one split", "no file", "cut", "no rows there", "no split"]
 )
 def test_unreadable_dataset_is_reported_in_one_line(copy: Path, tmp_path: Path, wrong: str) -> None:
-    folder, options = copy, ["--rows", "1"]
+    folder = copy
+    options = ["--rows", "1"]
     file = next((copy / "validation").glob("*.arrow"))
     expected = str(file)
     if wrong == "missing":
-        folder, expected = tmp_path / "none", "no such folder"
+        folder = tmp_path / "none"
+        expected = "no such folder"
     elif wrong == "not a dataset":
-        folder, expected = tmp_path, "not a token dataset"
+        folder = tmp_path
+        expected = "not a token dataset"
     elif wrong == "one split":
-        folder, expected = copy / "train", "give the folder above it"
+        folder = copy / "train"
+        expected = "give the folder above it"
     elif wrong == "no file":
         file.unlink()
     elif wrong == "cut":
         file.write_bytes(file.read_bytes()[:3000])
     elif wrong == "no rows there":
-        options, expected = ["--start", "100000"], "rows, numbered from 0"
+        options = ["--start", "100000"]
+        expected = "rows, numbered from 0"
     else:
         (copy / "dataset_dict.json").write_text('{"splits": ["train"]}')
-        options, expected = ["--split", "validation"], "no validation split, only train"
+        options = ["--split", "validation"]
+        expected = "no validation split, only train"
     with pytest.raises(InputError) as error:
         inspect.main([str(folder), *options])
     assert len(error.value.faults) == 1

@@ -228,7 +228,8 @@ def test_a_small_file_is_opened_once_to_be_read_and_hashed(
 ) -> None:
     (tmp_path / name).write_bytes(SMALL_FILES[name])
     (part,) = split_file(list_file(tmp_path / name), 1 << 20)
-    names, open_file = list[str](), os.open
+    names: list[str] = []
+    open_file = os.open
 
     def note_name(path: str, flags: int) -> int:
         names.append(path)
@@ -252,7 +253,8 @@ def test_a_small_file_is_opened_once_to_be_read_and_hashed(
 def test_a_file_that_changes_while_it_is_tokenized_ends_the_run(
     tmp_path: Path, tiny_model_dir: Path, change: str
 ) -> None:
-    first, second = write_jsonl(tmp_path / "a.jsonl"), write_jsonl(tmp_path / "b.jsonl", TEXTS * 1_200)
+    first = write_jsonl(tmp_path / "a.jsonl")
+    second = write_jsonl(tmp_path / "b.jsonl", TEXTS * 1_200)
     process = start(tmp_path, tiny_model_dir, [first, second], "--num_proc", 1)
     wait_for_shards(process, tmp_path / "new", 1)  # the shard of the first file
     if change == "size":

@@ -63,7 +63,8 @@ def other(tmp_path: Path, tiny_tokens_dir: Path) -> Path:
     shutil.copytree(tmp_path / "saved" / "train", folder / "train")
     shutil.copy(tmp_path / "saved" / "dataset_dict.json", folder)
     content = json.loads((folder / "manifest.json").read_text())
-    ledger, validation = content["ledger"], content["ledger"].pop("validation")
+    ledger = content["ledger"]
+    validation = content["ledger"].pop("validation")
     ledger["documents_read"] -= validation["documents"]
     ledger["documents_kept"] -= validation["documents"]
     ledger["train"]["tokens_supervised"] -= 3 * len(train)
@@ -73,7 +74,8 @@ def other(tmp_path: Path, tiny_tokens_dir: Path) -> Path:
 
 def test_merged_rows_are_in_order_and_splits_are_joined(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
     merged(tmp_path / "out", other, tiny_tokens_dir)
-    first, second = rows_of(other), rows_of(tiny_tokens_dir)
+    first = rows_of(other)
+    second = rows_of(tiny_tokens_dir)
     assert "labels" not in second[0]
     with_labels = [{**row, "labels": row["input_ids"]} for row in second]
     assert rows_of(tmp_path / "out") == [*first, *with_labels]
@@ -85,11 +87,13 @@ def test_merged_ledger_is_the_sum_and_matches_the_rows(
     tmp_path: Path, tiny_tokens_dir: Path, other: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = merged(tmp_path / "out", tiny_tokens_dir, other)
-    ours, theirs = read_manifest(tiny_tokens_dir), read_manifest(other)
+    ours = read_manifest(tiny_tokens_dir)
+    theirs = read_manifest(other)
     assert ours is not None
     assert theirs is not None
     assert manifest.ledger.documents_read == ours.ledger.documents_read + theirs.ledger.documents_read
-    train, parts = manifest.ledger.splits["train"], [ours.ledger.splits["train"], theirs.ledger.splits["train"]]
+    train = manifest.ledger.splits["train"]
+    parts = [ours.ledger.splits["train"], theirs.ledger.splits["train"]]
     for name in ("documents", "characters", "tokens_in", "tokens_in_rows", "tokens_supervised", "rows"):
         assert getattr(train, name) == sum(getattr(part, name) for part in parts), name
     assert sum(train.tokens_dropped.values()) == sum(sum(part.tokens_dropped.values()) for part in parts)
@@ -102,7 +106,8 @@ def test_merged_ledger_is_the_sum_and_matches_the_rows(
 def test_merged_manifest_lists_its_parts(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
     edit_manifest(other, "settings", "seed", value=7)
     manifest = merged(tmp_path / "out", tiny_tokens_dir, other)
-    ours, theirs = read_manifest(tiny_tokens_dir), read_manifest(other)
+    ours = read_manifest(tiny_tokens_dir)
+    theirs = read_manifest(other)
     assert ours is not None
     assert theirs is not None
     assert [part.name for part in manifest.parts] == [str(tiny_tokens_dir), str(other)]

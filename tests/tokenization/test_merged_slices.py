@@ -189,7 +189,8 @@ def test_each_file_is_hashed_by_one_task(made: Path) -> None:
 
 def test_a_merge_needs_each_slice_of_one_run_once(tmp_path: Path, made: Path, tiny_model_dir: Path) -> None:
     first, second, third = slices_of(made, tmp_path)
-    half, other = tmp_path / "half", Path(shutil.copytree(second, tmp_path / "other"))
+    half = tmp_path / "half"
+    other = Path(shutil.copytree(second, tmp_path / "other"))
     run(tiny_model_dir, half, "--shard 2/2")
     given = (other / "config.yaml").read_text(encoding="utf-8")
     assert "\nseed: 0\n" in given
@@ -317,13 +318,15 @@ def test_two_tasks_of_one_slice_at_a_time_are_refused(tmp_path: Path, tiny_model
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_a_merge_takes_less_than_200_bytes_of_memory_a_document(made: Path, tmp_path: Path, packing: Packing) -> None:
-    num_shards, of_each = 8, 10_000
+    num_shards = 8
+    of_each = 10_000
     (tmp_path / "file").touch()
     source = FileSource("a", tmp_path, ListedFiles([list_file(tmp_path / "file")]))
     (part,) = source.parts(1)
     key = min((made / "1").glob("*.npz")).stem
     shard = Shard(0, 0, (part,), 1, key, np.zeros(1, int), np.zeros(1, bool))
-    small, random = read_record(made / "1", shard), np.random.default_rng(0)
+    small = read_record(made / "1", shard)
+    random = np.random.default_rng(0)
     assert small is not None
     tracemalloc.start()
     records = [enlarged(small, of_each, random) for _ in range(num_shards)]
@@ -376,7 +379,8 @@ def test_tasks_pack_their_slices_and_a_merge_joins_them_as_parts(
     at_once = run(tiny_model_dir, tmp_path / "at-once", words)
     for joined in ("parts", "full"):
         assert places_in(tmp_path / joined) == places_in(at_once)
-    ours, theirs = manifest_of(tmp_path / "parts"), manifest_of(at_once)
+    ours = manifest_of(tmp_path / "parts")
+    theirs = manifest_of(at_once)
     assert ours == manifest_of(tmp_path / "full")
     assert {(one.name, file) for one in ours.sources for file in one.files} == {
         (one.name, file) for one in theirs.sources for file in one.files
@@ -390,7 +394,8 @@ def test_tasks_pack_their_slices_and_a_merge_joins_them_as_parts(
         own = [manifest_of(folder).ledger.splits[split] for folder in slices]
         assert ledger.tokens_dropped == dict(sum((Counter(one.tokens_dropped) for one in own), Counter()))
         assert ledger.rows == sum(one.rows for one in own)
-    rows, whole = open_dataset(str(tmp_path / "parts")).train, open_dataset(str(tmp_path / "full")).train
+    rows = open_dataset(str(tmp_path / "parts")).train
+    whole = open_dataset(str(tmp_path / "full")).train
     for one, other in zip(rows.read(range(len(rows))), whole.read(range(len(rows))), strict=True):
         assert one[0].tolist() == other[0].tolist()
 

@@ -118,7 +118,9 @@ def clusters_by_all_pairs(signatures: np.ndarray, threshold: float) -> list[int]
 @pytest.fixture(scope="module")
 def sources() -> dict[str, list[str]]:
     """Two sources and one for validation, by name, with planted near duplicates."""
-    page, letter, chain = text_of(1), text_of(2), text_of(3)
+    page = text_of(1)
+    letter = text_of(2)
+    chain = text_of(3)
     middle = edit(
         chain, range(20, 260, 40)
     )  # 0.86 like the first, and the last is 0.86 like it, but 0.74 like the first
@@ -208,7 +210,8 @@ def test_exact_duplicates_and_caps_are_counted_apart(
     tmp_path: Path, tiny_model_dir: Path, sources: dict[str, list[str]]
 ) -> None:
     texts = [*sources["a"][:2], sources["a"][0], *sources["b"]]
-    file, options = write_jsonl(tmp_path / "c.jsonl", texts), {"near_duplicates": 0.8, "deduplicate": "true"}
+    file = write_jsonl(tmp_path / "c.jsonl", texts)
+    options = {"near_duplicates": 0.8, "deduplicate": "true"}
     rows = tokenize(tmp_path / "out", tiny_model_dir, file, validation_split=0, max_documents=3, **options)
     # a page, a letter, the page again exactly, and nearly, the letter, the page; then a chain without its first text
     assert documents_in(rows["train"], tmp_path / "out") == texts[:2]  # rows end before the third does

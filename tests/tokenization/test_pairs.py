@@ -304,7 +304,9 @@ def test_a_pair_is_kept_if_both_conversations_are_and_its_prompt_is_changed_once
 def test_rows_hold_whole_pairs_with_two_borders_each(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[tuple[int, int]], seed: int, is_packed: bool
 ) -> None:
-    folder, max_length, pad = tmp_path_factory.mktemp("rows"), 48, -1
+    folder = tmp_path_factory.mktemp("rows")
+    max_length = 48
+    pad = -1
     sizes = np.array(lengths, dtype=np.int64)
     ids = np.concatenate(
         [
@@ -325,7 +327,8 @@ def test_rows_hold_whole_pairs_with_two_borders_each(
     rows = load_from_disk(folder)["train"].with_format("numpy")
     found = []
     for row in rows:
-        content, starts = row["input_ids"][row["input_ids"] != pad], row["document_starts"]
+        content = row["input_ids"][row["input_ids"] != pad]
+        starts = row["document_starts"]
         assert len(starts) % 2 == 0
         assert starts[0] == 0
         for sequence in np.split(content, starts[1:]):
@@ -358,7 +361,8 @@ def test_what_is_wrong_with_pairs_is_found_by_row(change: str | None, fault: str
     begins = np.arange(0, 40, 5)
     rows = begins // 20
     if change == "drop a border":
-        begins, rows = np.delete(begins, 5), np.delete(rows, 5)
+        begins = np.delete(begins, 5)
+        rows = np.delete(rows, 5)
     elif change == "unsupervised answer":
         supervised[28:30] = False
     elif change == "other prompt":

@@ -76,9 +76,11 @@ def test_a_dataset_of_parts_has_the_rows_of_the_full_merge(made: Path) -> None:
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_the_document_indexes_of_parts_read_as_the_joined_one(made: Path, split: str) -> None:
-    ours, theirs = index_of(made / "parts", split), index_of(made / "whole", split)
+    ours = index_of(made / "parts", split)
+    theirs = index_of(made / "whole", split)
     for name in ("documents", "rows", "continuations", "checksums"):
-        joined, written = getattr(ours, name), getattr(theirs, name)
+        joined = getattr(ours, name)
+        written = getattr(theirs, name)
         assert len(joined) == len(written)
         assert np.array_equal(joined[:], written)
         order = np.random.default_rng(1).permutation(len(written))
@@ -149,7 +151,8 @@ def test_parts_move_together_and_open_when_a_row_is_read(
 
 def test_a_changed_part_is_named(made: Path, tmp_path: Path) -> None:
     folder = copied(made, tmp_path / "changed")
-    dataset, part = open_dataset(str(folder)), tmp_path / "changed" / "part-2"
+    dataset = open_dataset(str(folder))
+    part = tmp_path / "changed" / "part-2"
     rows = [split.splits["train"].rows for split in open_parts(folder).record.parts]
     alter_token(part, "train", 1)
     with pytest.raises(RunError, match=r"part-2/train/data-.*\.arrow: row 1 \(\d+ of the split\) has changed"):
@@ -166,8 +169,10 @@ def test_a_changed_part_is_named(made: Path, tmp_path: Path) -> None:
 
 def test_a_damaged_list_of_parts_is_one_line(made: Path, tmp_path: Path) -> None:
     folder = copied(made, tmp_path / "damaged")
-    listed, batches = folder / "parts.json", folder / "train" / "batches.npy"
-    written, right = listed.read_text(), np.load(batches)
+    listed = folder / "parts.json"
+    batches = folder / "train" / "batches.npy"
+    written = listed.read_text()
+    right = np.load(batches)
     last = len(open_dataset(str(folder)).train) - 1
     for text in (written[:-9], written.replace("../part-1", "../part\\u0000"), written.replace(".arrow", "/../x")):
         listed.write_text(text)

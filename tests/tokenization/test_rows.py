@@ -41,7 +41,8 @@ class Task:
     overlap: int
 
     def plan(self) -> RowPlan:
-        lengths, order = np.array(self.lengths, dtype=np.int64), np.array(self.order, dtype=np.int64)
+        lengths = np.array(self.lengths, dtype=np.int64)
+        order = np.array(self.order, dtype=np.int64)
         return plan_rows(lengths, order, self.packing, self.max_length, self.overlap)
 
 
@@ -139,7 +140,8 @@ def test_documents_that_fit_are_whole_and_longer_ones_are_windows(task: Task) ->
     plan = task.plan()
     wanted: Counter[tuple[int, int, int]] = Counter()
     for document in task.order:
-        length, stop = task.lengths[document], 0
+        length = task.lengths[document]
+        stop = 0
         while stop < length:
             repeated = task.overlap if stop else 0
             stop = min(stop - repeated + task.max_length, length)
@@ -175,7 +177,8 @@ def first_fit(lengths: list[int], max_length: int) -> int:
     for length in lengths:
         row = int((room[:num_rows] >= length).argmax()) if num_rows else 0
         if row == num_rows or room[row] < length:
-            row, num_rows = num_rows, num_rows + 1
+            row = num_rows
+            num_rows = num_rows + 1
             room[row] = max_length
         room[row] -= length
     return num_rows
@@ -202,7 +205,8 @@ def test_best_fit_rows_are_in_the_order_of_their_first_documents() -> None:
 @settings(deadline=None)
 @given(tasks("best_fit"), st.integers(1, 4))
 def test_best_fit_packs_each_source_on_its_own(task: Task, num_sources: int) -> None:
-    order, lengths = np.array(sorted(task.order), dtype=np.int64), np.array(task.lengths, dtype=np.int64)
+    order = np.array(sorted(task.order), dtype=np.int64)
+    lengths = np.array(task.lengths, dtype=np.int64)
     sources = np.arange(len(lengths)) * num_sources // max(len(lengths), 1)
     sizes = (task.max_length, task.overlap)
     plan = plan_rows(lengths, order, "best_fit", *sizes, sources)
@@ -266,7 +270,8 @@ def spool(folder: Path, lengths: list[int], files: list[tuple[int, bool]]) -> Sp
     One more file holds the remaining documents.
     """
     ends = list(accumulate(lengths, initial=0))
-    spooled, first = [], 0
+    spooled = []
+    first = 0
     for index, (count, masked) in enumerate([*files, (len(lengths), False)]):
         last = min(first + count, len(lengths))
         tokens = np.arange(ends[first], ends[last], dtype=np.int32)

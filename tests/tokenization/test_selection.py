@@ -28,7 +28,8 @@ def test_weights_sample_whole_epochs_first_and_print_them(
     argv = ["--weights", "1", "3"]
     rows = tokenize(tmp_path / "out", tiny_model_dir, *sources, *argv, validation_split=0)
     found = Counter(text[0] for text in documents_in(rows["train"], tmp_path / "out"))
-    ledger, records = manifest_of(tmp_path / "out").ledger, manifest_of(tmp_path / "out").sources
+    ledger = manifest_of(tmp_path / "out").ledger
+    records = manifest_of(tmp_path / "out").sources
     printed = " ".join(capsys.readouterr().out.split())
     total = sum(record.tokens for record in records)
     for record, weight, share in zip(records, (1, 3), (0.25, 0.75), strict=True):
@@ -143,7 +144,8 @@ def test_duplicates_do_not_count_toward_a_cap(tmp_path: Path, tiny_model_dir: Pa
 
 
 def test_a_given_validation_source_is_not_mixed_into_train(tmp_path: Path, tiny_model_dir: Path) -> None:
-    train, held_out = write_jsonl(tmp_path / "a.jsonl", A), write_jsonl(tmp_path / "v.jsonl", [*B, A[0]])
+    train = write_jsonl(tmp_path / "a.jsonl", A)
+    held_out = write_jsonl(tmp_path / "v.jsonl", [*B, A[0]])
     argv = ["--validation_dataset", held_out, "--deduplicate", "true", "--max_documents", 20]
     rows = tokenize(tmp_path / "out", tiny_model_dir, train, *argv, max_length=4)
     found = {name: documents_in(rows[name], tmp_path / "out") for name in ("train", "validation")}

@@ -11,7 +11,8 @@ from fabric_train.tokenization.shards import ENCODED, Shard, ShardWriter, read_r
 
 def test_a_record_appears_after_the_other_files_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = Shard(0, 0, (), 10, "key", np.zeros(1, int), np.zeros(1, bool))
-    rename, sizes = Path.rename, list[list[int]]()
+    rename = Path.rename
+    sizes: list[list[int]] = []
 
     def note_sizes(file: Path, target: Path) -> Path:
         sizes.append([(tmp_path / f"key.{name}").stat().st_size for name in ("tokens", "masks", "signatures")])

@@ -67,13 +67,17 @@ def test_row_groups_of_parquet_are_parts(tmp_path: Path) -> None:
 def test_compressed_files_hold_the_same_documents(tmp_path: Path, suffix: str) -> None:
     kind, compression = suffix.split(".")[1:]
     if kind in ("txt", "md"):
-        content, expected = TEXTS[0].encode(), TEXTS[:1]
+        content = TEXTS[0].encode()
+        expected = TEXTS[:1]
     elif kind == "csv":
-        content, expected = ("text\n" + "".join(f'"{text}"\n' for text in TEXTS)).encode(), TEXTS
+        content = ("text\n" + "".join(f'"{text}"\n' for text in TEXTS)).encode()
+        expected = TEXTS
     elif kind == "json":
-        content, expected = json.dumps([{"text": text} for text in TEXTS]).encode(), TEXTS
+        content = json.dumps([{"text": text} for text in TEXTS]).encode()
+        expected = TEXTS
     else:
-        content, expected = lines(), TEXTS
+        content = lines()
+        expected = TEXTS
     file = tmp_path / f"a{suffix}"
     file.write_bytes(gzip.compress(content) if compression == "gz" else compress(content, "zstd"))
     assert texts_of([file], tmp_path) == expected

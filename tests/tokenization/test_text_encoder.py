@@ -257,7 +257,9 @@ def test_documents_are_not_joined_by_a_token_matched_after_a_prefix_is_added(spm
 def test_documents_are_joined_only_if_their_starts_stay_starts(spm_file: Path, tmp_path: Path, scheme: str) -> None:
     space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
     file = edited(spm_file, tmp_path / "tokenizer.json", normalizer=None, pre_tokenizer=space)
-    encoder, reference, texts = open_encoder(file, False)[0], Reference(file, False), ["hello world", "another text"]
+    encoder = open_encoder(file, False)[0]
+    reference = Reference(file, False)
+    texts = ["hello world", "another text"]
     ids, lengths = encoder.encode_documents([text.encode() for text in texts], Borders(1, 2))
     documents = np.split(ids, np.cumsum(lengths)[:-1])
     assert find_different_document(texts, reference.encode(texts), documents, Borders(1, 2)) is None

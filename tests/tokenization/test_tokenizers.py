@@ -180,7 +180,8 @@ def test_llama3_ranks_have_tiktokens_ids(
 def test_gigatoken_gives_the_ids_of_published_tokenizers(
     request: pytest.FixtureRequest, kind: str, real_texts: list[str]
 ) -> None:
-    file, plain = request.getfixturevalue(f"{kind}_dir") / "tokenizer.json", kind == "spm"
+    file = request.getfixturevalue(f"{kind}_dir") / "tokenizer.json"
+    plain = kind == "spm"
     encoder, used = open_encoder(file, plain)
     assert used == "gigatoken"
     reference = Reference(file, plain)
@@ -236,7 +237,8 @@ def token(content: str, **properties: object) -> dict[str, object]:
 
 
 # the other files of a folder with tokenizer.json, and whether they leave its tokens unchanged
-END, BEGIN = "<|im_end|>", "<|im_start|>"
+END = "<|im_end|>"
+BEGIN = "<|im_start|>"
 SMALL_VOCAB_SIZE = 2000  # of chatml_dir
 CONFIGURATIONS: dict[str, tuple[dict[str, dict[str, object]], bool]] = {
     "names": (
@@ -288,13 +290,15 @@ CONFIGURATIONS: dict[str, tuple[dict[str, dict[str, object]], bool]] = {
 @pytest.mark.parametrize("case", CONFIGURATIONS)
 def test_folder_is_read_as_transformers_reads_it(case: str, chatml_dir: Path, tmp_path: Path) -> None:
     files, is_plain = CONFIGURATIONS[case]
-    folder, saved = tmp_path / "given", tmp_path / "saved"
+    folder = tmp_path / "given"
+    saved = tmp_path / "saved"
     folder.mkdir()
     shutil.copy(chatml_dir / "tokenizer.json", folder)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     assert (read_plain_folder(folder, "any") is not None) == is_plain
-    ours, theirs = load_tokenizer(str(folder)), PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = load_tokenizer(str(folder))
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     ours.save(saved)
     assert (ours.bos_token_id, ours.eos_token_id, ours.pad_token_id) == (
         theirs.bos_token_id,

@@ -54,7 +54,9 @@ class Tracing:
     """
 
     def __init__(self, folder: Path, model: Path, runs: ForkedRuns) -> None:
-        self.folder, self._model, self._runs = folder, model, runs
+        self.folder = folder
+        self._model = model
+        self._runs = runs
         self.texts: dict[tuple[str, int], str] = {}
         for name, texts in {"va": TEXTS[:20], "es": TEXTS, "more": TEXTS[:12]}.items():
             write_jsonl(folder / f"{name}.jsonl", [f"{name} {text}" for text in texts] + [" "])
@@ -139,7 +141,8 @@ def num_ranks(run: str, step: int) -> int:
 
 
 def test_documents_of_a_step_are_those_that_its_ranks_read(tracing: Tracing) -> None:
-    read, tokenizer = tracing.read(), AutoTokenizer.from_pretrained(tracing.folder / "va" / "tokenizer")
+    read = tracing.read()
+    tokenizer = AutoTokenizer.from_pretrained(tracing.folder / "va" / "tokenizer")
     checked = 0
     for run, last in LAST_STEPS.items():
         history = RunHistory(Path(run))
@@ -205,7 +208,8 @@ def checkpoint_in(path: str) -> tuple[str, int]:
 
 @pytest.mark.usefixtures("forged")
 def test_steps_after_the_newest_checkpoint_are_those_to_come(tracing: Tracing) -> None:
-    whole, early = RunHistory(Path("trunk")), RunHistory(Path("early"))
+    whole = RunHistory(Path("trunk"))
+    early = RunHistory(Path("early"))
     assert [list_documents(early, step, None).is_taken for step in (2, 3)] == [True, False]
     for file, line in list(tracing.texts)[::2]:
         steps = {one.step for one in find_steps(whole, f"{file}:{line}").read}

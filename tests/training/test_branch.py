@@ -25,7 +25,9 @@ class Branching:
     """Trains runs in one folder: epochs of 4 windows, a checkpoint every third step and at each epoch's end."""
 
     def __init__(self, folder: Path, runs: ForkedRuns, model: Path, tokens: Path) -> None:
-        self.folder, self.runs, self.model = folder, runs, model
+        self.folder = folder
+        self.runs = runs
+        self.model = model
         splits = datasets.load_from_disk(tokens)
         for name, rows in {"tokens": range(30), "others": range(40, 60)}.items():
             few = {"train": splits["train"].select(rows), "validation": splits["validation"].select(range(16))}
@@ -60,24 +62,28 @@ def branching(
 
 @pytest.mark.parametrize(("num_ranks", "decay"), [(1, 3), (1, 5), (2, 3)])
 def test_common_steps_are_the_trunks_bit_for_bit(branching: Branching, num_ranks: int, decay: int) -> None:
-    trunk, branch = "trunk", f"decay-{num_ranks}-{decay}"
+    trunk = "trunk"
+    branch = f"decay-{num_ranks}-{decay}"
     parallelism = "single" if num_ranks == 1 else "fsdp"
     if num_ranks == 2:
         trunk = "trunk-fsdp"
         branching.train(trunk, 2, max_step=12, parallelism=parallelism)
     options: dict[str, Any] = {"lr_schedule": "wsd", "decay_steps": decay, "max_step": 12, "parallelism": parallelism}
     run = branching.train(branch, num_ranks, branch=f"{branching.folder / trunk}@3", **options)
-    ours, theirs = metrics(branching.folder / branch), metrics(branching.folder / trunk)
+    ours = metrics(branching.folder / branch)
+    theirs = metrics(branching.folder / trunk)
     assert [int(row[0]) for row in ours] == list(range(4, 13))
     num_common = 9 - decay
     assert ours[:num_common] == theirs[3:-decay]
     assert ours[num_common] != theirs[-decay]
     training = TrainingArguments(lr=1e-3, warmup_steps=2, lr_schedule="wsd", decay_steps=decay)
     assert [float(row[5]) for row in ours] == [learning_rate(step, 12, training) for step in range(4, 13)]
-    here, there = branching.checkpoint(branch, 6), branching.checkpoint(trunk, 6)
+    here = branching.checkpoint(branch, 6)
+    there = branching.checkpoint(trunk, 6)
     assert counters(here) == counters(there)
     for file in ("model.safetensors", "optimizer/optimizer.safetensors"):
-        tensors, wanted = load_file(here / file), load_file(there / file)
+        tensors = load_file(here / file)
+        wanted = load_file(there / file)
         assert tensors.keys() == wanted.keys()
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in tensors.items())
     changed = f"changed: lr_schedule: constant -> wsd, decay_steps: null -> {decay}\n"

@@ -58,7 +58,8 @@ steps.backpropagate = noting
 
 @pytest.mark.slow
 def test_every_step_and_rank_has_a_seed_of_its_own_also_resumed(forked_runs: ForkedRuns, tmp_path: Path) -> None:
-    model, tokens = write_model_with_dropout(tmp_path / "model"), write_rows(tmp_path / "tokens")
+    model = write_model_with_dropout(tmp_path / "model")
+    tokens = write_rows(tmp_path / "tokens")
 
     def train(name: str, **options: object) -> dict[tuple[int, int], int]:
         """Return the seeds by step and rank."""

@@ -32,11 +32,13 @@ def test_progress_counts_evaluations_without_a_new_lowest_loss() -> None:
 
 
 def test_of_pairs_a_higher_accuracy_is_better_and_a_lower_loss() -> None:
-    progress, of_all = LossProgress("accuracy"), LossProgress("all")
+    progress = LossProgress("accuracy")
+    of_all = LossProgress("all")
     for step, (accuracy, loss) in enumerate([(0.5, 0.7), (0.7, 0.6), (0.6, 0.5)]):
         pairs = TokenLoss(4 * loss, 4, further={"accuracy": accuracy}, of_pairs=True)
         evaluation = Evaluation(pairs, step=step)
-        progress, of_all = progress.after(evaluation), of_all.after(evaluation)
+        progress = progress.after(evaluation)
+        of_all = of_all.after(evaluation)
         state = TrainerState(step=step, val_loss=loss, evaluation=evaluation)
         assert (state.cost_of("accuracy"), state.cost_of("all")) == (-accuracy, loss)
     assert (progress.best, progress.best_step, progress.num_since) == (0.7, 1, 1)
@@ -61,7 +63,9 @@ class Stopping:
     """Trains on es alone with a learning rate that is far too high; es and va are validated after every step."""
 
     def __init__(self, folder: Path, forked: ForkedRuns, model: Path) -> None:
-        self.folder, self._forked, self._model = folder, forked, model
+        self.folder = folder
+        self._forked = forked
+        self._model = model
         self.whole: ForkedRun
         train = write_jsonl(folder / "es.jsonl", [f"es {text}" for text in TEXTS])
         texts = {"es": TEXTS[:4], "va": [text[::-1] for text in TEXTS[:4]]}
@@ -150,7 +154,8 @@ pathlib.Path.rename = dying
 
 @pytest.mark.slow
 def test_a_run_shows_the_losses_of_sources_and_says_where_to_look(stopping: Stopping) -> None:
-    run, printed = stopping.folder / "whole", stopping.whole.stdout()
+    run = stopping.folder / "whole"
+    printed = stopping.whole.stdout()
     for step in (1, MAX_STEP):
         of_sources = "; ".join(f"{name} {stopping.losses('whole', name)[step]:.4f}" for name in ("es", "va"))
         assert re.search(rf"step {step}: validation loss [^;]+; {of_sources}\n", printed)

@@ -24,7 +24,9 @@ class LongRows:
     """Trains on rows of 512 tokens that are one text each."""
 
     def __init__(self, folder: Path, model: Path, runs: ForkedRuns) -> None:
-        self.folder, self.model, self._runs = folder, model, runs
+        self.folder = folder
+        self.model = model
+        self._runs = runs
         documents = write_jsonl(folder / "long.jsonl", [" ".join(TEXTS)] * 40)
         tokenize(folder / "long", model, documents, validation_split=0.1, max_length=LENGTH)
 
@@ -66,7 +68,8 @@ def test_plain_transformers_computes_the_runs_loss_of_its_export(
     rope = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 256}
     assert long_rows.config("yarn")["rope_parameters"] == rope
     assert long_rows.config("yarn")["max_position_embeddings"] == 1024
-    run, export = long_rows.folder / "yarn", tmp_path / "export"
+    run = long_rows.folder / "yarn"
+    export = tmp_path / "export"
     convert_run(forked_runs, export, "--checkpoint", run, "--dtype", "float32")
     config = json.loads((export / "config.json").read_text())
     assert (config["rope_parameters"], config["max_position_embeddings"]) == (rope, 1024)

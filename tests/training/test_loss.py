@@ -77,7 +77,8 @@ def test_unequal_micro_batches_have_the_gradient_of_the_whole_window(fabric: Fab
     labels = rows.clone()
     labels[0, 2:] = IGNORED_LABEL
     labels[3] = IGNORED_LABEL
-    gradients, losses = [], []
+    gradients = []
+    losses = []
     for cut in ([6], [1, 5], [2, 2, 2], [1, 1, 1, 1, 1, 1]):
         model = fabric.setup_module(Bigram())
         parts = zip(rows.split(cut), labels.split(cut), strict=True)

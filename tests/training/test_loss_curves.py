@@ -12,7 +12,10 @@ from fabric_train.training.curves import PICTURE, LossCurves, MetricsTable, draw
 from fabric_train.training.loggers import CSVLogger
 from fabric_train.training.metrics import Metrics, further_columns
 
-BLUE, ORANGE, GREEN, GREY = "3d7fc4", "d9782d", "2a9d6f", "767676"
+BLUE = "3d7fc4"
+ORANGE = "d9782d"
+GREEN = "2a9d6f"
+GREY = "767676"
 
 
 def rows_of(num_steps: int, sources: tuple[str, ...] = ("es", "ca", "gl")) -> Iterator[Metrics]:
@@ -67,12 +70,10 @@ def test_any_number_of_steps_is_drawn(tmp_path: Path, rows: list[Metrics]) -> No
 
 
 def test_a_run_draws_evaluations_in_a_hundredth_of_its_time_and_the_last_one_at_its_end(tmp_path: Path) -> None:
-    table, curves = (
-        CSVLogger(tmp_path / "metrics.csv", -1, further_columns([], [], ["es", "ca", "gl"])),
-        LossCurves(tmp_path),
-    )
+    table = CSVLogger(tmp_path / "metrics.csv", -1, further_columns([], [], ["es", "ca", "gl"]))
+    curves = LossCurves(tmp_path)
     picture = tmp_path / PICTURE
-    sizes = list[int]()
+    sizes: list[int] = []
     for row in list(rows_of(4))[1:]:  # the steps 2 and 4 have evaluations; drawing one takes more than a millisecond
         table.log(row)
         curves.log(row)

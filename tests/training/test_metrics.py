@@ -125,7 +125,8 @@ def test_a_resumed_run_takes_back_the_rows_beyond_its_checkpoint(tmp_path: Path)
 
 
 def test_losses_are_written_to_the_last_digit(tmp_path: Path) -> None:
-    path, loss = tmp_path / "metrics.csv", 2.718281828459045
+    path = tmp_path / "metrics.csv"
+    loss = 2.718281828459045
     write_csv(path, 0, range(1, 3), loss)
     write_csv(path, 2, range(3, 4), loss)
     assert [float(row["train_loss"]) for row in rows_of(path)] == [loss] * 3
@@ -424,7 +425,8 @@ def test_wandb_that_is_disabled_is_noted_and_writes_nothing(
 
 
 def test_metrics_are_read_back_as_they_were_logged(tmp_path: Path) -> None:
-    path, loss = tmp_path / "metrics.csv", 2.718281828459045
+    path = tmp_path / "metrics.csv"
+    loss = 2.718281828459045
     write_csv(path, 0, range(1, 5), loss)
     assert read_metrics(path, 3) == [metrics(step, loss) for step in (1, 2, 3)]
     assert read_metrics(tmp_path / "nothing.csv", 3) == []
@@ -526,7 +528,8 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_wandb_without_account_logs_offline_and_never_asks(
     tmp_path: Path, checkpoint: Path, forked_runs: ForkedRuns
 ) -> None:
-    run, home = tmp_path / "run", tmp_path / "home"
+    run = tmp_path / "run"
+    home = tmp_path / "home"
     for folder in (run, home):
         folder.mkdir()
     environment = {"HOME": str(home), "WANDB_CACHE_DIR": str(home / "cache"), "WANDB_DATA_DIR": str(home / "data")}
@@ -587,7 +590,8 @@ def test_mlflow_has_each_step_once_and_everything_else(
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
 
-    client, run_id = MlflowClient((run / "mlruns").as_uri()), (run / "mlflow_run_id").read_text()
+    client = MlflowClient((run / "mlruns").as_uri())
+    run_id = (run / "mlflow_run_id").read_text()
     for name, values in (("train/loss", [0.5, 1.0, 1.5]), ("val/a_b/loss", [1.5] * 3)):
         history = client.get_metric_history(run_id, name)
         assert sorted((metric.step, metric.value) for metric in history) == list(enumerate(values, 1))
@@ -610,7 +614,8 @@ def test_mlflow_has_each_step_once_and_everything_else(
 def test_trackio_has_each_step_once_and_everything_else(
     tmp_path: Path, checkpoint: Path, forked_runs: ForkedRuns
 ) -> None:
-    run, own = tmp_path / "run", tmp_path / "trackio"
+    run = tmp_path / "run"
+    own = tmp_path / "trackio"
     log_and_resume("trackio", run, checkpoint, forked_runs, {"TRACKIO_DIR": str(own)})
     (database,) = own.glob("*.db")
     with closing(sqlite3.connect(database)) as opened:
@@ -690,7 +695,8 @@ def test_a_full_disk_costs_each_logger_one_line(tmp_path: Path, forked_runs: For
 
 @pytest.mark.slow
 def test_a_dead_network_costs_each_tracker_one_line(tmp_path: Path, forked_runs: ForkedRuns) -> None:
-    names, dead = ["wandb", *INSTALLED], f"http://127.0.0.1:{free_port()}"
+    names = ["wandb", *INSTALLED]
+    dead = f"http://127.0.0.1:{free_port()}"
     environment = {
         "WANDB_MODE": "online",
         "WANDB_API_KEY": "a" * 40,

@@ -34,7 +34,9 @@ class Mixing:
     """Trains on three token datasets in the folder of the runs."""
 
     def __init__(self, folder: Path, model: Path, runs: ForkedRuns) -> None:
-        self.folder, self.model, self._runs = folder, model, runs
+        self.folder = folder
+        self.model = model
+        self._runs = runs
         for name, texts in zip(NAMES, (TEXTS[:20], TEXTS * 4, TEXTS[:10]), strict=True):
             documents = write_jsonl(folder / f"{name}.jsonl", [f"{name} {text}" for text in texts])
             tokenize(folder / name, model, documents, validation_split=0.1)
@@ -85,7 +87,8 @@ def test_what_a_run_saw_of_each_source_is_what_was_planned(mixing: Mixing, whole
     assert state["num_tokens"] == 16 * sum(wanted)
     before, after = whole.stdout().split("Done\n")
     for name, total, seen in zip(NAMES, rows, wanted, strict=True):
-        share, epochs = f"{seen / sum(wanted):.2%}", f"{seen / total:.2f}"
+        share = f"{seen / sum(wanted):.2%}"
+        epochs = f"{seen / total:.2f}"
         planned = [name, f"{total * 16:,}", share, epochs, f"{seen * 16:,}"]
         assert planned in [line.split() for line in before.splitlines()]
         assert [*planned, planned[-1]] in [line.split() for line in after.splitlines()]
@@ -113,7 +116,8 @@ def test_resumed_mixture_reads_the_same_rows_on_any_number_of_ranks(
     here, there = (mixing.state(each, end) for each in (run, "whole"))
     for name in ("rows_hash", "rows_of_sources", "counted_of_sources", "num_tokens", "data"):
         assert here[name] == there[name]
-    ours, theirs = metrics(mixing.folder / run), metrics(mixing.folder / "whole")[4:]
+    ours = metrics(mixing.folder / run)
+    theirs = metrics(mixing.folder / "whole")[4:]
     if num_ranks == 2:
         assert ours == theirs
     for row, same in zip(ours, theirs, strict=True):
@@ -247,7 +251,8 @@ def test_phases_are_planned_and_taken(mixing: Mixing, phased: ForkedRun) -> None
         wanted[place] = f"{start} {wanted[place]}"
     assert timeline[1 : len(wanted) + 1] == wanted
     for name, num_rows, count in zip(NAMES, total, rows[2], strict=True):
-        share, epochs = f"{count / sum(rows[2]):.2%}", f"{count / num_rows:.2f}"
+        share = f"{count / sum(rows[2]):.2%}"
+        epochs = f"{count / num_rows:.2f}"
         planned = [name, f"{num_rows * 16:,}", share, epochs, f"{count * 16:,}"]
         assert planned in [line.split() for line in before.splitlines()]
         assert [*planned, planned[-1]] in [line.split() for line in after.splitlines()]
@@ -328,7 +333,8 @@ def test_a_branch_takes_other_phases_from_a_border(mixing: Mixing, phased: Forke
     )
     options = {**IN_PHASES, "phases": "branch.yaml", "branch": f"{mixing.folder / 'phased'}@8"}
     mixing.start("branch", 1, "--shares", 1.0, 0.15, 2, **options).finish()
-    there, here = mixing.state("phased", 8)["rows_of_sources"], mixing.state("branch", 12)["rows_of_sources"]
+    there = mixing.state("phased", 8)["rows_of_sources"]
+    here = mixing.state("branch", 12)["rows_of_sources"]
     assert here[:2] == there[:2]
     assert here[2] > there[2]
     (branch,) = mixing.state("branch", 12)["lineage"]

@@ -33,7 +33,9 @@ pytestmark = pytest.mark.slow
 
 SPOILED_TOKEN = 1  # its embedding is infinite
 ORDER = WindowOrder(NUM_ROWS, ROWS_PER_WINDOW, 1, world_size=2, rank=0, seed=0)
-WITHOUT_LABELS, WITH_ALL_LABELS = 0, 2  # rows by their number modulo 4
+# rows by their number modulo 4
+WITHOUT_LABELS = 0
+WITH_ALL_LABELS = 2
 
 
 def window(step: int) -> list[int]:
@@ -69,7 +71,8 @@ def test_run_stops_before_a_nonfinite_step_and_saves_the_state_before(
 ) -> None:
     rows = rows_of_kind(3, WITH_ALL_LABELS)
     tokens = write_rows(tmp_path / "tokens", rows, SPOILED_TOKEN)
-    run, good = tmp_path / "run", tmp_path / "good"
+    run = tmp_path / "run"
+    good = tmp_path / "good"
     options = {"parallelism": parallelism, "devices": 2, "lr_schedule": "constant"}
     ended = forked_runs.start(argv(model, tokens, run, max_step=6, **options), 2)
     without = forked_runs.start(argv(model, tokens, good, max_step=2, **options), 2)
@@ -117,7 +120,8 @@ def test_skipped_step_changes_no_weight_and_resumes_exactly(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path
 ) -> None:
     tokens = write_rows(tmp_path / "tokens", rows_of_kind(3, WITH_ALL_LABELS)[:1], SPOILED_TOKEN)
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    whole = tmp_path / "whole"
+    resumed = tmp_path / "resumed"
     options = {"parallelism": "fsdp2", "devices": 2, "max_step": 4, "save_step_interval": 1, "on_nonfinite": "skip"}
     run = forked_runs.start(argv(model, tokens, whole, **options), 2)
     run.finish()
@@ -146,7 +150,8 @@ def test_loss_spike_is_reported_with_its_rows_and_changes_nothing(forked_runs: F
     random = np.random.default_rng(0)
     rows = [random.integers(3, 300, 24).tolist()] * 100  # soon known by heart
     rows[strange] = random.integers(3, 300, 24).tolist()
-    tokens, model = tmp_path / "tokens", write_model(tmp_path / "model")
+    tokens = tmp_path / "tokens"
+    model = write_model(tmp_path / "model")
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"input_ids": rows})}).save_to_disk(str(tokens))
     options = {"parallelism": "ddp", "devices": 2, "total_batch_size": 2, "max_step": 48, "lr": 1e-2}
     run = forked_runs.start(argv(model, tokens, tmp_path / "run", **options), 2)
@@ -161,7 +166,8 @@ def test_loss_spike_is_reported_with_its_rows_and_changes_nothing(forked_runs: F
 
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_is_no_spike_and_a_jump_is_one_however_long_it_lasts(seed: int) -> None:
-    steps, noise = np.arange(1000), np.random.default_rng(seed).normal(0, 0.2, 1000)
+    steps = np.arange(1000)
+    noise = np.random.default_rng(seed).normal(0, 0.2, 1000)
     falling = 2 + 4 * np.exp(-steps / 100) + noise
     rule = SpikeRule()
     assert [step for step, loss in enumerate(falling) if rule.usual_before_spike(loss) is not None] == []
@@ -174,7 +180,8 @@ def test_noise_is_no_spike_and_a_jump_is_one_however_long_it_lasts(seed: int) ->
 
 def test_rows_of_a_stream_are_named_by_lane_and_document() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
-    ids, position = torch.tensor([[0, 1, 2]]), TextPosition(epoch=3, document=17)
+    ids = torch.tensor([[0, 1, 2]])
+    position = TextPosition(epoch=3, document=17)
     cursors = np.array([[lane, *LaneCursor(position, position, "0" * 32, (5, 7)).numbers()] for lane in range(2)])
     window = Window(4, 3, False, np.arange(2), 1, [Batch(ids, ids)] * 2, cursors)
     losses = WindowLoss(torch.tensor([[1.0, math.nan]], dtype=torch.float64), torch.tensor([[2, 2]]))

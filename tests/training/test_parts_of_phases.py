@@ -37,14 +37,17 @@ earlier = []
 program._set_up_model = set_up
 """
 """Code for a rank: before it sets up a model, print how many parameters of earlier ones are in memory."""
-EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
 
 
 class Phased:
     """Trains the embedding for three steps, then all for two, then the norm for one."""
 
     def __init__(self, folder: Path, model: Path, runs: ForkedRuns) -> None:
-        self.folder, self.model, self._runs = folder, model, runs
+        self.folder = folder
+        self.model = model
+        self._runs = runs
         tokenize(folder / "tokens", model, write_jsonl(folder / "texts.jsonl", TEXTS * 2), validation_split=0.1)
         (folder / "phases.yaml").write_text(PHASES)
 

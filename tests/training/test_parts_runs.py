@@ -26,7 +26,9 @@ class Runs:
     """Runs on the full merge ``whole`` and on ``parts``; the one on parts is killed at step 5 and resumed."""
 
     def __init__(self, folder: Path, model: Path, runs: ForkedRuns) -> None:
-        self.folder, self._model, self._runs = folder, model, runs
+        self.folder = folder
+        self._model = model
+        self._runs = runs
         parts = [str(folder / name) for name in ("es", "va")]
         for name, part, packing in zip(("es", "va"), parts, ("concat", "best_fit"), strict=True):
             documents = write_jsonl(folder / f"{name}.jsonl", [f"{name} {text}" for text in TEXTS])
@@ -79,7 +81,8 @@ def test_trace_and_replay_read_parts_as_the_full_merge(both: Runs, capsys: pytes
 
 
 def test_an_order_by_index_is_saved_resumed_and_traced(both: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    run, few = both.folder / "run-keyed", "import fabric_train.data; fabric_train.data.MOST_SHUFFLED = 10"
+    run = both.folder / "run-keyed"
+    few = "import fabric_train.data; fabric_train.data.MOST_SHUFFLED = 10"
     assert both.train("parts", few + at_point(KILL, 4, "COMPUTING"), fails=True, output_dir=run) == -9
     assert both.train("parts", few, resume="true", output_dir=run) == 0
     saved = read_trainer_json(run / "checkpoints" / "step-00000006")

@@ -20,7 +20,9 @@ from tests.support.short_runs import argv, at_point, checkpoints, metrics
 from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
 
 pytestmark = pytest.mark.slow
-SHORT, LONG, POSITIONS = 16, 320, 256
+SHORT = 16
+LONG = 320
+POSITIONS = 256
 LR = 1e-3
 PHASES = """
 - {from: 3, train_data_dir: long, max_length: 320, rope_scaling: "llama3:2", rope_theta: 500000, total_batch_size: 2,
@@ -34,7 +36,9 @@ class Growing:
     """Trains on rows of 16 tokens for two steps, then on rows of 320 for three, beyond the model's 256 positions."""
 
     def __init__(self, folder: Path, model: Path, runs: ForkedRuns) -> None:
-        self.folder, self.model, self._runs = folder, model, runs
+        self.folder = folder
+        self.model = model
+        self._runs = runs
         tokenize(folder / "short", model, write_jsonl(folder / "short.jsonl"), validation_split=0.1, max_length=SHORT)
         documents = write_jsonl(folder / "long.jsonl", [f"long {text}" for text in TEXTS * 5])
         tokenize(folder / "long", model, documents, validation_split=0.2, max_length=LONG)

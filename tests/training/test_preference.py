@@ -50,7 +50,8 @@ def log_sigmoid(x: float) -> float:
 def by_hand(name: str, logs: tuple[float, float], reference: tuple[float, float], tokens: tuple[int, int]) -> float:
     """Return the loss of a pair as TRL computes it, without the part of ``sft_weight``."""
     given = GIVEN[name]
-    beta, smoothing = given.dpo_beta, given.label_smoothing
+    beta = given.dpo_beta
+    smoothing = given.label_smoothing
     mean = [value / count for value, count in zip(logs, tokens, strict=True)]
     ratios = [value - other for value, other in zip(logs, reference, strict=True)]
     mean_ratios = [value / count for value, count in zip(ratios, tokens, strict=True)]
@@ -83,7 +84,9 @@ def test_a_loss_is_that_of_its_paper(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dpo", "dpo_norm"])
 def test_rewards_and_kl_are_as_by_hand(name: str) -> None:
-    logs, reference, tokens = (-9.0, -12.0), (-10.0, -10.0), (5, 8)
+    logs = (-9.0, -12.0)
+    reference = (-10.0, -10.0)
+    tokens = (5, 8)
     values = [torch.tensor([value], dtype=torch.float64) for value in (*logs, *reference, *tokens)]
     metrics = {of: value.item() for of, value in Preference(GIVEN[name])._metrics(Pairs(*values)).items()}
     # beyond the reference: 1 for the chosen answer, -2 for the rejected one; per token 1 / 5 and -2 / 8
@@ -158,7 +161,8 @@ def reward_rounding(rounding: float) -> float:
 def sums_alone(model: Any, batch: Batch) -> torch.Tensor:
     """Return the log-probabilities of both answers of each pair, [P, 2]: each sequence alone, by full logits."""
     assert batch.documents is not None
-    ids, labels = batch.input_ids.flatten(), batch.labels.flatten()
+    ids = batch.input_ids.flatten()
+    labels = batch.labels.flatten()
     sums = []
     for begin, end in zip(batch.documents.borders[:-1].tolist(), batch.documents.borders[1:].tolist(), strict=True):
         logits = model(input_ids=ids[None, begin:end]).logits[0, :-1]
@@ -315,7 +319,8 @@ def test_losses_do_not_depend_on_packing_ranks_or_micro_batches(
         expected = [float(row[name] or "nan") for name in columns]
         tolerated = pytest.approx(expected, rel=rounding, abs=reward_rounding, nan_ok=True)
         assert found == tolerated, dict(zip(columns, found, strict=True))
-    dataset, stored = open_dataset(str(tokens)), stored_values(tokens)
+    dataset = open_dataset(str(tokens))
+    stored = stored_values(tokens)
     assert dataset.validation is not None
     model = LlamaForCausalLM.from_pretrained(model_dir).eval()
     for name, split in {"train": dataset.train, "validation": dataset.validation}.items():
@@ -325,7 +330,8 @@ def test_losses_do_not_depend_on_packing_ranks_or_micro_batches(
 def test_a_killed_run_whose_reference_is_deleted_goes_on_as_if_nothing_had_happened(
     forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, straight: Path
 ) -> None:
-    tokens, run = Path(shutil.copytree(packed, tmp_path / "tokens")), tmp_path / "run"
+    tokens = Path(shutil.copytree(packed, tmp_path / "tokens"))
+    run = tmp_path / "run"
     shutil.rmtree(tokens / "reference", ignore_errors=True)
     given = argv(model_dir, tokens, run, **whole_windows(tokens, 1, 2))
     kill = short_runs.at_point("os.kill(os.getpid(), signal.SIGKILL)", 3, "OPTIMIZER", ranks=(0,))
@@ -460,24 +466,32 @@ def test_reference_values_are_those_of_that_model_by_full_logits(
     policy: Any = LlamaForCausalLM.from_pretrained(model_dir)
     last = Path("checkpoints", "step-00000003")
     if kind == "checkpoint":
-        options, model, place = {"reference": straight / "latest"}, straight / last, str(straight / last)
+        options = {"reference": straight / "latest"}
+        model = straight / last
+        place = str(straight / last)
         reference: Any = LlamaForCausalLM.from_pretrained(model)
     elif kind == "adapter of a run":
-        options, place = {"reference": adapted / last}, str(adapted / last)
+        options = {"reference": adapted / last}
+        place = str(adapted / last)
         reference = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(model_dir), adapted / last)
     elif kind == "adapter of peft":
-        reference, place = of_peft(tmp_path / "reference", model_dir), str(tmp_path / "reference")
+        reference = of_peft(tmp_path / "reference", model_dir)
+        place = str(tmp_path / "reference")
     elif kind == "checkpoint to begin with":
         policy = reference = LlamaForCausalLM.from_pretrained(straight / last)
-        options, place = {"model_name": straight / "latest"}, str(straight / last)
+        options = {"model_name": straight / "latest"}
+        place = str(straight / last)
     elif kind == "adapter to begin with":
         policy = reference = of_peft(tmp_path / "reference", model_dir)
-        options, place = {"init_adapter": tmp_path / "reference"}, str(tmp_path / "reference")
+        options = {"init_adapter": tmp_path / "reference"}
+        place = str(tmp_path / "reference")
     elif kind == "hub":
-        reference, place = in_cache(tmp_path / "hub", model_dir), "some/model"
+        reference = in_cache(tmp_path / "hub", model_dir)
+        place = "some/model"
         options = {"reference": place}
     else:
-        options, place = {"adapter": "lora", "base_weights": "nf4"}, str(model_dir)
+        options = {"adapter": "lora", "base_weights": "nf4"}
+        place = str(model_dir)
         policy = reference = in_4_bits(model_dir)
     tokens = Path(shutil.copytree(packed, tmp_path / "tokens"))
     others = [one.name for one in (tokens / "reference").iterdir()]
@@ -517,7 +531,8 @@ def resumes_with_its_reference(forked_runs: ForkedRuns, begun: list[str], refere
 def test_an_evaluation_alone_compares_with_the_reference_that_the_run_began_with(
     forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, straight: Path
 ) -> None:
-    tokens, run = without_reference(packed, tmp_path / "tokens"), tmp_path / "run"
+    tokens = without_reference(packed, tmp_path / "tokens")
+    run = tmp_path / "run"
     given = {"adapter": "dora", "lora_rank": 4, "max_step": 1, **whole_windows(packed, 1, 2)}
     forked_runs.start(argv(model_dir, tokens, run, reference=straight / "latest", **given), 1).finish()
     before = stored_values(tokens)["validation"]
@@ -534,7 +549,8 @@ def test_an_adapter_that_was_trained_in_4_bits_is_a_reference_in_4_bits(
     given = {"lora_rank": 4, "lr": 3e-2, "base_weights": "nf4", "objective": "orpo", **whole_windows(packed, 1, 2)}
     forked_runs_in_4_bits.start(argv(model_dir, packed, tmp_path / "first", max_step=2, **given), 1).finish()
     adapter = tmp_path / "first" / "checkpoints" / "step-00000002"
-    tokens, given = without_reference(packed, tmp_path / "tokens"), whole_windows(packed, 1, 2)
+    tokens = without_reference(packed, tmp_path / "tokens")
+    given = whole_windows(packed, 1, 2)
     forked_runs_in_4_bits.start(
         argv(model_dir, tokens, tmp_path / "run", reference=adapter, max_step=1, **given), 1
     ).finish()

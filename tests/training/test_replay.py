@@ -25,7 +25,9 @@ class Replaying:
     """A run of six steps on two ranks with checkpoints at the steps 2, 4 and 6, and replays of it and of copies."""
 
     def __init__(self, folder: Path, model: Path, runs: ForkedRuns) -> None:
-        self.folder, self._model, self._runs = folder, model, runs
+        self.folder = folder
+        self._model = model
+        self._runs = runs
         for name, texts in (("tokens", [*TEXTS, *(text.upper() for text in TEXTS)]), ("others", TEXTS[::-1])):
             documents = write_jsonl(folder / f"{name}.jsonl", texts)
             tokenize(folder / name, model, f"{name}={documents}", max_length=32, validation_split=0.1)
@@ -178,7 +180,8 @@ def test_an_altered_digit_is_named_with_its_step_and_column(replaying: Replaying
 
 
 def test_an_altered_row_is_named_with_its_document(replaying: Replaying) -> None:
-    run, tokens = replaying.copy("row"), replaying.folder / "tokens"
+    run = replaying.copy("row")
+    tokens = replaying.folder / "tokens"
     num_rows = manifest_of(tokens).ledger.splits["train"].rows
     row = int(WindowOrder(num_rows, 8, 2, 1, 0, seed=0).rows_of(5)[-1])
     shutil.copytree(tokens, replaying.folder / "whole")
@@ -234,7 +237,8 @@ def test_what_cannot_be_replayed_is_one_line(replaying: Replaying) -> None:
 
 
 def test_a_replay_computes_with_as_many_threads_as_the_run() -> None:
-    cpu, before = torch.device("cpu"), torch.get_num_threads()
+    cpu = torch.device("cpu")
+    before = torch.get_num_threads()
     name = device_name(cpu)
     try:
         use_threads_of(name.replace(f"threads {before}", "threads 3"))

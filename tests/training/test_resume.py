@@ -64,7 +64,9 @@ class Killing:
     """Trains without and with kills, and compares."""
 
     def __init__(self, folder: Path, runs: ForkedRuns, given: Options) -> None:
-        self.folder, self.runs, self.given = folder, runs, given
+        self.folder = folder
+        self.runs = runs
+        self.given = given
         self.random = random.Random(seed := random.SystemRandom().randrange(2**32))
         print(f"kills are drawn from seed {seed}")
         self._whole: dict[str, tuple[Path, Course]] = {}
@@ -176,7 +178,8 @@ fabric_train.training.step.seed_step = lambda *_: os.kill(os.getpid(), signal.SI
 
 def test_step_whose_validation_a_signal_ended_is_logged_once(killing: Killing) -> None:
     training = Training({**killing.given, **ONE_RANK, "max_step": 6, "eval_step_interval": 2}, 1)
-    whole, run = killing.folder / "signalled-whole", killing.folder / "signalled"
+    whole = killing.folder / "signalled-whole"
+    run = killing.folder / "signalled"
     train_at_once(killing.runs, training, whole)
     assert killing.runs.start(training.line(run), 1, before=STOP_IN_A_VALIDATION).wait() == [75]
     assert metrics(run) == metrics(whole)[:1]  # step 2 is saved, and not logged before it is evaluated
@@ -438,7 +441,8 @@ def test_full_checkpoint_resumes_on_other_ranks_with_the_same_rows(
     run = resumed.killing.folder
     checkpoint = resumed.run / "checkpoints" / "step-00000004"
     resumed(name, num_ranks, {**options, "checkpoint": checkpoint}).finish()
-    ours, theirs = metrics(run / name), metrics(resumed.run)[4:]
+    ours = metrics(run / name)
+    theirs = metrics(resumed.run)[4:]
     assert [row["step"] for row in ours] == ["5", "6"]
     for row, same in zip(ours, theirs, strict=True):
         assert row["num_tokens"] == same["num_tokens"]

@@ -172,7 +172,8 @@ def test_run_log_reports_a_full_disk_once_and_the_run_goes_on(
 def test_nothing_is_logged_through_a_link_or_into_a_pipe(
     forked_runs: ForkedRuns, tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path, kind: str
 ) -> None:
-    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run = tmp_path / "run"
+    elsewhere = tmp_path / "elsewhere"
     run.mkdir()
     if kind == "pipe":
         os.mkfifo(run / "run.log")

@@ -116,7 +116,8 @@ def test_a_run_of_an_earlier_version_has_no_times_and_a_damaged_file_is_named(tm
 
 
 def test_only_lines_of_saves_and_starts_stay_and_a_cut_off_line_is_replaced(tmp_path: Path) -> None:
-    path, heartbeat = tmp_path / TIMES, Heartbeat()
+    path = tmp_path / TIMES
+    heartbeat = Heartbeat()
     path.write_text('{"event": "start", "time": 1, "step": 0, "num_devices": 1, "seconds": {}}\n{"eve')
     times = TimesFile(path, heartbeat, 7, 2)
     for step in range(8, 12):

@@ -40,7 +40,8 @@ class Preference:
 
 OBJECTIVES["in-order"] = lambda arguments: Preference()
 """
-PAIRS, LENGTH = 8, 12
+PAIRS = 8
+LENGTH = 12
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,8 @@ def test_an_objective_from_outside_trains_is_logged_and_does_not_depend_on_the_c
         forked_runs.start(argv(model, pairs, run, **given), num_ranks, before=PREFERENCE).finish()
         with (run / "metrics.csv").open(newline="") as file:
             table = list(csv.DictReader(file))
-        first, last = table[1], table[-1]
+        first = table[1]
+        last = table[-1]
         for train, val, expected in (("train_loss", "val_loss", loss), ("train_pairs_in_order",) * 2 + (in_order,)):
             val = val.replace("train_", "val_")
             assert float(first[train]) == pytest.approx(expected, rel=1e-5), (train, rows)

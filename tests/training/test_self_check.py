@@ -144,7 +144,8 @@ def test_a_stream_is_refused_in_a_line(forked_runs: ForkedRuns, tmp_path: Path, 
 
 
 def test_equal_figures_do_not_differ_even_if_they_are_not_finite() -> None:
-    here, there = Figure("one", math.inf, 2.0), Figure("two", math.inf, 1.0)
+    here = Figure("one", math.inf, 2.0)
+    there = Figure("two", math.inf, 1.0)
     assert here.differences(there) == (0.0, 1.0)
 
 

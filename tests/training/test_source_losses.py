@@ -60,7 +60,8 @@ def owners_by_hand(dataset: TokenDataset, split: str, row: int) -> list[tuple[st
     """Return the source of each token of a row, the number of its piece, and the piece's bytes and tokens."""
     index = Path(dataset.folder, split, "index")
     documents, rows, continuations = (np.load(index / f"{name}.npy") for name in ("documents", "rows", "continuations"))
-    first, last = rows[row], rows[row + 1]
+    first = rows[row]
+    last = rows[row + 1]
     begun = iter(range(int(first["documents"]), int(last["documents"])))
     continued = {int(one["ordinal"]): one for one in continuations[first["continuations"] : last["continuations"]]}
     assert dataset.manifest is not None
@@ -80,8 +81,10 @@ class ByHand:
     """Sums of nats, supervised tokens and bytes by source, token by token from logits."""
 
     def __init__(self, model: Any, mixture: TokenMixture, split: str) -> None:
-        self.model, self.parts = model, mixture.parts
-        self.split, self.isolates = split, mixture.isolates
+        self.model = model
+        self.parts = mixture.parts
+        self.split = split
+        self.isolates = mixture.isolates
         self.rows = [
             (part, row)
             for part in mixture.parts
@@ -93,9 +96,11 @@ class ByHand:
         sums: dict[str, list[float]] = {name: [0.0, 0, 0.0] for name in SOURCES}
         for part, row in (self.rows[row] for row in rows):
             columns = (part.train if self.split == "train" else part.validation).split[row]  # type: ignore[union-attr]
-            ids, labels = columns["input_ids"], columns.get("labels", columns["input_ids"])
+            ids = columns["input_ids"]
+            labels = columns.get("labels", columns["input_ids"])
             starts = sorted({0, *(columns["document_starts"] if self.isolates else [])})
-            owners, targets = owners_by_hand(part, self.split, row), dict[tuple[str, int, float, int], int]()
+            owners = owners_by_hand(part, self.split, row)
+            targets: dict[tuple[str, int, float, int], int] = {}
             for begin, end in zip(starts, [*starts[1:], LENGTH], strict=True):
                 logits = self.model(torch.tensor([ids[begin:end]])).logits[0].float()
                 for position in range(begin + 1, end):
@@ -199,7 +204,10 @@ class Runs:
     """Trains on both token datasets for three steps, with an evaluation at step 0 and at the end."""
 
     def __init__(self, folder: Path, forked: ForkedRuns, model: Path, tokens: list[str]) -> None:
-        self.folder, self.forked, self.model, self.tokens = folder, forked, model, tokens
+        self.folder = folder
+        self.forked = forked
+        self.model = model
+        self.tokens = tokens
 
     def start(self, name: str, num_ranks: int = 1, before: str = "", **options: Any) -> Any:
         given = {
@@ -240,7 +248,8 @@ def test_sources_add_up_to_the_whole_in_every_cut(
     name = f"cut-{num_ranks}-{micro_batch_size}"
     given = {"micro_batch_size": micro_batch_size, "eval_batch_size": micro_batch_size, **options}
     runs.start(name, num_ranks, **given).finish()
-    found, same = runs.evaluation(name), runs.evaluation("whole")
+    found = runs.evaluation(name)
+    same = runs.evaluation("whole")
     assert math.fsum(one.nats for one in found.sources.values()) == pytest.approx(found.whole.nats, rel=1e-12)
     assert sum(one.num_tokens for one in found.sources.values()) == found.whole.num_tokens
     assert found.rows == same.rows is not None
@@ -250,7 +259,8 @@ def test_sources_add_up_to_the_whole_in_every_cut(
         assert loss.loss == pytest.approx(same.sources[source].loss, rel=1e-5)
     mixture = open_mixture(folders, Shares("--shares", None), True, Path(folders[0]))
     train = mixture.train
-    rows, others = rows_of(runs.folder / name), rows_of(runs.folder / "whole")
+    rows = rows_of(runs.folder / name)
+    others = rows_of(runs.folder / "whole")
     for step, row in enumerate(rows[1:]):
         order = window_rows(mixture, step)
         pieces = train.__getitems__(order).pieces
@@ -307,7 +317,8 @@ def test_first_evaluation_goes_through_resume_and_branch_to_the_card(runs: Runs,
     assert state.first_evaluation is not None
     assert state.evaluation is not None
     assert (state.first_evaluation.step, state.evaluation.step) == (0, 5)
-    before, after = (float(rows_of(whole)[0]["val_loss/va"]), state.evaluation.sources["va"].loss)
+    before = float(rows_of(whole)[0]["val_loss/va"])
+    after = state.evaluation.sources["va"].loss
     assert state.first_evaluation.sources["va"].loss == before
     resumed = read_trainer_json(runs.folder / "resumed" / "checkpoints" / "step-00000004").state
     assert resumed.first_evaluation == state.first_evaluation

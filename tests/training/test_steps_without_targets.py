@@ -85,7 +85,8 @@ def check_steps(run: Path) -> None:
     assert [row.step for row in rows if row.grad_norm is None] == [1, 4, 5]
     assert all(row.learning_rate and row.num_tokens == row.step * ROWS_PER_WINDOW * LENGTH for row in rows)
     for step in range(2, LAST_STEP + 1):
-        before, after = tensors(run, step - 1), tensors(run, step)
+        before = tensors(run, step - 1)
+        after = tensors(run, step)
         changed = any(not torch.equal(after[name], before[name]) for name in before)
         assert changed == (step not in (4, 5)), step
     lines = (run / "run.log").read_text().splitlines()

@@ -178,7 +178,8 @@ def test_transformers_and_gigatoken_read_the_folder_as_tokenizers_does(extended:
 
 
 def test_new_rows_are_means_of_their_pieces_and_all_else_keeps_its_bits(extended: Path, base: Path) -> None:
-    old, new = open_weights(base), open_weights(extended)
+    old = open_weights(base)
+    new = open_weights(extended)
     added = json.loads((extended / "vocabulary.json").read_text())
     before = Tokenizer.from_file(str(base / "tokenizer.json"))
     after = Tokenizer.from_file(str(extended / "tokenizer.json"))
@@ -186,7 +187,8 @@ def test_new_rows_are_means_of_their_pieces_and_all_else_keeps_its_bits(extended
     assert (added["first_id"], added["num_rows"], len(added["tokens"])) == (2000, 2176, 153)
     assert json.loads((extended / "config.json").read_text())["vocab_size"] == 2176 == 34 * 64
     for name in old:
-        stored, found = old.read(name), new.read(name)
+        stored = old.read(name)
+        found = new.read(name)
         if name not in ("model.embed_tokens.weight", "lm_head.weight"):
             assert torch.equal(stored, found)
             continue
@@ -232,7 +234,8 @@ def test_only_rows_that_get_a_token_change(
     (tmp_path / "tokens.txt").write_text("qqzx\nxzqq\n")
     words = f"--model {base} --tokens {tmp_path / 'tokens.txt'} --init {init} --output_dir {tmp_path / 'out'}"
     main(["extend", *words.split()])
-    old, new = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    old = load_file(base / "model.safetensors")
+    new = load_file(tmp_path / "out" / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         is_equal = (old[name] == new[name][:2064]).all(dim=1)
         assert torch.nonzero(~is_equal).flatten().tolist() == [2000, 2001]
@@ -327,7 +330,8 @@ def test_a_model_can_be_extended_again(extended: Path, catalan: Path, tmp_path: 
     main(["extend", *words.split()])
     added = json.loads((tmp_path / "out" / "vocabulary.json").read_text())
     assert (added["first_id"], len(added["tokens"]), added["num_rows"]) == (2000, 193, 2240)
-    old, new = open_weights(extended), open_weights(tmp_path / "out")
+    old = open_weights(extended)
+    new = open_weights(tmp_path / "out")
     assert all(torch.equal(old.read(name)[:2153], new.read(name)[:2153]) for name in old)
 
 

@@ -88,7 +88,8 @@ def measured(tokenizer: str, tokens: int, saving: Figure | None) -> Measured:
 def test_the_advice_follows_from_the_saving_and_its_interval(
     tokens: int, interval: tuple[float, float] | None, advice: str
 ) -> None:
-    first, other = measured("A", 131, None), measured("B", tokens, Figure(1 - tokens / 131, interval))
+    first = measured("A", 131, None)
+    other = measured("B", tokens, Figure(1 - tokens / 131, interval))
     (line,) = report.recommend([first, other])
     assert line.startswith(f"ca: {advice}")
 

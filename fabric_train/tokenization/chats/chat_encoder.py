@@ -40,12 +40,15 @@ if TYPE_CHECKING:
 
 _LONGEST_TRIED = 200  # characters
 T = TypeVar("T")
-_BATCH_CHARACTERS, _BATCH_ROWS = 500_000, 1_000  # passed to the encoder at once
+# passed to the encoder at once
+_BATCH_CHARACTERS = 500_000
+_BATCH_ROWS = 1_000
 
 
 def open_part_encoder(tokenizer_file: Path, tokenizer: "PreTrainedTokenizerFast") -> TextEncoder | None:
     """Return an encoder of the texts between control tokens; None if they cannot be encoded one by one."""
-    normalizer, pre_tokenizer = tokenizer.backend_tokenizer.normalizer, tokenizer.backend_tokenizer.pre_tokenizer
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    pre_tokenizer = tokenizer.backend_tokenizer.pre_tokenizer
     for token in tokenizer.added_tokens_decoder.values():
         if token.single_word or token.lstrip or token.rstrip or (token.normalized and normalizer is not None):
             return None
@@ -101,7 +104,9 @@ class ChatEncoder:
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
-        self._data_format, self._train_on, self._too_long = data_format, train_on, too_long
+        self._data_format = data_format
+        self._train_on = train_on
+        self._too_long = too_long
         self._max_length = max_length
         self._template, notes = _choose_template(tokenizer, train_on, is_chosen)
         self._shown = ShownMessages(self._template)
@@ -140,7 +145,8 @@ class ChatEncoder:
             num_characters += len(rendered.whole.text) if isinstance(rendered, _RenderedChat) else 0
             if num_characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_ROWS:
                 yield from self._encode_batch(batch)
-                batch, num_characters = [], 0
+                batch = []
+                num_characters = 0
         yield from self._encode_batch(batch)
 
     def _encode_batch(
@@ -156,7 +162,8 @@ class ChatEncoder:
             return LeftOut(reason)
         turns = supervised_turns(chat, self._train_on)
         messages = self._tokens.shield_messages(self._shown.messages(chat))
-        tools, variables = self._tokens.shield(chat.tools), self._tokens.shield(dict(chat.template_variables))
+        tools = self._tokens.shield(chat.tools)
+        variables = self._tokens.shield(dict(chat.template_variables))
         whole = self._render_shielded(messages, tools, variables)
         unused = chat.unused | self._shown.check(whole, turns)
         if self._train_on == "all" and any(_is_context(message) for message in chat.messages):
@@ -217,7 +224,9 @@ class ChatEncoder:
         The ``num_tokens`` tokens of the whole conversation show which part that should be. It is
         rendered, and so is the next longer one: their lengths decide.
         """
-        messages, tools, variables = rendered.whole.messages, rendered.whole.tools, rendered.whole.variables
+        messages = rendered.whole.messages
+        tools = rendered.whole.tools
+        variables = rendered.whole.variables
         roles = [message["role"] for message in messages]
         places = _places_of_contents(rendered.whole)
         begin_at, end_at = self._tokens.estimate(rendered.whole.text, np.array(places)).T
@@ -281,7 +290,8 @@ def _places_of_contents(rendering: Rendering) -> list[Span]:
 
 def _count_first(holds: Callable[[int], bool], number: int, guess: int) -> int:
     """Return how many of ``range(number)``, the first ones, ``holds`` is true of; a right ``guess`` takes two calls."""
-    low, high = 0, number
+    low = 0
+    high = number
     for probe in (guess - 1, guess):
         if low <= probe < high:
             low, high = (probe + 1, high) if holds(probe) else (low, probe)

@@ -116,7 +116,8 @@ class ChatTemplate:
     def _learn(self, added_tokens: Collection[str]) -> None:
         self._find_control_tokens(added_tokens)
         question = _speak(["user"])
-        begin, prompt = self.render(question), self.render(question, generation_prompt=True)
+        begin = self.render(question)
+        prompt = self.render(question, generation_prompt=True)
         self._generation_prompt = prompt.removeprefix(begin) if prompt.startswith(begin) else ""
 
     def render(
@@ -145,7 +146,8 @@ class ChatTemplate:
 
     def mark(self, rendering: Rendering, turns: Sequence[int]) -> list[Span]:
         """Return (start, end) in the text of the assistant's ``turns``, indices of messages, or raise a BadRowError."""
-        messages, text = rendering.messages, rendering.text
+        messages = rendering.messages
+        text = rendering.text
         if self._has_generation:
             return self._mark_by_generation(rendering, turns)
         is_plain = all(message.keys() == {"role", "content"} for message in messages)
@@ -179,7 +181,8 @@ class ChatTemplate:
         if len(between) != 3:  # the template leaves out a content
             return ""
         while begin and between[1].endswith(begin[-1]):  # the header of a user's turn
-            begin, between[1] = begin[:-1], between[1][:-1]
+            begin = begin[:-1]
+            between[1] = between[1][:-1]
         own = begin.replace("\0", " ").strip()
         return textwrap.shorten(own.removeprefix("system").strip(), 120, placeholder=" …")
 
@@ -237,7 +240,9 @@ class ChatTemplate:
         self.end_of_turn = max((one for one in self.control_tokens if after.startswith(one)), key=len, default=None)
 
     def _mark_turn(self, rendering: Rendering, turn: int) -> Span:
-        messages, tools, text = rendering.messages, rendering.tools, rendering.text
+        messages = rendering.messages
+        tools = rendering.tools
+        text = rendering.text
         is_last = turn == len(messages) - 1
         until = text if is_last else self.render(messages[: turn + 1], tools, variables=rendering.variables)
         if turn:
@@ -256,7 +261,9 @@ class ChatTemplate:
         return span
 
     def _mark_by_generation(self, rendering: Rendering, turns: Iterable[int]) -> list[Span]:
-        messages, text, marked = rendering.messages, rendering.text, rendering.generated
+        messages = rendering.messages
+        text = rendering.text
+        marked = rendering.generated
         spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(marked) != len(spoken):
             raise BadRowError(
@@ -301,7 +308,8 @@ class ChatTemplate:
 
     def _compose(self, roles: Iterable[str], contents: Sequence[str]) -> tuple[str, dict[int, Span]]:
         """Return the text of contents and separators, and the assistant's spans; "" if a separator is unknown."""
-        text, spans = [], {}
+        text = []
+        spans = {}
         begin = position = 0
         for index, pair in enumerate(pairwise([None, *roles, None])):
             separator = self._separators[pair]
@@ -393,11 +401,13 @@ def find_fault_in_child(attempt: Callable[[], object]) -> str | None:
     if child == 0:
         _attempt(attempt, writer)
     os.close(writer)
-    text, is_over = b"", False
+    text = b""
+    is_over = False
     try:
         while not is_over and select.select([reader], [], [], _LONGEST_TRIAL)[0]:
             part = os.read(reader, 1 << 16)
-            text, is_over = text + part, not part
+            text = text + part
+            is_over = not part
     finally:
         os.close(reader)
         if not is_over:

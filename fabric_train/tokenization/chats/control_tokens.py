@@ -84,11 +84,14 @@ class ControlTokens:
     """
 
     def __init__(self, tokenizer_file: Path, control: Mapping[str, int], encoder: TextEncoder | None) -> None:
-        self._tokenizer_file, self._control, self._encoder = tokenizer_file, control, encoder
+        self._tokenizer_file = tokenizer_file
+        self._control = control
+        self._encoder = encoder
         self._number = secrets.token_hex(8)  # random, so no text contains it
         self._placeholders = {text: f"{self._number}t{token_id}t" for text, token_id in control.items()}
         self._shielded_texts = {placeholder: text for text, placeholder in self._placeholders.items()}
-        self._control_token, self._placeholder = _any_of(control), _any_of(self._shielded_texts)
+        self._control_token = _any_of(control)
+        self._placeholder = _any_of(self._shielded_texts)
         self._control_ids = np.array(list(control.values()), np.int32)
         self._parts: dict[str, list[str]] = {}  # of renderings, see _split
         self._ids: dict[str, np.ndarray] = {}  # of control tokens, and of the texts between them

@@ -46,7 +46,8 @@ _EDIT = "boilerplate lines"
 _REASON = "only_boilerplate"
 _SHOWN_CHARACTERS = 100
 FORMAT = 1  # of the hashes, the rule, and the files of counts; raise it when one of them changes
-_RECORD, _HASHES = "lines.json", "hashes"
+_RECORD = "lines.json"
+_HASHES = "hashes"
 _MAKE_AGAIN = "count the lines again, with --shard and this version, and merge the slices"
 LINE = np.dtype([("hash", np.uint64), ("documents", np.uint32)])
 _LINES_AT_ONCE = 1 << 23  # 100 MB
@@ -77,7 +78,7 @@ class Boilerplate:
         if not places:
             return text
         edits[_EDIT] += len(places)
-        kept = list[str]()
+        kept: list[str] = []
         after_removed = False
         for place, line in enumerate(lines):
             if place in places:
@@ -223,7 +224,7 @@ def _find_texts(
     sources: Sequence[Source], shards: Sequence[Shard], files: Sequence[Path], column: str, hashes: Collection[int]
 ) -> dict[int, str]:
     """Return the lines with these hashes, as they are where they come first."""
-    texts = dict[int, str]()
+    texts: dict[int, str] = {}
     for shard, file in zip(shards, files, strict=True):
         wanted = {hashed for hashed in hashes if hashed not in texts and len(_read_range(file, hashed, hashed))}
         for text in _texts(sources[shard.source], shard, column, skips_bad_rows=True) if wanted else ():
@@ -242,7 +243,8 @@ def _count_shard(folder: Path, sources: list[Source], column: str, skips_bad_row
     for text in _texts(sources[shard.source], shard, column, skips_bad_rows):
         hashes.extend({hashed for _, hashed in hash_lines(text.split("\n"))})
         if len(hashes) >= _LINES_AT_ONCE:
-            counted, hashes = _add_up([counted, _once(hashes)]), array("Q")
+            counted = _add_up([counted, _once(hashes)])
+            hashes = array("Q")
     partial_file = folder / f"{shard.key}.lines_partial"
     _add_up([counted, _once(hashes)]).tofile(partial_file)
     partial_file.rename(lines_file(folder, shard))
@@ -262,7 +264,8 @@ def _texts(source: Source, shard: Shard, column: str, skips_bad_rows: bool) -> I
 
 def _once(hashes: "array[int]") -> np.ndarray:
     lines = np.empty(len(hashes), dtype=LINE)
-    lines["hash"], lines["documents"] = np.frombuffer(hashes, np.uint64), 1
+    lines["hash"] = np.frombuffer(hashes, np.uint64)
+    lines["documents"] = 1
     return lines
 
 

@@ -57,7 +57,8 @@ class Cleaner:
             if isinstance(result, Dropped):
                 return result
             if isinstance(result, Marked):
-                text, hits = result.text, (*hits, *result.hits)
+                text = result.text
+                hits = (*hits, *result.hits)
             else:
                 text = result
         return Cleaned(text, dict(edits), self._sign(text), hits)

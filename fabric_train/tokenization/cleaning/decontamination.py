@@ -34,7 +34,8 @@ _SEPARATOR, _WORD, _IGNORED = range(3)  # kinds of characters
 _SPACE = ord(" ")
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # an odd number with well spread bits, of splitmix64
 SHORTEST = 8  # words of the shortest text that is compared as a whole
-_COMMON_ITEMS, _COMMON_SHARE = 10, 0.05
+_COMMON_ITEMS = 10
+_COMMON_SHARE = 0.05
 _SHOWN_WORDS = 40
 _TABLE_SIZE = 16  # places for each n-gram in the table of the first look-up
 # an n-gram: its words, its hash, the numbers of its task, item and text, and its first character in the text
@@ -139,11 +140,13 @@ def split_words(text: str) -> Words:
     codes = np.frombuffer(normal.encode("utf-32-le", "surrogatepass"), dtype="<u4")
     kinds = _kinds()[codes]
     if (kinds == _IGNORED).any():  # soft hyphens and the like
-        codes, kinds = codes[kinds != _IGNORED], kinds[kinds != _IGNORED]
+        codes = codes[kinds != _IGNORED]
+        kinds = kinds[kinds != _IGNORED]
     is_word = kinds == _WORD
     is_kept = is_word.copy()
     is_kept[1:] |= is_word[:-1]  # the first separator after each word
-    codes, is_word = codes[is_kept], is_word[is_kept]
+    codes = codes[is_kept]
+    is_word = is_word[is_kept]
     codes = np.where(is_word, codes, np.uint32(_SPACE))
     ends = np.flatnonzero(~is_word)
     if len(is_word) and is_word[-1]:
@@ -209,7 +212,8 @@ class NgramTable:
         if len(places):
             firsts = np.searchsorted(self.hashes, hashes[places])
             is_found = self.hashes[np.minimum(firsts, len(self.hashes) - 1)] == hashes[places]
-            places, firsts = places[is_found], firsts[is_found]
+            places = places[is_found]
+            firsts = firsts[is_found]
             lasts = np.searchsorted(self.hashes, hashes[places], side="right")
             for place, first, last in zip(places.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
                 for ngram in range(first, last):
@@ -249,8 +253,12 @@ def index_tasks(items: Sequence[TaskItem]) -> TaskIndex:
         for words, length in compared:
             (hashes,) = ngram_hashes(words, [length]).values()
             ngrams = np.empty(len(hashes), dtype=_NGRAM)
-            ngrams["length"], ngrams["hash"], ngrams["start"] = length, hashes, words.starts[: len(hashes)]
-            ngrams["task"], ngrams["item"], ngrams["text"] = tasks[item.task], number, len(texts)
+            ngrams["length"] = length
+            ngrams["hash"] = hashes
+            ngrams["start"] = words.starts[: len(hashes)]
+            ngrams["task"] = tasks[item.task]
+            ngrams["item"] = number
+            ngrams["text"] = len(texts)
             found.append(ngrams)
             texts.append((item, words.text(0, len(words.starts))))
     ngrams, is_first, is_common = _by_frequency(np.concatenate(found), num_items)
@@ -283,7 +291,8 @@ def _by_frequency(ngrams: np.ndarray, num_items: np.ndarray) -> tuple[np.ndarray
     ngrams = ngrams[np.lexsort((ngrams["item"], ngrams["task"], ngrams["hash"], ngrams["length"]))]
     is_first = _differs(ngrams["length"]) | _differs(ngrams["hash"]) | _differs(ngrams["task"])
     is_new = is_first | _differs(ngrams["item"])
-    ngrams, is_first = ngrams[is_new], is_first[is_new]
+    ngrams = ngrams[is_new]
+    is_first = is_first[is_new]
     numbers = np.cumsum(is_first) - 1
     in_items = np.bincount(numbers)[numbers]
     is_common = (in_items > _COMMON_ITEMS) & (in_items > _COMMON_SHARE * num_items[ngrams["task"]])

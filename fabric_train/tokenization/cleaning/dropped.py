@@ -160,6 +160,7 @@ def write_hits(folder: Path, hits: Sequence[tuple[TaskHit, Place]], sources: Sou
     """
     with (folder / CONTAMINATION_FILE).open("w", encoding="utf-8") as file:
         for hit, place in hits:
-            about, shared = {"task": hit.task, "item": hit.item}, {"num_shared": hit.num_shared, "words": hit.words}
+            about = {"task": hit.task, "item": hit.item}
+            shared = {"num_shared": hit.num_shared, "words": hit.words}
             content = about | {"place": sources.place(*place)} | shared
             file.write(json.dumps(content, ensure_ascii=False) + "\n")

@@ -19,7 +19,9 @@ from fabric_train.cli.errors import InputError
 from fabric_train.files.requirements import check_package
 from fabric_train.tokenization.cleaning.dropped import Dropped
 
-PIECES, PIECE_CHARACTERS, CERTAIN = 3, (150, 300), 0.95
+PIECES = 3
+PIECE_CHARACTERS = (150, 300)
+CERTAIN = 0.95
 """At most this number of pieces of a text are looked at, spaced evenly from its beginning to its end.
 
 They are longer if the identifier is not certain of the short ones. Each stretch of white space counts as one character:
@@ -29,7 +31,9 @@ _PIECE_WITH_MARGINS = 6_000  # where a piece of a long text is taken from
 _WORD = re.compile(r"\w+")
 _FORMS = Path(__file__).with_name("catalan_forms.txt").read_text(encoding="utf-8").split("\n\n")
 VALENCIAN, GENERAL = (frozenset(forms.split()) for forms in _FORMS)
-OTHER, UNCERTAIN = "other_language", "uncertain_language"  # reasons in the ledger
+# reasons in the ledger
+OTHER = "other_language"
+UNCERTAIN = "uncertain_language"
 DEFAULT_THRESHOLD = 0.65  # as in FineWeb (arXiv:2406.17557), which has another identifier
 _BLANK_LINES = re.compile(r"(\n\s*\n)")
 _LINES = re.compile(r"(\n)")

@@ -49,7 +49,8 @@ _BETWEEN, _IN_WORD, _IS_WORD = range(3)  # kinds of characters
 
 # random_raw, because numpy keeps its numbers the same in all versions
 _RANDOM = np.random.PCG64(1).random_raw((2, NUM_HASHES, 1))
-_MULTIPLIERS, _ADDENDS = _RANDOM[0] | np.uint64(1), _RANDOM[1]
+_MULTIPLIERS = _RANDOM[0] | np.uint64(1)
+_ADDENDS = _RANDOM[1]
 _PLACES = np.random.PCG64(2).random_raw(_WORDS_PER_SHINGLE) | np.uint64(1)
 _HALF = np.uint64(32)
 _SIGNATURES_AT_ONCE = 1 << 15  # 14 MiB
@@ -80,7 +81,8 @@ def _words(text: str) -> np.ndarray:
     kinds[1:-1] = _kinds()[codes]
     borders = np.flatnonzero((kinds[1:] != kinds[:-1]) | (kinds[1:] == _IS_WORD))
     of_words = np.flatnonzero(kinds[borders + 1] != _BETWEEN)
-    starts, ends = borders[of_words], borders[of_words + 1]
+    starts = borders[of_words]
+    ends = borders[of_words + 1]
     powers, inverses = _powers(3 * _CHARACTERS_AT_ONCE)  # a character has up to 3 in lower case
     sums = np.zeros(len(codes) + 1, dtype=np.uint64)
     np.cumsum(codes * powers[: len(codes)], out=sums[1:])
@@ -218,9 +220,11 @@ class _Clusters:
     def join(self, left: np.ndarray, right: np.ndarray) -> None:
         """Join the clusters of pairs of documents, int64 [pairs] each."""
         while len(left):
-            left, right = self.roots(left), self.roots(right)
+            left = self.roots(left)
+            right = self.roots(right)
             differ = left != right
-            left, right = left[differ], right[differ]
+            left = left[differ]
+            right = right[differ]
             # a parent is never above its child, so no cycle can arise
             np.minimum.at(self._parents, np.maximum(left, right), np.minimum(left, right))
 
@@ -270,7 +274,8 @@ def _write_bands(folder: Path, first: int, signatures: np.ndarray, bands: int, r
     hashes = band_hashes(signatures[with_words], bands, rows)
     for band in range(bands):
         records = np.empty(len(with_words), dtype=_RECORD)
-        records["hash"], records["document"] = hashes[:, band], with_words + first
+        records["hash"] = hashes[:, band]
+        records["document"] = with_words + first
         ranges = (records["hash"] >> np.uint64(32)) * np.uint64(num_ranges) >> np.uint64(32)
         order = np.argsort(ranges, kind="stable")
         borders = np.searchsorted(ranges[order], np.arange(num_ranges + 1))
@@ -314,9 +319,11 @@ def _join_similar(
 ) -> None:
     """Join the pairs that are similar enough and not in one cluster already."""
     for start in range(0, len(left), _SIGNATURES_AT_ONCE):
-        ours, others = left[start : start + _SIGNATURES_AT_ONCE], right[start : start + _SIGNATURES_AT_ONCE]
+        ours = left[start : start + _SIGNATURES_AT_ONCE]
+        others = right[start : start + _SIGNATURES_AT_ONCE]
         differ = clusters.roots(ours) != clusters.roots(others)
-        ours, others = ours[differ], others[differ]
+        ours = ours[differ]
+        others = others[differ]
         similar = signatures.similarities(ours, others) >= threshold
         clusters.join(ours[similar], others[similar])
 
@@ -340,7 +347,8 @@ def sample_duplicates(
     starts = np.cumsum([0, *(len(collection.characters) for collection in collections)])
     exact = np.concatenate([first + one.duplicates for first, one in zip(starts, collections, strict=False)])
     nearly = np.concatenate([first + one.near_duplicates for first, one in zip(starts, collections, strict=False)])
-    exact, nearly = exact[evenly_spaced(len(exact))], nearly[evenly_spaced(len(nearly))]
+    exact = exact[evenly_spaced(len(exact))]
+    nearly = nearly[evenly_spaced(len(nearly))]
     tokenizer = load_fast(tokenizer_folder / "tokenizer.json", special_text_is_plain=False)
     readers = [SpoolReader(collection.documents) for collection in collections]
 

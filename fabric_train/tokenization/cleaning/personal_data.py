@@ -118,7 +118,8 @@ class Redaction:
             spans = list(_FINDERS[kind](text))
             if spans:
                 edits[f"redacted {kind}"] += len(spans)
-                ends, starts = [0, *(end for _, end in spans)], [*(start for start, _ in spans), len(text)]
+                ends = [0, *(end for _, end in spans)]
+                starts = [*(start for start, _ in spans), len(text)]
                 text = PLACEHOLDERS[kind].join(text[end:start] for end, start in zip(ends, starts, strict=True))
         return text
 
@@ -177,7 +178,8 @@ def _near_digits(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]
 
 def _find_phones(text: str) -> Iterator[_Span]:
     for found in _near_digits(_PHONE, text):
-        start, kind = found.start(), found.lastgroup
+        start = found.start()
+        kind = found.lastgroup
         if kind == "unclear" and not _TELEPHONE.search(text, max(0, start - _CONTEXT), start):
             continue
         if kind == "international":

@@ -114,7 +114,8 @@ def find_gopher_fault(measured: MeasuredText) -> Fault | None:
 
 
 def _fault_of_words(measured: MeasuredText) -> Fault | None:
-    counts, num_words = measured.counts, len(measured.words)
+    counts = measured.counts
+    num_words = len(measured.words)
     if not GOPHER_LIMITS["few_words"] <= num_words <= GOPHER_LIMITS["many_words"]:
         return Fault("few_words" if num_words < GOPHER_LIMITS["many_words"] else "many_words", f"{num_words} words")
     mean = sum(map(len, measured.words)) / num_words
@@ -129,7 +130,9 @@ def _fault_of_words(measured: MeasuredText) -> Fault | None:
 
 
 def _fault_of_symbols(measured: MeasuredText) -> Fault | None:
-    text, num_words, lines = measured.text, len(measured.words), measured.lines
+    text = measured.text
+    num_words = len(measured.words)
+    lines = measured.lines
     num_ellipses = text.count("...") + text.count("…")
     shares = {
         "hashes": text.count("#") / num_words,

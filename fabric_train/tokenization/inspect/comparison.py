@@ -22,11 +22,14 @@ from fabric_train.tokenization.reading.sources import open_each
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
 NUM_TOKENS = 1 << 20  # of a sample
-FEWEST_DOCUMENTS, MOST_DOCUMENTS = 2000, 10_000
+FEWEST_DOCUMENTS = 2000
+MOST_DOCUMENTS = 10_000
 _DOCUMENTS_PER_DECODING = 64
 _SAMPLE_RECORDS = 1000  # progress of a sampled document, in records of the index: it is decoded, its language found
 UNCERTAIN_LANGUAGE = "uncertain"
-TIMES_MORE, IN_DOCUMENTS = 2, 3  # a word is listed if it is so many times as frequent, and in so many documents
+# a word is listed if it is so many times as frequent, and in so many documents
+TIMES_MORE = 2
+IN_DOCUMENTS = 3
 _MOST_WORDS = 15
 
 # a character of a script without spaces is a word; a mark belongs to the letter before it
@@ -144,7 +147,8 @@ def sample_documents(corpus: OpenCorpus, advance: Callable[[int], None]) -> Iter
 
     The documents that begin in the rows are divided into equal parts, and each part gives one document.
     """
-    index, vocabulary = corpus.index, corpus.vocabulary
+    index = corpus.index
+    vocabulary = corpus.vocabulary
     chosen = _spread(int(index.rows["documents"][-1]), corpus.sample_size)
     records = index.documents[chosen]
     limit = _common_limit(records["tokens"].astype(np.int64), NUM_TOKENS)
@@ -189,7 +193,8 @@ def _read_beginnings(
     parts: dict[int, list[tuple[int, list[int]]]] = {document: [] for document in documents.tolist()}
     for number, ids in enumerate(split.read_rows(rows[needed])):
         for piece in wanted[bounds[number] : bounds[number + 1]].tolist():
-            position, repeated = int(pieces.positions[piece]), int(pieces.repeated[piece])
+            position = int(pieces.positions[piece])
+            repeated = int(pieces.repeated[piece])
             start = int(pieces.starts[piece]) + repeated
             stop = position + min(int(pieces.lengths[piece]), limit - start + repeated)
             parts[int(pieces.documents[piece])].append((start, ids[position + repeated : stop].tolist()))
@@ -283,7 +288,8 @@ def _summarize(
 ) -> CorpusSummary:
     """Return the totals of a corpus, and add the words of its sample to ``words``."""
     totals = sum_up(corpus.index, advance)
-    sample, languages = TextTotals(), defaultdict[str, TextTotals](TextTotals)
+    sample = TextTotals()
+    languages = defaultdict[str, TextTotals](TextTotals)
     for document in sample_documents(corpus, advance):
         num_words = words.add(document.text)
         sample.add(document, num_words)

@@ -38,12 +38,17 @@ _UNITS = ("k", "M", "G", "T", "P")
 Cells: TypeAlias = tuple[str, ...]
 _BAR_WIDTH = 40
 _LONGEST_STRETCH = 400  # tokens with the same supervision; in a longer stretch, the middle is left out
-_SHOWN_BEFORE, _SHOWN_AFTER = 250, 50
+_SHOWN_BEFORE = 250
+_SHOWN_AFTER = 50
 _SHOWN_ORIGINS = 12  # documents of a row
-_SHOWN_DROPPED, _DROPPED_CHARACTERS = 3, 160  # of a reason, and of each document
+# of a reason, and of each document
+_SHOWN_DROPPED = 3
+_DROPPED_CHARACTERS = 160
 _STYLES = {"bos": "bold magenta", "eos": "bold magenta", "special": "bold yellow", "gap": "italic"}
 _BORDER = "bold cyan"
-_SUPERVISED, _UNSUPERVISED, _PADDING = "green", "bright_black", "dim red"
+_SUPERVISED = "green"
+_UNSUPERVISED = "bright_black"
+_PADDING = "dim red"
 _DIFFERENT = "bold reverse"
 
 
@@ -204,7 +209,8 @@ def _append_token(shown: Text, token: Token, pair: PairView | None = None) -> No
 
 def report_to_html(report: reports.DatasetReport) -> str:
     """Return the page, with every text of the dataset escaped."""
-    manifest, lengths = report.manifest, report.counts[report.split].lengths
+    manifest = report.manifest
+    lengths = report.counts[report.split].lengths
     bars = None if lengths is None else reports.histogram(lengths)
     return _render(
         "report.html.j2",
@@ -234,7 +240,8 @@ def comparison_to_html(comparison: Comparison) -> str:
 
 
 def _title(token: Token) -> str:
-    first, last = token.position, token.position + len(token.ids) - 1
+    first = token.position
+    last = token.position + len(token.ids) - 1
     position = f"position {first:,}" if first == last else f"positions {first:,} to {last:,}"
     label = "supervised, label as the id" if token.is_supervised else "not supervised, label -100"
     name = {"text": "", "bos": ", BOS", "eos": ", EOS", "special": ", special"}[token.role]
@@ -312,7 +319,8 @@ def _about_totals(comparison: Comparison) -> str:
 
 def _sources(comparison: Comparison) -> reports.TextTable:
     def values(corpus: CorpusSummary, name: str) -> tuple[float, tuple[str, ...]]:
-        one, total = corpus.totals.sources[name], corpus.totals.all.bytes
+        one = corpus.totals.sources[name]
+        total = corpus.totals.all.bytes
         shown = (amount(one.documents), amount(one.tokens), amount(one.bytes), _share(one.bytes, total))
         return one.bytes / max(total, 1), (*shown, _tokens_per_byte(one))
 
@@ -323,7 +331,8 @@ def _sources(comparison: Comparison) -> reports.TextTable:
 
 def _languages(comparison: Comparison) -> reports.TextTable:
     def values(corpus: CorpusSummary, name: str) -> tuple[float, tuple[str, ...]]:
-        one, all_of = corpus.languages[name], corpus.sample
+        one = corpus.languages[name]
+        all_of = corpus.sample
         shares = (_share(one.documents, all_of.documents), _share(one.bytes, all_of.bytes))
         shown = (f"{one.documents:,}", *shares, _tokens_per_byte(one), _tokens_per_word(one))
         return one.documents / all_of.documents, shown
@@ -348,7 +357,8 @@ def _pairs(
 
 
 def _lengths(comparison: Comparison) -> reports.TextTable:
-    columns, lines = list[str](), list[tuple[str, ...]]()
+    columns: list[str] = []
+    lines: list[tuple[str, ...]] = []
     for unit in ("bytes", "tokens"):
         for label, letter, corpus in zip((unit, ""), NAMES, comparison.corpora, strict=True):
             facts = reports.length_facts(corpus.totals.byte_lengths if unit == "bytes" else corpus.totals.token_lengths)

@@ -160,7 +160,8 @@ def _expectations(split: str, manifest: Manifest | None, vocabulary: Vocabulary 
     """Return the expectation of each part of the split, by the part's first row."""
     if manifest is None or not manifest.parts:
         return {0: _expectation(manifest.settings if manifest else None, manifest, vocabulary)}
-    expectations, row = {}, 0
+    expectations = {}
+    row = 0
     for part in manifest.parts:
         if part.rows.get(split):
             expectations[row] = _expectation(part.settings, manifest, vocabulary)
@@ -173,8 +174,11 @@ def _expectation(settings: Settings | None, manifest: Manifest | None, vocabular
     bos = eos = pad = unk = None
     size = tokenizer.vocab_size if tokenizer else None
     if vocabulary:
-        bos, eos, size = vocabulary.bos_token_id, vocabulary.eos_token_id, vocabulary.size
-        pad, unk = vocabulary.pad_token_id, vocabulary.unk_token_id
+        bos = vocabulary.bos_token_id
+        eos = vocabulary.eos_token_id
+        size = vocabulary.size
+        pad = vocabulary.pad_token_id
+        unk = vocabulary.unk_token_id
     return Expectation(
         max_length=settings.max_length if settings else None,
         overlap=settings.overlap if settings else 0,
@@ -332,7 +336,8 @@ def histogram(lengths: Mapping[int, int]) -> list[Bar]:
     """Return bars for numbers of documents by length: powers of two if lengths differ widely, else ten equal steps."""
     if not lengths:
         return []
-    low, high = min(lengths), max(lengths)
+    low = min(lengths)
+    high = max(lengths)
     if high >= 32 * max(low, 1):
         edges = [1 << power for power in range(max(low, 1).bit_length() - 1, high.bit_length() + 1)]
         edges = edges if low else [0, *edges]

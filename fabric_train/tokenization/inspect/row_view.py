@@ -13,7 +13,8 @@ from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary
 
 Role = Literal["text", "bos", "eos", "special", "gap"]
 IGNORED_LABEL = -100  # as in fabric_train.data.batch, which imports torch
-SHOWN_BEGIN, SHOWN_END = 8192, 256
+SHOWN_BEGIN = 8192
+SHOWN_END = 256
 """Tokens at both ends of a row that are shown. The middle of a longer row is left out, except of preference pairs."""
 
 
@@ -100,7 +101,8 @@ def content_ends(batch: RowBatch, expected: Expectation) -> np.ndarray:
     ``A B C p p`` has two tokens of padding, and ``A B P P P`` has none. If the filler is EOS and the token before the
     run does not end a document, the first token of the run ends it and is not padding.
     """
-    begins, ends = batch.offsets[:-1], batch.offsets[1:]
+    begins = batch.offsets[:-1]
+    ends = batch.offsets[1:]
     result = ends.copy()
     filled = np.flatnonzero(ends > begins)
     if batch.labels is None or not len(filled):
@@ -152,7 +154,8 @@ def with_origins(rows: list[RowView], index: DocumentIndex | None) -> list[RowVi
 
 
 def _view(batch: RowBatch, row: int, end: int, vocabulary: Vocabulary | None, is_shortened: bool) -> RowView:
-    begin, stop = int(batch.offsets[row]), int(batch.offsets[row + 1])
+    begin = int(batch.offsets[row])
+    stop = int(batch.offsets[row + 1])
     ids = batch.input_ids[begin:end].tolist()
     labels = batch.input_ids if batch.labels is None else batch.labels
     supervised = (labels[begin:end] != IGNORED_LABEL).tolist()

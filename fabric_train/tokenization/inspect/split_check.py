@@ -74,7 +74,8 @@ class DocumentCounter:
 
     def add(self, pieces: np.ndarray, overlap: int) -> None:
         """Add the pieces of rows in sequence, PIECE [P]: one that begins no document continues the one before it."""
-        pieces, self._overlap = np.concatenate([self._open, pieces]), overlap
+        pieces = np.concatenate([self._open, pieces])
+        self._overlap = overlap
         firsts = np.flatnonzero(pieces["begins"])
         if len(firsts):
             self._count_documents(pieces[firsts[0] : firsts[-1]])
@@ -96,7 +97,8 @@ class DocumentCounter:
         """Count whole documents; a piece repeats the last ``overlap`` tokens of the one before, or all."""
         if not len(pieces):
             return
-        firsts, before = np.flatnonzero(pieces["begins"]), np.roll(pieces, 1)
+        firsts = np.flatnonzero(pieces["begins"])
+        before = np.roll(pieces, 1)
         lasts = np.append(firsts[1:], len(pieces)) - 1
         repeated = np.where(pieces["begins"], 0, np.minimum(self._overlap, before["length"]))
         self._count_lengths(np.add.reduceat(pieces["length"] - repeated, firsts))
@@ -125,7 +127,8 @@ class SplitCheck:
     """A check of one split. Call ``add`` with its batches in order, ``begin_part`` before parts, ``finish`` last."""
 
     def __init__(self, split: str, expected: Expectation) -> None:
-        self.split, self.expected = split, expected
+        self.split = split
+        self.expected = expected
         self._counts = Counts()
         self._documents = DocumentCounter(self._counts)
         self._has_borders = True
@@ -210,7 +213,8 @@ class SplitCheck:
         rows = np.concatenate([start_rows, continues])[order]
         stops = np.minimum(np.append(begins[1:], len(batch.input_ids)), ends[rows])
         pieces = np.empty(len(order), PIECE)
-        pieces["row"], pieces["length"] = batch.first_row + rows, stops - begins
+        pieces["row"] = batch.first_row + rows
+        pieces["length"] = stops - begins
         pieces["begins"] = (np.arange(len(order)) < len(starts))[order]
         pieces["is_inside"] = stops < batch.offsets[1:][rows]
         pieces["ends_exactly"] = self._ends_document(batch.input_ids[stops - 1])
@@ -231,7 +235,8 @@ class SplitCheck:
         """Return where documents start in the batch and in which rows, both int64; note impossible borders."""
         assert batch.document_starts is not None
         assert batch.start_rows is not None
-        positions, rows = batch.document_starts.astype(np.int64), batch.start_rows
+        positions = batch.document_starts.astype(np.int64)
+        rows = batch.start_rows
         begins = batch.offsets[:-1][rows]
         is_valid = (positions >= 0) & (begins + positions < ends[rows])
         is_valid[1:] &= (rows[1:] != rows[:-1]) | (positions[1:] > positions[:-1])
@@ -245,7 +250,9 @@ class SplitCheck:
         # with overlap, the next row may repeat a BOS
         limits = batch.offsets[rows + 1] if self.expected.overlap else len(batch.input_ids)
         is_inside = (second < limits) & ~np.isin(second, starts)
-        starts, second, rows = starts[is_inside], second[is_inside], rows[is_inside]
+        starts = starts[is_inside]
+        second = second[is_inside]
+        rows = rows[is_inside]
         if bos is not None:
             is_double = (batch.input_ids[starts] == bos) & (batch.input_ids[second] == bos)
             self._note("documents that begin with two BOS", batch.first_row + rows[is_double])
@@ -266,12 +273,14 @@ def pair_faults(
     counts = np.bincount(rows, minlength=len(batch.offsets) - 1)
     yield "rows with half a preference pair", np.flatnonzero(counts % 2)
     is_whole = counts[rows] % 2 == 0
-    chosen, rejected = np.flatnonzero(is_whole)[::2], np.flatnonzero(is_whole)[1::2]
+    chosen = np.flatnonzero(is_whole)[::2]
+    rejected = np.flatnonzero(is_whole)[1::2]
     targets = np.append(np.flatnonzero(supervised), len(supervised))
     answers = targets[np.searchsorted(targets, begins)]
     has_answers = (answers < stops)[chosen] & (answers < stops)[rejected]
     yield "preference pairs without two supervised answers", rows[chosen[~has_answers]]
-    chosen, rejected = chosen[has_answers], rejected[has_answers]
+    chosen = chosen[has_answers]
+    rejected = rejected[has_answers]
     if not with_prompts or not len(chosen):
         return
     lengths = answers - begins
@@ -294,7 +303,9 @@ class IndexCheck:
     """
 
     def __init__(self, split: str, index: DocumentIndex, has_pairs: bool = False) -> None:
-        self._split, self._index, self._has_pairs = split, index, has_pairs
+        self._split = split
+        self._index = index
+        self._has_pairs = has_pairs
         self._wrong_rows: dict[str, list[int]] = {}
         self._found = {name: np.zeros(len(index.sources.names), np.int64) for name in _COUNTED}
 
@@ -332,7 +343,8 @@ class IndexCheck:
             self._count("tokens_in", sources, documents["tokens"])
         for number, name in enumerate(self._index.sources.names):
             for what, totals in self._found.items():
-                said, found = getattr(ledger.get(name), what, 0), int(totals[number])
+                said = getattr(ledger.get(name), what, 0)
+                found = int(totals[number])
                 if said != found:
                     text = f"the ledger has {said:,} {what.replace('_', ' ')} of {name}, the document index {found:,}"
                     problems.append(Problem(self._split, text))
@@ -348,7 +360,8 @@ class IndexCheck:
 
 def _altered(batch: RowBatch, checksums: np.ndarray) -> np.ndarray:
     """Return which rows of a batch do not have these checksums, counted from the first of the batch."""
-    cuts, nothing = batch.offsets[1:-1], [None] * len(checksums)
+    cuts = batch.offsets[1:-1]
+    nothing = [None] * len(checksums)
     labels = nothing if batch.labels is None else np.split(batch.labels, cuts)
     starts: Sequence[np.ndarray | None] = nothing
     if batch.document_starts is not None and batch.start_rows is not None:

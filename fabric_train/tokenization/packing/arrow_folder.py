@@ -110,7 +110,8 @@ class SpoolReader:
             yield int(files[group[0]]), (begins[group].tolist(), lengths[group].tolist(), targets[group].tolist())
 
     def _copy(self, file: Path, runs: _Runs, into: np.ndarray) -> None:
-        mapped, target = self._map(file), into.data
+        mapped = self._map(file)
+        target = into.data
         with memoryview(mapped) as content, content.cast("i" if into.itemsize == _TOKEN_BYTES else "B") as source:
             for begin, length, at in zip(*runs, strict=True):  # slicing memoryviews takes half as long as numpy arrays
                 target[at : at + length] = source[begin : begin + length]
@@ -208,9 +209,12 @@ class _SplitFiles:
         """Write a file; return the number of supervised tokens, and the checksums of its rows, CHECKSUM [rows]."""
         import pyarrow
 
-        schema, max_length = _schema(self.features), self.plan.max_length
-        row_list, rows = pyarrow.FixedSizeListArray, schema.field("input_ids").type
-        first, last = index * self.rows_per_file, min((index + 1) * self.rows_per_file, self.plan.num_rows)
+        schema = _schema(self.features)
+        max_length = self.plan.max_length
+        row_list = pyarrow.FixedSizeListArray
+        rows = schema.field("input_ids").type
+        first = index * self.rows_per_file
+        last = min((index + 1) * self.rows_per_file, self.plan.num_rows)
         rows_per_batch = max(1, _TOKENS_PER_BATCH // max_length)
         num_supervised = 0
         checksums = np.empty(last - first, dtype=CHECKSUM)
@@ -232,10 +236,14 @@ class _SplitFiles:
 
     def _fill(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, np.ndarray]:
         """Return rows ``first`` to ``last - 1``, at least one, as ``row_checksums`` takes them."""
-        plan, max_length, num_rows = self.plan, self.plan.max_length, last - first
+        plan = self.plan
+        max_length = self.plan.max_length
+        num_rows = last - first
         row_offsets = plan.row_offsets[first : last + 1]
         chosen = slice(row_offsets[0], row_offsets[-1])
-        starts, lengths, repeated = plan.starts[chosen], plan.lengths[chosen].astype(np.int64), plan.repeated[chosen]
+        starts = plan.starts[chosen]
+        lengths = plan.lengths[chosen].astype(np.int64)
+        repeated = plan.repeated[chosen]
         rows = np.repeat(np.arange(num_rows), np.diff(row_offsets))
         filled = np.bincount(rows, weights=lengths).astype(np.int64)
         positions = np.cumsum(lengths) - lengths - (np.cumsum(filled) - filled)[rows]
@@ -252,7 +260,8 @@ class _SplitFiles:
         begins = (positions > 0) | (starts + repeated == 0)
         if self.rejected_at is not None:  # each piece is a whole pair
             positions = np.stack([positions, positions + self.rejected_at[pieces.documents]], axis=1).ravel()
-            begins, rows = np.ones(len(positions), dtype=bool), np.repeat(rows, 2)
+            begins = np.ones(len(positions), dtype=bool)
+            rows = np.repeat(rows, 2)
         offsets = np.concatenate([[0], np.cumsum(np.bincount(rows[begins], minlength=num_rows))])
         return input_ids, labels, positions[begins].astype(np.int32), offsets.astype(np.int32)
 
@@ -287,7 +296,8 @@ def write_index(folder: Path, plan: RowPlan, documents: np.ndarray, checksums: n
     continued = np.flatnonzero(~begins)
     continuations = np.empty(len(continued), dtype=CONTINUATION)
     continuations["document"] = numbers[plan.entries[continued]]
-    continuations["start"], continuations["repeated"] = plan.starts[continued], plan.repeated[continued]
+    continuations["start"] = plan.starts[continued]
+    continuations["repeated"] = plan.repeated[continued]
     own_rows = np.searchsorted(plan.row_offsets, continued, side="right") - 1
     continuations["ordinal"] = continued - plan.row_offsets[own_rows]
     (folder / INDEX_FOLDER).mkdir()

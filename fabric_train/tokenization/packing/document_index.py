@@ -118,11 +118,13 @@ class DocumentIndex:
         self.documents, self.rows, self.continuations = (
             map_array(folder / FOLDER / f"{name}.npy", dtype) for name, dtype in ARRAYS.items()
         )
-        self._folder, self._max_length = folder, max_length
+        self._folder = folder
+        self._max_length = max_length
         file = folder / FOLDER / CHECKSUMS
         self.checksums = map_array(file, CHECKSUM) if file.exists() else None
         num_sums = num_rows if self.checksums is None else len(self.checksums)
-        found, expected = (len(self.documents), len(self.rows), num_sums), (num_documents, num_rows + 1, num_rows)
+        found = (len(self.documents), len(self.rows), num_sums)
+        expected = (num_documents, num_rows + 1, num_rows)
         last = self.rows[-1] if len(self.rows) else np.zeros((), ROW)
         if found != expected or last["continuations"] != len(self.continuations) or last["documents"] > num_documents:
             raise InputError(f"{folder / FOLDER}: not the index of these rows and this manifest.json; tokenize again")
@@ -130,7 +132,8 @@ class DocumentIndex:
     def pieces(self, rows: np.ndarray) -> IndexedPieces:
         """Return the pieces of documents in some rows, integers [R]; InputError if the index is damaged."""
         self._check((rows >= 0) & (rows + 1 < len(self.rows)))  # a file of rows may be another's
-        first, last = self.rows[rows], self.rows[rows + 1]
+        first = self.rows[rows]
+        last = self.rows[rows + 1]
         for name, array in (("documents", self.documents), ("continuations", self.continuations)):
             self._check((first[name] <= last[name]) & (last[name] <= len(array)))
         num_begun, num_continued = (
@@ -148,7 +151,9 @@ class DocumentIndex:
         begins[at] = False
         self._check(begins.sum() == num_begun.sum())
         documents[begins] = joined_ranges(first["documents"].astype(np.int64), num_begun)
-        documents[at], starts[at], repeated[at] = found["document"], found["start"], found["repeated"]
+        documents[at] = found["document"]
+        starts[at] = found["start"]
+        repeated[at] = found["repeated"]
         stored = self.documents[documents]
         self._check(starts < stored["tokens"])
         lengths = np.minimum(stored["tokens"] - starts, self._max_length)
@@ -198,18 +203,26 @@ class JoinedIndex(DocumentIndex):
     """
 
     def __init__(self, parts: Parts, split: str, sources: SourceTable) -> None:
-        self.sources, self._folder, self._max_length = sources, parts.folder / split, parts.record.max_length
-        placed, left, rows, continuations, checksums = list[Segment](), list[Segment](), [], [], []
+        self.sources = sources
+        self._folder = parts.folder / split
+        self._max_length = parts.record.max_length
+        placed: list[Segment] = []
+        left: list[Segment] = []
+        rows = []
+        continuations = []
+        checksums = []
         file = document = continuation = 0
         for number, part in enumerate(parts.record.parts):
             if split in part.splits:
-                own, to_files = part.splits[split], {"file": file, "row": part.rows_before}
+                own = part.splits[split]
+                to_files = {"file": file, "row": part.rows_before}
                 placed.append(Segment(number, 0, own.placed, to_files))
                 left.append(Segment(number, own.placed, own.documents, to_files))
                 rows.append(Segment(number, 0, own.rows, {"documents": document, "continuations": continuation}))
                 continuations.append(Segment(number, 0, own.continuations, {"document": document}))
                 checksums.append(Segment(number, 0, own.rows, {}))
-                document, continuation = document + own.placed, continuation + own.continuations
+                document = document + own.placed
+                continuation = continuation + own.continuations
             file += part.num_files
         rows[-1] = replace(rows[-1], end=rows[-1].end + 1)  # what comes before the end
         self.documents = JoinedRecords(parts, split, "documents", DOCUMENT, [*placed, *left])
@@ -282,7 +295,8 @@ def num_records(index: DocumentIndex) -> int:
 
 def files_named(sources: SourceTable, name: str) -> dict[str, list[int]]:
     """Return, by whole name, the numbers of files called ``name`` or else ending with ``/name``; one may come again."""
-    exact, ending = dict[str, list[int]](), dict[str, list[int]]()
+    exact: dict[str, list[int]] = {}
+    ending: dict[str, list[int]] = {}
     for file in range(sources.num_files):
         whole = sources.file_name(file)
         if whole == name or whole.endswith(f"/{name.removeprefix('./')}"):
@@ -292,7 +306,7 @@ def files_named(sources: SourceTable, name: str) -> dict[str, list[int]]:
 
 def find_documents(index: DocumentIndex, files: Sequence[int], row: int, show: ShowSearched) -> list[int]:
     """Return the numbers of the documents at a row, from 1, of some files: several if it is packed several times."""
-    found = list[int]()
+    found: list[int] = []
     for first, part in chunks(index.documents, show):
         places = np.flatnonzero(part["row"] == row)
         found += (first + places[np.isin(part["file"][places], files)]).tolist()
@@ -338,7 +352,8 @@ def rows_of_sources(index: DocumentIndex, manifest: Manifest) -> dict[str, list[
 
 def _first_rows(index: DocumentIndex, files: np.ndarray) -> list[int]:
     """Return the first row whose first document is in a file or one after it, for each of some files [n]."""
-    low, high = np.zeros(len(files), np.int64), np.full(len(files), len(index.rows) - 1)
+    low = np.zeros(len(files), np.int64)
+    high = np.full(len(files), len(index.rows) - 1)
     while (open_ := low < high).any():
         middle = (low + high)[open_] // 2
         pieces = index.pieces(middle)

@@ -29,12 +29,14 @@ from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_file_name, read_json
 
 FILE_NAME = "parts.json"
-BATCHES, MAIN_SOURCES = "batches.npy", "sources.npy"
+BATCHES = "batches.npy"
+MAIN_SOURCES = "sources.npy"
 # row: the first row of the batch in the joined split; file: number of its file among the split's; offset: in the file
 BATCH = np.dtype([("row", "<u8"), ("offset", "<u8"), ("file", "<u4")])
 MOST_OPEN = 64
 _FORMAT = 1
-MERGE_AGAIN, TOKENIZE_AGAIN = "merge the parts again", "tokenize this part again"
+MERGE_AGAIN = "merge the parts again"
+TOKENIZE_AGAIN = "tokenize this part again"
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ class Parts:
 
     def check(self, part: int) -> None:
         """Raise an InputError if a part is missing or has another manifest. ``check_parts.py`` checks all of them."""
-        folder, wanted = self.folder_of(part), self.record.parts[part].manifest_sha256
+        folder = self.folder_of(part)
+        wanted = self.record.parts[part].manifest_sha256
         try:
             found = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
         except (OSError, ValueError) as error:  # a ValueError for a path that no file can have
@@ -154,7 +157,9 @@ class _MappedIndex:
     """The arrays of a part's document index, mapped when they are first used."""
 
     def __init__(self, parts: Parts, split: str, part: int) -> None:
-        self._parts, self._split, self._part = parts, split, part
+        self._parts = parts
+        self._split = split
+        self._part = part
         self._arrays: dict[str, tuple[np.ndarray, mmap.mmap]] = {}
 
     def read(self, name: str, dtype: np.dtype, places: np.ndarray) -> np.ndarray:
@@ -201,7 +206,8 @@ def _map_records(file: Path, dtype: np.dtype, fix: str) -> tuple[np.ndarray, mma
         with file.open("rb") as opened:
             np.lib.format.read_magic(opened)
             shape, _, found = np.lib.format.read_array_header_1_0(opened)
-            begin, mapped = opened.tell(), mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+            begin = opened.tell()
+            mapped = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
         if found != dtype or len(shape) != 1:
             raise ValueError("it holds no records of the index")
         records = np.frombuffer(mapped, dtype, shape[0], begin)
@@ -243,7 +249,10 @@ class JoinedRecords:
     ) -> None:
         self._begins_with_zeros = begins_with_zeros
         self.dtype = dtype
-        self._parts, self._split, self._name, self._segments = parts, split, name, tuple(segments)
+        self._parts = parts
+        self._split = split
+        self._name = name
+        self._segments = tuple(segments)
         self._starts = np.array([0, *accumulate(one.end - one.begin for one in segments)])
 
     def __len__(self) -> int:
@@ -267,7 +276,8 @@ class JoinedRecords:
         found = np.empty(len(indices), self.dtype)
         owners = np.searchsorted(self._starts, indices, side="right") - 1
         for owner in np.unique(owners).tolist():
-            own, one = np.flatnonzero(owners == owner), self._segments[owner]
+            own = np.flatnonzero(owners == owner)
+            one = self._segments[owner]
             records = self._records_of(one.part, indices[own] - self._starts[owner] + one.begin)
             first = records["file"] == 0 if "file" in one.added else None
             for name, number in one.added.items():

@@ -190,7 +190,8 @@ def _cut_windows(lengths: np.ndarray, order: np.ndarray, max_length: int, overla
 
 def _fill_best(windows: RowPlan, sources: np.ndarray) -> RowPlan:
     """Pack the windows of each stretch of one source, ``sources`` [windows], on their own."""
-    num_rows, packed = 0, [np.zeros(0, dtype=np.int64)]
+    num_rows = 0
+    packed = [np.zeros(0, dtype=np.int64)]
     for lengths in np.split(windows.lengths, np.flatnonzero(np.diff(sources)) + 1):
         packed.append(num_rows + best_fit_decreasing(lengths, windows.max_length))
         num_rows = int(packed[-1].max(initial=num_rows - 1)) + 1
@@ -244,7 +245,8 @@ def _cut_joined(
     if not overlap:
         begins = np.arange(0, num_tokens + 1, max_length)
         return begins, np.zeros(len(begins) - 1, dtype=np.int64)
-    row_begins, row_repeats = [0], []
+    row_begins = [0]
+    row_repeats = []
     position = repeated = 0
     while position + max_length - repeated <= num_tokens:
         row_repeats.append(repeated)

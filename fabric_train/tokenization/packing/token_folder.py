@@ -140,9 +140,11 @@ def open_splits(folder: Path) -> dict[str, Split]:
     if not folder.is_dir():
         raise InputError(f"{folder}: {missing_folder(folder)}; give the --output_dir of fabric-train tokenize")
     if not listing.is_file():
-        fault, fix = "no dataset_dict.json in it", "give the --output_dir of fabric-train tokenize"
+        fault = "no dataset_dict.json in it"
+        fix = "give the --output_dir of fabric-train tokenize"
         if (folder / "state.json").is_file():
-            fault, fix = "only one split of it", "give the folder above it"
+            fault = "only one split of it"
+            fix = "give the folder above it"
         raise InputError(f"{folder}: not a token dataset: {fault}; {fix}")
     names = _read_list(listing, "splits")
     if not names:
@@ -165,7 +167,8 @@ def check_token_dataset(folder: str) -> None:
 
 def check_listed_files(folder: Path, fix: str) -> None:
     """Raise an InputError, ending with ``fix``, if the JSON files of a save_to_disk folder list files outside it."""
-    listing, splits = folder / "dataset_dict.json", [folder]
+    listing = folder / "dataset_dict.json"
+    splits = [folder]
     if listing.is_file():
         splits = [folder / check_file_name(name, listing) for name in _read_list(listing, "splits", fix)]
     for split in splits:
@@ -203,11 +206,13 @@ def _open_split(folder: Path, name: str) -> Split:
         files = tuple(folder / name / check_file_name(file["filename"], listing) for file in listed)
     except (TypeError, KeyError):
         raise InputError(f"{listing}: damaged, it lists no files; tokenize again") from None
-    schema, num_rows = pa.schema([]), 0
+    schema = pa.schema([])
+    num_rows = 0
     for file in files:
         with _naming(file):
             table, _ = map_table(file)
-        schema, num_rows = table.schema, num_rows + table.num_rows
+        schema = table.schema
+        num_rows = num_rows + table.num_rows
     if not num_rows:
         raise InputError(f"{folder / name}: no rows; leave the split out or tokenize again")
     _check_columns(schema, folder / name)
@@ -284,7 +289,8 @@ class JoinedSplit:
     """The rows of a split of all parts, one part after the other."""
 
     def __init__(self, parts: Parts, name: str) -> None:
-        self.parts, self.name = parts, name
+        self.parts = parts
+        self.name = name
         self._splits = [
             (number, part.splits[name]) for number, part in enumerate(parts.record.parts) if name in part.splits
         ]
@@ -344,7 +350,7 @@ class JoinedSplit:
 
     def source_rows(self) -> dict[str, list[range]] | None:
         """Return the rows of each source, as ranges in their order; None if some part has its sources mixed."""
-        found = dict[str, list[range]]()
+        found: dict[str, list[range]] = {}
         for start, (_, split) in zip(self._starts, self._splits, strict=False):
             if split.source_rows is None:
                 return None
@@ -354,7 +360,8 @@ class JoinedSplit:
 
     def take(self, rows: Sequence[int]) -> pa.Table:
         """Return some rows in their order; InputError if a part is missing or has changed, or a file is damaged."""
-        columns, taken = self.column_names, list[pa.RecordBatch]()
+        columns = self.column_names
+        taken: list[pa.RecordBatch] = []
         for row in rows:
             number = self._batch_of(row)
             first, offset, file = self._batch(number)

@@ -41,7 +41,10 @@ class FileReader:
     """
 
     def __init__(self, part: FilePart, columns: tuple[str, ...]) -> None:
-        self.part, self.columns, self.position, self.num_counted = part, columns, 0, 0
+        self.part = part
+        self.columns = columns
+        self.position = 0
+        self.num_counted = 0
         self.content: bytes | None = None  # of the file, once it has been read at once
         self.unread_columns: frozenset[str] = frozenset()  # of a parquet file that has been opened
         self._now = part.file
@@ -82,7 +85,8 @@ class FileReader:
         if not self.part.start:
             return 0
         with open(self.part.name, "rb") as file:
-            lines, left = 0, self.part.start
+            lines = 0
+            left = self.part.start
             while left > 0 and (piece := file.read(min(left, 1 << 20))):
                 lines += piece.count(b"\n")
                 left -= len(piece)
@@ -113,7 +117,8 @@ def readable_suffixes() -> str:
 
 def split_file(file: ListedFile, part_bytes: int, origin: int = 0) -> list[FilePart]:
     """Split JSON lines or parquet into parts of about ``part_bytes`` bytes; any other file is one part."""
-    size, suffix = file.size, file_suffix(file.name)
+    size = file.size
+    suffix = file_suffix(file.name)
     if suffix == ".parquet":
         return _split_parquet(file, part_bytes, origin)
     can_be_split = size > part_bytes and suffix in (".jsonl", ".json") and not is_compressed(file.name)
@@ -135,7 +140,8 @@ def _split_parquet(file: ListedFile, part_bytes: int, origin: int) -> list[FileP
         total += size
         if total >= part_bytes or group == len(sizes):
             parts.append(FilePart(file, total, first, group, origin))
-            first, total = group, 0
+            first = group
+            total = 0
     return parts or [FilePart(file, file.size, 0, 0, origin)]
 
 
@@ -169,7 +175,8 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
         while position < stop and (line := file.readline()):
             number += 1
             reader.num_counted = number
-            start, position = position, position + len(line)
+            start = position
+            position = position + len(line)
             reader.position = listing.position_in(file) if compressed else position - part.start
             try:
                 row = orjson.loads(line)

@@ -40,7 +40,9 @@ class DatasetName:
 
 def parse_dataset_name(value: str) -> DatasetName | None:
     """Return the parts of a dataset's name, or None if it cannot be one."""
-    subset, split, revision = r"(?::([^:@]*))?", r"(?::([\w.+-]+))?", r"(?:@([\w./-]+))?"
+    subset = r"(?::([^:@]*))?"
+    split = r"(?::([\w.+-]+))?"
+    revision = r"(?:@([\w./-]+))?"
     parts = re.fullmatch(f"([^:@]+){subset}{split}{revision}", value)
     return DatasetName(parts[1], parts[2] or None, parts[3], parts[4]) if parts else None
 
@@ -135,7 +137,8 @@ class DatasetSource(_OfSplits):
                 yield RowRange(split, start, stop, (stop - start) * bytes_per_row, origin)
 
     def reader(self, part: Any, columns: tuple[str, ...]) -> "RowReader":
-        dataset, place = self.splits[part.split], f"{self.name} ({part.split})"
+        dataset = self.splits[part.split]
+        place = f"{self.name} ({part.split})"
         names = dataset.column_names
         kept = [name for name in (name_in(column, names) for column in columns) if name in names] or names
         check_text_column(place, dataset.features.arrow_schema, columns[0])
@@ -202,7 +205,10 @@ class RowReader:
     ) -> None:
         self.position = self.num_counted = 0
         self.unread_columns = unread_columns
-        self._rows, self._place, self._part, self._first = rows, place, part, first
+        self._rows = rows
+        self._place = place
+        self._part = part
+        self._first = first
         self._nested: dict[str, pyarrow.DataType] | None = None  # types of the nested columns, once a row is read
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:

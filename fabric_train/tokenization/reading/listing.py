@@ -74,8 +74,11 @@ class ListedFiles(Sequence[ListedFile]):
     """Files in 32 bytes each and their paths; there may be millions of them. ``sizes`` are in bytes."""
 
     def __init__(self, files: Iterable[ListedFile] = ()) -> None:
-        names, self._ends = bytearray(), array("q", [0])
-        self.sizes, self._mtimes, self._ctimes = array("q"), array("q"), array("q")
+        names = bytearray()
+        self._ends = array("q", [0])
+        self.sizes = array("q")
+        self._mtimes = array("q")
+        self._ctimes = array("q")
         for file in files:
             names += os.fsencode(file.name)
             self._ends.append(len(names))
@@ -175,7 +178,8 @@ def _listing(found: Iterable[str], is_wanted: Callable[[str], bool], repeated: S
 
 def _walk(roots: Iterable[str], repeated: list[str]) -> Iterator[str]:
     """Yield all files below ``roots``, linked folders last; add links to folders seen before to ``repeated``."""
-    folders, links = list[str](), list[str]()
+    folders: list[str] = []
+    links: list[str] = []
     for root in roots:
         (links if os.path.islink(root) else folders).append(root)
     heapq.heapify(links)
@@ -220,7 +224,8 @@ def hash_files(files: Iterable[ListedFile]) -> Iterator[bytes]:
             data, now = read_file(file)
             digest = hashlib.sha256(data).digest()
         else:
-            digest, now = bytes.fromhex(sha256(file.name)), list_file(file.name)
+            digest = bytes.fromhex(sha256(file.name))
+            now = list_file(file.name)
         if now != file:
             raise changed(file)
         yield digest
@@ -290,7 +295,8 @@ class PackedParts(Sequence[FilePart]):
     """Parts of some ``files`` in 32 bytes each."""
 
     def __init__(self, files: ListedFiles, parts: Iterable[FilePart]) -> None:
-        self._files, self._numbers = files, array("q")
+        self._files = files
+        self._numbers = array("q")
         for part in parts:
             stop = _TO_THE_END if part.stop is None else part.stop
             self._numbers.extend((part.origin, part.num_bytes, part.start, stop))
@@ -348,7 +354,8 @@ def _decompress(file: BinaryIO, compression: str) -> Any:
 
 class _Counted(io.RawIOBase):
     def __init__(self, file: Any) -> None:
-        self._file, self.num_read = file, 0
+        self._file = file
+        self.num_read = 0
 
     def readable(self) -> bool:
         return True
@@ -364,7 +371,8 @@ class _Counted(io.RawIOBase):
 
 class _Decompressed(io.BufferedReader):
     def __init__(self, stream: Any, compressed: BinaryIO) -> None:
-        self.content, self.compressed = _Counted(stream), compressed
+        self.content = _Counted(stream)
+        self.compressed = compressed
         super().__init__(self.content, 1 << 20)
 
 

@@ -113,7 +113,8 @@ def place_of(value: str) -> str:
 
 def open_each(open_one: Callable[[Given], Opened], given: Iterable[Given]) -> list[Opened]:
     """Return an opened source for each thing given; an InputError has the faults of all, each once."""
-    opened, faults = list[Opened](), dict[str, None]()
+    opened: list[Opened] = []
+    faults: dict[str, None] = {}
     for one in given:
         try:
             opened.append(open_one(one))

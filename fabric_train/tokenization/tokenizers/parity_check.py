@@ -228,7 +228,10 @@ class _Comparison:
         ids, documents, borders = given
         difference = find_difference(self._texts, self._expected, ids)
         difference = difference or find_different_document(self._texts, self._expected, documents, borders)
-        self._reference, self._texts, self._expected = None, [], []  # the process waits until the run has encoded all
+        # the process waits until the run has encoded all
+        self._reference = None
+        self._texts = []
+        self._expected = []
         return difference
 
 

@@ -58,7 +58,8 @@ class Borders:
 
 def add_borders(ids: np.ndarray, borders: Borders) -> np.ndarray:
     """Return ``ids``, int32 [T], with exactly one BOS at the start and one EOS at the end, also if they are there."""
-    begin, end = 0, len(ids)
+    begin = 0
+    end = len(ids)
     while begin < end and ids[begin] == borders.bos_token_id:
         begin += 1
     while end > begin and ids[end - 1] == borders.eos_token_id:
@@ -266,7 +267,8 @@ class GigatokenEncoder:
         text_between_looks: int = 8 << 20,
     ) -> None:
         self._arguments = tokenizer_file, special_text_is_plain
-        self._most_growth, self._text_between_looks = most_growth, text_between_looks
+        self._most_growth = most_growth
+        self._text_between_looks = text_between_looks
         try:
             self._json = read_for_gigatoken(tokenizer_file, special_text_is_plain)
         except (ValueError, KeyError, TypeError, AttributeError) as error:

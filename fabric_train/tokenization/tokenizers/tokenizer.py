@@ -225,7 +225,8 @@ def read_plain_folder(folder: Path, name: str) -> CorpusTokenizer | None:
         given = config if "added_tokens_decoder" in config else config | read_object(folder / "special_tokens_map.json")
         content = read_tokenizer_json(folder / "tokenizer.json", keep=True)
         if content.model.get("dropout"):
-            file, share = folder / "tokenizer.json", content.model["dropout"]
+            file = folder / "tokenizer.json"
+            share = content.model["dropout"]
             raise InputError(f"{file}: dropout {share} gives a text other ids each time; set dropout to null in it")
         added = {token.content: token for token in content.added_tokens}
         if not (_is_plain(config, folder) and _agree(config, folder, added)):

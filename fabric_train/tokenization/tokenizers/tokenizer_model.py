@@ -23,7 +23,12 @@ from fabric_train.tokenization.tokenizers.text_encoder import load_fast, panics_
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, chat_template_in, no_eos, read_object
 
 BPE_MODEL = 2
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
 SPACE = "▁"
 # Where conversions go wrong: spaces, control characters, bytes, combining marks, the text of control pieces. Easier
 # than ``hard_strings``: on some of those the libraries' normalizers differ, which is no reason to reject a model.

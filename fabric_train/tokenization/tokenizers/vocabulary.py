@@ -68,7 +68,8 @@ class Vocabulary:
         texts = self._texts(ids)
         position = 0
         while position < len(ids):
-            count, text = 1, texts[ids[position]]
+            count = 1
+            text = texts[ids[position]]
             if _PARTIAL in text:
                 count, text = self._join(ids[position : position + _LONGEST_CHARACTER], text)
             yield count, text
@@ -151,8 +152,10 @@ def compare_tokenizers(ours: Path, theirs: Path, in_rows: str) -> tuple[str | No
     Return a fault, why an id means another token or a text gets other ids; and a note, an added token that differs,
     which changes no ids; None without one.
     """
-    here, there = _read_content(ours), _read_content(theirs)
-    fault, note = None, None
+    here = _read_content(ours)
+    there = _read_content(theirs)
+    fault = None
+    note = None
     for token, index, is_added in _differing_tokens(here, there):
         words = _describe(token, index, here, there)
         if is_added and token not in in_rows:
@@ -191,7 +194,8 @@ def _differing_tokens(here: _Content, there: _Content) -> Iterator[tuple[str, in
 
 
 def _describe(token: str, index: int, here: _Content, there: _Content) -> str:
-    ours, theirs = here.ids.get(token), there.ids.get(token)
+    ours = here.ids.get(token)
+    theirs = there.ids.get(token)
     if ours is None or theirs is None:
         has, lacks = ("here", "there") if theirs is None else ("there", "here")
         return f"token {token!r} is id {index} {has} and missing {lacks}"

@@ -38,7 +38,9 @@ def begin() -> None:
     devices = _devices
     assert devices is not None
     devices.begin(_num_devices(), float(os.environ.get("PRETENDED_CUDA_COPY_DELAY", "0")))
-    folder, process, leave = os.environ.get("PRETENDED_CUDA_NOTES"), os.getpid(), os._exit
+    folder = os.environ.get("PRETENDED_CUDA_NOTES")
+    process = os.getpid()
+    leave = os._exit
     if folder is None:
         return
 
@@ -57,7 +59,8 @@ def begin() -> None:
 
 def _num_devices() -> int:
     """Return the number of devices; CUDA_VISIBLE_DEVICES may leave out some."""
-    number, visible = int(os.environ["PRETENDED_CUDA_DEVICES"]), os.environ.get("CUDA_VISIBLE_DEVICES")
+    number = int(os.environ["PRETENDED_CUDA_DEVICES"])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return number if visible is None else min(number, len(visible.split(",")))
 
 
@@ -104,7 +107,9 @@ class _Loader(importlib.abc.Loader):
     """Loads a module, and runs functions before and after."""
 
     def __init__(self, loader: Any, before: Callable[[], None], after: Callable[[Any], None]) -> None:
-        self._loader, self._before, self._after = loader, before, after
+        self._loader = loader
+        self._before = before
+        self._after = after
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         self._before()

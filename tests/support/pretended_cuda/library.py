@@ -51,7 +51,9 @@ class Devices:
     def begin(self, num_devices: int, copy_delay: float) -> None:
         """Begin a program: with so many devices, and copies that arrive this many seconds after something waits."""
         self.num_devices = num_devices
-        self.waits, self.late_copies, self.contexts = Counter(), Counter(), {}
+        self.waits = Counter()
+        self.late_copies = Counter()
+        self.contexts = {}
         self["set_device_count"](num_devices)
         self["set_copy_delay"](int(copy_delay * 1e6))
 
@@ -84,7 +86,9 @@ def _place(frame: FrameType | None) -> str:
 
     Without one, as in a thread of autograd, it is the innermost line of all.
     """
-    names, line, first = [], "", ""
+    names = []
+    line = ""
+    first = ""
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_HERE):

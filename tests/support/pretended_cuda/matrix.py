@@ -89,7 +89,8 @@ class Case:
 
 def can_run(given: Mapping[str, str]) -> bool:
     """Return whether the program takes a combination; factors that are not given are taken to fit."""
-    strategy, devices = given.get("strategy", ""), given.get("devices", "")
+    strategy = given.get("strategy", "")
+    devices = given.get("devices", "")
     shards = not strategy or strategy.startswith("fsdp")
     return not (
         (strategy == "single" and devices in ("2", "3"))

@@ -25,7 +25,10 @@ class Rehearsal:
     """Starts runs of the tiny model on the tiny token dataset, each into a folder of its own."""
 
     def __init__(self, folder: Path, model: Path, tokens: Path, cpu_runs: ForkedRuns) -> None:
-        self.folder, self.model, self.tokens, self._cpu_runs = folder, model, tokens, cpu_runs
+        self.folder = folder
+        self.model = model
+        self.tokens = tokens
+        self._cpu_runs = cpu_runs
 
     def run(
         self,

@@ -85,7 +85,8 @@ def add_cuda(c: Any, devices: Devices) -> None:
         setattr(c, f"_cuda_{name}", function)
     c._cudart = ModuleType("torch._C._cudart")
     c._cudart.cudaMemGetInfo = lambda index: (MEMORY - devices["allocated"](index), MEMORY)
-    c._nccl_version, c._nccl_version_suffix = lambda: 2 << 32 | 27 << 16, lambda: b""
+    c._nccl_version = lambda: 2 << 32 | 27 << 16
+    c._nccl_version_suffix = lambda: b""
     c._has_cuda = True
     c._CudaStreamBase, c._CudaEventBase = _stream_classes(c, devices)
     c._CudaDeviceProperties = DeviceProperties

@@ -138,14 +138,16 @@ def test_sample_is_bounded_and_spread_over_the_corpus(
     for number, one in enumerate(found):  # one of each of 12 equal parts
         beginning = one.text.rstrip("\ufffd")  # of a character that is cut
         assert any(text.startswith(beginning) for text in texts[5 * number : 5 * number + 5])
-    num_tokens, longest = sum(one.tokens_read for one in found), max(one.tokens_read for one in found)
+    num_tokens = sum(one.tokens_read for one in found)
+    longest = max(one.tokens_read for one in found)
     cut = [one for one in found if one.tokens_read < one.tokens]
     assert {one.tokens_read for one in cut} == {longest}
     assert num_tokens <= 500 < num_tokens + len(cut)  # no greater length is possible
 
 
 def test_listed_words_are_clearly_more_frequent_on_their_side() -> None:
-    first, second = WordCounts(), WordCounts()
+    first = WordCounts()
+    second = WordCounts()
     for text in ("Cod cod ling", "cod ling eel hake", "COD ling hake", "eel eel eel"):
         first.add(text)
     for text in ("ling cod eel", "ling eel", "ling eel"):
@@ -160,7 +162,8 @@ def test_listed_words_are_clearly_more_frequent_on_their_side() -> None:
 
 
 def test_largest_difference_comes_first_and_the_table_is_bounded() -> None:
-    first, second = WordCounts(), WordCounts()
+    first = WordCounts()
+    second = WordCounts()
     for _ in range(3):
         first.add(" ".join(f"word{number} " * number for number in range(1, 31)))
     assert [one.word for one in words_more_often((first, second), 0)] == [
@@ -219,7 +222,8 @@ def test_languages_are_those_of_the_documents(
         [json.loads(line)["text"][1000:1400] for line in file.read_text(encoding="utf-8").splitlines()[:20]]
         for file in (bible_es_jsonl, shakespeare_jsonl)
     )
-    one, other = tmp_path / "one", tmp_path / "other"
+    one = tmp_path / "one"
+    other = tmp_path / "other"
     for folder, texts in ((one, spanish), (other, [*english, *spanish[:5]])):
         file = write_jsonl(tmp_path / f"{folder.name}.jsonl", texts)
         tokenize(folder, tiny_model_dir, file, max_length=200, packing="best_fit", validation_split=0)
@@ -240,10 +244,12 @@ def test_languages_are_those_of_the_documents(
 
 
 def test_merged_dataset_is_compared_as_one(first: Path, tiny_model_dir: Path, sources: dict[str, str]) -> None:
-    moon, merged = first.parent / "moon", first.parent / "merged"
+    moon = first.parent / "moon"
+    merged = first.parent / "merged"
     tokenize(moon, tiny_model_dir, sources["moon"], packing="best_fit", max_length=64, validation_split=0)
     merge.main([str(first), str(moon), "--output_dir", str(merged)])
-    one, both = compared(first, merged), compared(first, moon)
+    one = compared(first, merged)
+    both = compared(first, moon)
     assert one.same_tokenizer
     assert one.corpora[1].totals.sources.keys() == TEXTS.keys()
     assert one.corpora[1].sample.words == sum(corpus.sample.words for corpus in both.corpora)
