@@ -143,8 +143,8 @@ def _launch(run: "PreparedRun", console: "Console", started: float) -> int:
 
     progress.info("connecting the ranks")
     heartbeat = Heartbeat(started)
-    device = run.given.device
-    fabric = build_fabric(run.given, run.model.layer_classes)
+    device = run.user_arguments.device
+    fabric = build_fabric(run.user_arguments, run.model.layer_classes)
     with watch_ranks(fabric, heartbeat, device.rank_timeout, device.num_nodes):
         progress.info("checking the checkpoint")
         code = execute(fabric, check_content(fabric, run, note), heartbeat, console, write_run_report)

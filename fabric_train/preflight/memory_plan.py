@@ -360,7 +360,7 @@ def _choose_tiles(run: PreparedRun) -> PreparedRun:
     request = make_request(run)
     whole = _with(run, mlp_tile_size="none")
     usable = round(_USABLE_SHARE * request.device_memory)
-    is_compiled = fsdp.compile is True and run.given.fsdp.compile != "auto"
+    is_compiled = fsdp.compile is True and run.user_arguments.fsdp.compile != "auto"
     if fsdp.activation_checkpointing != "full" or is_compiled or not (change := change_to_tiles(request)):
         return whole
     try:

@@ -202,7 +202,7 @@ def _prepare_stretch(
     if model.adapter is not None and not arguments.planning.plan:  # a plan reads no weights
         base = find_base(arguments.model.model_name, checkpoint, "--model_name")
     run = PreparedRun(
-        given=given,
+        user_arguments=given,
         arguments=arguments,
         folder=folder,
         devices=devices,
@@ -241,7 +241,9 @@ def _with_following(run: PreparedRun, later: Sequence[Stretch]) -> PreparedRun:
         )
     check_output_dir(run.folder, *stretch.arguments.data.data_dirs)
     checkpoint = run.start.checkpoint
-    following = _prepare_stretch(stretch, run.given, run.devices, checkpoint, run.given.checkpoint, run)
+    following = _prepare_stretch(
+        stretch, run.user_arguments, run.devices, checkpoint, run.user_arguments.checkpoint, run
+    )
     notes = [f"from step {stretch.first_step:,} on: {line}" for line in following.notes if line not in run.notes]
     following = _with_following(replace(following, notes=()), later[1:])
     kept = replace(following.start, schedule_steps=run.start.schedule_steps)
@@ -285,7 +287,7 @@ def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None])
     damages: dict[Path, str] = {}
     while run.start.checkpoint and (damage := checkpoints.wrong_content(run.start.checkpoint, fabric)):
         damages[Path(os.path.realpath(run.start.checkpoint))] = damage
-        run = prepare(run.given, damages)
+        run = prepare(run.user_arguments, damages)
         for line in run.notes:
             note(line)
     return run

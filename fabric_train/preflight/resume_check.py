@@ -142,7 +142,7 @@ def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     """Return a branch with the arguments in its lineage that the user has changed, and notes for the user."""
     plan = run.plan
     start = run.start
-    given = run.given.checkpoint.branch
+    given = run.user_arguments.checkpoint.branch
     if plan.num_steps <= start.state.step:
         raise InputError(
             f"--branch {given}: the checkpoint is at step {start.state.step}, and the branch would end at step "

@@ -118,7 +118,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that is checked; ``given`` are the user's arguments, in ``arguments`` some "auto" ones are resolved.
+    """A run that is checked; ``user_arguments`` are as the user gave them; in ``arguments``, "auto" is resolved.
 
     ``adapter_base`` is the frozen model of an adapter; None if all weights train. ``reference`` is found when the run
     begins; None if its objective needs none. ``components`` are the parts that it uses by name. If phases train other
@@ -127,7 +127,7 @@ class PreparedRun:
     its start is known when the run comes there.
     """
 
-    given: "TrainArguments"
+    user_arguments: "TrainArguments"
     arguments: "TrainArguments"
     folder: Path
     devices: DevicePlan
@@ -154,7 +154,7 @@ class PreparedRun:
     @property
     def steps_in_words(self) -> str:
         """The steps of this run's data, such as ``, steps 1 to 900``; empty if a phase with other data is not there."""
-        if self.following is None and self.arguments.data.data_dirs == self.given.data.data_dirs:
+        if self.following is None and self.arguments.data.data_dirs == self.user_arguments.data.data_dirs:
             return ""
         return f", steps {self.plan.data_starts_after + 1:,} to {self.plan.last_step:,}"
 

@@ -112,7 +112,7 @@ def _set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
 def _write_run_folder(run: PreparedRun) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     if not run.arguments.evaluation.only_reads:
-        write_atomically(run.folder / "config.yaml", to_yaml(run.given))
+        write_atomically(run.folder / "config.yaml", to_yaml(run.user_arguments))
     if isinstance(run.data, Stream):
         check_no_links_in(run.data.tokenizer_folder)
         run.data.save_tokenizer()

@@ -51,7 +51,7 @@ def prepared(
     data: Any = SimpleNamespace(isolates=True, validation=None)
     order: Any = None
     return PreparedRun(
-        given=arguments,
+        user_arguments=arguments,
         arguments=arguments,
         folder=Path("run"),
         devices=DevicePlan(accelerator, 8, "fsdp2"),
@@ -90,7 +90,7 @@ def test_least_recomputation_that_fits_is_chosen() -> None:
         if kind == "selective":
             budget = chosen.activation_memory_budget
             assert device_bytes(resolved) <= usable < device_bytes(resolved, activation_memory_budget=budget + 0.1)
-        assert resolved.given.fsdp.activation_checkpointing == "auto"
+        assert resolved.user_arguments.fsdp.activation_checkpointing == "auto"
 
 
 def test_tiles_are_taken_only_if_recomputing_all_layers_is_not_enough() -> None:
