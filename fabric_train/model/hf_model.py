@@ -139,6 +139,7 @@ def shape_from_config(
         config.tie_word_embeddings = False
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    layer_classes = _layer_classes(model, layer_class, source)  # refuses a model without layers
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if adapter:
         attach(model, adapter, source)
@@ -150,7 +151,7 @@ def shape_from_config(
         trained=trained,
         names=names_of_parameters(model),
         flops=model_flops(model, trained),
-        layer_classes=_layer_classes(model, layer_class, source),
+        layer_classes=layer_classes,
         vocab_size=model.get_input_embeddings().num_embeddings,
         max_positions=getattr(config.get_text_config(), "max_position_embeddings", None),
         is_new=is_new,
