@@ -29,7 +29,7 @@ from fabric_train.export.verification import Method, OutputReport, TensorReport,
 from fabric_train.files.regular_file import read_json
 from fabric_train.inference.load_model import add_adapter, load_onto_devices
 from fabric_train.model import hf_model, load_weights
-from fabric_train.model.load_weights import LayeredOutput, layered_forward
+from fabric_train.model.layered_forward import LayeredOutput, layered_forward
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, open_weights
 
 _TEXT = (
