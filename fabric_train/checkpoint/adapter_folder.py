@@ -24,13 +24,10 @@ from fabric_train.distributed.ranks import original_name
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.adapter import (
     Adapter,
-    QuantizedWeights,
     adapted_layers,
     attach,
-    check_installed,
-    is_of_adapter,
+    is_adapter_parameter,
     materialize,
-    quantize_layers,
     start_magnitudes,
 )
 from fabric_train.model.hf_model import ModelShape, read_shape, trains_head_apart
@@ -41,6 +38,7 @@ from fabric_train.model.load_weights import (
     open_checkpoint,
     open_pretrained,
 )
+from fabric_train.model.nf4 import QuantizedWeights, check_installed, quantize_layers
 from fabric_train.model.origin import AdapterBase, find_origin
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights
 
@@ -156,7 +154,7 @@ def read_adapter(folder: Path) -> Adapter:
     if unknown := uncomputed_settings(config.model_extra or {}):
         raise InputError(f"{file}: {', '.join(unknown)} is not supported here; merge that adapter with peft")
     # peft's own rule for modules_to_save is the end of a name, also within a word
-    whole = {name.rpartition(".")[0] for name in AdapterTensors(folder) if not is_of_adapter(name)}
+    whole = {name.rpartition(".")[0] for name in AdapterTensors(folder) if not is_adapter_parameter(name)}
     targets = config.target_modules
     return Adapter(
         kind="dora" if config.use_dora else "lora",
@@ -377,7 +375,7 @@ def open_adapted(
     materialize(opened.model, torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in opened.model.named_parameters():
-            if name in shape.trained and (stored is not None or is_of_adapter(name)):
+            if name in shape.trained and (stored is not None or is_adapter_parameter(name)):
                 parameter.copy_(weights.read_block(name, (0,) * parameter.dim(), parameter.shape))
     if weights.is_new:
         start_magnitudes(opened.model, None)

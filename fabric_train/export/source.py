@@ -31,9 +31,10 @@ from fabric_train.export.hub_format import blocks
 from fabric_train.files.regular_file import check_links, read_json
 from fabric_train.files.requirements import check_package
 from fabric_train.model import hf_model
-from fabric_train.model.adapter import BLOCK, NF4Linear, adapted_layers, check_installed, is_of_adapter
+from fabric_train.model.adapter import adapted_layers, is_adapter_parameter
 from fabric_train.model.hf_model import load_hf_tokenizer
 from fabric_train.model.load_weights import MetaModel, tied_weight_names
+from fabric_train.model.nf4 import BLOCK, NF4Linear, check_installed
 from fabric_train.model.weight_files import StoredTensors, Weights, open_weights
 
 _BLOCK = 1 << 23  # elements that are averaged at once: 64 MB in fp64
@@ -118,7 +119,7 @@ class MergedTensors:
         self._targets = {f"{name}.weight": name for name, _ in adapted_layers(opened.model)}
         tied = tied_weight_names(opened.model)
         state = opened.model.state_dict()
-        own = [name for name in state if name not in tied and not is_of_adapter(name)]
+        own = [name for name in state if name not in tied and not is_adapter_parameter(name)]
         self._shapes = {name: state[name].shape for name in own}
 
     def __iter__(self) -> Iterator[str]:

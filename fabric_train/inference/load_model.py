@@ -36,9 +36,10 @@ from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_no_pipes
 from fabric_train.files.requirements import check_package
 from fabric_train.model import hf_model
-from fabric_train.model.adapter import ALL_LINEAR, NF4Linear, adapted_layers, attach, is_of_adapter
+from fabric_train.model.adapter import ALL_LINEAR, attach, is_adapter_parameter, remove_adapters
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.load_weights import MetaModel, read_weights
+from fabric_train.model.nf4 import NF4Linear
 from fabric_train.model.origin import AdapterBase
 from fabric_train.model.patterns import NamePattern
 from fabric_train.model.weight_files import open_weights
@@ -355,11 +356,11 @@ class ModelsInTurn:
         assert shape.adapter is not None
         check_fits(stored, shape.trained, checkpoint)
         attach(model, shape.adapter, described.base.place, str(model.device))
-        self._undo.append(lambda: _take_off(model))
+        self._undo.append(lambda: remove_adapters(model))
         for name, parameter in model.named_parameters():
             if name in shape.trained:
                 tensor = stored.read(name)
-                if is_of_adapter(name):
+                if is_adapter_parameter(name):
                     parameter.data.copy_(tensor)
                     continue
                 self._undo.append(partial(setattr, parameter, "data", parameter.data))
@@ -389,15 +390,6 @@ def _in_fp32(model: Any) -> Any:
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.float()
     return model
-
-
-def _take_off(model: Any) -> None:
-    for _, layer in [*adapted_layers(model)]:
-        for name in ("lora_A", "lora_B", "adapter"):
-            delattr(layer, name)
-        if hasattr(layer, "lora_magnitude_vector"):
-            del layer.lora_magnitude_vector
-        layer.__class__ = type(layer).__mro__[2]  # after the adapted class and the mixed-in one
 
 
 def _forget(module: Any, name: str) -> None:

@@ -1,26 +1,21 @@
-"""Adapters: small matrices that train beside the frozen weights of linear layers (LoRA, rsLoRA, DoRA, QLoRA).
+"""Adapters: small matrices that train beside the frozen weights of linear layers (LoRA, rsLoRA, DoRA).
 
 A linear layer with the weight W [out, in] gets the children ``lora_A`` [rank, in] and ``lora_B`` [out, rank], and
 computes ``x Wᵀ + scale · (x Aᵀ) Bᵀ``. Its own weight keeps its name, so weights are read as without an adapter. The
 adapter is fp32 in every precision: in bf16, most of its updates would be rounded away. It is small, so every rank has
 all of it, beside a base that may be sharded; ``distributed.ranks.average_replicated`` averages its gradients.
 
-LoRA: arXiv:2106.09685; rsLoRA, whose scale is alpha / √rank: arXiv:2312.03732; DoRA: arXiv:2402.09353.
-
-Frozen weights may be in 4 bits: NF4 of bitsandbytes (QLoRA, arXiv:2305.14314). A weight [out, in] is cut into blocks of
-64 numbers, which lie within its rows. Each block has an fp32 scale, its largest absolute value, and 4 bits for each
-number: 4.5 bits in all. So any rows of a weight can be quantized alone, and each rank reads and quantizes its own. The
-bytes are stored as numbers of the dtype of the weights: strategies that shard a model send and copy them, and never
-compute with them or cast them (``distributed.precision.gathered_dtype``).
+LoRA: arXiv:2106.09685; rsLoRA, whose scale is alpha / √rank: arXiv:2312.03732; DoRA: arXiv:2402.09353. The frozen
+weights may be in 4 bits, see ``nf4``.
 """
 
 import functools
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +24,7 @@ from torch import nn
 
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.ranks import original_name
-from fabric_train.files.requirements import load_package
+from fabric_train.model.nf4 import NF4Linear, is_linear, read_dequantized_rows
 from fabric_train.model.patterns import NamePattern
 from fabric_train.model.weight_files import Weights
 
@@ -37,9 +32,7 @@ ALL_LINEAR = "all-linear"
 """The target that means every linear layer except the head."""
 _MAGNITUDE = "lora_magnitude_vector"
 _ADAPTER_NAME = re.compile(r"\.(lora_[AB]\.weight|lora_magnitude_vector)$")
-_ROWS_AT_ONCE = 1024
-BLOCK = 64
-_SCALES = "weight_scales"
+_ROWS_AT_ONCE = 1024  # rows of a weight that are in memory while norms are computed
 
 
 @dataclass(frozen=True)
@@ -63,15 +56,19 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """The factor of the product of both matrices."""
-        return self.alpha / (math.sqrt(self.rank) if self.is_rank_stabilized else self.rank)
+        """The factor of the product of both matrices: alpha / rank, or alpha / √rank for rsLoRA."""
+        divisor = math.sqrt(self.rank) if self.is_rank_stabilized else self.rank
+        return self.alpha / divisor
 
     def trains(self, name: str) -> bool:
         """Return whether a parameter of an adapted model trains, by its name in transformers' model."""
-        return is_of_adapter(name) or any(_is_named(name.rpartition(".")[0], module) for module in self.train_also)
+        if is_adapter_parameter(name):
+            return True
+        module_name = name.rpartition(".")[0]
+        return any(_ends_with_name(module_name, module) for module in self.train_also)
 
 
-def is_of_adapter(name: str) -> bool:
+def is_adapter_parameter(name: str) -> bool:
     """Return whether this is the name of an adapter's parameter, and not of one of the base's."""
     return _ADAPTER_NAME.search(name) is not None
 
@@ -87,144 +84,189 @@ class AdaptedLayer(nn.Module):
     lora_magnitude_vector: nn.Parameter
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output [..., out] in the dtype of the base layer's own.
+        """Return the output [..., out] for ``inputs`` [..., in], in the dtype of the base layer's own output.
 
-        DoRA's dropout works as in peft: with it, the adapter's change of the base's direction sees the same inputs.
+        DoRA: ``m / ‖W + s B A‖ · (x Wᵀ + s (x Aᵀ) Bᵀ)`` with the magnitudes m, one for each row, and s the scale.
+        Its dropout works as in peft: with it, the adapter's change of the base's direction sees the same inputs.
         """
-        base: torch.Tensor = super().forward(inputs)
+        base: torch.Tensor = super().forward(inputs)  # [..., out]
         dtype = base.dtype
         adapter = self.adapter
         drops = adapter.dropout > 0 and self.training
-        seen = F.dropout(inputs, adapter.dropout) if drops else inputs
-        low = F.linear(seen.to(dtype), self.lora_A.weight.to(dtype)) * adapter.scale
-        up = self.lora_B.weight.to(dtype)
+        adapter_inputs = F.dropout(inputs, adapter.dropout) if drops else inputs
+        low = F.linear(adapter_inputs.to(dtype), self.lora_A.weight.to(dtype)) * adapter.scale  # [..., rank]
+        up = self.lora_B.weight.to(dtype)  # [out, rank]
         if adapter.kind != "dora":  # added within the product, so nothing else is as large as the output
             return torch.addmm(base.flatten(0, -2), low.flatten(0, -2), up.t()).view_as(base)
-        ratio = (self.lora_magnitude_vector / self._row_norms()).to(dtype)
-        direction: torch.Tensor = super().forward(seen) if drops else base
-        if self.bias is not None:
+        ratio = (self.lora_magnitude_vector / self._row_norms()).to(dtype)  # [out]
+        direction: torch.Tensor = super().forward(adapter_inputs) if drops else base
+        if self.bias is not None:  # the magnitudes scale the weight alone
             direction = direction - self.bias.to(dtype)
         return base + (ratio - 1) * direction + ratio * F.linear(low, up)
 
     @torch.no_grad()
     def _row_norms(self) -> torch.Tensor:
-        """Return the norm of each row of W + scale · B A, fp32 [out], without making that matrix.
+        """Return the norm of each row of W + s B A, fp32 [out], without making that matrix.
 
-        It is a constant to the gradient, as in section 4.3 of the paper.
+        With B' = s B, the square of a row's norm is ‖w‖² + 2 w·(b' A) + b' (A Aᵀ) b'ᵀ. It is a constant to the
+        gradient, as in section 4.3 of the paper.
         """
         with torch.autocast(self.weight.device.type, enabled=False):
-            weight = self.dequantized() if isinstance(self, NF4Linear) else self.weight.float()
-            a = self.lora_A.weight
-            b = self.lora_B.weight * self.adapter.scale
-            crossed = ((weight @ a.t()) * b).sum(dim=1)
-            of_adapter = ((b @ (a @ a.t())) * b).sum(dim=1)
-            return (weight.square().sum(dim=1) + 2 * crossed + of_adapter).clamp(min=0).sqrt()
+            weight = self.dequantized() if isinstance(self, NF4Linear) else self.weight.float()  # [out, in]
+            lora_a = self.lora_A.weight  # [rank, in]
+            lora_b = self.lora_B.weight * self.adapter.scale  # [out, rank]
+            base_squares = weight.square().sum(dim=1)
+            cross_products = ((weight @ lora_a.t()) * lora_b).sum(dim=1)
+            adapter_squares = ((lora_b @ (lora_a @ lora_a.t())) * lora_b).sum(dim=1)
+            squares = base_squares + 2 * cross_products + adapter_squares
+            return squares.clamp(min=0).sqrt()  # rounding may make a square slightly negative
 
 
 @functools.cache
-def _adapted_class(kind: Any) -> type[nn.Module]:
-    return type(f"Adapted{kind.__name__}", (AdaptedLayer, kind), {})
+def _adapted_class(layer_class: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of a class of linear layers that has an adapter."""
+    return type(f"Adapted{layer_class.__name__}", (AdaptedLayer, layer_class), {})
 
 
-def attach(model: Any, adapter: Adapter, source: str, device: str = "meta") -> None:
+def _base_class(layer: AdaptedLayer) -> type[nn.Module]:
+    """Return the class that a layer had before it got an adapter."""
+    return type(layer).__bases__[1]
+
+
+def attach(model: nn.Module, adapter: Adapter, source: str, device: str = "meta") -> None:
     """Give each target of a model, which nothing wraps yet, an adapter on a device; freeze nothing.
 
     Raises:
         InputError: a target or a module of ``train_also`` is not in the model, which ``source`` names; a module is
             both; or one of ``train_also`` has only the weight of another.
     """
-    modules = find_targets(model, adapter, source)
-    _check_train_also(model, adapter, source, modules)
-    linear: Any
-    for linear in modules.values():
-        num_outputs = linear.out_features
-        num_inputs = linear.in_features
+    targets = find_targets(model, adapter, source)
+    _check_train_also(model, adapter, source, targets)
+    layer: Any
+    for layer in targets.values():
+        out_features = layer.out_features
+        in_features = layer.in_features
         options: dict[str, Any] = {"bias": False, "dtype": torch.float32, "device": device}
-        linear.lora_A = nn.Linear(num_inputs, adapter.rank, **options)
-        linear.lora_B = nn.Linear(adapter.rank, num_outputs, **options)
+        layer.lora_A = nn.Linear(in_features, adapter.rank, **options)
+        layer.lora_B = nn.Linear(adapter.rank, out_features, **options)
         if adapter.kind == "dora":
-            linear.lora_magnitude_vector = nn.Parameter(torch.empty(num_outputs, dtype=torch.float32, device=device))
-        linear.adapter = adapter
-        linear.__class__ = _adapted_class(linear.__class__)  # its parameters and hooks stay
+            layer.lora_magnitude_vector = nn.Parameter(torch.empty(out_features, dtype=torch.float32, device=device))
+        layer.adapter = adapter
+        layer.__class__ = _adapted_class(layer.__class__)  # its parameters and hooks stay
+
+
+def remove_adapters(model: nn.Module) -> None:
+    """Take the adapters off the layers of a model, which are then as they were before :func:`attach`."""
+    layers = [layer for _, layer in adapted_layers(model)]
+    for layer in layers:
+        for name in ("lora_A", "lora_B", "adapter"):
+            delattr(layer, name)
+        if hasattr(layer, _MAGNITUDE):
+            delattr(layer, _MAGNITUDE)
+        layer.__class__ = _base_class(layer)
+
+
+@dataclass(frozen=True)
+class _DetachedAdapter:
+    """What :func:`without_adapters` took off a layer; ``magnitudes`` are DoRA's."""
+
+    adapter: Adapter
+    lora_a: nn.Module | None
+    lora_b: nn.Module | None
+    magnitudes: nn.Parameter | None
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Take the adapters off the layers meanwhile, so that others of the same names may replace them."""
-    taken: dict[str, tuple[Any, ...]] = {}
-    layer: Any
-    for name, layer in model.named_modules():
-        if isinstance(layer, AdaptedLayer):
-            children = (layer._modules.pop("lora_A"), layer._modules.pop("lora_B"))
-            taken[name] = (layer.adapter, *children, layer._parameters.pop(_MAGNITUDE, None))
-            layer.__class__ = type(layer).__bases__[1]
+    """Take the adapters off the layers within the block, in which other layers of the same names may replace them."""
+    detached: dict[str, _DetachedAdapter] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, AdaptedLayer):
+            detached[name] = _DetachedAdapter(
+                adapter=module.adapter,
+                lora_a=module._modules.pop("lora_A"),
+                lora_b=module._modules.pop("lora_B"),
+                magnitudes=module._parameters.pop(_MAGNITUDE, None),
+            )
+            module.__class__ = _base_class(module)
     yield
-    for name, (adapter, lora_a, lora_b, magnitudes) in taken.items():
+    layer: Any
+    for name, removed in detached.items():
         layer = model.get_submodule(name)
-        layer.adapter = adapter
-        layer.lora_A = lora_a
-        layer.lora_B = lora_b
-        if magnitudes is not None:
-            layer.lora_magnitude_vector = magnitudes
+        layer.adapter = removed.adapter
+        layer.lora_A = removed.lora_a
+        layer.lora_B = removed.lora_b
+        if removed.magnitudes is not None:
+            layer.lora_magnitude_vector = removed.magnitudes
         layer.__class__ = _adapted_class(layer.__class__)
 
 
 def find_targets(model: Any, adapter: Adapter, source: str) -> dict[str, nn.Linear]:
     """Return the linear layers that an adapter is for, by their names; for errors see :func:`attach`."""
     head = model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if is_linear(module) and module is not head}
-    found: dict[str, nn.Linear] = {}
+    modules = model.named_modules()
+    linear_layers = {name: module for name, module in modules if is_linear(module) and module is not head}
+    target_names: set[str] = set()
     for target in adapter.targets:
-        matched = NamePattern("--lora_targets", target, "q_proj").matching_whole(linear)
-        named = {
-            name: module
-            for name, module in linear.items()
-            if target == ALL_LINEAR or _is_named(name, target) or name in matched
-        }
-        if not named:
-            raise InputError(f"--lora_targets {target}: {_no_such_layer(model, head, target, linear, source)}")
-        found |= named
-    return {name: module for name, module in linear.items() if name in found}
+        if target == ALL_LINEAR:
+            names = set(linear_layers)
+        else:
+            names = {name for name in linear_layers if _ends_with_name(name, target)}
+        names |= NamePattern("--lora_targets", target, "q_proj").matching_whole(linear_layers)
+        if not names:
+            raise InputError(f"--lora_targets {target}: {_why_no_target(model, target, linear_layers, source)}")
+        target_names |= names
+    return {name: layer for name, layer in linear_layers.items() if name in target_names}
 
 
-def _no_such_layer(model: Any, head: Any, target: str, linear: Collection[str], source: str) -> str:
-    leaves = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-    whole = [name for name, module in model.named_modules() if module in (head, model.get_input_embeddings())]
-    if any(_is_named(name, target) for name in whole):
-        return f"the embedding and the head train whole; give --train_also {target}"
-    return f"{source} has no linear layer of that name; it has {leaves or 'none'}"
+def _why_no_target(model: Any, target: str, linear_names: Collection[str], source: str) -> str:
+    """Return why ``target`` names no linear layer, and what to give instead."""
+    whole_modules = (model.get_output_embeddings(), model.get_input_embeddings())
+    for name, module in model.named_modules():
+        if module in whole_modules and _ends_with_name(name, target):
+            return f"the embedding and the head train whole; give --train_also {target}"
+    return f"{source} has no linear layer of that name; it has {_leaf_names(linear_names) or 'none'}"
 
 
-def _is_named(name: str, wanted: str) -> bool:
-    return name == wanted or name.endswith(f".{wanted}")
+def _leaf_names(names: Collection[str]) -> str:
+    """Return the last components of module names, each once: ``q_proj, k_proj``."""
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
-def _check_train_also(model: Any, adapter: Adapter, source: str, adapted: Collection[str]) -> None:
+def _ends_with_name(module_name: str, name: str) -> bool:
+    """Return whether a module's full name ends with ``name``, whole components of it."""
+    return module_name == name or module_name.endswith(f".{name}")
+
+
+def _check_train_also(model: nn.Module, adapter: Adapter, source: str, targets: Collection[str]) -> None:
+    """Check that the model has each module of ``train_also``, and that none of them gets an adapter."""
     names = [name for name, module in model.named_modules() if [*module.parameters(recurse=False)]]
-    for wanted in adapter.train_also:
-        found = [name for name in names if _is_named(name, wanted)]
-        if not found:
-            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-            raise InputError(f"--train_also {wanted}: {source} has no such module; it has {known}")
-        if twice := next((name for name in found if name in adapted), None):
-            fault = f"{twice} has an adapter by --lora_targets {' '.join(adapter.targets)}"
-            raise InputError(f"--train_also {wanted}: {fault}; leave it out of one of them")
+    for train_also in adapter.train_also:
+        matching = [name for name in names if _ends_with_name(name, train_also)]
+        if not matching:
+            raise InputError(f"--train_also {train_also}: {source} has no such module; it has {_leaf_names(names)}")
+        for name in matching:
+            if name in targets:
+                fault = f"{name} has an adapter by --lora_targets {' '.join(adapter.targets)}"
+                raise InputError(f"--train_also {train_also}: {fault}; leave it out of one of them")
 
 
 def materialize(model: nn.Module, device: torch.device) -> list[nn.Parameter]:
     """Replace the adapter's meta parameters by uninitialized ones on a device, and return all of the adapter's.
 
-    A strategy that shards the model is told to leave these alone.
+    A strategy that shards the model must leave these alone.
     """
-    found = []
+    adapter_parameters = []
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and is_of_adapter(f".{prefix}.{name}"):
-                if parameter.is_meta:
-                    empty = torch.empty_like(parameter, device=device)
-                    module._parameters[name] = parameter = nn.Parameter(empty, parameter.requires_grad)
-                found.append(parameter)
-    return found
+            if parameter is None or not is_adapter_parameter(f".{prefix}.{name}"):
+                continue
+            if parameter.is_meta:
+                empty = torch.empty_like(parameter, device=device)
+                parameter = nn.Parameter(empty, parameter.requires_grad)
+                module._parameters[name] = parameter
+            adapter_parameters.append(parameter)
+    return adapter_parameters
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
@@ -240,155 +282,36 @@ def start_magnitudes(model: nn.Module, weights: Weights | None) -> None:
 
     All ranks call this. Each reads a share of the rows, so the norms do not depend on how ranks hold the weights.
     """
-    is_shared = weights is not None and dist.is_initialized()
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if is_shared else (0, 1)
+    rank = 0
+    world_size = 1
+    if weights is not None and dist.is_initialized():
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
     for name, layer in adapted_layers(model):
         if layer.adapter.kind != "dora":
             continue
-        magnitudes = layer.lora_magnitude_vector
+        magnitudes = layer.lora_magnitude_vector  # [out]
         num_rows = layer.lora_B.out_features
+        # each rank fills its rows of the norms; the sum over the ranks has all of them
         norms = torch.zeros(num_rows, dtype=torch.float64, device=magnitudes.device)
-        first, last = (num_rows * number // num_ranks for number in (rank, rank + 1))
-        for begin in range(first, last, _ROWS_AT_ONCE):
-            end = min(begin + _ROWS_AT_ONCE, last)
-            rows = layer.weight[begin:end] if weights is None else _read_rows(weights, name, layer, begin, end)
+        first_row = num_rows * rank // world_size
+        end_row = num_rows * (rank + 1) // world_size
+        for begin in range(first_row, end_row, _ROWS_AT_ONCE):
+            end = min(begin + _ROWS_AT_ONCE, end_row)
+            if weights is None:
+                rows = layer.weight[begin:end]
+            else:
+                rows = _read_rows(weights, name, layer, begin, end)
             norms[begin:end] = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-        if num_ranks > 1:
+        if world_size > 1:
             dist.all_reduce(norms)
         magnitudes.copy_(norms)
 
 
 def _read_rows(weights: Weights, name: str, layer: AdaptedLayer, begin: int, end: int) -> torch.Tensor:
-    """Return rows of a layer's weight as the layer computes with them; those in 4 bits are dequantized."""
-    row = layer.lora_A.in_features
-    dtype = layer.weight.dtype
-
-    def read(of: str, number: int) -> torch.Tensor:
-        return weights.read_block(f"{name}.{of}", (begin, 0), (end - begin, number))
-
-    if not isinstance(layer, NF4Linear):
-        return read("weight", row).to(dtype)
-    return dequantize(*(read(of, number) for of, number in stored_rows(row, dtype).items()), row)
-
-
-class NF4Linear(nn.Linear):
-    """A linear layer that dequantizes its weight to the dtype of its input, in the forward and in the backward pass.
-
-    ``weight`` has the bytes of [out, in / 2], and ``weight_scales`` the bytes of fp32 [out, in / 64], both in rows.
-    """
-
-    weight_scales: nn.Parameter
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return ``inputs`` [..., in] times the weight, [..., out] in their dtype, or in autocast's."""
-        from bitsandbytes import matmul_4bit
-
-        kind = inputs.device.type
-        if torch.is_autocast_enabled(kind):
-            inputs = inputs.to(torch.get_autocast_dtype(kind))
-        state = _state(self.weight_scales, (self.out_features, self.in_features), inputs.dtype)
-        packed = self.weight.view(torch.uint8).reshape(-1, 1)
-        bias = None if self.bias is None else self.bias.to(inputs.dtype)
-        result: torch.Tensor = matmul_4bit(inputs, packed.t(), quant_state=state, bias=bias)
-        return result
-
-    def dequantized(self) -> torch.Tensor:
-        """Return the weight, fp32 [out, in]."""
-        return dequantize(self.weight, self.weight_scales, self.in_features)
-
-
-def _state(scales: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Any:
-    from bitsandbytes.functional import QuantState
-
-    return QuantState(
-        absmax=scales.view(torch.float32).reshape(-1),
-        shape=torch.Size(shape),
-        blocksize=BLOCK,
-        quant_type="nf4",
-        dtype=dtype,
-    )
-
-
-def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a module computes what a linear layer does. A router of Llama 4 is one too, and does not."""
-    return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, NF4Linear.forward)
-
-
-def stored_rows(row: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return how many numbers of a dtype store a row of ``row`` weights, and its scales, by the parameter's name."""
-    return {"weight": row // 2 // dtype.itemsize, _SCALES: row // BLOCK * 4 // dtype.itemsize}
-
-
-def dequantize(packed: torch.Tensor, scales: torch.Tensor, row: int) -> torch.Tensor:
-    """Return rows of a weight, fp32 [rows, ``row``], from both parameters of an ``NF4Linear``."""
-    from bitsandbytes.functional import dequantize_4bit
-
-    state = _state(scales, (len(packed), row), torch.float32)
-    rows: torch.Tensor = dequantize_4bit(packed.view(torch.uint8).reshape(-1, 1), state)
-    return rows
-
-
-def quantize_layers(layers: Collection[nn.Module], dtype: torch.dtype, but: Collection[str] = ()) -> None:
-    """Make the linear layers in decoder layers ``NF4Linear``, with parameters on the meta device.
-
-    ``dtype`` is the type of the numbers that store the bytes. Linear layers whose name ends with one of
-    ``but`` stay as they are.
-
-    Raises:
-        InputError: the rows of a weight are no whole blocks.
-    """
-    for layer in layers:
-        for name, module in layer.named_modules():
-            if not is_linear(module) or any(f".{name}".endswith(f".{one}") for one in but):
-                continue
-            if module.in_features % BLOCK:
-                raise InputError(
-                    f"--base_weights nf4: {name} has rows of {module.in_features} numbers, which are no blocks of "
-                    f"{BLOCK}; leave it out"
-                )
-            module.__class__ = NF4Linear
-            for of_parameter, number in stored_rows(module.in_features, dtype).items():
-                empty = torch.empty(module.out_features, number, dtype=dtype, device="meta")
-                setattr(module, of_parameter, nn.Parameter(empty, requires_grad=False))
-
-
-class QuantizedWeights:
-    """The weights of a model with ``NF4Linear`` layers, quantized block by block as they are read."""
-
-    def __init__(self, model: nn.Module, weights: Weights, dtype: torch.dtype) -> None:
-        """``weights`` of the model before are cast to ``dtype`` first, as transformers does."""
-        self._weights = weights
-        self._dtype = dtype
-        self._stored: dict[str, tuple[str, int, torch.dtype]] = {}  # parameter → weight, its row length, stored dtype
-        for name, module in model.named_modules():
-            if isinstance(module, NF4Linear):
-                for kind in ("weight", _SCALES):
-                    self._stored[f"{name}.{kind}"] = (f"{name}.weight", module.in_features, module.weight.dtype)
-
-    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Return a block of a weight; see ``Weights``. Of a quantized one it has whole rows."""
-        if name not in self._stored:
-            return self._weights.read_block(name, offsets, shape)
-        weight, row, dtype = self._stored[name]
-        rows = self._weights.read_block(weight, (offsets[0], 0), (shape[0], row))
-        packed, scales = quantize_rows(rows.to(self._dtype))
-        return (packed if name == weight else scales.view(torch.uint8)).view(dtype)
-
-
-def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bytes [rows, in / 2] uint8, and the scales of the blocks, fp32 [rows, in / 64], of rows [rows, in]."""
-    from bitsandbytes.functional import quantize_4bit
-
-    if not len(rows):
-        return torch.empty((0, rows.shape[1] // 2), dtype=torch.uint8), torch.empty((0, rows.shape[1] // BLOCK))
-    packed, state = quantize_4bit(rows.contiguous(), blocksize=BLOCK, quant_type="nf4")
-    return packed.view(len(rows), -1), state.absmax.view(len(rows), -1)
-
-
-def check_installed() -> None:
-    """Check that bitsandbytes is installed.
-
-    Raises:
-        InputError: it is not.
-    """
-    load_package("bitsandbytes", "--base_weights nf4")
+    """Return rows ``begin`` to ``end`` [rows, in] of a layer's weight in the precision in which it computes."""
+    if isinstance(layer, NF4Linear):
+        return read_dequantized_rows(weights, name, layer, begin, end)
+    in_features = layer.lora_A.in_features
+    rows = weights.read_block(f"{name}.weight", (begin, 0), (end - begin, in_features))
+    return rows.to(layer.weight.dtype)

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 from fabric_train.cli.argument_types import nearest_name
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.model.adapter import is_of_adapter
+from fabric_train.model.adapter import is_adapter_parameter
 from fabric_train.model.hf_model import ModelShape, shape_from_config
 from fabric_train.model.load_weights import MetaModel, build_on_meta, tied_weight_names
 from fabric_train.model.weight_files import StoredTensors, Weights
@@ -280,7 +280,7 @@ class AdaptedWeights:
         """Return a block of a weight; see ``Weights``. New magnitudes of DoRA are zero until ``start_magnitudes``."""
         if self._stored is not None and name in self._names:
             return self._stored.read_block(name, offsets, shape)
-        if not is_of_adapter(name):
+        if not is_adapter_parameter(name):
             assert self._base is not None  # a base that is in memory is not read
             return self._base.read_block(name, offsets, shape)
         if not name.endswith("lora_A.weight"):

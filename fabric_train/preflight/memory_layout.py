@@ -9,9 +9,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fabric_train.distributed.precision import gathered_dtype, weights_dtype
-from fabric_train.model.adapter import NF4Linear, is_of_adapter, quantize_layers
+from fabric_train.model.adapter import is_adapter_parameter
 from fabric_train.model.flops import layer_configs
 from fabric_train.model.hf_model import ModelShape
+from fabric_train.model.nf4 import NF4Linear, quantize_layers
 from fabric_train.model.parallelize import why_not_tiled
 from fabric_train.optim.optimizer import build_optimizer
 from fabric_train.preflight.memory_activations import MicroBatch
@@ -111,7 +112,9 @@ def bytes_of_states(shape: ModelShape, arguments: "TrainArguments") -> tuple[int
     if not shape.trained:
         return 0, 0
     weights = {
-        name: nn.Parameter(torch.empty(size, dtype=torch.float32 if is_of_adapter(name) else dtype, device="meta"))
+        name: nn.Parameter(
+            torch.empty(size, dtype=torch.float32 if is_adapter_parameter(name) else dtype, device="meta")
+        )
         for name, size in shape.trained.items()
     }
     decayed = {name for name, size in shape.trained.items() if len(size) >= 2}
@@ -134,7 +137,9 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
     embedding = model.get_input_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
     name_of_head = next((name for name, weight in model.named_parameters() if head and weight is head.weight), None)
-    of_adapter = replace(shape, trained={name: size for name, size in shape.trained.items() if is_of_adapter(name)})
+    of_adapter = replace(
+        shape, trained={name: size for name, size in shape.trained.items() if is_adapter_parameter(name)}
+    )
     adapter_states, saved_adapter_states = bytes_of_states(of_adapter, arguments)
     # states of whole modules have the dtype that they have beside the adapter
     all_states, all_saved_states = bytes_of_states(shape, arguments)

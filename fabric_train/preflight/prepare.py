@@ -29,11 +29,11 @@ from fabric_train.distributed.decoder_layers import check_compiler
 from fabric_train.distributed.precision import check_float8
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts, read_prompts
-from fabric_train.model.adapter import check_installed
 from fabric_train.model.attention import check_attention, check_counted_from_rows, choose_attention
 from fabric_train.model.computed_settings import terms_left_out
 from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape, with_parts
 from fabric_train.model.init_weights import new_shape
+from fabric_train.model.nf4 import check_installed
 from fabric_train.model.parallelize import check_tensor_parallel
 from fabric_train.model.rope import RopeChange, note_on_rope
 from fabric_train.model.rope_frequencies import note_on_frequencies

@@ -30,8 +30,8 @@ from fabric_train.files import requirements
 from fabric_train.inference import load_model
 from fabric_train.inference.load_model import load_for_inference, load_onto_devices
 from fabric_train.merge_models.__main__ import main as merge_models
-from fabric_train.model.adapter import NF4Linear
 from fabric_train.model.layered_forward import layered_forward
+from fabric_train.model.nf4 import NF4Linear
 from fabric_train.pages import drawing_process
 from fabric_train.programs import convert_to_hf
 from tests.support.checkpoint_examples import trained_weights, write_full

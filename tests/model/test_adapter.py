@@ -31,18 +31,18 @@ from fabric_train.checkpoint.peft_settings import uncomputed_settings
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, Targets
 from fabric_train.export.source import MergedTensors
-from fabric_train.inference.load_model import _take_off
 from fabric_train.model.adapter import (
     Adapter,
     adapted_layers,
     attach,
     find_targets,
-    is_of_adapter,
-    quantize_rows,
+    is_adapter_parameter,
+    remove_adapters,
     without_adapters,
 )
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.lm_head_loss import compute_loss_in_head
+from fabric_train.model.nf4 import quantize_rows
 from fabric_train.model.origin import AdapterBase
 from fabric_train.model.trained_parts import freeze_other_parts
 from fabric_train.preflight.prepare import prepare
@@ -534,7 +534,7 @@ def test_adapted_layers_with_biases_compute_what_those_of_peft_do(
     adapter = read_adapter(tmp_path)
     attach(own, replace(adapter, dropout=dropout), "the model", device="cpu")
     stored = load_file(tmp_path / "adapter_model.safetensors")
-    trained = {name: weight for name, weight in own.named_parameters() if is_of_adapter(name)}
+    trained = {name: weight for name, weight in own.named_parameters() if is_adapter_parameter(name)}
     for name, weight in trained.items():
         weight.data.copy_(stored[f"base_model.model.{name}"])
     assert len(trained) == len(stored)
@@ -559,7 +559,7 @@ def test_nothing_of_an_adapter_stays_when_it_is_taken_off(kind: str) -> None:
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     classes = [type(module) for module in model.modules()]
     attach(model, Adapter(kind, rank=2, alpha=4.0), "the model", device="cpu")
-    _take_off(model)
+    remove_adapters(model)
     after = dict(model.named_parameters())
     assert after.keys() == before.keys()
     assert all(torch.equal(weight, before[name]) for name, weight in after.items())
@@ -575,7 +575,7 @@ def test_an_adapter_of_one_layer_is_read_again_for_that_layer(tmp_path: Path) ->
         with pytest.raises(InputError, match="has no linear layer of that name"):
             find_targets(model, replace(chosen, targets=(part_of_a_name,)), "the model")
     attach(model, chosen, "the model", device="cpu")
-    trained = {name: weight.detach() for name, weight in model.named_parameters() if is_of_adapter(name)}
+    trained = {name: weight.detach() for name, weight in model.named_parameters() if is_adapter_parameter(name)}
     save_file({f"base_model.model.{name}": weight for name, weight in trained.items()}, tmp_path / WEIGHTS)
     (tmp_path / CONFIG).write_text(json.dumps(peft_config(model, AdapterBase("base"))))
     assert set(find_targets(biased_model(), read_adapter(tmp_path), "the model")) == expected
