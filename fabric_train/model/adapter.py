@@ -157,7 +157,7 @@ def attach(model: nn.Module, adapter: Adapter, source: str, device: str = "meta"
 
 def remove_adapters(model: nn.Module) -> None:
     """Take the adapters off the layers of a model, which are then as they were before :func:`attach`."""
-    layers = [layer for _, layer in adapted_layers(model)]
+    layers: list[Any] = [layer for _, layer in adapted_layers(model)]
     for layer in layers:
         for name in ("lora_A", "lora_B", "adapter"):
             delattr(layer, name)
@@ -180,6 +180,7 @@ class _DetachedAdapter:
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Take the adapters off the layers within the block, in which other layers of the same names may replace them."""
     detached: dict[str, _DetachedAdapter] = {}
+    module: Any
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLayer):
             detached[name] = _DetachedAdapter(

@@ -30,11 +30,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from fabric_train.cli.errors import first_line
 from fabric_train.data.batch import Batch, Targets
 from fabric_train.distributed.decoder_layers import checkpoint_layers, shares_kept
-from fabric_train.model import parallelize
 from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.model.lm_head_loss import compute_loss_in_head, traced_as
+from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.rope_frequencies import choose_frequencies
+from fabric_train.model.row_tiles import cut_two_tiles, tile_rows
 from fabric_train.model.trained_parts import IN_LAYER, freeze_other_parts
 from fabric_train.preflight.memory_gpu import attention_of_slices, attention_on_gpu, compile_for_trace
 from fabric_train.training.objective import CrossEntropy
@@ -188,7 +188,7 @@ class _Traced:
     loss_in_head: bool
     kept: float  # see ``decoder_layers.shares_kept``
     kept_by_compiler: float | None
-    tile_size: int | None  # see ``parallelize.tile_rows``
+    tile_size: int | None  # see ``row_tiles.tile_rows``
     batch: MicroBatch
     adapter: Adapter | None
     kinds: tuple[LayerKind, ...]
@@ -267,9 +267,7 @@ def _describe(
 def _trace_once(given: _Traced) -> Activations:
     batch = given.batch
     with ExitStack() as kernels, FakeTensorMode():
-        kernels.enter_context(patch.object(parallelize, "tiles_of", parallelize.two_tiles_of))
         if batch.on_gpu:
-            kernels.enter_context(traced_as("cuda"))
             kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention_on_gpu))
         if batch.context_size > 1:
             attention = attention_of_slices(F.scaled_dot_product_attention, batch.context_size)
@@ -287,9 +285,9 @@ def _trace_once(given: _Traced) -> Activations:
             _freeze(model, given)
         live = _LiveBytes(model)
         if given.loss_in_head:
-            compute_loss_in_head(model)
+            compute_loss_in_head(model, memory_device="cuda" if batch.on_gpu else "cpu")
         if given.tile_size:
-            parallelize.tile_rows(model, layers, given.tile_size)
+            tile_rows(model, layers, given.tile_size, cut_two_tiles)
         if given.kept_by_compiler is not None:
             same = replace(given, described="", kinds=(), trained=frozenset(), kept=1.0)
             compile_for_trace(layers, given.kept_by_compiler, same)

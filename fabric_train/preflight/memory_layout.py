@@ -13,7 +13,7 @@ from fabric_train.model.adapter import is_adapter_parameter
 from fabric_train.model.flops import layer_configs
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.nf4 import NF4Linear, quantize_layers
-from fabric_train.model.parallelize import why_not_tiled
+from fabric_train.model.row_tiles import why_not_tiled
 from fabric_train.optim.optimizer import build_optimizer
 from fabric_train.preflight.memory_activations import MicroBatch
 from fabric_train.training.prepared_run import StepPlan

@@ -26,7 +26,7 @@ from fabric_train.distributed.precision import compute_dtype
 from fabric_train.distributed.strategy import why_not_compiled
 from fabric_train.model.context_parallel import borders_of, count_keys, deal_chunks
 from fabric_train.model.flops import ModelFlops, peak_flops
-from fabric_train.model.parallelize import TILE_SIZE
+from fabric_train.model.row_tiles import TILE_SIZE
 from fabric_train.preflight.memory_activations import TraceError
 from fabric_train.preflight.memory_forecast import DOES_NOT_FIT, Forecast, RunRequest, faults_of_disk, make_request
 from fabric_train.preflight.memory_layout import why_no_tiles

@@ -75,7 +75,7 @@ def set_up_model(fabric: Fabric, run: PreparedRun, shows_notes: bool = True) -> 
     lengths = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
     lengths |= data.validation.lengths() if data.validation else set()
     any_length = arguments.evaluation.self_check or len(lengths) > MAX_STATIC_LENGTHS
-    model = setup_model(fabric, model, run.model.layer_classes, arguments, meta_model.weights, any_length)
+    model = setup_model(fabric, model, run.model.layer_classes, arguments, meta_model.weights, any_length=any_length)
     return model, decayed
 
 

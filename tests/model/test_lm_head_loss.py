@@ -92,7 +92,7 @@ def test_loss_and_gradients_out_of_the_head_are_those_of_the_logits(family: str,
     model = build(family, **OF_HEAD[family])
     names = list(model.state_dict())
     loss, gradients = loss_and_gradients(model)
-    assert compute_loss_in_head(model, at_once)
+    assert compute_loss_in_head(model, grad_in_place=at_once)
     loss_and_gradients(model)
     found, found_gradients = loss_and_gradients(model)
     assert found == pytest.approx(loss, rel=1e-6)
@@ -126,7 +126,7 @@ def check_losses_of_tokens(has_bias: bool, in_place: bool, is_frozen: bool) -> N
         weight.requires_grad_(not is_frozen)
         if by_token:
             head = (hidden, weight, bias if has_bias else None)
-            losses = token_cross_entropy(*head, positions, targets, in_place)
+            losses = token_cross_entropy(*head, positions, targets, grad_in_place=in_place)
         else:
             logits = F.linear(hidden, weight, bias if has_bias else None).flatten(0, 1)[positions]
             losses = F.cross_entropy(logits, targets, reduction="none")

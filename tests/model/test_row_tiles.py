@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.decoder_layers import checkpoint_layers
-from fabric_train.model import parallelize
 from fabric_train.model.adapter import Adapter, attach
-from fabric_train.model.parallelize import tile_rows, tiles_of, two_tiles_of, why_not_tiled
+from fabric_train.model.row_tiles import CutTiles, cut_tiles, cut_two_tiles, tile_rows, why_not_tiled
 from fabric_train.model.trained_parts import freeze_other_parts
 from fabric_train.preflight.memory_activations import _LiveBytes
 from tests.support.forked_runs import ForkedRuns
@@ -86,11 +85,11 @@ def test_an_adapter_and_autocast_have_the_same_gradients(llama: LlamaForCausalLM
         tiled.zero_grad()
 
 
-def peak(config: LlamaConfig, size: int | None, length: int) -> int:
+def peak(config: LlamaConfig, size: int | None, length: int, cut: CutTiles = cut_tiles) -> int:
     """Count the bytes that operations of a forward and a backward pass of a checkpointed layer have at their peak."""
     model: Any = LlamaForCausalLM(config).train()
     if size:
-        tile_rows(model, [*model.model.layers], size)
+        tile_rows(model, [*model.model.layers], size, cut)
     layer = model.model.layers[0]
     checkpoint_layers([layer])
     hidden = torch.randn(1, length, HIDDEN, requires_grad=True)
@@ -101,19 +100,18 @@ def peak(config: LlamaConfig, size: int | None, length: int) -> int:
     return live.most
 
 
-def test_a_layer_needs_the_bytes_that_the_plan_counts(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_needs_the_bytes_that_the_plan_counts(llama: LlamaForCausalLM) -> None:
     length = 4096
     size = 256
     real = {given: peak(llama.config, given, length) for given in (None, size)}
-    monkeypatch.setattr(parallelize, "tiles_of", two_tiles_of)
     with FakeTensorMode():
-        planned = {given: peak(llama.config, given, length) for given in (None, size)}
+        planned = {given: peak(llama.config, given, length, cut_two_tiles) for given in (None, size)}
     assert planned == real
     hidden = 4 * length * HIDDEN
     inner = 4 * length * INNER
     assert real[None] > 5 * inner + 4 * hidden
     assert real[size] < 15 * hidden
-    assert two_tiles_of(length, size) == list(tiles_of(length, size))[:2]
+    assert cut_two_tiles(length, size) == list(cut_tiles(length, size))[:2]
 
 
 def test_an_mlp_of_another_form_is_left_whole() -> None:
