@@ -15,10 +15,10 @@ from rich.table import Table
 
 from benchmarks.measure import ROOT, Command, Spread, interleave, run, spread
 from benchmarks.report import Report
+from fabric_train.reading.documents import BadRowError
 from fabric_train.sample_data import real_data
 from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 from fabric_train.tokenization.chats.formats import read_chat
-from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 
 LENGTHS = {"whole": 1 << 20, "1,024": 1024, "256": 256}  # no chat is as long as the first

@@ -15,12 +15,12 @@ from rich.table import Table
 from benchmarks.corpora import DOCUMENT_CHARACTERS, cut_documents, whole_documents
 from benchmarks.measure import Spread, interleave, spread
 from benchmarks.report import Report
+from fabric_train.cleaning.boilerplate import Boilerplate, hash_lines
+from fabric_train.cleaning.cleaner import Cleaner, open_cleaner
+from fabric_train.cleaning.dropped import Dropped
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.sample_data import real_data
 from fabric_train.tokenization.arguments import TokenizeArguments
-from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines
-from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
-from fabric_train.tokenization.cleaning.dropped import Dropped
 
 SWITCHES = (
     "--language es,en",
@@ -114,7 +114,7 @@ def table(report: Report) -> Table:
 def _open(switch: str, documents: Sequence[str], work: Path) -> Cleaner:
     needed = ["--dataset", "texts.jsonl", "--tokenizer_name", "tokenizer", "--output_dir", "tokens"]
     given = [str(work / _TASKS) if word == _TASKS else word for word in switch.split()]
-    cleaner = open_cleaner(parse_arguments(TokenizeArguments, [*needed, *given]), ["text"])
+    cleaner = open_cleaner(parse_arguments(TokenizeArguments, [*needed, *given]), ["text"], "text")
     step = cleaner.steps.get("boilerplate")
     if isinstance(step, Boilerplate):  # which a run gives the lines once it has counted them
         repeated = [line for line, count in _documents_by_line(documents).items() if count >= step.num_documents]

@@ -134,7 +134,7 @@ def tokenize_command(file: Path, packing: str, length: int, folder: Path) -> Com
 
 def inspect_command(folder: Path) -> Command:
     """Return the command that checks a token dataset and writes a page with its first rows."""
-    return Command(tuple(f"python -m fabric_train.tokenization.inspect {folder} --html {folder}.html".split()))
+    return Command(tuple(f"python -m fabric_train.inspection {folder} --html {folder}.html".split()))
 
 
 def _measure_one(tokenize: Command, inspect: Command, folder: Path) -> tuple[LongRowsRun, int]:

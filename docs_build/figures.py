@@ -15,7 +15,7 @@ from fabric_train.arguments import TrainingArguments
 from fabric_train.optim.adamw import round_stochastically
 from fabric_train.optim.optimizer import learning_rate
 from fabric_train.pages import charts
-from fabric_train.tokenization.packing.rows import plan_rows
+from fabric_train.token_dataset.rows import plan_rows
 
 FOLDER = DOCS / "explanation"
 _WIDTH = 620

@@ -40,7 +40,7 @@ PROGRAMS = {
         ("training", "adapters", "preference", "mixture", "performance", "reliability", "launch", "report", "generate"),
     ),
     "tokenize": Program("tokenize_dataset.py", ("tokenization", "cleaning", "mixture", "launch", "publish")),
-    "inspect": Program("-m fabric_train.tokenization.inspect", ("tokenization", "cleaning")),
+    "inspect": Program("-m fabric_train.inspection", ("tokenization", "cleaning")),
     "merge": Program("-m fabric_train.tokenization.merge", ("tokenization", "launch")),
     "publish": Program("-m fabric_train.export.publish", ("publish", "tokenization")),
     "vocabulary report": Program("-m fabric_train.vocabulary report", ("language",)),

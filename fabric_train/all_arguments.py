@@ -7,6 +7,7 @@ from fabric_train.doctor import DoctorArguments
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.export.publish import PublishArguments
 from fabric_train.inference.arguments import GenerateArguments
+from fabric_train.inspection.__main__ import InspectArguments
 from fabric_train.launch_files import LaunchFilesArguments
 from fabric_train.merge_models.__main__ import MergeModelsArguments
 from fabric_train.programs.convert_to_hf import ConvertArguments
@@ -16,7 +17,6 @@ from fabric_train.report.__main__ import ReportArguments
 from fabric_train.runs import RunsArguments
 from fabric_train.sample_data.__main__ import SampleDataArguments
 from fabric_train.tokenization.arguments import TokenizeArguments
-from fabric_train.tokenization.inspect.__main__ import InspectArguments
 from fabric_train.tokenization.merge import MergeArguments
 from fabric_train.trace.__main__ import TraceArguments
 from fabric_train.translate.__main__ import TranslateArguments

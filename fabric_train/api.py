@@ -34,7 +34,7 @@ from fabric_train.tokenization.arguments import TokenizeArguments
 
 if TYPE_CHECKING:
     from fabric_train.export.verification import VerificationReport
-    from fabric_train.tokenization.manifest import Ledger, Manifest
+    from fabric_train.token_dataset.manifest import Ledger, Manifest
 
 ARGUMENTS: dict[str, type] = {
     "tokenize": TokenizeArguments,

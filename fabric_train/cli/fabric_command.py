@@ -35,7 +35,7 @@ from fabric_train.cli.output import keep_streams_writable
 
 PROGRAMS = {
     "tokenize": "fabric_train.programs.tokenize_dataset",
-    "inspect": "fabric_train.tokenization.inspect",
+    "inspect": "fabric_train.inspection",
     "merge": "fabric_train.tokenization.merge",
     "publish": "fabric_train.export.publish",
     "vocabulary": "fabric_train.vocabulary",

@@ -14,7 +14,7 @@ from fabric_train.data.step_sampler import Window
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.ranks import data_ranks, gather_over_data_ranks
-from fabric_train.tokenization.packing.document_index import DocumentOrigin
+from fabric_train.token_dataset.document_index import DocumentOrigin
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
 _DECODED_TOKENS = 32

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
-from fabric_train.tokenization.packing import token_folder
+from fabric_train.token_dataset import token_folder
 
 if TYPE_CHECKING:
     import datasets

@@ -30,7 +30,7 @@ from fabric_train.data.batch import IGNORED_LABEL, Batch, hash_of, make_batch
 from fabric_train.data.step_sampler import Window, WorkerLoader, positions
 from fabric_train.data.stream_documents import Document
 from fabric_train.data.token_dataset import RowPieces, place_pieces
-from fabric_train.tokenization.documents import EncodedDocument
+from fabric_train.reading.documents import EncodedDocument
 
 
 class TextPosition(NamedTuple):

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import xxhash
 
 from fabric_train.cli.errors import InputError
+from fabric_train.reading.documents import BadRowError, Row, text_of, utf8_length, why_left_out
+from fabric_train.reading.hf_datasets import DatasetSource, StreamSource
+from fabric_train.reading.listing import FilePart
+from fabric_train.reading.sources import FileSource, Source
 from fabric_train.tokenization.chats.formats import read_chat
-from fabric_train.tokenization.documents import BadRowError, Row, text_of, utf8_length, why_left_out
-from fabric_train.tokenization.reading.hf_datasets import DatasetSource, StreamSource
-from fabric_train.tokenization.reading.listing import FilePart
-from fabric_train.tokenization.reading.sources import FileSource, Source
 
 if TYPE_CHECKING:
     from datasets import DatasetInfo

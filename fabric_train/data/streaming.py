@@ -21,10 +21,10 @@ from fabric_train.data.stream_documents import (
 from fabric_train.data.token_dataset import IndexedRows, TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.files.regular_file import read_json
+from fabric_train.reading.documents import BadRowError, EncodedDocument
+from fabric_train.reading.sources import open_sources, split_names
 from fabric_train.tokenization.chats.formats import columns, read_chat
 from fabric_train.tokenization.corpus import find_kind
-from fabric_train.tokenization.documents import BadRowError, EncodedDocument
-from fabric_train.tokenization.reading.sources import open_sources, split_names
 from fabric_train.tokenization.tokenizers import text_encoder
 from fabric_train.tokenization.tokenizers.parity_check import Reference, find_difference
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer, set_chat_template

@@ -11,7 +11,7 @@ from fabric_train.data.joined_rows import JoinedRows
 from fabric_train.data.mixture_sources import ListedSource, list_sources, rows_per_epoch
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.files.regular_file import check_no_link
-from fabric_train.tokenization.manifest import FILE_NAME, Manifest, write_manifest
+from fabric_train.token_dataset.manifest import FILE_NAME, Manifest, write_manifest
 from fabric_train.tokenization.merge import merge_manifests, open_inputs
 
 

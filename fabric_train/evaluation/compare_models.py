@@ -43,10 +43,10 @@ from fabric_train.evaluation.texts import (
 from fabric_train.files.atomic_folder import check_no_dead_link, wait_for_lock
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.inference.load_model import ModelsInTurn
+from fabric_train.reading.sources import split_names
+from fabric_train.token_dataset.manifest import FILE_NAME
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.build import build_token_dataset
-from fabric_train.tokenization.manifest import FILE_NAME
-from fabric_train.tokenization.reading.sources import split_names
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.training.statistics import FEWEST_DOCUMENTS, LEVEL, Interval, interval_of, resample
 

@@ -178,7 +178,7 @@ def find_language(documents: DocumentTexts) -> str:
     A text in a language without facts of its own gets English ones. An InputError if the identifier is needed and not
     installed.
     """
-    from fabric_train.tokenization.cleaning.language import identify, load_identifier  # slow
+    from fabric_train.cleaning.language import identify, load_identifier  # slow
 
     code = re.split(r"[-_]", documents.name, maxsplit=1)[0]
     if code not in _CODES:

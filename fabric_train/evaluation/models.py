@@ -43,8 +43,8 @@ from fabric_train.inference.load_model import ModelsInTurn, check_adapter
 from fabric_train.model.hf_model import check_readable, load_hf_tokenizer, read_shape
 from fabric_train.model.rope_frequencies import choose_frequencies
 from fabric_train.tokenization.tokenizers.vocabulary import compare_tokenizers
-from fabric_train.tokenization.workers import ThrottledLog
 from fabric_train.training.objective import CrossEntropy
+from fabric_train.workers import ThrottledLog
 
 FOLDER = "token_losses"
 ShowScored = Callable[[str, int], None]  # the model, and further tokens scored

@@ -18,10 +18,10 @@ from fabric_train.data.batch import Documents, Targets, find_targets
 from fabric_train.data.stream_documents import StreamedSource
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import unpredicted_tokens
+from fabric_train.reading.documents import utf8_length
+from fabric_train.reading.sources import open_sources, split_names
+from fabric_train.token_dataset.manifest import FILE_NAME
 from fabric_train.tokenization.corpus import find_kind
-from fabric_train.tokenization.documents import utf8_length
-from fabric_train.tokenization.manifest import FILE_NAME
-from fabric_train.tokenization.reading.sources import open_sources, split_names
 
 NUM_DIGITS = 16
 """Hexadecimal digits that tell weights and texts from others in ``documents.jsonl``."""

@@ -22,8 +22,8 @@ from fabric_train.pages.markdown import (
     listed,
     public_value,
 )
-from fabric_train.tokenization.manifest import Manifest, SourceRecord, read_manifest
-from fabric_train.tokenization.reading.sources import place_of
+from fabric_train.reading.sources import place_of
+from fabric_train.token_dataset.manifest import Manifest, SourceRecord, read_manifest
 from fabric_train.training.replay_certificate import StoredCertificate, read_certificate
 
 if TYPE_CHECKING:

@@ -48,8 +48,8 @@ from fabric_train.model.load_weights import build_on_meta
 from fabric_train.model.origin import legal_files
 from fabric_train.model.weight_files import check_weight_files
 from fabric_train.pages.markdown import last_part
-from fabric_train.tokenization.manifest import read_manifest
-from fabric_train.tokenization.reading.listing import sha256
+from fabric_train.reading.listing import sha256
+from fabric_train.token_dataset.manifest import read_manifest
 
 
 def convert(

@@ -15,13 +15,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from fabric_train.cleaning.dropped import CONTAMINATION_FILE, DROPPED_FILE
 from fabric_train.cli.argument_types import POSITIONAL
 from fabric_train.cli.errors import InputError, run_program, terminated_as_interrupted
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.pages import markdown
-from fabric_train.tokenization.arguments import CardArguments
-from fabric_train.tokenization.cleaning.dropped import CONTAMINATION_FILE, DROPPED_FILE
-from fabric_train.tokenization.manifest import (
+from fabric_train.token_dataset.manifest import (
     FILE_NAME,
     REFERENCE,
     Manifest,
@@ -31,10 +30,11 @@ from fabric_train.tokenization.manifest import (
     read_manifest,
     write_manifest,
 )
+from fabric_train.token_dataset.parts import is_of_parts
+from fabric_train.token_dataset.token_folder import open_splits
+from fabric_train.tokenization.arguments import CardArguments
 from fabric_train.tokenization.merge import open_inputs
 from fabric_train.tokenization.merge_rows import without_parts, write_rows
-from fabric_train.tokenization.packing.parts import is_of_parts
-from fabric_train.tokenization.packing.token_folder import open_splits
 from fabric_train.tokenization.slice_folder import is_slice
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from fabric_train.files.regular_file import open_regular, open_to_write, parse_j
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.generate import GeneratedText, TextPrinter, generate
 from fabric_train.model.rope_frequencies import choose_frequencies
+from fabric_train.reading.documents import BadRowError, Chat, Message
 from fabric_train.tokenization.chats.chat_encoder import own_template
 from fabric_train.tokenization.chats.chat_template import ChatTemplate, Rendering
 from fabric_train.tokenization.chats.formats import read_chat
 from fabric_train.tokenization.chats.shown_messages import ShownMessages
-from fabric_train.tokenization.documents import BadRowError, Chat, Message
 
 _ADVICE = 'give a .txt file with a prompt on each line, or a .jsonl file with {"prompt": ...} or {"messages": ...}'
 _FIX = "give another --output, or remove it"

@@ -23,7 +23,7 @@ from fabric_train.export.model_comparison import tokenizer_changed_by_config
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.rope import how_to_extend
-from fabric_train.tokenization.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer
+from fabric_train.token_dataset.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer
 from fabric_train.tokenization.tokenizers.text_encoder import load_fast
 from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
 from fabric_train.tokenization.tokenizers.vocabulary import ADDED, AddedVocabulary, compare_tokenizers

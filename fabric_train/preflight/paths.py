@@ -13,8 +13,8 @@ from fabric_train.files.atomic_folder import check_no_dead_link, check_not_insid
 from fabric_train.files.regular_file import check_regular_or_absent
 from fabric_train.model.model_folder import check_model_folder
 from fabric_train.preflight.beginning import choose_beginning
-from fabric_train.tokenization.packing.token_folder import check_token_dataset
-from fabric_train.tokenization.reading.sources import check_name, split_names
+from fabric_train.reading.sources import check_name, split_names
+from fabric_train.token_dataset.token_folder import check_token_dataset
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments

@@ -21,7 +21,7 @@ from fabric_train.model.origin import SPLIT_ARGUMENTS
 from fabric_train.preflight import resume_check
 from fabric_train.preflight.phases import read_stretches, stretch_of
 from fabric_train.preflight.prepare import prepare
-from fabric_train.tokenization.packing.document_index import DocumentIndex, altered_rows, open_index
+from fabric_train.token_dataset.document_index import DocumentIndex, altered_rows, open_index
 from fabric_train.training.metrics import Metrics, read_metrics
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.replay_certificate import Replay, RunLayout

@@ -18,9 +18,9 @@ from fabric_train.cli.errors import InputError, run_program, set_memory_advice, 
 from fabric_train.cli.fabric_command import command_from_here
 
 if TYPE_CHECKING:
+    from fabric_train.token_dataset.manifest import Manifest, SourceRecord
     from fabric_train.tokenization.arguments import TokenizeArguments
     from fabric_train.tokenization.build import Outcome
-    from fabric_train.tokenization.manifest import Manifest, SourceRecord
     from fabric_train.tokenization.shards import ShardSizes
 
 _MEMORY_ADVICE = "use a smaller --num_proc, or tokenize some sources at a time and merge the results"

@@ -1,7 +1,7 @@
-"""Documents and chats to a token dataset on disk: read, encode, select, pack. ``tokenize_dataset.py`` runs it.
+"""Turn documents and chats into a token dataset on disk. ``tokenize_dataset.py`` runs it.
 
-Read ``build.py`` first: it shows every stage in order. ``reading/`` yields the rows of sources, ``encoding.py`` turns
-them into ids with ``tokenizers/`` and ``chats/``, ``packing/`` packs the ids into rows of equal length, and
-``manifest.py`` records the work. ``slices.py`` are the tasks of ``--shard I/N``; ``inspect/`` and ``merge.py`` are
-programs of their own.
+Read ``build.py`` first: it shows every stage in order. ``encoding.py`` reads the rows of sources, cleans them and
+encodes them with ``tokenizers/`` and ``chats/``. ``selection.py`` chooses the documents of each split, which
+``fabric_train/token_dataset/`` packs into rows and writes. ``slices.py`` runs the tasks of ``--shard I/N``, and
+``merge.py`` is a program of its own.
 """

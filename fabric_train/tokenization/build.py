@@ -11,16 +11,22 @@ from pathlib import Path
 
 import numpy as np
 
+from fabric_train.cleaning.dropped import count_by_task, write_hits, write_sample
+from fabric_train.cleaning.near_duplicates import NearDuplicates, find_near_duplicates
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import command_from_here
 from fabric_train.cli.output import redact
-from fabric_train.tokenization.arguments import TokenizeArguments
-from fabric_train.tokenization.cleaning.boilerplate import find_boilerplate
-from fabric_train.tokenization.cleaning.dropped import count_by_task, write_hits, write_sample
-from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, find_near_duplicates, sample_duplicates
-from fabric_train.tokenization.corpus import OpenedCorpus, opened_corpus
-from fabric_train.tokenization.encoding import EncodedSources, encode_sources
-from fabric_train.tokenization.manifest import (
+from fabric_train.reading.sources import Source, split_names
+from fabric_train.token_dataset.arrow_folder import (
+    check_disk_space,
+    count_severed_chats,
+    count_sources,
+    write_dataset_dict,
+    write_index,
+    write_split,
+)
+from fabric_train.token_dataset.document_index import SourceTable
+from fabric_train.token_dataset.manifest import (
     BAD_ROWS,
     EMPTY,
     Ledger,
@@ -33,17 +39,12 @@ from fabric_train.tokenization.manifest import (
     read_manifest,
     write_manifest,
 )
-from fabric_train.tokenization.packing.arrow_folder import (
-    check_disk_space,
-    count_severed_chats,
-    count_sources,
-    write_dataset_dict,
-    write_index,
-    write_split,
-)
-from fabric_train.tokenization.packing.document_index import SourceTable
-from fabric_train.tokenization.packing.rows import RowPlan, plan_rows
-from fabric_train.tokenization.reading.sources import Source, split_names
+from fabric_train.token_dataset.rows import RowPlan, plan_rows
+from fabric_train.tokenization.arguments import TokenizeArguments
+from fabric_train.tokenization.corpus import OpenedCorpus, opened_corpus
+from fabric_train.tokenization.duplicate_samples import sample_duplicates
+from fabric_train.tokenization.encoding import EncodedSources, encode_sources
+from fabric_train.tokenization.line_counts import find_boilerplate
 from fabric_train.tokenization.selection import Collection, Split, collect, select, tokens_by_source
 from fabric_train.tokenization.shards import HASH_BYTES, SIZES, InputSlice, ShardSizes
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck

@@ -13,13 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fabric_train.cleaning.cleaner import Cleaner, open_cleaner
 from fabric_train.cli.errors import InputError, raise_reached_limit
 from fabric_train.cli.output import redact
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder, hold_lock
 from fabric_train.files.regular_file import check_no_links_in
+from fabric_train.reading.documents import (
+    BadRowError,
+    Chat,
+    Pair,
+    Row,
+    check_surrogates,
+    missing_column,
+    name_in,
+    text_of,
+)
+from fabric_train.reading.listing import sha256
+from fabric_train.reading.sources import UNFINISHED_SUFFIX, Source, open_each, open_sources, split_names
+from fabric_train.token_dataset.manifest import SourceRecord
+from fabric_train.token_dataset.rows import Packing
 from fabric_train.tokenization.arguments import TEXT_COLUMN, TokenizeArguments
 from fabric_train.tokenization.chats.chat_template import read_chosen_template
-from fabric_train.tokenization.chats.control_tokens import check_surrogates
 from fabric_train.tokenization.chats.formats import (
     PREFERENCE,
     columns,
@@ -28,13 +42,7 @@ from fabric_train.tokenization.chats.formats import (
     read_pair,
     unexpected_format,
 )
-from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
-from fabric_train.tokenization.documents import BadRowError, Chat, Row, missing_column, name_in, text_of
-from fabric_train.tokenization.manifest import SourceRecord
-from fabric_train.tokenization.packing.rows import Packing
-from fabric_train.tokenization.pairs import Pair, PairEncoder
-from fabric_train.tokenization.reading.listing import sha256
-from fabric_train.tokenization.reading.sources import UNFINISHED_SUFFIX, Source, open_each, open_sources, split_names
+from fabric_train.tokenization.pairs import PairEncoder
 from fabric_train.tokenization.shards import SIZES, Shard, ShardSizes, split_into_shards
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer, set_chat_template
 
@@ -205,7 +213,7 @@ def open_corpus(
         tokenizer_folder=tokenizer_folder,
         tokenizer_hashes={file.name: sha256(file) for file in sorted(tokenizer_folder.iterdir())},
         formats=formats,
-        cleaner=open_cleaner(arguments, kinds) if arguments.cleans else None,
+        cleaner=open_cleaner(arguments, kinds, arguments.text_column) if arguments.cleans else None,
         sizes=sizes,
     )
 

@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from fabric_train.tokenization import manifest
-from fabric_train.tokenization.cleaning.cleaner import text_without_system
+from fabric_train.cleaning.cleaner import text_without_system
+from fabric_train.reading.documents import BadRowError, Chat, LeftOut, Pair, is_blank, text_of
+from fabric_train.reading.files import memory_errors_name
+from fabric_train.reading.listing import SHA256_BYTES, FilePart, check_unchanged, hash_files
+from fabric_train.reading.sources import PartReader
+from fabric_train.token_dataset import manifest
 from fabric_train.tokenization.corpus import OpenedCorpus, SourceFormat, open_formats, sample_texts
-from fabric_train.tokenization.documents import BadRowError, Chat, LeftOut, is_blank, text_of
-from fabric_train.tokenization.pairs import Pair
-from fabric_train.tokenization.reading.files import memory_errors_name
-from fabric_train.tokenization.reading.listing import SHA256_BYTES, FilePart, check_unchanged, hash_files
-from fabric_train.tokenization.reading.sources import PartReader
 from fabric_train.tokenization.shards import (
     ENCODED,
     FilesToHash,
@@ -38,7 +37,7 @@ from fabric_train.tokenization.shards import (
 )
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.text_encoder import Borders, FastEncoder, TextEncoder, open_encoder
-from fabric_train.tokenization.workers import WorkerPool, progress_of
+from fabric_train.workers import WorkerPool, progress_of
 
 _TICK_SECONDS = 0.2
 _BATCH_BYTES = 2 << 20  # of text passed to the encoder at once

@@ -8,14 +8,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from fabric_train.cleaning.dropped import CONTAMINATION_FILE, join_samples
 from fabric_train.cli.argument_types import POSITIONAL, given_twice
 from fabric_train.cli.errors import InputError, run_program
 from fabric_train.cli.output import open_console
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.regular_file import copy_folder
-from fabric_train.tokenization.cleaning.dropped import CONTAMINATION_FILE, join_samples
-from fabric_train.tokenization.manifest import (
+from fabric_train.reading.sources import open_each
+from fabric_train.token_dataset.manifest import (
     Ledger,
     Manifest,
     MergedPart,
@@ -27,9 +28,8 @@ from fabric_train.tokenization.manifest import (
     read_manifest,
     write_manifest,
 )
+from fabric_train.token_dataset.token_folder import open_splits
 from fabric_train.tokenization.merge_rows import MergeInput, without_parts, write_parts, write_rows
-from fabric_train.tokenization.packing.token_folder import open_splits
-from fabric_train.tokenization.reading.sources import open_each
 from fabric_train.tokenization.shards import SIZES, ShardSizes
 from fabric_train.tokenization.slice_folder import (
     Slice,

@@ -1,6 +1,6 @@
 """Write the rows of finished token datasets as one: copied or linked, with joined indexes; or only where they are.
 
-``packing/parts.py`` has the form of the second.
+``token_dataset/parts.py`` has the form of the second.
 """
 
 import hashlib
@@ -19,11 +19,9 @@ from rich.progress import DownloadColumn, TimeRemainingColumn
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.regular_file import read_json
-from fabric_train.tokenization.manifest import FILE_NAME as MANIFEST_NAME
-from fabric_train.tokenization.manifest import Manifest, MergedPart
-from fabric_train.tokenization.packing.arrow_folder import write_dataset_dict, write_json
-from fabric_train.tokenization.packing.check_parts import check_parts
-from fabric_train.tokenization.packing.document_index import (
+from fabric_train.token_dataset.arrow_folder import write_dataset_dict, write_json
+from fabric_train.token_dataset.check_parts import check_parts
+from fabric_train.token_dataset.document_index import (
     ARRAYS,
     CHECKSUMS,
     DocumentIndex,
@@ -32,8 +30,10 @@ from fabric_train.tokenization.packing.document_index import (
     open_index,
     rows_of_sources,
 )
-from fabric_train.tokenization.packing.document_index import FOLDER as INDEX_FOLDER
-from fabric_train.tokenization.packing.parts import (
+from fabric_train.token_dataset.document_index import FOLDER as INDEX_FOLDER
+from fabric_train.token_dataset.manifest import FILE_NAME as MANIFEST_NAME
+from fabric_train.token_dataset.manifest import Manifest, MergedPart
+from fabric_train.token_dataset.parts import (
     BATCH,
     BATCHES,
     MAIN_SOURCES,
@@ -46,9 +46,9 @@ from fabric_train.tokenization.packing.parts import (
     open_parts,
     write_record,
 )
-from fabric_train.tokenization.packing.token_folder import Split, read_arrow
+from fabric_train.token_dataset.token_folder import Split, read_arrow
 from fabric_train.tokenization.slice_folder import count_rows_before
-from fabric_train.tokenization.workers import ThrottledLog, transient_bar
+from fabric_train.workers import ThrottledLog, transient_bar
 
 
 @dataclass(frozen=True)

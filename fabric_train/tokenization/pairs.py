@@ -3,25 +3,25 @@
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fabric_train.tokenization.chats.columns import RowColumns, read_history, read_instruction, read_system
-from fabric_train.tokenization.chats.turns import TurnReader, list_of_turns
-from fabric_train.tokenization.documents import (
+from fabric_train.reading.documents import (
     PAIR,
     BadRowError,
-    Chat,
     EncodedDocument,
     LeftOut,
     Message,
+    Pair,
     excerpt,
     says_something,
 )
-from fabric_train.tokenization.manifest import EMPTY_ANSWER, EQUAL_ANSWERS, TOO_LONG
+from fabric_train.token_dataset.manifest import EMPTY_ANSWER, EQUAL_ANSWERS, TOO_LONG
+from fabric_train.tokenization.chats.columns import RowColumns, read_history, read_instruction, read_system
+from fabric_train.tokenization.chats.turns import TurnReader, list_of_turns
 
 if TYPE_CHECKING:
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
@@ -42,44 +42,6 @@ _LARGEST_RATING = 1e12  # the sum of a ledger stays finite
 _PAIRS_AT_ONCE = 500  # that are read ahead
 SAME_ANSWERS = "the chosen and the rejected answer are the same"
 _Result = EncodedDocument | LeftOut | BadRowError
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A preference pair: two conversations with one beginning; the first is the better one."""
-
-    prompt: list[Message]  # the longest common beginning; ``chosen`` and ``rejected`` begin with the assistant's turn
-    chosen: list[Message]
-    rejected: list[Message]
-    tools: list[Any] | None = None
-    template_variables: Mapping[str, Any] = field(default_factory=dict)  # see Chat, as for ``unused``
-    rating_margin: float = math.nan  # rating of the chosen answer minus the rejected one's
-    unused: frozenset[str] = frozenset()
-
-    @property
-    def conversations(self) -> tuple[Chat, ...]:
-        """The conversation with the chosen answer, and that with the rejected one."""
-        return (self._chat(self.chosen), self._chat(self.rejected))
-
-    @property
-    def joined(self) -> Chat:
-        """The prompt and both answers, each once, as one conversation."""
-        return self._chat(self.chosen + self.rejected)
-
-    def _chat(self, answer: list[Message]) -> Chat:
-        return Chat(
-            self.prompt + answer,
-            num_given=len(self.prompt),
-            tools=self.tools,
-            template_variables=self.template_variables,
-            unused=self.unused,
-        )
-
-    def with_messages(self, messages: list[Message]) -> "Pair":
-        """Return the pair with as many other messages in place of ``joined``'s."""
-        first = len(self.prompt)
-        second = first + len(self.chosen)
-        return replace(self, prompt=messages[:first], chosen=messages[first:second], rejected=messages[second:])
 
 
 def pair_of(columns: RowColumns, turns: TurnReader) -> Pair:

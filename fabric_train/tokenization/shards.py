@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from fabric_train.tokenization.cleaning.dropped import (
+from fabric_train.cleaning.dropped import (
     PER_SHARD,
     TEXT_CHARACTERS,
     Cleaned,
@@ -30,9 +30,9 @@ from fabric_train.tokenization.cleaning.dropped import (
     DroppedText,
     TaskHit,
 )
-from fabric_train.tokenization.documents import PAIR, BadRowError, LeftOut
-from fabric_train.tokenization.reading.listing import SHA256_BYTES, FilePart
-from fabric_train.tokenization.reading.sources import Source
+from fabric_train.reading.documents import PAIR, BadRowError, LeftOut
+from fabric_train.reading.listing import SHA256_BYTES, FilePart
+from fabric_train.reading.sources import Source
 
 FORMAT = 8  # of a shard's files
 _MAX_SHARD_BYTES = 32 << 20

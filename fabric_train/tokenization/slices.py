@@ -16,26 +16,25 @@ from typing import Any
 
 import numpy as np
 
+from fabric_train.cleaning.boilerplate import Boilerplate, write_repeated_lines
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import command_from_here
 from fabric_train.files.atomic_folder import complete_folder
+from fabric_train.reading.listing import SHA256_BYTES
+from fabric_train.reading.sources import Source
+from fabric_train.token_dataset.manifest import Manifest
 from fabric_train.tokenization import slice_folder
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.build import notes_of, write_token_dataset
-from fabric_train.tokenization.cleaning.boilerplate import (
-    Boilerplate,
+from fabric_train.tokenization.corpus import OpenedCorpus, opened_corpus
+from fabric_train.tokenization.encoding import EncodedSources, encode_sources, unfinished_shards
+from fabric_train.tokenization.line_counts import (
     add_up_lines,
     count_lines,
     counting_settings,
     lines_file,
     split_to_count,
-    write_repeated_lines,
 )
-from fabric_train.tokenization.corpus import OpenedCorpus, opened_corpus
-from fabric_train.tokenization.encoding import EncodedSources, encode_sources, unfinished_shards
-from fabric_train.tokenization.manifest import Manifest
-from fabric_train.tokenization.reading.listing import SHA256_BYTES
-from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.shards import SIZES, ShardRecord, ShardSizes, read_record
 from fabric_train.tokenization.slice_folder import (
     InputFile,
@@ -47,7 +46,7 @@ from fabric_train.tokenization.slice_folder import (
     write_slice,
 )
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
-from fabric_train.tokenization.workers import ThrottledLog
+from fabric_train.workers import ThrottledLog
 
 
 def count_slice(arguments: TokenizeArguments, sizes: ShardSizes = SIZES) -> list[str]:

@@ -19,9 +19,9 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console, visible
 from fabric_train.data.row_documents import documents_in
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.tokenization.manifest import Manifest
-from fabric_train.tokenization.packing import document_index
-from fabric_train.tokenization.packing.document_index import DocumentIndex
+from fabric_train.token_dataset import document_index
+from fabric_train.token_dataset.document_index import DocumentIndex
+from fabric_train.token_dataset.manifest import Manifest
 from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
 from fabric_train.trace.run_history import RunHistory, Stretch
 

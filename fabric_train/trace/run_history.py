@@ -20,7 +20,7 @@ from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.files.regular_file import read_json
 from fabric_train.preflight.steps import order_of_mixture
-from fabric_train.tokenization.manifest import read_manifest
+from fabric_train.token_dataset.manifest import read_manifest
 
 
 class _Arguments(BaseModel):

@@ -45,7 +45,7 @@ from fabric_train.model.init_weights import new_shape
 from fabric_train.model.load_weights import find_safetensors
 from fabric_train.model.origin import ReferenceModel
 from fabric_train.model.parallelize import check_tensor_parallel
-from fabric_train.tokenization.manifest import REFERENCE
+from fabric_train.token_dataset.manifest import REFERENCE
 from fabric_train.training.build_run import set_up_model
 from fabric_train.training.objective import answers_of
 from fabric_train.training.prepared_run import PreparedRun, StartingPoint

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fabric_train.cli.errors import InputError, missing_folder
-from fabric_train.tokenization.manifest import load_manifest
+from fabric_train.token_dataset.manifest import load_manifest
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from fabric_train.files.regular_file import read_json
 from fabric_train.model.weight_files import StoredTensors
 from fabric_train.tokenization.tokenizers.text_encoder import load_fast
 from fabric_train.tokenization.tokenizers.tokenizer import CONFIG, CorpusTokenizer
-from fabric_train.tokenization.workers import progress_of
 from fabric_train.vocabulary.words import Learned, learn_merges
+from fabric_train.workers import progress_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -27,9 +27,9 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten, parse_arguments, to_yaml
 from fabric_train.cli.tables import LOGGERS
 from fabric_train.inference.arguments import GenerateArguments
+from fabric_train.inspection.__main__ import InspectArguments
 from fabric_train.programs.convert_to_hf import ConvertArguments
 from fabric_train.tokenization.arguments import TokenizeArguments
-from fabric_train.tokenization.inspect.__main__ import InspectArguments
 from fabric_train.tokenization.merge import MergeArguments
 from fabric_train.trace.__main__ import main as trace
 from tests.support.former_command_line import FORMER_COMMAND_LINE

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from fabric_train.data.token_dataset import open_dataset
-from fabric_train.tokenization.packing.token_folder import open_splits
+from fabric_train.token_dataset.token_folder import open_splits
 
 # batches of 1 MiB
 LENGTH = 16

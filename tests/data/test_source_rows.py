@@ -11,8 +11,8 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.mixture_sources import find_source_rows
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
+from fabric_train.token_dataset.document_index import open_index
 from fabric_train.tokenization import merge
-from fabric_train.tokenization.packing.document_index import open_index
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
 
 LENGTHS = {"va": (20, 7), "es": (40,), "en": (3,)}  # documents of the files of each source

@@ -28,9 +28,9 @@ from fabric_train.data.stream_documents import (
     times_read,
 )
 from fabric_train.data.streaming import open_stream
-from fabric_train.tokenization.documents import EncodedDocument
-from fabric_train.tokenization.reading.hf_datasets import DatasetName, StreamSource
-from fabric_train.tokenization.reading.sources import open_sources
+from fabric_train.reading.documents import EncodedDocument
+from fabric_train.reading.hf_datasets import DatasetName, StreamSource
+from fabric_train.reading.sources import open_sources
 
 shares = st.fractions(min_value="0.02", max_value=4, max_denominator=50)
 

@@ -26,8 +26,8 @@ from fabric_train.data.stream_documents import Document, StreamedDocuments, Stre
 from fabric_train.data.streaming import DocumentEncoder, Stream, open_stream
 from fabric_train.data.token_dataset import Rows
 from fabric_train.preflight.prepare import prepare
-from fabric_train.tokenization.documents import EncodedDocument
-from fabric_train.tokenization.reading.hf_datasets import DatasetName, StreamSource
+from fabric_train.reading.documents import EncodedDocument
+from fabric_train.reading.hf_datasets import DatasetName, StreamSource
 from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder, GigatokenEncoder
 from tests.programs.test_training import SETTINGS, timeless
 from tests.support.forked_runs import ForkedRun, ForkedRuns

@@ -9,15 +9,15 @@ import datasets
 import pytest
 from huggingface_hub import metadata_load
 
+from fabric_train.cleaning.boilerplate import Boilerplate, write_repeated_lines
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.export import publish
 from fabric_train.export.publish import public_copy
 from fabric_train.programs import tokenize_dataset
+from fabric_train.token_dataset.document_index import open_index
+from fabric_train.token_dataset.manifest import write_manifest
 from fabric_train.tokenization import merge
-from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, write_repeated_lines
-from fabric_train.tokenization.manifest import write_manifest
-from fabric_train.tokenization.packing.document_index import open_index
 from fabric_train.tokenization.shards import ShardSizes
 from tests.support import pair_datasets
 from tests.support.stand_in_hub import TOKEN, Fault, StandInHub, account

@@ -26,8 +26,8 @@ from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import load_hf_tokenizer, read_shape
 from fabric_train.model.origin import find_origin
 from fabric_train.model.weight_files import shard_names
-from fabric_train.tokenization.manifest import read_manifest
-from fabric_train.tokenization.packing.token_folder import open_splits
+from fabric_train.token_dataset.manifest import read_manifest
+from fabric_train.token_dataset.token_folder import open_splits
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.tokenization.tokenizers.vocabulary import compare_tokenizers, load_vocabulary
 from tests.support.checkpoint_examples import trained_weights, write_full

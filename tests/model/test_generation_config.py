@@ -18,7 +18,7 @@ from fabric_train.model.hf_model import (
     read_generation_config,
     write_generation_config,
 )
-from fabric_train.tokenization.manifest import load_manifest
+from fabric_train.token_dataset.manifest import load_manifest
 
 NAMES = ["eos_token_id", "temperature", "max_new_tokens", "watermarking_config", "suppress_tokens", "streamer", "x"]
 json_values = st.recursive(

@@ -43,10 +43,10 @@ from fabric_train.cli.fabric_command import checked_out_commit, installed_commit
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.export.model_comparison import compare
 from fabric_train.export.source import ExportSource
+from fabric_train.inspection.__main__ import InspectArguments
 from fabric_train.model.weight_files import open_weights
 from fabric_train.sample_data import real_data
 from fabric_train.tokenization.arguments import TokenizeArguments
-from fabric_train.tokenization.inspect.__main__ import InspectArguments
 
 
 def test_our_tokenization_command_is_valid() -> None:

@@ -82,7 +82,7 @@ STAND_INS = {
     "fabric_train.programs.evaluate": "--max_length 128",
     "fabric_train.programs.convert_to_hf": "",
     "fabric_train.merge_models.__main__": "",
-    "fabric_train.tokenization.inspect.__main__": "",
+    "fabric_train.inspection.__main__": "",
     "fabric_train.report.__main__": "",
     "fabric_train.runs": "",
 }

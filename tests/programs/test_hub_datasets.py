@@ -9,11 +9,11 @@ import datasets
 import numpy as np
 import pytest
 
+from fabric_train.cleaning.boilerplate import Boilerplate, hash_lines, write_repeated_lines
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines, write_repeated_lines
-from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.reading.hf_datasets import DatasetName, parse_dataset_name
-from fabric_train.tokenization.reading.sources import open_sources
+from fabric_train.reading.documents import BadRowError
+from fabric_train.reading.hf_datasets import DatasetName, parse_dataset_name
+from fabric_train.reading.sources import open_sources
 from tests.support import pair_datasets
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.stand_in_hub import Repository, StandInHub

@@ -162,7 +162,7 @@ def test_a_link_in_place_of_a_folder_is_named_and_not_followed(place: Path, star
 
 def test_a_page_and_a_token_dataset_are_not_written_through_links(place: Path, start: Start) -> None:
     (place / "page.html").symlink_to(place.parent / "theirs" / "precious")
-    inspected = run_python(place, SECONDS, "-m", "fabric_train.tokenization.inspect", "tokens", "--html", "page.html")
+    inspected = run_python(place, SECONDS, "-m", "fabric_train.inspection", "tokens", "--html", "page.html")
     assert inspected.returncode == 2
     assert "error: page.html is a link to " in inspected.stderr
     (place / ".out.unfinished").symlink_to(place.parent / "theirs")

@@ -296,7 +296,7 @@ def test_full_checkpoints_have_the_permissions_of_a_strict_umask(place: Path, fo
 
 def test_a_secret_in_an_error_is_not_printed(place: Path, start: Start) -> None:
     before = (
-        "import fabric_train.tokenization.inspect.__main__ as program, os\n"
+        "import fabric_train.inspection.__main__ as program, os\n"
         "address = 'https://me:pazzword@host/a?sig=zignature'\n"
         "def fail(_): raise ValueError(f'401 for {address}: ' + os.environ['HF_TOKEN'])\n"
         "program._examine = fail"

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.token_dataset import open_dataset
+from fabric_train.inspection.report import make_report
 from fabric_train.programs import tokenize_dataset
 from fabric_train.tokenization.chats import chat_template
-from fabric_train.tokenization.inspect.report import make_report
 from fabric_train.tokenization.merge import merge
 from tests.support.token_datasets import manifest_of, write_jsonl
 

@@ -24,10 +24,10 @@ from pyarrow import parquet
 from transformers import AutoTokenizer
 
 from fabric_train.cli.errors import InputError
+from fabric_train.reading.documents import BadRowError, text_of
+from fabric_train.reading.sources import open_sources
+from fabric_train.token_dataset.manifest import read_manifest
 from fabric_train.tokenization.corpus import unfinished_folder
-from fabric_train.tokenization.documents import BadRowError, text_of
-from fabric_train.tokenization.manifest import read_manifest
-from fabric_train.tokenization.reading.sources import open_sources
 from fabric_train.tokenization.shards import ShardSizes
 from fabric_train.tokenization.tokenizers.text_encoder import Borders, GigatokenEncoder
 from tests.support.programs import ROOT
@@ -527,7 +527,7 @@ def test_a_damaged_manifest_is_an_error_and_a_missing_one_is_none(tiny_tokens_di
 
 def test_manifest_is_read_without_importing_heavy_libraries() -> None:
     program = (
-        "import sys; import fabric_train.tokenization.manifest, fabric_train.tokenization.encoding\n"
+        "import sys; import fabric_train.token_dataset.manifest, fabric_train.tokenization.encoding\n"
         "print([name for name in ('torch', 'transformers', 'datasets', 'pyarrow') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"

@@ -13,11 +13,11 @@ import pytest
 from fabric_train.cli.errors import InputError
 from fabric_train.data.row_documents import documents_in
 from fabric_train.data.token_dataset import open_dataset
+from fabric_train.inspection import __main__ as inspect
+from fabric_train.inspection.report import make_report
 from fabric_train.programs import tokenize_dataset
+from fabric_train.token_dataset.document_index import files_named, find_documents, find_rows
 from fabric_train.tokenization import merge as merging
-from fabric_train.tokenization.inspect import __main__ as inspect
-from fabric_train.tokenization.inspect.report import make_report
-from fabric_train.tokenization.packing.document_index import files_named, find_documents, find_rows
 from fabric_train.tokenization.shards import ShardSizes
 from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
 from tests.support.token_datasets import manifest_of

@@ -20,7 +20,7 @@ MODULES = {
     "tokenize": "fabric_train.programs.tokenize_dataset",
     "convert": "fabric_train.programs.convert_to_hf",
     "generate": "fabric_train.programs.generate",
-    "inspect": "fabric_train.tokenization.inspect.__main__",
+    "inspect": "fabric_train.inspection.__main__",
     "merge": "fabric_train.tokenization.merge",
 }
 TEXTS = [

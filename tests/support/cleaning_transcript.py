@@ -17,8 +17,8 @@ import datasets
 import numpy as np
 
 from fabric_train.sample_data.real_data import llama3_tokenizer_model
-from fabric_train.tokenization.manifest import Manifest, load_manifest
-from fabric_train.tokenization.packing.document_index import open_index
+from fabric_train.token_dataset.document_index import open_index
+from fabric_train.token_dataset.manifest import Manifest, load_manifest
 from fabric_train.tokenization.tokenizers.text_encoder import load_fast
 from tests.support.dirty_corpus import DirtyCorpus, Planted
 from tests.support.dirty_texts import TASKS
@@ -34,7 +34,7 @@ COMMON = "--tokenizer_name models/tokenizer.model --max_length 8k --validation_s
 FOR_CHATS = "--redact email,phone,iban,dni,ip --decontaminate TASKS.jsonl"
 SWITCHES = f"--language es,en --quality gopher,fineweb --near_duplicates 0.8 --deduplicate true \\\n    {FOR_CHATS}"
 TOKENIZE = f"python tokenize_dataset.py {COMMON} \\\n    {FOR_TEXTS} \\\n   "
-INSPECT = "python -m fabric_train.tokenization.inspect"
+INSPECT = "python -m fabric_train.inspection"
 MERGE = "python -m fabric_train.tokenization.merge"
 CHATS = f"python tokenize_dataset.py {COMMON} \\\n    --dataset chats=corpus/chats.jsonl {FOR_CHATS} \\\n   "
 SECTIONS = {

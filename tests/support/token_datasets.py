@@ -9,7 +9,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from fabric_train.programs import tokenize_dataset
-from fabric_train.tokenization.manifest import Manifest, read_manifest
+from fabric_train.token_dataset.manifest import Manifest, read_manifest
 from fabric_train.tokenization.shards import SIZES
 
 TEXTS = [f"Document {number} says  twice: {number} and {number}.\n\n Fin \u00e9 \U0001f600" for number in range(40)]

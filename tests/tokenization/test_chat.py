@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import manifest
+from fabric_train.reading.documents import BadRowError, EncodedDocument, LeftOut
+from fabric_train.token_dataset import manifest
 from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 from fabric_train.tokenization.chats.formats import columns, detect_format, read_chat
-from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut
 from fabric_train.tokenization.tokenizers.parity_check import HARD_STRINGS
 
 CHATML = (

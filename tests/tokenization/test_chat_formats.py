@@ -13,13 +13,13 @@ import pytest
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
-from fabric_train.tokenization import manifest
+from fabric_train.reading.documents import BadRowError, EncodedDocument, LeftOut
+from fabric_train.reading.files import FileReader
+from fabric_train.reading.listing import FilePart, list_file
+from fabric_train.token_dataset import manifest
 from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 from fabric_train.tokenization.chats.formats import columns, detect_format, read_chat, read_pair
-from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut
 from fabric_train.tokenization.pairs import PairEncoder
-from fabric_train.tokenization.reading.files import FileReader
-from fabric_train.tokenization.reading.listing import FilePart, list_file
 
 Row = dict[str, Any]
 PLAIN = (

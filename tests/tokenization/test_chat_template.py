@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fabric_train.cli.errors import InputError
+from fabric_train.reading.documents import BadRowError
 from fabric_train.tokenization.chats import chat_template
 from fabric_train.tokenization.chats.chat_template import (
     LLAMA3_TEMPLATE,
@@ -22,7 +23,6 @@ from fabric_train.tokenization.chats.chat_template import (
     limited_time,
     read_chosen_template,
 )
-from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 
 FOR_EVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}" + (

@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fabric_train.cli.errors import InputError
-from fabric_train.programs import tokenize_dataset
-from fabric_train.tokenization import merge, slice_folder
-from fabric_train.tokenization.cleaning import boilerplate
-from fabric_train.tokenization.cleaning.boilerplate import (
+from fabric_train.cleaning import boilerplate
+from fabric_train.cleaning.boilerplate import (
     Boilerplate,
     hash_lines,
     open_boilerplate,
     write_repeated_lines,
 )
+from fabric_train.cli.errors import InputError
+from fabric_train.programs import tokenize_dataset
+from fabric_train.tokenization import line_counts, merge, slice_folder
 from fabric_train.tokenization.shards import ShardSizes
 from tests.support.token_datasets import manifest_of, write_jsonl
 
@@ -182,7 +182,7 @@ def test_a_stopped_counting_task_continues_and_a_finished_one_does_nothing(
         with pytest.raises(KeyboardInterrupt):
             tokenize(tiny_model_dir, words)
     assert os.listdir(tmp_path) == [".2.unfinished"]
-    monkeypatch.setattr(boilerplate, "_count_shard", interrupt)  # no shard is counted again
+    monkeypatch.setattr(line_counts, "_count_shard", interrupt)  # no shard is counted again
     tokenize(tiny_model_dir, words)
     finished = content(tmp_path / "2")
     expected = content(made.folder / "counts" / "2")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from fabric_train.cli.errors import InputError
+from fabric_train.inspection import __main__ as inspect
+from fabric_train.token_dataset.document_index import row_checksum
+from fabric_train.token_dataset.manifest import Manifest, read_manifest
 from fabric_train.tokenization import merge
-from fabric_train.tokenization.inspect import __main__ as inspect
-from fabric_train.tokenization.manifest import Manifest, read_manifest
-from fabric_train.tokenization.packing.document_index import row_checksum
 
 IGNORED = -100
 COLUMNS = ("input_ids", "document_starts", "labels")

@@ -16,14 +16,14 @@ import pytest
 from fabric_train.cli.errors import InputError
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.programs import tokenize_dataset
+from fabric_train.reading.listing import NO_SHA256, ListedFile, ListedFiles, list_file
+from fabric_train.reading.sources import FileSource
+from fabric_train.token_dataset.arrow_folder import write_index
+from fabric_train.token_dataset.document_index import CHECKSUM, open_index
+from fabric_train.token_dataset.parts import open_parts
+from fabric_train.token_dataset.rows import Packing, plan_rows
 from fabric_train.tokenization import encoding, merge, slice_folder
 from fabric_train.tokenization.corpus import unfinished_folder
-from fabric_train.tokenization.packing.arrow_folder import write_index
-from fabric_train.tokenization.packing.document_index import CHECKSUM, open_index
-from fabric_train.tokenization.packing.parts import open_parts
-from fabric_train.tokenization.packing.rows import Packing, plan_rows
-from fabric_train.tokenization.reading.listing import NO_SHA256, ListedFile, ListedFiles, list_file
-from fabric_train.tokenization.reading.sources import FileSource
 from fabric_train.tokenization.selection import collect
 from fabric_train.tokenization.shards import (
     ENCODED,

@@ -14,27 +14,27 @@ from datasets import load_from_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fabric_train.cleaning.cleaner import Cleaner
+from fabric_train.cleaning.dropped import Dropped
+from fabric_train.cleaning.language import LanguageFilter
+from fabric_train.cleaning.personal_data import open_redaction
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import manifest
-from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
-from fabric_train.tokenization.chats.formats import columns, detect_format, read_chat, read_pair
-from fabric_train.tokenization.cleaning.cleaner import Cleaner
-from fabric_train.tokenization.cleaning.dropped import Dropped
-from fabric_train.tokenization.cleaning.language import LanguageFilter
-from fabric_train.tokenization.cleaning.personal_data import open_redaction
-from fabric_train.tokenization.corpus import find_kind
-from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut
-from fabric_train.tokenization.inspect.split_check import pair_faults
-from fabric_train.tokenization.packing.arrow_folder import (
+from fabric_train.inspection.split_check import pair_faults
+from fabric_train.reading.documents import BadRowError, EncodedDocument, LeftOut, Pair
+from fabric_train.reading.sources import open_sources
+from fabric_train.token_dataset import manifest
+from fabric_train.token_dataset.arrow_folder import (
     SpooledDocuments,
     SpooledFile,
     write_dataset_dict,
     write_split,
 )
-from fabric_train.tokenization.packing.rows import plan_rows
-from fabric_train.tokenization.packing.token_folder import RowBatch
-from fabric_train.tokenization.pairs import Pair, PairEncoder
-from fabric_train.tokenization.reading.sources import open_sources
+from fabric_train.token_dataset.rows import plan_rows
+from fabric_train.token_dataset.token_folder import RowBatch
+from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
+from fabric_train.tokenization.chats.formats import columns, detect_format, read_chat, read_pair
+from fabric_train.tokenization.corpus import find_kind
+from fabric_train.tokenization.pairs import PairEncoder
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

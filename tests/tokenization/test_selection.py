@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.inspect.__main__ import main as inspect
-from fabric_train.tokenization.manifest import read_manifest
+from fabric_train.inspection.__main__ import main as inspect
+from fabric_train.token_dataset.manifest import read_manifest
 from fabric_train.tokenization.selection import _last_within_caps, draw_validation, mix
 from tests.support.bad_input_folder import edit_json
 from tests.support.token_datasets import documents_in, manifest_of, tokenize, write_jsonl

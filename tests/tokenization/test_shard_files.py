@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fabric_train.tokenization.reading.listing import NO_SHA256
+from fabric_train.reading.listing import NO_SHA256
 from fabric_train.tokenization.shards import ENCODED, Shard, ShardWriter, read_record
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fabric_train.tokenization.workers import Worker, WorkerPool
+from fabric_train.workers import Worker, WorkerPool
 from tests.support.token_datasets import manifest_of, tokenize
 
 NUM_FILES = 3_000

@@ -13,7 +13,7 @@ from fabric_train.cli import yaml_core
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.programs import tokenize_dataset
-from fabric_train.tokenization.manifest import load_manifest
+from fabric_train.token_dataset.manifest import load_manifest
 from fabric_train.translate.__main__ import main
 from fabric_train.translate.foreign_file import recognise
 

@@ -10,17 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import manifest
-from fabric_train.tokenization.chats.chat_template import (
-    LLAMA3_CONTROL_TOKENS,
-    LLAMA3_TEMPLATE,
-    ChatTemplate,
-    Rendering,
-)
-from fabric_train.tokenization.chats.control_tokens import ControlTokens, Span, check_surrogates
-from fabric_train.tokenization.chats.formats import read_chat
-from fabric_train.tokenization.chats.shown_messages import ShownMessages
-from fabric_train.tokenization.documents import (
+from fabric_train.reading.documents import (
     TOO_DEEP,
     TRAINED,
     BadRowError,
@@ -28,10 +18,21 @@ from fabric_train.tokenization.documents import (
     EncodedDocument,
     LeftOut,
     Message,
+    check_surrogates,
     supervised_turns,
     utf8_length,
     why_left_out,
 )
+from fabric_train.token_dataset import manifest
+from fabric_train.tokenization.chats.chat_template import (
+    LLAMA3_CONTROL_TOKENS,
+    LLAMA3_TEMPLATE,
+    ChatTemplate,
+    Rendering,
+)
+from fabric_train.tokenization.chats.control_tokens import ControlTokens, Span
+from fabric_train.tokenization.chats.formats import read_chat
+from fabric_train.tokenization.chats.shown_messages import ShownMessages
 from fabric_train.tokenization.tokenizers.parity_check import HARD_STRINGS
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, open_encoder
 

@@ -36,9 +36,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.tokenization.chats.control_tokens import Span, check_surrogates
+from fabric_train.reading.documents import BadRowError, Message, check_surrogates
+from fabric_train.tokenization.chats.control_tokens import Span
 from fabric_train.tokenization.chats.lost_text import check_turn_rendered
-from fabric_train.tokenization.documents import BadRowError, Message
 from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fabric_train.reading.documents import Message
 from fabric_train.tokenization.chats.turns import TurnReader, is_spoken_by
-from fabric_train.tokenization.documents import Message
 
 SYSTEM = ("system", "system_prompt")
 """Columns with the text of a system turn."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from fabric_train.tokenization.documents import BadRowError, Message
+from fabric_train.reading.documents import BadRowError, Message
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, load_fast
 
 Span = tuple[int, int]
@@ -237,11 +237,3 @@ def _alternatives(texts: list[str]) -> str:
         length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         branches.append(re.escape(group[0][:length]) + _alternatives([text[length:] for text in group]))
     return f"(?:{'|'.join(branches)}){'?' if '' in texts else ''}"
-
-
-def check_surrogates(text: str) -> None:
-    """Raise BadRowError if a text has half of a surrogate pair, which cannot be encoded."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadRowError("it has half of a surrogate pair, which is no character; write the file as UTF-8") from None

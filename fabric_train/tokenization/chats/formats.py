@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fabric_train.reading.documents import TOO_DEEP, BadRowError, Chat, Message, Pair, excerpt
 from fabric_train.tokenization.chats.columns import (
     OF_EVERY_FORMAT,
     RowColumns,
@@ -16,8 +17,7 @@ from fabric_train.tokenization.chats.columns import (
     read_tools,
 )
 from fabric_train.tokenization.chats.turns import TurnReader
-from fabric_train.tokenization.documents import TOO_DEEP, BadRowError, Chat, Message, excerpt
-from fabric_train.tokenization.pairs import PAIR_COLUMNS, Pair, pair_of
+from fabric_train.tokenization.pairs import PAIR_COLUMNS, pair_of
 
 Row = Mapping[str, Any]
 PREFERENCE = "preference"

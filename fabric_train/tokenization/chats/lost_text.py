@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fabric_train.tokenization.documents import REASONING, BadRowError, Message
+from fabric_train.reading.documents import REASONING, BadRowError, Message
 
 _END_OF_THOUGHTS = "</think>"
 _CALLS = "tool_calls"

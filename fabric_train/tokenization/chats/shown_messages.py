@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from fabric_train.reading.documents import REASONING, TRAINED, BadRowError, Chat, Message
 from fabric_train.tokenization.chats.chat_template import ChatTemplate, Rendering
 from fabric_train.tokenization.chats.lost_text import check_rendered
-from fabric_train.tokenization.documents import REASONING, TRAINED, BadRowError, Chat, Message
 
 # checked elsewhere: a row is refused if the template leaves out what they have, or thoughts that are text
 _ALWAYS_SHOWN = frozenset(["role", "content", "tool_calls"])

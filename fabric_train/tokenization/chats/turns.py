@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fabric_train.tokenization.documents import TRAINED, Message, excerpt
+from fabric_train.reading.documents import TRAINED, Message, excerpt
 
 _ROLE_KEYS = ("role", "from")
 _TEXT_KEYS = ("content", "value")

@@ -10,7 +10,7 @@ import numpy as np
 
 from fabric_train.tokenization.tokenizers import text_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import find_tokenizer_json
-from fabric_train.tokenization.workers import Worker
+from fabric_train.workers import Worker
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

@@ -17,7 +17,7 @@ import orjson
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import check_not_pointer, open_regular, read_json
-from fabric_train.tokenization.reading.hf_datasets import hub_fault, is_hub_name
+from fabric_train.reading.hf_datasets import hub_fault, is_hub_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -1,0 +1,268 @@
+"""Documents as they are read, encoded or left out: the text of a row, or a chat; bad rows."""
+
+import json
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from fabric_train.cli.errors import InputError
+from fabric_train.token_dataset.manifest import BAD_ROW, EMPTY, EMPTY_ANSWER, NOTHING_SUPERVISED, UNDESIRABLE_ANSWER
+
+Row = Mapping[str, Any]
+Message = dict[str, Any]
+
+TRAINED = "trained"
+"""The key of a message that is False if its turn is not supervised; chat templates do not get it."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message with the thoughts before an answer; chat templates know them by one of these names."""
+_LONGEST_EXCERPT = 200
+TOO_DEEP = "its objects are nested too deeply; leave the row out"
+
+# rejected_at: where the rejected sequence begins; chosen, rejected: supervised tokens; is_prefix: whether one answer is
+# the beginning of the other; rating_margin: rating of the chosen answer minus the rejected one's, NaN without
+PAIR = np.dtype(
+    [("rejected_at", "u4"), ("chosen", "u4"), ("rejected", "u4"), ("is_prefix", "?"), ("rating_margin", "f8")]
+)
+
+
+@dataclass(frozen=True)
+class EncodedDocument:
+    """A document, a chat or a preference pair as tokens, BOS and EOS included."""
+
+    input_ids: np.ndarray  # int32 [number of tokens]
+    supervised: np.ndarray | None  # bool [number of tokens], whether the token is a target; None if all are
+    num_characters: int  # code points of the encoded text; of a chat, of the content of its messages
+    num_bytes: int  # UTF-8 bytes of the same
+    num_tokens_cut: int = 0  # tokens of the turns that were removed because they did not fit into a row
+    turn_ends: frozenset[int] = frozenset()  # the ids of the control tokens with which supervised turns of a chat end
+    pair: np.ndarray | None = None  # PAIR [1] of a preference pair: one sequence after the other
+    unused: frozenset[str] = frozenset()  # columns of the row, and keys of its messages, of which nothing was made
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A document that is left out: the ledger's reason, and its tokens if it did not fit into a row."""
+
+    reason: str
+    num_tokens_cut: int = 0
+
+
+def utf8_length(text: str) -> int:
+    """Return the number of bytes of ``text`` in UTF-8; half of a surrogate pair has three."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+class BadRowError(ValueError):
+    """A row that cannot be used. The message names the fault and, once a reader has added it, the place.
+
+    ``reason`` is the key under which the ledger counts it if such rows are left out.
+    """
+
+    def __init__(self, message: str, reason: str = BAD_ROW) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def at(self, place: str) -> "BadRowError":
+        """Return the error with the place of the row before its message."""
+        return BadRowError(f"{place}: {self}", self.reason)
+
+    def fault(self) -> InputError:
+        """Return the error that ends the run with ``--on_bad_rows fail``."""
+        return InputError(f"{self}; --on_bad_rows skip leaves such rows out")
+
+
+def name_in(column: str, names: Container[str]) -> str:
+    """Return the name of ``column`` in a table with these ``names``: NAME for NAME:SEPARATOR, unless that is a name."""
+    return column if column in names else column.partition(":")[0]
+
+
+def check_not_repeated(place: str, columns: Sequence[str], names: Sequence[str]) -> None:
+    """Raise an InputError if one of ``columns`` comes twice among the ``names`` of a table."""
+    for name in (name_in(column, names) for column in columns):
+        if (count := names.count(name)) > 1:
+            raise InputError(f"{place}: {count} columns are called {name!r}; rename all but one of them")
+
+
+def check_text_column(place: str, schema: Any, column: str) -> None:
+    """Raise an InputError if a column of a pyarrow schema, if it is there, holds neither text nor nested values."""
+    from pyarrow import types
+
+    name = name_in(column, schema.names)
+    if name not in schema.names:
+        return
+    kind = schema.field(name).type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    if not (is_text or types.is_nested(kind) or types.is_null(kind)):
+        raise InputError(f"{place}: {_not_text(name, kind)}")
+
+
+def text_of(row: "Row | BadRowError", column: str, place: Callable[[], str]) -> tuple[str, bytes]:
+    """Return the text in ``column`` and the same in UTF-8; both are empty if there is none.
+
+    A list of strings is joined if ``column`` is NAME:SEPARATOR, where a backslash with n or t is a line break or a tab.
+    BadRowError if the column is missing, or holds something that is not text; ``place`` names the row.
+    """
+    if isinstance(row, BadRowError):
+        raise row
+    name = name_in(column, row)
+    text = row.get(name)
+    if text is None:
+        if name in row:
+            return "", b""
+        raise BadRowError(str(missing_column(place(), column, row)))
+    if isinstance(text, list) and all(isinstance(one, str) for one in text):
+        if name == column:
+            raise BadRowError(
+                f"{place()}: column {name!r} holds a list of texts; --text_column '{name}: ' joins them with a space, "
+                f"'{name}:\\n' with line breaks"
+            )
+        text = column[len(name) + 1 :].replace("\\n", "\n").replace("\\t", "\t").join(text)
+    if not isinstance(text, str):
+        raise BadRowError(f"{place()}: {_not_text(name, type(text).__name__)}")
+    try:
+        return text, text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRowError(
+            f"{place()}: column {name!r} holds half a surrogate pair at character {error.start}, which is not text"
+        ) from None
+
+
+def _not_text(column: str, kind: object) -> str:
+    return f"column {column!r} holds {kind}, not text; choose another with --text_column"
+
+
+def missing_column(place: str, column: str, columns: Any) -> InputError:
+    """Return the error for a missing column, which lists the columns there are."""
+    names = ", ".join(map(str, columns)) or "none"
+    return InputError(f"{place}: no column {column!r}; there are: {names}; choose one with --text_column")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation in the form that chat templates take."""
+
+    messages: list[Message]
+    """``role`` is system, user, assistant or tool, ``content`` is text; other keys are as given, except ``TRAINED``."""
+    num_given: int = 0
+    """The messages at the start that are a prompt, in which no turn of the assistant is supervised."""
+    tools: list[Any] | None = None
+    """JSON schemas of the tools that may be called."""
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template gets besides messages and tools, by name."""
+    is_undesirable: bool = False
+    """Whether the answer is one to avoid (of rows for KTO)."""
+    unused: frozenset[str] = frozenset()
+    """The columns of the row, and keys of its turns, of which nothing was made."""
+
+    @property
+    def conversations(self) -> "tuple[Chat, ...]":
+        return (self,)
+
+    @property
+    def joined(self) -> "Chat":
+        return self
+
+    def with_messages(self, messages: list[Message]) -> "Chat":
+        """Return the chat with other messages, as many."""
+        return replace(self, messages=messages)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A preference pair: two conversations with one beginning; the first is the better one."""
+
+    prompt: list[Message]  # the longest common beginning; ``chosen`` and ``rejected`` begin with the assistant's turn
+    chosen: list[Message]
+    rejected: list[Message]
+    tools: list[Any] | None = None
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # see Chat, as for ``unused``
+    rating_margin: float = math.nan  # rating of the chosen answer minus the rejected one's
+    unused: frozenset[str] = frozenset()
+
+    @property
+    def conversations(self) -> tuple[Chat, ...]:
+        """The conversation with the chosen answer, and that with the rejected one."""
+        return (self._chat(self.chosen), self._chat(self.rejected))
+
+    @property
+    def joined(self) -> Chat:
+        """The prompt and both answers, each once, as one conversation."""
+        return self._chat(self.chosen + self.rejected)
+
+    def _chat(self, answer: list[Message]) -> Chat:
+        return Chat(
+            self.prompt + answer,
+            num_given=len(self.prompt),
+            tools=self.tools,
+            template_variables=self.template_variables,
+            unused=self.unused,
+        )
+
+    def with_messages(self, messages: list[Message]) -> "Pair":
+        """Return the pair with as many other messages in place of ``joined``'s."""
+        first = len(self.prompt)
+        second = first + len(self.chosen)
+        return replace(self, prompt=messages[:first], chosen=messages[first:second], rejected=messages[second:])
+
+
+def is_blank(chat: Chat) -> bool:
+    """Return whether nobody says, thinks or calls anything in a conversation."""
+    return not any(says_something(message) for message in chat.messages)
+
+
+def says_something(message: Message) -> bool:
+    """Return whether a message has text, thoughts or tool calls."""
+    if message["content"].strip() or message.get("tool_calls"):
+        return True
+    return any(message.get(key) for key in REASONING)
+
+
+def supervised_turns(chat: Chat, train_on: str) -> frozenset[int]:
+    """Return the indices of the messages that are supervised with ``--train_on``."""
+    turns: set[int] = set()
+    for index, message in enumerate(chat.messages):
+        is_answer = message["role"] == "assistant" and index >= chat.num_given
+        if is_answer or train_on == "all":
+            turns.add(index)
+    if train_on == "last":
+        turns = set(sorted(turns)[-1:])
+    # what is not the assistant's has no marks in a rendering, and --train_on all supervises it
+    return frozenset(
+        index
+        for index in turns
+        if chat.messages[index].get(TRAINED) is not False or chat.messages[index]["role"] != "assistant"
+    )
+
+
+def why_left_out(chat: Chat, train_on: str) -> str | None:
+    """Return the ledger's reason if there is nothing to learn in a chat; None if there is."""
+    if is_blank(chat):
+        return EMPTY
+    if chat.is_undesirable:
+        return UNDESIRABLE_ANSWER
+    turns = supervised_turns(chat, train_on)
+    if not turns:
+        return NOTHING_SUPERVISED
+    answers = [chat.messages[turn] for turn in turns if chat.messages[turn]["role"] == "assistant"]
+    if not all(says_something(answer) for answer in answers):
+        return EMPTY_ANSWER
+    return None
+
+
+def check_surrogates(text: str) -> None:
+    """Raise BadRowError if a text has half of a surrogate pair, which cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadRowError("it has half of a surrogate pair, which is no character; write the file as UTF-8") from None
+
+
+def excerpt(value: Any) -> str:
+    """Return ``value`` as JSON on one line, shortened."""
+    text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
+    return text if len(text) <= _LONGEST_EXCERPT else f"{text[:_LONGEST_EXCERPT]}…"

@@ -1,0 +1,343 @@
+"""Open and read datasets of the ``datasets`` library: save_to_disk folders, and datasets on the hub, also streamed."""
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fabric_train.cli.errors import InputError, RunError, first_line, raise_reached_limit
+from fabric_train.reading.arrow_rows import nested_columns, without_filling, without_nulls
+from fabric_train.reading.documents import Row, check_text_column, name_in
+from fabric_train.reading.listing import NO_SHA256, ListedFiles, hashed_files, list_folder
+from fabric_train.token_dataset.manifest import SourceRecord
+
+if TYPE_CHECKING:
+    import pyarrow
+    from datasets import Dataset, DatasetBuilder, IterableDataset
+
+_HELD_OUT = frozenset(["test", "validation", "valid", "val", "dev", "eval", "evaluation", "heldout"])
+"""How the names of splits begin that are not there to train on."""
+_SAVED = ("dataset_dict.json", "state.json")
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """A dataset as ``NAME:SUBSET:SPLIT@REVISION``; all but the name may be left out. Splits are joined by +."""
+
+    name: str
+    subset: str | None
+    split: str | None
+    revision: str | None
+
+    def found(self) -> str:
+        return f"subset {self.subset}, commit {self.revision}"
+
+
+def parse_dataset_name(value: str) -> DatasetName | None:
+    """Return the parts of a dataset's name, or None if it cannot be one."""
+    subset = r"(?::([^:@]*))?"
+    split = r"(?::([\w.+-]+))?"
+    revision = r"(?:@([\w./-]+))?"
+    parts = re.fullmatch(f"([^:@]+){subset}{split}{revision}", value)
+    return DatasetName(parts[1], parts[2] or None, parts[3], parts[4]) if parts else None
+
+
+def is_hub_name(value: str) -> bool:
+    """Return whether ``value`` has the form NAME or OWNER/NAME and is not an existing path."""
+    name = r"\w(?:[\w.-]*\w)?"
+    return re.fullmatch(f"(?:{name}/)?{name}", value) is not None and not Path(value).exists()
+
+
+def errors_of_datasets() -> tuple[type[Exception], ...]:
+    """Return what ``datasets`` raises when there is no network or dataset, or a dataset's files or README are wrong."""
+    import httpx
+    import yaml
+    from datasets.exceptions import DatasetsError
+
+    wrong_content = (ValueError, KeyError, TypeError, AttributeError, IndexError, yaml.YAMLError)
+    return (OSError, httpx.HTTPError, DatasetsError, RuntimeError, *wrong_content)
+
+
+def hub_fault(option: str, value: str, error: Exception, is_folder: bool = False) -> InputError:
+    """Return an error of one line for ``value`` of ``option``, by the class of ``error``, whose message is long."""
+    classes = {base.__name__ for base in type(error).__mro__}
+    message = first_line(error)
+    cause = error.__cause__ if "DatasetGenerationError" in classes and error.__cause__ else error
+    if message == "Config name is missing.":
+        subsets = ", ".join(re.findall(r"'([^']+)'", str(error).splitlines()[1]))
+        return InputError(f"{option} {value}: it has several subsets; give one of them as NAME:SUBSET: {subsets}")
+    if is_folder:
+        return InputError(f"{option} {value}: {first_line(cause)}")
+    if "GatedRepoError" in classes or "is a gated dataset" in message:
+        why = "it is gated on the hub: accept its terms there and log in with `hf auth login`"
+    elif message.startswith("Revision "):
+        why = f"the hub answers: {message}"
+    elif classes & {"RepositoryNotFoundError", "DatasetNotFoundError"} and "reach" not in message:
+        why = "the hub has nothing of this name that this login may read"
+    elif classes & {"LocalEntryNotFoundError", "ConnectionError", "OfflineModeIsEnabled", "DatasetNotFoundError"}:
+        why = "the hub cannot be reached: no network, or HF_HUB_OFFLINE is set (docs/reference/errors.md#no-internet)"
+    else:
+        why = f"the hub answers: {first_line(cause)}"
+    return InputError(f"{option} {value}: no such file or folder here, and {why}")
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows ``start`` to ``stop`` of split number ``origin``; of a streamed split, shard ``start`` of ``stop``."""
+
+    split: str
+    start: int
+    stop: int
+    num_bytes: int
+    origin: int
+
+
+@dataclass(frozen=True)
+class _OfSplits:
+    name: str
+    splits: dict[str, Any]
+
+    @property
+    def num_origins(self) -> int:
+        return len(self.splits)
+
+    def pack(self, parts: Iterable[Any]) -> Sequence[RowRange]:
+        return tuple(parts)
+
+
+@dataclass(frozen=True)
+class DatasetSource(_OfSplits):
+    """The ``files`` of a save_to_disk folder ``root``, or a dataset of the ``hub`` with the subset and commit found."""
+
+    root: Path = Path()
+    files: ListedFiles = field(default_factory=ListedFiles)
+    hub: DatasetName | None = None
+    all_splits: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        found = f", {self.hub.found()}" if self.hub else ""
+        return (f"splits read: {describe_splits(self.splits, self.all_splits)}{found}",)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(dataset.data.nbytes for dataset in self.splits.values())
+
+    def parts(self, part_bytes: int) -> Iterator[RowRange]:
+        for origin, (split, dataset) in enumerate(self.splits.items()):
+            bytes_per_row = max(1, dataset.data.nbytes // max(1, len(dataset)))
+            num_rows = max(1, part_bytes // bytes_per_row)
+            for start in range(0, len(dataset), num_rows):
+                stop = min(start + num_rows, len(dataset))
+                yield RowRange(split, start, stop, (stop - start) * bytes_per_row, origin)
+
+    def reader(self, part: Any, columns: tuple[str, ...]) -> "RowReader":
+        dataset = self.splits[part.split]
+        place = f"{self.name} ({part.split})"
+        names = dataset.column_names
+        kept = [name for name in (name_in(column, names) for column in columns) if name in names] or names
+        check_text_column(place, dataset.features.arrow_schema, columns[0])
+        rows = dataset.select_columns(kept).select(range(part.start, part.stop))
+        return RowReader(rows, place, part, part.start, unread_columns=frozenset(names).difference(kept))
+
+    def identity(self, part: Any) -> str:
+        return f"{self.splits[part.split]._fingerprint} {part.split} {part.start} {part.stop}"
+
+    def record(self, digests: np.ndarray) -> SourceRecord:
+        if self.hub:
+            return _hub_record(self.hub, self.splits)
+        files = hashed_files(self.root, self.files, digests)
+        return SourceRecord(name=self.name, kind="saved_dataset", files=files, splits=tuple(self.splits), revision=None)
+
+
+@dataclass(frozen=True)
+class StreamSource(_OfSplits):
+    """A dataset on the ``hub`` that is streamed without a copy on disk; a part is one file there."""
+
+    hub: DatasetName
+    files: ListedFiles = field(default_factory=ListedFiles)
+    all_splits: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (f"splits streamed: {describe_splits(self.splits, self.all_splits)}, {self.hub.found()}",)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(dataset.info.dataset_size or 0 for dataset in self.splits.values())
+
+    def parts(self, _part_bytes: int) -> Iterator[RowRange]:
+        for origin, (split, dataset) in enumerate(self.splits.items()):
+            for index in range(dataset.num_shards):
+                num_bytes = (dataset.info.dataset_size or 0) // dataset.num_shards
+                yield RowRange(split, index, dataset.num_shards, num_bytes, origin)
+
+    def reader(self, part: Any, _columns: tuple[str, ...]) -> "RowReader":
+        rows = self.splits[part.split].shard(num_shards=part.stop, index=part.start, contiguous=True)
+        return RowReader(rows, f"{self.name} ({part.split}, file {part.start})", part, 0)
+
+    def identity(self, _part: Any) -> None:
+        return None
+
+    def record(self, _digests: np.ndarray) -> SourceRecord:
+        return _hub_record(self.hub, self.splits)
+
+
+def _hub_record(hub: DatasetName, splits: Mapping[str, Any]) -> SourceRecord:
+    return SourceRecord(hub.name, "hub", files=(), splits=tuple(splits), revision=hub.revision, subset=hub.subset)
+
+
+class RowReader:
+    """An iterable over the rows of a dataset, see ``files.FileReader``; RunError if it cannot be read to the end."""
+
+    def __init__(
+        self,
+        rows: "Dataset | IterableDataset",
+        place: str,
+        part: RowRange,
+        first: int,
+        unread_columns: frozenset[str] = frozenset(),
+    ) -> None:
+        self.position = self.num_counted = 0
+        self.unread_columns = unread_columns
+        self._rows = rows
+        self._place = place
+        self._part = part
+        self._first = first
+        self._nested: dict[str, pyarrow.DataType] | None = None  # types of the nested columns, once a row is read
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        number = 0
+        num_rows = max(1, self._part.stop - self._part.start)
+        for columns in self._batches():
+            for values in zip(*columns.values(), strict=True):
+                number += 1
+                self.num_counted = number
+                self.position = min(self._part.num_bytes, self._part.num_bytes * number // num_rows)
+                row = dict(zip(columns, values, strict=True))
+                yield number, self._without_filling(row)
+        self.position = self._part.num_bytes
+
+    def _without_filling(self, row: dict[str, Any]) -> Row:
+        """Return the row with the keys that it had before it was in a table; JSON of ``datasets`` is parsed already."""
+        features = self._rows.features
+        if features is None:  # of a stream whose files do not say what is in them
+            return {name: without_nulls(value) for name, value in row.items()}
+        if self._nested is None:
+            schema = features.arrow_schema
+            self._nested = nested_columns(schema, [name for name in row if name in schema.names])
+        for name, kind in self._nested.items():
+            row[name] = without_filling(row[name], kind, parses_json=False)
+        return row
+
+    def _batches(self) -> Iterator[Mapping[str, Sequence[Any]]]:
+        try:
+            yield from self._rows.iter(batch_size=256)
+        except errors_of_datasets() as error:
+            raise RunError(f"{self._place}: cannot be read to the end: {first_line(error)}") from None
+
+    def sha256(self) -> bytes:
+        return NO_SHA256
+
+    def place(self, number: int) -> str:
+        return f"{self._place}, row {self._first + number}"
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether ``save_to_disk`` of ``datasets`` wrote a folder."""
+    return any((folder / mark).is_file() for mark in _SAVED)
+
+
+def open_saved(name: str, option: str, folder: Path, split: str | None) -> DatasetSource:
+    """Open a ``save_to_disk`` folder that ``option`` names; InputError if it is not whole, or has no such split."""
+    import datasets
+
+    from fabric_train.token_dataset.token_folder import check_listed_files
+
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    files = list_folder(folder, lambda _: True).files
+    check_listed_files(folder, "save it again")
+    try:
+        loaded = datasets.load_from_disk(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise_reached_limit(error)
+        raise InputError(
+            f"{option} {name}: not a whole save_to_disk folder: {first_line(error)}; save it again"
+        ) from None
+    splits = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
+    to_read = splits_to_read(name, option, splits, split)
+    return DatasetSource(name, to_read, root=folder, files=files, all_splits=tuple(map(str, splits)))
+
+
+def open_hub(name: str, option: str, dataset: DatasetName, stream: bool) -> DatasetSource | StreamSource:
+    """Open a dataset on the hub that ``option`` names; download it, unless it is to be streamed."""
+    print(f"asking the hub for {name}", file=sys.stderr)
+    builder = open_builder(name, option, dataset.name, dataset)
+    for path in [path for paths in (builder.config.data_files or {}).values() for path in paths]:
+        if "://" not in path:
+            raise InputError(f"{option} {name}: its README.md names {path} on this machine; do not use it")
+    try:
+        if stream:
+            loaded = builder.as_streaming_dataset()
+        else:
+            builder.download_and_prepare()
+            loaded = builder.as_dataset()
+    except errors_of_datasets() as error:
+        raise hub_fault(option, name, error) from None
+    splits = splits_to_read(name, option, loaded, dataset.split)
+    hub = replace(dataset, subset=builder.config.name, revision=str(builder.hash))
+    all_splits = tuple(map(str, loaded))
+    if stream:
+        return StreamSource(name, splits, hub, all_splits=all_splits)
+    return DatasetSource(name, splits, hub=hub, all_splits=all_splits)
+
+
+def open_builder(name: str, option: str, path: str, dataset: DatasetName) -> "DatasetBuilder":
+    """Return what loads a dataset from the hub or the folder ``path``; InputError if there is no such dataset."""
+    import datasets
+    from huggingface_hub.utils import logging as huggingface_logging
+
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    huggingface_logging.set_verbosity(huggingface_logging.CRITICAL)
+    try:
+        return datasets.load_dataset_builder(path, dataset.subset, revision=dataset.revision)
+    except errors_of_datasets() as error:
+        raise hub_fault(option, name, error, is_folder=os.path.isdir(path)) from None
+
+
+def splits_to_read(name: str, option: str, splits: "Mapping[str, Any]", wanted: str | None) -> "dict[str, Any]":
+    """Return the ``wanted`` splits, joined by +, which must exist; by default those that are there to train on."""
+    names = {str(split): rows for split, rows in splits.items()}
+    if wanted is None:
+        return {split: names[split] for split in train_splits(list(names))}
+    for split in wanted.split("+"):
+        if split not in names:
+            raise InputError(f"{option} {name}: no split {split!r}; there are: {', '.join(names)}")
+    return {split: names[split] for split in wanted.split("+")}
+
+
+def train_splits(names: Sequence[str]) -> list[str]:
+    """Return the splits to train on: train; or those such as train_sft; or those that are not held out; or all.
+
+    A split such as train_gen has prompts whose answers are to be generated, as in HuggingFaceH4/ultrachat_200k.
+    """
+    if "train" in names:
+        return ["train"]
+    not_held_out = [name for name in names if re.split(r"[_.-]", name)[0].lower() not in _HELD_OUT]
+    named_train = [name for name in not_held_out if name.lower().startswith("train")]
+    answered = [name for name in named_train if not name.endswith("_gen")]
+    return answered or named_train or not_held_out or list(names)
+
+
+def describe_splits(read: Iterable[str], there_are: Iterable[str]) -> str:
+    """Return which splits are read for people, and which are not."""
+    names = list(read)
+    others = [name for name in there_are if name not in names]
+    left_out = f"; not read: {', '.join(others)} (NAME::SPLIT reads one)" if others else ""
+    return f"{', '.join(names)}{left_out}"
