@@ -22,6 +22,7 @@ from fabric_train.model.context_parallel import (
     CONTEXT,
     _attend_by_document,
     _attend_by_kernel,
+    _Exchange,
     _stretches,
     count_keys,
     cut_rows,
@@ -98,6 +99,14 @@ def test_a_document_is_attended_to_with_the_scale_of_the_model() -> None:
     scores = torch.einsum("qhd,khd->hqk", query, key) * 0.9
     scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
     torch.testing.assert_close(found, torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
+
+
+def test_gradients_of_keys_are_summed_in_fp32_whatever_their_type() -> None:
+    exchange: Any = SimpleNamespace(_gradient=None)
+    parts = torch.tensor([1, 2**-9, 2**-9], dtype=torch.bfloat16)  # in bfloat16, 1 + 2^-9 is 1
+    for part in parts.view(3, 1, 1, 1, 1):
+        _Exchange.add_gradient(exchange, 1, 2, part, 3)
+    assert exchange._gradient.flatten().tolist() == [0, 1 + 2**-8, 0]
 
 
 def test_chunks_that_follow_each_other_are_one_stretch() -> None:

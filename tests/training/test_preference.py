@@ -82,7 +82,7 @@ def test_a_loss_is_that_of_its_paper(name: str) -> None:
     assert losses.tolist() == pytest.approx([by_hand(name, *pair) for pair in pairs], rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["dpo", "dpo_norm"])
+@pytest.mark.parametrize("name", ["dpo", "dpo_norm", "ipo", "apo_zero", "dpop"])
 def test_rewards_and_kl_are_as_by_hand(name: str) -> None:
     logs = (-9.0, -12.0)
     reference = (-10.0, -10.0)
@@ -90,7 +90,7 @@ def test_rewards_and_kl_are_as_by_hand(name: str) -> None:
     values = [torch.tensor([value], dtype=torch.float64) for value in (*logs, *reference, *tokens)]
     metrics = {of: value.item() for of, value in Preference(GIVEN[name])._metrics(Pairs(*values)).items()}
     # beyond the reference: 1 for the chosen answer, -2 for the rejected one; per token 1 / 5 and -2 / 8
-    chosen, rejected = (1.0, -2.0) if name == "dpo" else (0.2, -0.25)
+    chosen, rejected = (0.2, -0.25) if name in ("dpo_norm", "ipo") else (1.0, -2.0)
     beta = GIVEN[name].dpo_beta
     assert metrics["reward_chosen"] == pytest.approx(beta * chosen)
     assert metrics["reward_rejected"] == pytest.approx(beta * rejected)

@@ -245,11 +245,16 @@ def test_only_rows_that_get_a_token_change(
     assert "2 of them take the place of rows that the base model has without a token" in said
 
 
+@pytest.mark.parametrize("stores_head", [False, True])
 def test_a_plan_counts_the_rows_that_are_taken_and_a_tied_matrix_once(
-    tmp_path: Path, chatml_dir: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, chatml_dir: Path, capsys: pytest.CaptureFixture[str], stores_head: bool
 ) -> None:
     base = Path(shutil.copytree(chatml_dir, tmp_path / "base"))
     write_llama(base, 2064, tied=True)  # 64 rows after the tokenizer's last id
+    if stores_head:  # as other programs save a tied model
+        tensors = load_file(base / "model.safetensors")
+        head = tensors["model.embed_tokens.weight"].clone()
+        save_file({**tensors, "lm_head.weight": head}, base / "model.safetensors", {"format": "pt"})
     (tmp_path / "tokens.txt").write_text("".join(f"qqzx{number}\n" for number in range(70)))
     words = f"--model {base} --tokens {tmp_path / 'tokens.txt'} --output_dir {tmp_path / 'out'} --plan true"
     main(["extend", *words.split()])
