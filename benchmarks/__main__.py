@@ -15,7 +15,6 @@ from benchmarks import (
     checkpoint,
     cleaning,
     context_rows,
-    defects,
     export,
     faults,
     first_hour,
@@ -83,7 +82,6 @@ BENCHMARKS = {
     "long_rows": Benchmark(long_rows.measure, long_rows.table, only_by_name=True),
     "scale": Benchmark(scale.measure, scale.table, only_by_name=True),
     "rehearsal": Benchmark(rehearsal.measure, rehearsal.table, only_by_name=True),
-    "defects": Benchmark(defects.measure, defects.table, only_by_name=True),
 }
 _ONLY_BY_NAME = [name for name, benchmark in BENCHMARKS.items() if benchmark.only_by_name]
 _IDLE_LOAD = 0.25  # load average per core
@@ -115,10 +113,6 @@ def _parse() -> argparse.Namespace:
         "--repetitions", type=int, default=gpu.REPETITIONS, help="of gpu: runs of each system; default: %(default)s"
     )
     parser.add_argument("--kept", type=Path, help="of gpu and scale: file that keeps what ended, for a second start")
-    parser.add_argument("--sample", type=int, default=defects.SAMPLE, help="of defects: how many; default: %(default)s")
-    parser.add_argument(
-        "--survivors", action="store_true", help="of defects: plant only the survivors of the newest result again"
-    )
     return parser.parse_args()
 
 
@@ -154,9 +148,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=real_data.CACHE, prefix=f"benchmark-{name}-") as folder:
             try:
                 work = Path(folder).relative_to(ROOT)
-                if name == "defects":
-                    report = defects.measure(work, given.sample, given.survivors)
-                elif name == "scale":
+                if name == "scale":
                     report = scale.measure(work, kept)
                 elif name == "gpu":
                     report = gpu.measure(work, "", given.systems, given.repetitions, kept)

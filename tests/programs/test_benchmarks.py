@@ -19,13 +19,10 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from benchmarks import (
-    defects,
     export,
     gpu,
     large_checkpoint,
     long_rows,
-    mutants,
-    nearest_tests,
     packages,
     plan,
     precision,
@@ -335,106 +332,3 @@ def test_export_table_has_the_speed_over_that_of_a_copy() -> None:
     printed = " ".join(captured.get().split())
     assert "verified layer by layer; our speed of writing over a copy's: 0.62 (full), 0.50 (sharded)" in printed
     assert "sharded, ours 20 800 2.00 0.50" in printed
-
-
-CHANGED = """\
-import logging
-def scaled(values: "list[int]", *, factor: int = 2) -> "float | None":
-    '''Return 1 + 1.'''
-    log.info("%d values", len(values) + 1)  # 1 + 1
-    if not values:
-        raise ValueError(f"no values, {1 + 1}")
-    assert factor > 0
-    values.sort(key=abs, reverse=True)
-    return sum(values) * factor if factor < 10 else None
-"""
-
-
-def test_planted_defects_change_what_is_computed_and_no_text() -> None:
-    pytest.importorskip("mutmut")
-    planted = [mutant for place in mutants.mutants_by_place(CHANGED) for mutant in place]
-    branches = "sum(values) * factor if factor < 10 else None"
-    changes = {(mutant.line, mutant.before, mutant.after) for mutant in planted}
-    assert changes == {
-        (2, "2", "3"),
-        (5, "not values", "values"),
-        (8, "values.sort(key=abs, reverse=True)", "pass"),
-        (8, "values.sort(key=abs, reverse=True)", "values.sort(reverse=True)"),
-        (8, "values.sort(key=abs, reverse=True)", "values.sort(key=abs, )"),
-        (8, "True", "False"),
-        (9, "sum(values) * factor", "sum(values) / factor"),
-        (9, branches, branches.replace("factor < 10", "(factor < 10) and False")),
-        (9, branches, branches.replace("factor < 10", "(factor < 10) or True")),
-        (9, " < 10", " <= 10"),
-        (9, "10", "11"),
-    }
-    for mutant in planted:
-        lines = mutant.plant(CHANGED).splitlines()
-        assert [number for number, line in enumerate(CHANGED.splitlines(), 1) if lines[number - 1] != line] == [
-            mutant.line
-        ]
-    with pytest.raises(ValueError, match="line 9 is not"):
-        planted[-1].plant(CHANGED[1:])
-
-
-def test_the_nearest_tests_are_those_that_run_a_line(tmp_path: Path) -> None:
-    source = "class Loss:\n    def mean(self):\n        if self.n:\n            return 1\n        return 0\n\nX = 1\n"
-    place = nearest_tests.place_of("loss.py", source, 4)
-    assert place == nearest_tests.Place("loss.py", "Loss.mean", 1)
-    assert nearest_tests.place_of("loss.py", source, 7).function == ""
-    (tmp_path / "tests").mkdir()
-    file = tmp_path / "tests" / "test_loss.py"
-    file.write_text("import fabric_train.training\n")
-    recordings = nearest_tests.Recordings(tmp_path / "recordings", tmp_path, ["fabric_train/training"])
-    assert recordings.missing() == ["tests/test_loss.py"]
-    recordings.keep(
-        "tests/test_loss.py",
-        [
-            nearest_tests.RecordedTest("slow", 3.0, {"loss.py": {"Loss.mean": [0, 1]}}),
-            nearest_tests.RecordedTest("fast", 1.0, {"loss.py": {"Loss.mean": [0, 1]}}),
-            nearest_tests.RecordedTest("other branch", 0.5, {"loss.py": {"Loss.mean": [0, 2]}}),
-            nearest_tests.RecordedTest("other module", 0.1, {"data.py": {"read": [0]}}),
-        ],
-    )
-    assert [test.name for test in recordings.nearest(place)] == ["fast", "slow"]
-    beside = nearest_tests.Place("loss.py", "Loss.mean", 7)
-    assert [test.name for test in recordings.nearest(beside)] == ["other branch", "fast", "slow"]
-    file.write_text("import fabric_train.training  # changed\n")
-    assert recordings.missing() == ["tests/test_loss.py"]
-
-
-def test_near_tests_are_fast_and_each_file_runs_at_once() -> None:
-    def recorded(name: str, seconds: float) -> nearest_tests.RecordedTest:
-        return nearest_tests.RecordedTest(name, seconds, {})
-
-    tests = [recorded(f"tests/programs/test_a.py::test_{number}", 0.1) for number in range(3)]
-    tests += [recorded(f"tests/data/test_b.py::test_many[{number}]", 0.2) for number in range(5)]
-    tests += [recorded("tests/data/test_c.py::test_long", 19.0), recorded("tests/data/test_b.py::test_longer", 60.0)]
-    stages = defects.choose_tests("fabric_train/data/batch.py", tests)
-    names = {stage: [test.name.removeprefix("tests/") for test in chosen] for stage, chosen in stages.items()}
-    of_b = [f"data/test_b.py::test_many[{number}]" for number in range(5)]
-    of_a = tests[:3]
-    assert names["near"] == [
-        *of_b[:2],
-        *(test.name.removeprefix("tests/") for test in of_a),
-        "data/test_c.py::test_long",
-    ]
-    assert names["wide"] == [*of_b[2:], "data/test_b.py::test_longer"]
-
-
-def test_defects_that_survive_are_counted_by_kind_and_listed() -> None:
-    def tried(number: int, caught_by: str | None, stage: str) -> defects.Tried:
-        module = "fabric_train/data/batch.py"
-        return defects.Tried(module, "f", number, "x > 1", "swap_op", " > ", " >= ", caught_by, "", stage, 3, 1.0)
-
-    found = [tried(1, "tests/a.py::test", "near"), tried(2, "tests/b.py::test", "wide"), tried(3, None, "none")]
-    summary = defects.summarize(9, found)
-    assert (summary.caught_by_near_tests, summary.caught_by_wider_tests, summary.survived) == (1, 1, 1)
-    assert summary.survived_of_kind == {"swap_op": "1 of 3"}
-    console = Console(width=200)
-    with console.capture() as captured:
-        console.print(defects.table(report.Report("defects", {}, {}, {"defects": found}, summary)))
-    assert "3 of 9 places; 1 caught by the nearest tests, 1 by wider ones, 1 survived" in " ".join(
-        captured.get().split()
-    )
-    assert re.findall(r"data/batch\.py:\d", captured.get()) == ["data/batch.py:3"]
