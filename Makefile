@@ -57,8 +57,8 @@ test-xla: $(STAMP) $(XLA)/installed ## train on XLA's CPU device and compare wit
 test-downstream: $(STAMP) ## use exports in other software: transformers 4, lm_eval, llama.cpp, vLLM, peft, and compare merges with mergekit (writes docs/downstream.md)
 	@DOWNSTREAM_TABLE=docs/downstream.md $(BIN)/python -m pytest -n 0 -m downstream
 
-test-cuda-rehearsal: $(STAMP) ## train in every mode on pretended CUDA devices (writes docs/cuda_rehearsal.md), compare plan and counts
-	@CUDA_REHEARSAL_TABLE=docs/cuda_rehearsal.md $(BIN)/python -m pytest -n 0 -m cuda_rehearsal --ignore tests/cuda_rehearsal/test_first_hour.py tests/cuda_rehearsal tests/preflight/test_recipes.py tests/preflight/test_memory.py tests/model/test_adapter.py
+test-cuda-rehearsal: $(STAMP) ## train in every mode on pretended CUDA devices (writes tests/cuda_rehearsal/README.md), compare plan and counts
+	@CUDA_REHEARSAL_TABLE=tests/cuda_rehearsal/README.md $(BIN)/python -m pytest -n 0 -m cuda_rehearsal --ignore tests/cuda_rehearsal/test_first_hour.py tests/cuda_rehearsal tests/preflight/test_recipes.py tests/preflight/test_memory.py tests/model/test_adapter.py
 
 check: $(STAMP) ## run one test file in one process: make check FILE=tests/data/test_batch.py
 	@$(BIN)/python -m pytest -n 0 -q $(or $(FILE),$(error no test file; name one: make check FILE=tests/data/test_batch.py))

@@ -1,6 +1,6 @@
 """Print how a corpus with planted dirt is cleaned, and what stays: ``python -m tests.support.cleaning_transcript``.
 
-The programs are run as a user runs them, with Llama-3's tokenizer. docs/cleaning_transcript.md has the output.
+The programs are run as a user runs them, with Llama-3's tokenizer. benchmarks/results/ has the output.
 """
 
 import json
