@@ -139,6 +139,8 @@ def _no_log_of_an_earlier_test() -> Iterator[None]:
     run_log = sys.modules.get("fabric_train.training.run_log")
     if run_log is not None:
         run_log.end_log()
+        for logger in (run_log.log, run_log.progress):
+            logger.propagate = True  # otherwise pytest adds a handler of its own, and notes are not printed
     errors = sys.modules.get("fabric_train.cli.errors")
     if errors is not None:
         errors._notes.clear()

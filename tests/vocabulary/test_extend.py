@@ -387,7 +387,7 @@ def test_a_model_that_does_not_fit_its_tokenizer_is_refused(base: Path, catalan:
     shutil.copytree(folder, tmp_path / "step-1")
     (tmp_path / "step-1" / "trainer.json").write_text("{}")
     (tmp_path / "step-1" / "optimizer").mkdir()
-    with pytest.raises(InputError, match=r"convert it with convert_to_hf\.py first"):
+    with pytest.raises(InputError, match=r"convert it with fabric-train convert first"):
         main(["extend", *words.replace(str(folder), str(tmp_path / "step-1")).split()])
 
 
