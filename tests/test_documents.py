@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fabric_train.cli.argument_types import shown_name
+from fabric_train.all_arguments import ALL_ARGUMENTS
+from fabric_train.cli.argument_types import shown_name, types_of
 from tests import foreign_tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,6 +142,24 @@ def test_every_option_that_the_documents_name_exists() -> None:
         if option not in known
     ]
     assert not missing, "options that no program has:\n" + "\n".join(missing)
+
+
+def test_every_command_in_documents_and_messages_has_the_options_of_its_program() -> None:
+    known: dict[str, set[str]] = {}
+    for name, arguments in ALL_ARGUMENTS.items():
+        options = known.setdefault(name.split()[0], {"config", "debug", "version", "help"})
+        options.update(shown_name(option) for option in types_of(arguments))
+    missing = []
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for path in (*documents, *sorted((ROOT / "fabric_train").rglob("*.py"))):
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        text = re.sub(r'"\s*\n\s*f?"', "", text)  # a message on several lines
+        for program, words in re.findall(r"fabric-train ([a-z_-]+)( [^\n`;|\"]*)", text):
+            command = re.split(r" and |, |\. |\)", words)[0]
+            options = known.get(program.replace("-", "_"), set())
+            used = re.findall(r"(?<![\w-])--([a-z][\w-]*)", command) if options else []
+            missing += [f"{path.relative_to(ROOT)}: {program} --{option}" for option in used if option not in options]
+    assert not missing, "options that these programs do not have:\n" + "\n".join(missing)
 
 
 @pytest.mark.parametrize("page", foreign_tables.PAGES)

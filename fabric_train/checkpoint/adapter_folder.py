@@ -9,14 +9,21 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel, Field
 from torch import nn
 
 from fabric_train.checkpoint.base_weights import open_base_weights, same_weights
-from fabric_train.checkpoint.peft_settings import depends_on_documents, uncomputed_settings
+from fabric_train.checkpoint.peft_settings import (
+    CONFIG,
+    SAVE_ADVICE,
+    WEIGHTS,
+    check_weights,
+    depends_on_documents,
+    read_lora_config,
+    uncomputed_settings,
+)
 from fabric_train.checkpoint.trainer_json import read_trainer_json
 from fabric_train.cli.errors import InputError, note
 from fabric_train.cli.launcher import is_first_on_machine
@@ -45,25 +52,10 @@ from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, We
 if TYPE_CHECKING:
     from fabric_train.arguments import AdapterArguments
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What peft's names begin with, before the name in transformers' model."""
 TIED = "tied"
 """The key in the file's metadata for second names of tied weights: peft takes embedding and head for two modules."""
-_ADVICE = "save the adapter again with peft's save_pretrained"
-
-
-class _LoraConfig(BaseModel, extra="allow", frozen=True):
-    """The values of an adapter_config.json, with the names in peft's ``LoraConfig``; the rest is ``model_extra``."""
-
-    peft_type: str
-    r: Annotated[int, Field(gt=0)]
-    lora_alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    target_modules: list[str] | str
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    use_rslora: bool = False
-    use_dora: bool = False
 
 
 def is_adapter(folder: Path) -> bool:
@@ -78,14 +70,14 @@ def is_exported_adapter(folder: Path) -> bool:
 
 def can_be_taken_off(folder: Path) -> bool:
     """Return whether an adapter only adds matrices beside its base's, which peft can take off again."""
-    config = read_json(folder / CONFIG, dict, _ADVICE)
+    config = read_json(folder / CONFIG, dict, SAVE_ADVICE)
     is_lora = config.get("peft_type") == "LORA"
     return is_lora and not config.get("modules_to_save") and not uncomputed_settings(config)
 
 
 def check_keeps_documents_apart(folder: Path) -> None:
     """Raise an InputError if peft computes an adapter for a row as a whole, whose documents would change each other."""
-    if depends_on_documents(read_json(folder / CONFIG, dict, _ADVICE)):
+    if depends_on_documents(read_json(folder / CONFIG, dict, SAVE_ADVICE)):
         raise InputError(
             f"{folder / CONFIG}: alora_invocation_tokens is not supported here: a row has several documents; "
             "evaluate that adapter with peft"
@@ -99,19 +91,13 @@ def files_of_adapter(folder: Path) -> list[Path]:
 
 def check_files(folder: Path) -> None:
     """Raise an InputError if a folder's adapter has no weights, or only a pickle, or its configuration is damaged."""
-    read_json(folder / CONFIG, dict, _ADVICE)
-    _check_weights(folder)
-
-
-def _check_weights(folder: Path) -> None:
-    if not (folder / WEIGHTS).is_file():
-        pickled = " (adapter_model.bin is a pickle, which is never read)" if any(folder.glob("*.bin")) else ""
-        raise InputError(f"{folder}: no {WEIGHTS} in it{pickled}; {_ADVICE}")
+    read_json(folder / CONFIG, dict, SAVE_ADVICE)
+    check_weights(folder)
 
 
 def read_base_name(folder: Path) -> str:
     """Return the name or folder of the model that an adapter was trained on; raise an InputError if there is none."""
-    name = read_json(folder / CONFIG, dict, _ADVICE).get("base_model_name_or_path")
+    name = read_json(folder / CONFIG, dict, SAVE_ADVICE).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise InputError(f"{folder / CONFIG}: it names no base model; give it by --base_model")
     return name
@@ -147,12 +133,7 @@ def read_adapter(folder: Path) -> Adapter:
     Raises:
         InputError: it is damaged, or of a kind that is not computed here.
     """
-    file = folder / CONFIG
-    config = read_json(file, _LoraConfig, _ADVICE)
-    if config.peft_type != "LORA":
-        raise InputError(f"{file}: it is of a {config.peft_type} adapter; give one of LORA")
-    if unknown := uncomputed_settings(config.model_extra or {}):
-        raise InputError(f"{file}: {', '.join(unknown)} is not supported here; merge that adapter with peft")
+    config = read_lora_config(folder)
     # peft's own rule for modules_to_save is the end of a name, also within a word
     whole = {name.rpartition(".")[0] for name in AdapterTensors(folder) if not is_adapter_parameter(name)}
     targets = config.target_modules
@@ -183,8 +164,8 @@ class AdapterTensors:
     """The tensors of an adapter_model.safetensors by the names in transformers' model; see ``StoredTensors``."""
 
     def __init__(self, folder: Path) -> None:
-        _check_weights(folder)
-        self._tensors = CheckpointTensors([folder / WEIGHTS], _ADVICE)
+        check_weights(folder)
+        self._tensors = CheckpointTensors([folder / WEIGHTS], SAVE_ADVICE)
         tied = self._tensors.metadata.get(TIED, "").split()
         self._stored = {name.removeprefix(PREFIX): name for name in self._tensors if name not in tied}
 
@@ -284,7 +265,7 @@ def note_on_other_base(begins_with: Path, base: AdapterBase) -> str | None:
         if same_weights(base, saved) is not None:
             return None
         return f"--init_adapter {begins_with}: it was trained on the weights of {saved.place}, not of {base.place}"
-    named = read_json(begins_with / CONFIG, dict, _ADVICE).get("base_model_name_or_path")
+    named = read_json(begins_with / CONFIG, dict, SAVE_ADVICE).get("base_model_name_or_path")
     if not isinstance(named, str) or _names_same_model(named, base.place):
         return None
     return f"--init_adapter {begins_with}: it names {named} as its base, and this run puts it on {base.place}"

@@ -1,16 +1,26 @@
-"""Which settings of a peft adapter are computed here; every other one must have peft's default.
+"""Read the settings of a peft adapter without torch. Those that are not computed here must have peft's default.
 
 The defaults are stored, since peft need not be installed to train, and its versions add settings: one that is not in
 this table counts as a default only if it is off (null, false or empty).
 """
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from fabric_train.cli.errors import InputError
+from fabric_train.files.regular_file import read_json
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+SAVE_ADVICE = "save the adapter again with peft's save_pretrained"
 
 _READ = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save"),
 }
-"""The settings that ``adapter_folder.read_adapter`` reads, with any value that it accepts."""
+"""The settings in ``LoraConfig`` and ``modules_to_save``, with any value that they accept."""
 
 _WITHOUT_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
@@ -26,6 +36,41 @@ _COMPUTED_VALUES: dict[str, tuple[Any, ...]] = {
     "task_type": (None, "CAUSAL_LM"),
 }
 """The values that are computed of settings whose default is more than off."""
+
+
+class LoraConfig(BaseModel, extra="allow", frozen=True):
+    """The values of an adapter_config.json, with the names in peft's ``LoraConfig``; the rest is ``model_extra``."""
+
+    peft_type: str
+    r: Annotated[int, Field(gt=0)]
+    lora_alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    target_modules: list[str] | str
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    use_rslora: bool = False
+    use_dora: bool = False
+
+
+def read_lora_config(folder: Path) -> LoraConfig:
+    """Read the settings of the adapter in a folder, and check that its weights are there.
+
+    Raises:
+        InputError: a file is missing or damaged, or the adapter is of a kind that is not computed here.
+    """
+    file = folder / CONFIG
+    config = read_json(file, LoraConfig, SAVE_ADVICE)
+    if config.peft_type != "LORA":
+        raise InputError(f"{file}: it is of a {config.peft_type} adapter; give one of LORA")
+    if unknown := uncomputed_settings(config.model_extra or {}):
+        raise InputError(f"{file}: {', '.join(unknown)} is not supported here; merge that adapter with peft")
+    check_weights(folder)
+    return config
+
+
+def check_weights(folder: Path) -> None:
+    """Raise an InputError if the adapter in a folder has no weights, or only a pickle."""
+    if not (folder / WEIGHTS).is_file():
+        pickled = " (adapter_model.bin is a pickle, which is never read)" if any(folder.glob("*.bin")) else ""
+        raise InputError(f"{folder}: no {WEIGHTS} in it{pickled}; {SAVE_ADVICE}")
 
 
 def uncomputed_settings(config: Mapping[str, Any]) -> list[str]:

@@ -64,6 +64,7 @@ _PROJECT = _PROGRAM.parent
 _OF_SCRIPTS = "fabric_train.programs"  # its modules have the names of the files at the top of a checkout
 _OF_GIT_HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 _OPTIONS = ("accelerator", "strategy", "devices", "num_nodes", "node_rank", "main_address", "main_port", "precision")
+_HELP = ("--help", "-h", "help")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -101,12 +102,12 @@ def fabric_train() -> None:
 
             print_version()
             return
-        if name in ("--help", "-h") and words[1:]:
+        if name in _HELP and words[1:]:
             programs = importlib.import_module("fabric_train.all_arguments")  # by name: it imports this module
             from fabric_train.cli.help import search_help
 
             run_program(lambda: search_help(programs.ALL_ARGUMENTS, words[1:]))
-        if name in ("--help", "-h"):
+        if name in _HELP:
             print(f"usage: {usage}")
             print(
                 "fabric-train NAME --help shows the arguments of a program, and fabric-train --help WORD those of all"

@@ -50,7 +50,7 @@ def print_version() -> None:
 
 def print_help(arguments: type, words: Sequence[str] = ()) -> None:
     """Print, on one rank, how to use a program, or only its arguments that have ``words``; some must."""
-    sections = _sections(arguments, " ".join(words))
+    sections = _sections(arguments, words)
     if not any(sections.values()):
         raise InputError(f"--help {' '.join(words)}: no argument has it in its name or text; --help lists them all")
     lines = [f"  {example.replace(PROGRAM, program_name())}" for example in examples_of(arguments)]
@@ -64,7 +64,7 @@ def search_help(programs: Mapping[str, type], words: Sequence[str]) -> None:
     searched = " ".join(words)
     has_some = False
     for name, arguments in programs.items():
-        sections = _sections(arguments, searched)
+        sections = _sections(arguments, words)
         del sections[_OF_EVERY_PROGRAM]
         if not any(sections.values()):
             continue
@@ -149,8 +149,8 @@ def fields_by_section(arguments: type) -> dict[str, dict[str, tuple[dataclasses.
     return sections
 
 
-def _sections(arguments: type, words: str = "") -> dict[str, dict[str, dict[str, Any]]]:
-    """Return what argparse is told about each argument that has ``words``, by name and by the title of its group."""
+def _sections(arguments: type, words: Sequence[str] = ()) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return what argparse is told about each argument that has all ``words``, by name and by title of its group."""
     types = types_of(arguments)
     sections: dict[str, dict[str, dict[str, Any]]] = {
         title: {
@@ -159,15 +159,19 @@ def _sections(arguments: type, words: str = "") -> dict[str, dict[str, dict[str,
         for title, fields in fields_by_section(arguments).items()
     }
     sections[_OF_EVERY_PROGRAM] = _EVERY_PROGRAM
-    of_name = words.lower().replace("-", "_").strip("_")
     return {
         title: {
             name: settings | {"help": settings["help"].replace("%", "%%")}
             for name, settings in options.items()
-            if of_name in name or words.lower() in f"{settings['help']} {settings.get('metavar')}".lower()
+            if _has_words(name, f"{settings['help']} {settings.get('metavar')}", words)
         }
         for title, options in sections.items()
     }
+
+
+def _has_words(name: str, text: str, words: Sequence[str]) -> bool:
+    """Return whether an argument has each of ``words`` in its name or in its help text."""
+    return all(word.replace("-", "_").strip("_").lower() in name or word.lower() in text.lower() for word in words)
 
 
 def texts_of(group: type) -> dict[str, str]:

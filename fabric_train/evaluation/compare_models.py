@@ -42,6 +42,7 @@ from fabric_train.evaluation.texts import (
 )
 from fabric_train.files.atomic_folder import check_no_dead_link, wait_for_lock
 from fabric_train.files.regular_file import write_atomically
+from fabric_train.files.requirements import check_room
 from fabric_train.inference.load_model import ModelsInTurn
 from fabric_train.reading.sources import split_names
 from fabric_train.token_dataset.manifest import FILE_NAME
@@ -49,6 +50,10 @@ from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.build import build_token_dataset
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.training.statistics import FEWEST_DOCUMENTS, LEVEL, Interval, interval_of, resample
+
+_ROOM_OF_TABLES = 1_000_000
+"""Bytes that the tables, pages and pictures of an evaluation take."""
+_BYTES_OF_LOSS = 4
 
 
 def compare_models(arguments: EvaluateArguments, *, prints: bool = True) -> None:
@@ -85,7 +90,9 @@ def compare_models(arguments: EvaluateArguments, *, prints: bool = True) -> None
     cache = LossCache(folder / FOLDER)
     batch_tokens = arguments.batch_tokens
     parts = ((model, part) for model in models for text in encoded[model.name] for part in text.parts())
-    with scoring_progress(sum(len(part.tokens) for model, part in parts if not cache.has(model, part))) as show:
+    num_tokens = sum(len(part.tokens) for model, part in parts if not cache.has(model, part))
+    check_room(folder, _ROOM_OF_TABLES + _BYTES_OF_LOSS * num_tokens, "the loss of each token")
+    with scoring_progress(num_tokens) as show:
         in_turn = ModelsInTurn()
         losses: dict[str, list[np.ndarray]] = {}
         bases = [model.base for model in models]
@@ -131,6 +138,7 @@ def check_output(folder: Path) -> None:
     parent = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise InputError(f"--output_dir {folder}: cannot write to {parent}; choose another folder")
+    check_room(folder, _ROOM_OF_TABLES, "an evaluation")
 
 
 def _open_texts(arguments: EvaluateArguments, models: Sequence[ComparedModel], downloads: Path) -> list[EvaluatedText]:

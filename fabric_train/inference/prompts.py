@@ -17,107 +17,17 @@ from fabric_train.cli.errors import InputError, set_memory_advice
 from fabric_train.files.regular_file import open_regular, open_to_write, parse_json
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.generate import GeneratedText, TextPrinter, generate
+from fabric_train.inference.prompt_file import Prompt, chat_turn, read_prompts
 from fabric_train.model.rope_frequencies import choose_frequencies
 from fabric_train.reading.documents import BadRowError, Chat, Message
 from fabric_train.tokenization.chats.chat_encoder import own_template
 from fabric_train.tokenization.chats.chat_template import ChatTemplate, Rendering
-from fabric_train.tokenization.chats.formats import read_chat
 from fabric_train.tokenization.chats.shown_messages import ShownMessages
 
-_ADVICE = 'give a .txt file with a prompt on each line, or a .jsonl file with {"prompt": ...} or {"messages": ...}'
 _FIX = "give another --output, or remove it"
 _SETTINGS = ("num_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
 """The arguments that decide a text, with model and prompt."""
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer"
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A text to continue, or a chat whose next turn is the assistant's. ``place`` names it in an error message."""
-
-    content: str | Chat
-    place: str = "the prompt"
-    line: int = 1
-    is_from_file: bool = False
-
-    @property
-    def is_chat(self) -> bool:
-        return isinstance(self.content, Chat)
-
-
-def chat_turn(text: str, system: str | None) -> Chat:
-    """Return a chat with a user's turn, after a system turn if ``system`` is given."""
-    begin = [{"role": "system", "content": system}] if system is not None else []
-    return Chat([*begin, {"role": "user", "content": text}])
-
-
-def read_prompts(file: Path, *, chat: bool = False, system: str | None = None) -> list[Prompt]:
-    """Read a file of prompts; empty lines are left out. An InputError has every line that is not valid.
-
-    A line on standard error names what nothing is made of: keys of the lines, and of their messages.
-
-    Args:
-        file: .txt with a prompt on each line; or .jsonl, where each line has a text ``prompt``, or ``messages`` (and
-            ``tools``) of a chat that ends before the assistant's turn.
-        chat: take a text for a user's turn.
-        system: system turn of chats that have none.
-    """
-    if file.suffix not in (".txt", ".jsonl"):
-        raise InputError(f"{file}: unknown kind of file; {_ADVICE}")
-    try:
-        with open_regular(file, _ADVICE) as opened:
-            lines = opened.read().split(b"\n")
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror}; {_ADVICE}") from None
-    prompts = []
-    faults = []
-    unused: set[str] = set()
-    for number, line in enumerate(lines, 1):
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            content = _read_line(text, file.suffix == ".jsonl", unused)
-        except UnicodeDecodeError as error:
-            faults.append(f"{file}, line {number}: byte {error.start} is not UTF-8; save the file as UTF-8")
-            continue
-        except ValueError as error:
-            faults.append(f"{file}, line {number}: {error}")
-            continue
-        if content:
-            place = f"{file}, line {number}"
-            if chat and isinstance(content, str):
-                content = chat_turn(content, system)
-            elif chat and isinstance(content, Chat) and system is not None and content.messages[0]["role"] != "system":
-                content = content.with_messages([{"role": "system", "content": system}, *content.messages])
-            prompts.append(Prompt(content, place, number, is_from_file=True))
-    if not prompts and not faults:
-        faults.append(f"{file}: there is no prompt in it; {_ADVICE}")
-    if faults:
-        raise InputError(*faults)
-    if unused:
-        print(f"{file}: columns not used: {', '.join(sorted(unused))}", file=sys.stderr)
-    return prompts
-
-
-def _read_line(line: str, is_json: bool, unused: set[str]) -> str | Chat:
-    """Return the content of a line, "" for an empty one; raise a ValueError if it is not valid.
-
-    The keys of which nothing is made are added to ``unused``.
-    """
-    if not line or not is_json:
-        return line
-    row = parse_json(line, dict)
-    if ("prompt" in row) == ("messages" in row):
-        raise ValueError('give either {"prompt": ...} or {"messages": ...}')
-    if "prompt" in row:
-        if not isinstance(row["prompt"], str) or not row["prompt"]:
-            raise ValueError('"prompt" must be a text, not empty')
-        unused.update(row.keys() - {"prompt"})
-        return row["prompt"]
-    chat = read_chat(row, "messages")
-    unused.update(chat.unused)
-    if not chat.messages or chat.messages[-1]["role"] in ("assistant", "system"):
-        raise ValueError('"messages" must end with a turn of the user or of a tool, which the model answers')
-    return chat
 
 
 class PromptEncoder:

@@ -7,10 +7,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fabric_train.checkpoint.peft_settings import read_lora_config
 from fabric_train.cli import yaml_core
 from fabric_train.cli.errors import InputError
 from fabric_train.files.atomic_folder import check_no_dead_link, check_not_inside, nearest_existing
 from fabric_train.files.regular_file import check_regular_or_absent
+from fabric_train.inference.prompt_file import check_prompts
 from fabric_train.model.model_folder import check_model_folder
 from fabric_train.preflight.beginning import choose_beginning
 from fabric_train.reading.sources import check_name, split_names
@@ -38,6 +40,10 @@ def check_paths(arguments: "TrainArguments") -> None:
         check_token_dataset(dataset)
     if checkpoint is None and not arguments.model.family:
         check_model_folder(arguments.model.model_name)
+    if arguments.adapter.init_adapter is not None:
+        read_lora_config(Path(arguments.adapter.init_adapter))
+    if arguments.evaluation.sample_prompts is not None and not arguments.evaluation.only_reads:
+        check_prompts(Path(arguments.evaluation.sample_prompts))
 
 
 def check_output_dir(folder: Path, *inputs: str | None) -> None:

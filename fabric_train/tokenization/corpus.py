@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fabric_train.cleaning.cleaner import Cleaner, open_cleaner
-from fabric_train.cli.errors import InputError, raise_reached_limit
+from fabric_train.cli.argument_types import show_size
+from fabric_train.cli.errors import InputError, note, raise_reached_limit
 from fabric_train.cli.output import redact
-from fabric_train.files.atomic_folder import check_not_taken, complete_folder, hold_lock
+from fabric_train.files import requirements
+from fabric_train.files.atomic_folder import check_not_taken, complete_folder, hold_lock, nearest_existing
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.reading.documents import (
     BadRowError,
@@ -56,6 +58,8 @@ _SAMPLED_PARTS = 8
 _SAMPLED_SHARE = 0.01
 _MIN_SAMPLED = 20_000
 _MAX_SAMPLED = 160_000
+_SMALLEST_DATASET = 1_000_000  # bytes: a tokenizer of a small vocabulary, and tables
+_BYTES_PER_BYTE_OF_INPUT = 2  # a token takes 4 bytes, as text does: once until it is packed, once in its row
 
 
 @contextmanager
@@ -191,6 +195,7 @@ def open_corpus(
     )
     for source in (*train, *held_out):
         print(f"reading {source.name}", *source.notes, sep="\n  ", file=sys.stderr)
+    _check_room(arguments, [*train, *held_out])
     tokenizer_folder = folder / "tokenizer"
     tokenizer.save(tokenizer_folder)
     if chosen is not None:
@@ -216,6 +221,21 @@ def open_corpus(
         cleaner=open_cleaner(arguments, kinds, arguments.text_column) if arguments.cleans else None,
         sizes=sizes,
     )
+
+
+def _check_room(arguments: TokenizeArguments, sources: Sequence[Source]) -> None:
+    """Raise an InputError if the disk of --output_dir is full; note that the tokens may not find room there."""
+    target = Path(arguments.output_dir).expanduser()
+    requirements.check_room(target, _SMALLEST_DATASET, "the smallest token dataset")
+    reads_all = arguments.max_documents is None and arguments.max_tokens is None and arguments.shard is None
+    num_bytes = sum(source.num_bytes for source in sources)  # of compressed files, more follow
+    parent = nearest_existing(target.absolute())
+    free = requirements.free_bytes(parent)
+    if reads_all and free < _BYTES_PER_BYTE_OF_INPUT * num_bytes:
+        note(
+            f"the input has {show_size(num_bytes)}, and tokens of plain text take about twice as much; {parent} has "
+            f"{show_size(free)} left"
+        )
 
 
 def _check_pairs(kinds: Sequence[str], arguments: TokenizeArguments) -> None:

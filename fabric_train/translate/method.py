@@ -188,8 +188,10 @@ def _translate_model(translation: Translation) -> None:
     translation.train("model_name", model, *file.names(*names))
     revision = file.get("model_revision", "revision_of_model")
     if revision not in (None, "main"):
-        advice = f"download it first: fabric-train download --repo {model} --revision {revision}"
-        translation.leave_out(f"{advice}, and give its folder as model_name", "model_revision", "revision_of_model")
+        folder = f"models/{PurePath(model).name}"
+        advice = f"fabric-train download --model_name {model} --revision {revision} --output_dir {folder}"
+        names = ("model_revision", "revision_of_model")
+        translation.leave_out(f"download it first, and give the folder as model_name: {advice}", *names)
     else:
         translation.ignore(*file.names("model_revision", "revision_of_model"))
     from_scratch = [name for name in ("reinit_weights", "train_from_scratch") if file.is_on(name)]

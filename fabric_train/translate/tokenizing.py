@@ -1,6 +1,8 @@
 """Translate how data become rows: sources, row length, packing, chat template, supervision and validation."""
 
+import os
 import shlex
+from pathlib import PurePath
 from typing import Any
 
 from fabric_train.cli.errors import InputError
@@ -35,7 +37,7 @@ def translate_tokenizing(translation: Translation, objective: str, train_data_di
     places = _places(translation, sources.training)
     translation.tokenize("dataset", places, *sources.origins)
     _translate_tokenizer(translation)
-    folder = train_data_dir or f"data/{run_name_of(translation)}"
+    folder = train_data_dir or _choose_folder(translation)
     translation.tokenize("output_dir", folder, *file.names("dataset_prepared_path", "tokenized_path"))
     translation.train("train_data_dir", folder, *sources.origins)
     _translate_shares(translation, sources, folder)
@@ -62,6 +64,18 @@ def _word(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _choose_folder(translation: Translation) -> str:
+    """Return a folder for the token dataset, which must be neither the run's folder, nor in it, nor around it."""
+    folder = PurePath("data", run_name_of(translation))
+    output_dir = translation.training.get("output_dir")
+    if output_dir is None:
+        return str(folder)
+    run = PurePath(os.path.normpath(output_dir.value))
+    if run.is_relative_to(folder) or folder.is_relative_to(run):
+        return f"tokens/{folder.name}"
+    return str(folder)
 
 
 def _is_streamed(translation: Translation, uses_pairs: bool) -> bool:

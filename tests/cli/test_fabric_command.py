@@ -74,6 +74,10 @@ def test_wrong_paths_and_runs_are_found_without_torch(
     (tmp_path / "run" / "metrics.csv").write_text("step\n")
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.jsonl").write_text("{}")
+    (tmp_path / "adapter").mkdir()
+    config = {"peft_type": "IA3", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     given: dict[str, object] = {
         "train_data_dir": tiny_tokens_dir,
         "model_name": tiny_model_dir,
@@ -90,6 +94,10 @@ def test_wrong_paths_and_runs_are_found_without_torch(
         ("branch", "nowhere@3"): "--branch nowhere@3: nowhere: no such folder; give the folder of a run",
         ("phases", "nowhere.yaml"): "--phases",
         ("streaming_dataset", "nowhere.txt"): "--streaming_dataset nowhere.txt: no such file or folder",
+        ("sample_prompts", "nowhere.txt"): "nowhere.txt: No such file or directory; give a .txt file",
+        ("sample_prompts", "bad.jsonl"): "bad.jsonl, line 1: give either",
+        ("init_adapter", "nowhere"): "nowhere/adapter_config.json",
+        ("init_adapter", "adapter"): "adapter/adapter_config.json: it is of a IA3 adapter; give one of LORA",
         ("seed", 1): "nothing",
     }
     lines = []
@@ -279,6 +287,12 @@ def test_fabric_train_without_a_program_says_which_there_are(
     assert "error: fabric-train fly: no such program; write fabric-train tokenize|inspect|" in capsys.readouterr().err
 
 
+def test_help_is_a_word_like_the_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["fabric-train", "help"])
+    fabric_command.fabric_train()
+    assert capsys.readouterr().out.startswith("usage: fabric-train tokenize|")
+
+
 def test_a_mistyped_program_gets_the_nearest_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -297,6 +311,13 @@ def test_help_with_a_word_searches_the_arguments_of_all_programs(capsys: pytest.
     with pytest.raises(InputError, match="no program has an argument with it"):
         search_help(ALL_ARGUMENTS, ["nosuchword"])
     assert set(PROGRAMS) == {name.split()[0] for name in ALL_ARGUMENTS}
+
+
+def test_help_with_several_words_shows_arguments_that_have_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    search_help(ALL_ARGUMENTS, ["rank", "lora"])
+    shown = capsys.readouterr().out
+    assert "--lora_rank" in shown
+    assert "--rank_timeout" not in shown
 
 
 @pytest.fixture

@@ -62,6 +62,19 @@ def evaluated(output: Path, *words: object) -> dict[str, dict[str, dict[str, Any
     return json.loads((output / "evaluation.json").read_text())
 
 
+@pytest.mark.parametrize(
+    ("free", "fault"), [(1000, "an evaluation takes"), (1_000_001, "the loss of each token takes")]
+)
+def test_a_full_disk_is_found_before_a_model_is_loaded(
+    free: int, fault: str, tmp_path: Path, texts: list[str], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fabric_train.files.requirements.free_bytes", lambda _: free)
+    monkeypatch.setattr("fabric_train.evaluation.compare_models.ModelsInTurn", lambda: pytest.fail("a model is loaded"))
+    with pytest.raises(InputError, match=fault):
+        evaluated(tmp_path / "new", "--models", tiny_model_dir, "--texts", *texts)
+    assert list(tmp_path.iterdir()) == []
+
+
 def plain_nats(folder: Path, text: str, max_length: int, overlap: int) -> list[float]:
     """Return the loss of each token by the definition: token by token from an own forward pass."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -35,6 +35,10 @@ GOOD = {
     "merge": "--output_dir OUT",
 }
 LONG = "x" * 300
+ROOM_AT_FIRST = """
+from fabric_train.files import requirements
+requirements.free_bytes = lambda folder: 10**9
+"""
 # without its capabilities, root has only the permissions of a user
 AS_A_USER = """
 import ctypes
@@ -802,7 +806,10 @@ CASES: dict[str, Case] = {
     "texts without permission to read": Case(
         "tokenize", "--dataset secret.jsonl", "Permission denied: secret.jsonl; give …", code=1, before=AS_A_USER
     ),
-    "a full disk for tokens": Case("tokenize", "--output_dir disk-1/tokens", "…No space left on device…", code=1),
+    "a full disk for tokens": Case("tokenize", "--output_dir disk-1/tokens", "…the smallest token dataset takes …"),
+    "a disk that becomes full": Case(
+        "tokenize", "--output_dir disk-1/tokens", "…No space left on device…", code=1, before=ROOM_AT_FIRST
+    ),
     "a full disk for an export": Case("convert", "--output_dir disk-2/export", "…the export takes …"),
     "a full disk for a page": Case(
         "inspect", "tokens --html /dev/full", "No space left on device…; free some space …", code=1

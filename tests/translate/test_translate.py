@@ -396,3 +396,13 @@ def test_the_command_tokenizes_and_the_steps_then_decide_the_shares(
 def test_steps_need_the_number_of_devices(tmp_path: Path) -> None:
     (fault,) = faults(AXOLOTL, tmp_path, "--train_data_dir", str(tmp_path))
     assert fault.startswith("--train_data_dir: the number of steps depends on the devices; give --devices")
+
+
+@pytest.mark.parametrize("output_dir", ["data/sft", "./data/sft/", "data/sft/run", "data"])
+def test_the_token_dataset_gets_another_folder_than_the_run(output_dir: str, translate: Translate) -> None:
+    result = translate(f"model_name_or_path: org/model\ndataset_name: org/texts\noutput_dir: {output_dir}\n")
+    run = Path(result.values["output_dir"])
+    tokens = Path(result.values["train_data_dir"])
+    assert result.command[result.command.index("--output_dir") + 1] == str(tokens)
+    assert not run.is_relative_to(tokens)
+    assert not tokens.is_relative_to(run)
