@@ -52,7 +52,7 @@ PROJECT = "fabric_llama"
 _TRACKERS = {"wandb", "trackio", "mlflow"}
 _OF_TRACKERS = ("project", "run_name", "tags", "group", "notes")
 _OF_MIXTURES = ("shares", "token_shares", "phases")
-_OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
+SETTINGS_OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
     "sft": (),
     "dpo": ("dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "reference"),
     "ipo": ("dpo_beta", "sft_weight", "reference"),
@@ -399,22 +399,22 @@ class PreferenceArguments:
     @property
     def needs_pairs(self) -> bool:
         """Whether the objective is one of this project's that train on preference pairs."""
-        return self.objective != "sft" and self.objective in _OF_OBJECTIVES
+        return self.objective != "sft" and self.objective in SETTINGS_OF_OBJECTIVES
 
     @property
     def needs_reference(self) -> bool:
         """Whether the objective compares with a reference model."""
-        return "reference" in _OF_OBJECTIVES.get(self.objective, ())
+        return "reference" in SETTINGS_OF_OBJECTIVES.get(self.objective, ())
 
     def faults(self) -> list[str]:
         """Return values that the objective does not use."""
         faults = [] if self.label_smoothing < 0.5 else ["--label_smoothing must be below 0.5"]
         faults += _faults_of_settings(OBJECTIVES, self.objective, self.objective_settings)
         defaults = asdict(PreferenceArguments())
-        used = ("objective", "objective_settings", *_OF_OBJECTIVES.get(self.objective, ()))
+        used = ("objective", "objective_settings", *SETTINGS_OF_OBJECTIVES.get(self.objective, ()))
         for name, value in asdict(self).items():
             if name not in used and value != defaults[name]:
-                users = ", ".join(one for one, names in _OF_OBJECTIVES.items() if name in names)
+                users = ", ".join(one for one, names in SETTINGS_OF_OBJECTIVES.items() if name in names)
                 faults.append(f"--{name} is of --objective {users}, not {self.objective}; leave it out")
         return faults
 

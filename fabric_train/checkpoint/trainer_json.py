@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, create_model
 
 from fabric_train.cli.argument_types import HIGHER_IS_BETTER, planned_steps
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.tables import Component
+from fabric_train.cli.tables import PROJECT, Component
 from fabric_train.data import DataOrder, PhaseRows, StreamOrder, describe_changes
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.origin import AdapterBase, ModelOrigin, ReferenceModel, TrainingSession, TrainingStage
@@ -29,6 +29,7 @@ class TokenLoss:
 
     ``num_bytes`` are the UTF-8 bytes of text that the tokens stand for (``token_dataset.place_pieces``); None without a
     document index. ``further`` are other figures by name, of ``training.evaluation.METRICS`` and of the objective.
+    ``has_own_unit``: the loss is that of a registered objective, which need not be in nats.
     """
 
     nats: float
@@ -36,6 +37,12 @@ class TokenLoss:
     num_bytes: float | None = None
     further: dict[str, float | None] = field(default_factory=dict)
     of_pairs: bool = False
+    has_own_unit: bool = False
+
+    @property
+    def is_likelihood(self) -> bool:
+        """Whether the loss is in nats per token, so that perplexity and bits per byte follow from it."""
+        return not (self.of_pairs or self.has_own_unit)
 
     @property
     def unit(self) -> str:
@@ -53,12 +60,14 @@ class TokenLoss:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte of text, which can be compared between tokenizers; None if the bytes are not known."""
-        return self.nats / (math.log(2) * self.num_bytes) if self.num_bytes else None
+        """Bits per byte of text, which can be compared between tokenizers; None if not in nats, or without bytes."""
+        if not (self.num_bytes and self.is_likelihood):
+            return None
+        return self.nats / (math.log(2) * self.num_bytes)
 
     def figures(self) -> dict[str, float | None]:
-        """Return loss, perplexity, bits_per_byte and the further figures by name; of pairs, only loss and these."""
-        if self.of_pairs:
+        """Return loss, perplexity, bits_per_byte and the further figures by name; if not in nats, without the two."""
+        if not self.is_likelihood:
             return {"loss": self.loss, **self.further}
         return {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte} | self.further
 
@@ -132,8 +141,8 @@ def compare_evaluations(first: Evaluation, now: Evaluation) -> Iterator[tuple[st
 
 
 def to_content(record: Any) -> dict[str, Any]:
-    """Return one of these dataclasses as trainer.json has it: without ``further`` and ``of_pairs`` where empty."""
-    left_out = ("further", "of_pairs")
+    """Return one of these dataclasses as trainer.json has it: without those of ``left_out`` that are empty."""
+    left_out = ("further", "of_pairs", "has_own_unit")
     return asdict(
         record, dict_factory=lambda pairs: {name: value for name, value in pairs if value or name not in left_out}
     )
@@ -313,6 +322,14 @@ class TrainerJson:
         train_only, freeze = (tuple(self.arguments.get(name) or ()) for name in ("train_only", "freeze"))
         of_phase = (one.train_only for one in self.phase_parts if one.first_step <= self.state.step <= one.last_step)
         return next(of_phase, train_only), freeze
+
+    def component(self, kind: str) -> Component:
+        """Return the ``objective`` or ``optimizer`` of the run; before it was saved, it was this project's own."""
+        for component in self.components:
+            if component.kind == kind:
+                return component
+        default = {"objective": "sft", "optimizer": "adamw"}[kind]
+        return Component(kind, self.arguments.get(kind, default), PROJECT)
 
     def session_of(self, step: int) -> TrainingSession | None:
         """Return the session that took a step; None if an earlier version saved the checkpoint."""

@@ -168,10 +168,15 @@ class Component:
         return same_part and self.settings == other.settings
 
     def __str__(self) -> str:
+        return f"{self.kind} {self.description}"
+
+    @property
+    def description(self) -> str:
+        """The name, and of a registered part its module and settings."""
         if self.is_own:
-            return f"{self.kind} {self.name}"
+            return self.name
         shown = ", ".join(f"{name} {_in_words(value)}" for name, value in self.settings.items())
-        return f"{self.kind} {self.name} of {self.module}" + (f" ({shown})" if shown else "")
+        return f"{self.name} of {self.module}" + (f" ({shown})" if shown else "")
 
     @property
     def advice(self) -> str:

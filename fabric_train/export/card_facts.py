@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fabric_train.export.source import AveragePart, MergeInto
 
 EXPORTS = "exports.jsonl"
+_NATS = "nats per token"
 # "NAME, subset SUBSET, SPLIT, commit COMMIT", see ``StreamedSource.identities``; "version" in earlier versions
 _HUB_IDENTITY = re.compile(r"([^,]+), .*(?:commit|version) ([^,]*)")
 
@@ -379,12 +380,24 @@ def lineage_row(branch: checkpoints.BranchPoint, shown: Sequence[str] | None = N
     return code(last_part(branch.run)), branch.step, Markdown(", ".join([*changed, *data]) or "nothing")
 
 
+def unit_of_loss(saved: checkpoints.TrainerJson) -> str:
+    """Return the unit of a run's losses, such as nats per token."""
+    objective = saved.component("objective")
+    evaluation = saved.state.evaluation
+    if objective.is_own:
+        return _NATS if objective.name == "sft" else "a pair"
+    if evaluation is not None and evaluation.whole.is_likelihood:
+        return _NATS
+    return f"in the unit of the {objective.kind} {objective.name}"
+
+
 def results_of(record: ModelRecord) -> dict[str, Any]:
     """Return what the section on the results has: the losses of each source, at the first evaluation and now."""
     state = record.saved.state
     total = sum(part.weight for part in record.parts)
     now = state.evaluation
     first = state.first_evaluation or state.evaluation
+    in_nats = unit_of_loss(record.saved) == _NATS
     rows: list[Row] = []
     columns = ["source", f"{now.whole.unit if now else 'token'}s evaluated"]
     if now and first:
@@ -405,7 +418,7 @@ def results_of(record: ModelRecord) -> dict[str, Any]:
         ],
         "now": now,
         "first": first,
-        "perplexity": None if state.val_loss is None else checkpoints.perplexity(state.val_loss),
+        "perplexity": None if state.val_loss is None or not in_nats else checkpoints.perplexity(state.val_loss),
         "result_columns": " | ".join(columns),
         "result_rows": rows,
     }

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import safetensors
@@ -20,7 +21,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoConfig
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train.arguments import TrainingArguments
+from fabric_train.arguments import SETTINGS_OF_OBJECTIVES, TrainingArguments
 from fabric_train.checkpoint.adapter_folder import is_adapter
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
@@ -36,7 +37,7 @@ from fabric_train.training.curves import PICTURE, draw_loss_curves, read_lineage
 
 _HASHES = "training_data.sha256"
 _CARD = Path(__file__).with_name("templates") / "model_card.md.j2"
-_METRICS = {"loss": "Loss (nats per token)", "perplexity": "Perplexity", "bits_per_byte": "Bits per byte"}
+_METRICS = {"perplexity": "Perplexity", "bits_per_byte": "Bits per byte"}
 _HYPERPARAMETERS = (
     *("precision", "parallelism", "seed", "rope_scaling", "rope_theta"),
     *(field.name for field in fields(TrainingArguments)),
@@ -46,6 +47,7 @@ _OF_ADAPTERS = (
     "base_weights",
 )
 _PARTS = ("train_only", "freeze")
+_SHOWN_AS_PARTS = ("optimizer_settings", "reference")  # with the optimizer; a path of the machine
 _DATA = ("train_data_dir", "streaming_dataset", "phases")
 _MARK = re.compile(r"\n<!-- written by Fabric Train; SHA-256 of the text above: ([0-9a-f]{64}) -->\n\Z")
 
@@ -161,6 +163,7 @@ def _eval_results(record: ModelRecord) -> list[EvalResult]:
     evaluation = record.saved.state.evaluation
     if evaluation is None or record.parts:
         return []
+    unit = card_facts.unit_of_loss(record.saved)
     return [
         EvalResult(
             task_type="text-generation",
@@ -168,7 +171,7 @@ def _eval_results(record: ModelRecord) -> list[EvalResult]:
             dataset_name=f"{record.part_name(part)}, held out",
             dataset_split="validation",
             metric_type=figure,
-            metric_name=_METRICS.get(figure, figure.replace("_", " ")),
+            metric_name=f"Loss ({unit})" if figure == "loss" else _METRICS.get(figure, figure.replace("_", " ")),
             metric_value=float(f"{value:.6g}"),
         )
         for part, loss in evaluation.parts.items()
@@ -220,7 +223,9 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
             for one in stage.sources
         ],
         picture=PICTURE if (folder / PICTURE).is_file() else None,
-        hyperparameters=(*(_OF_ADAPTERS if saved.adapter_base else _PARTS), *_HYPERPARAMETERS),
+        hyperparameters=_hyperparameters(saved),
+        unit=card_facts.unit_of_loss(saved),
+        objective=saved.component("objective"),
         is_adapter=is_adapter(folder),
         in_4_bits=saved.adapter_base is not None and saved.arguments.get("base_weights") is not None,
         difference=_difference_from_training(folder),
@@ -232,6 +237,20 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
         hashes=_HASHES,
         **card_facts.results_of(record),
     )
+
+
+def _hyperparameters(saved: checkpoints.TrainerJson) -> dict[str, Any]:
+    """Return the values of the arguments that decided the training, and the parts that were registered."""
+    objective = saved.component("objective")
+    names = [*(_OF_ADAPTERS if saved.adapter_base else _PARTS), *_HYPERPARAMETERS]
+    if objective.is_own and objective.name != "sft":
+        names += ["objective", *SETTINGS_OF_OBJECTIVES.get(objective.name, ())]
+    names = [name for name in names if name not in _SHOWN_AS_PARTS]
+    values = {name: saved.arguments[name] for name in names if saved.arguments.get(name) is not None}
+    for component in (objective, saved.component("optimizer")):
+        if not component.is_own:
+            values[component.kind] = component.description
+    return values
 
 
 def _difference_from_training(folder: Path) -> OutputReport | None:

@@ -31,6 +31,7 @@ from fabric_train.preflight.memory_activations import TraceError
 from fabric_train.preflight.memory_forecast import DOES_NOT_FIT, Forecast, RunRequest, faults_of_disk, make_request
 from fabric_train.preflight.memory_layout import why_no_tiles
 from fabric_train.preflight.steps import describe_saves
+from fabric_train.training.components import component
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_mixture, describe_parts, describe_phases, facts_table
@@ -60,6 +61,9 @@ def print_plan(run: PreparedRun) -> None:
     faults = [fault for part in run.stretches for fault in _plan_part(part)]
     for line in run.notes:
         note(line)
+    objective = component(run.components, "objective")
+    if not objective.is_own:
+        note(f"the activations are those of cross entropy; the {objective} may need more memory")
     if faults:
         raise InputError(*faults)
     show(Text("it fits", "bold green"))

@@ -112,7 +112,7 @@ def _trained(run: RunFiles, price_per_hour: float | None) -> list[tuple[str, Any
         ("model", begun),
         *trained_parts,
         ("trained on", _trained_on(record)),
-        ("objective", saved.arguments.get("objective", "sft")),
+        *((kind, saved.component(kind).description) for kind in ("objective", "optimizer")),
         ("steps", f"{saved.state.step:,}{planned} in the newest checkpoint"),
         ("tokens", saved.state.num_tokens),
     ]

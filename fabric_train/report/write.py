@@ -129,6 +129,8 @@ def _unfair(names: Sequence[str], evaluations: Sequence[Evaluation | None], reco
             yield f"{name} was evaluated on other validation rows than {first}: do not compare their validation losses."
         if base.whole.of_pairs != one.whole.of_pairs:
             yield f"{name} and {first} have losses of different units: pairs and tokens."
+        elif base.whole.has_own_unit or one.whole.has_own_unit:
+            yield f"{name} or {first} has a registered objective: compare losses only if both have the same one."
     tokenizers = [
         (name, one.manifest.tokenizer) for name, one in zip(names, records, strict=True) if one and one.manifest
     ]

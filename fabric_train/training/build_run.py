@@ -41,7 +41,7 @@ from fabric_train.model.parallelize import setup_model
 from fabric_train.model.trained_parts import Parts, freeze_other_parts, rates_by_name, trained_parameters
 from fabric_train.optim.adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer, decayed_names, use_triton
-from fabric_train.training.components import component, saved_component
+from fabric_train.training.components import component
 from fabric_train.training.evaluation import Validation, select_metrics
 from fabric_train.training.loggers import GuardedLogger, LoggedRun, Outputs, open_loggers
 from fabric_train.training.loop import Loop, ProfiledWindows
@@ -97,7 +97,7 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
             if fabric.is_global_zero:
                 note("the optimizer starts from zero: the checkpoint has states of weights that are frozen now")
             return optimizer
-        there = saved_component(checkpoints.read_trainer_json(run.start.checkpoint), "optimizer")
+        there = checkpoints.read_trainer_json(run.start.checkpoint).component("optimizer")
         here = component(run.components, "optimizer")
         if (there.name, there.module) != (here.name, here.module):
             if fabric.is_global_zero:

@@ -42,15 +42,6 @@ def _plain_values(objective: Objective) -> dict[str, Any]:
     return {name: value for name, value in getattr(objective, "__dict__", {}).items() if isinstance(value, plain)}
 
 
-def saved_component(saved: "TrainerJson", kind: str) -> Component:
-    """Return the objective or optimizer of a checkpoint's run; before checkpoints had it, it was this project's own."""
-    found = next((one for one in saved.components if one.kind == kind), None)
-    if found is not None:
-        return found
-    default = {"objective": "sft", "optimizer": "adamw"}[kind]
-    return Component(kind, saved.arguments.get(kind, default), PROJECT)
-
-
 def find_other_components(
     saved: "TrainerJson", here: tuple[Component, ...], kinds: tuple[str, ...] = _DECIDING
 ) -> Iterator[tuple[Component, Component]]:
@@ -59,7 +50,7 @@ def find_other_components(
     Objectives that are both this project's own are compared as arguments.
     """
     for kind in kinds:
-        there = saved_component(saved, kind)
+        there = saved.component(kind)
         now = component(here, kind)
         is_argument = kind == "objective" and there.is_own and now.is_own
         if not is_argument and not there.computes_as(now):

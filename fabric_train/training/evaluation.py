@@ -30,6 +30,7 @@ from fabric_train.training.objective import (
     Objective,
     by_piece,
     counts_pieces,
+    is_likelihood,
     losses_of_targets,
     sum_by_piece,
     sum_by_source,
@@ -166,13 +167,14 @@ class _Sums:
         rows = f"{int(hashed) % SUM_OF_HASHES:010x}"
         if self._as_wholes:
             return Evaluation(self._loss_of(nats, int(count), None, metrics.tolist()), sources, rows=rows)
-        whole = _token_loss(nats, int(count), num_bytes, self._of_tokens, of_metrics.tolist())
+        whole = self._loss_of(nats, int(count), num_bytes, of_metrics.tolist())
         means = dict(zip(self._objective.metric_names, (metrics / max(count, 1)).tolist(), strict=True))
         return Evaluation(replace(whole, further=whole.further | means), sources, rows=rows)
 
     def _loss_of(self, nats: float, count: int, num_bytes: float | None, sums: Sequence[float]) -> TokenLoss:
         if not self._as_wholes:
-            return _token_loss(nats, count, num_bytes, self._of_tokens, sums)
+            loss = _token_loss(nats, count, num_bytes, self._of_tokens, sums)
+            return replace(loss, has_own_unit=not is_likelihood(self._objective))
         means = {name: total / max(count, 1) for name, total in zip(self._objective.metric_names, sums, strict=True)}
         return TokenLoss(nats, count, None, dict(means), of_pairs=True)
 

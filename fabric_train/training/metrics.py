@@ -159,7 +159,7 @@ def with_evaluation(metrics: Metrics, evaluation: Evaluation, source_names: Sequ
     return replace(
         metrics,
         val_loss=whole.loss,
-        perplexity=None if whole.of_pairs else whole.perplexity,
+        perplexity=whole.perplexity if whole.is_likelihood else None,
         val_bits_per_byte=whole.bits_per_byte,
         further=metrics.further | further,
         by_source=metrics.by_source | by_source,

@@ -52,7 +52,8 @@ class Objective(Protocol):
 
     The means of its ``metrics`` over a window are the columns ``train_NAME`` of metrics.csv, and those over the
     validation split ``val_NAME``, for each name of ``metric_names``. An objective with an attribute ``counts_pieces``
-    that is True sums over pieces of documents, and returns ``of_pieces`` and ``metrics_of_pieces``.
+    that is True sums over pieces of documents, and returns ``of_pieces`` and ``metrics_of_pieces``. A class that sets
+    ``is_likelihood`` to True has a loss in nats per token, from which perplexity and bits per byte are computed.
     """
 
     @property
@@ -86,6 +87,7 @@ class CrossEntropy:
     """The cross entropy of the next token, summed over the supervised tokens."""
 
     metric_names = ()
+    is_likelihood = True
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Return the number of supervised tokens."""
@@ -147,6 +149,11 @@ def objective_of(arguments: "TrainArguments") -> Objective:
 def counts_pieces(objective: Objective) -> bool:
     """Whether an objective sums over pieces of documents, and not over tokens or something else."""
     return getattr(objective, "counts_pieces", False)
+
+
+def is_likelihood(objective: Objective) -> bool:
+    """Whether the loss of an objective is in nats per token; a subclass, which may change the loss, says it anew."""
+    return bool(vars(type(objective)).get("is_likelihood", False))
 
 
 def by_piece(loss: BatchLoss, batch: Batch) -> torch.Tensor | None:

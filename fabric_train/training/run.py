@@ -230,6 +230,8 @@ def _evaluate(fabric: Fabric, run: PreparedRun, validation: Validation, heartbea
 def _figures(loss: TokenLoss) -> dict[str, float | None]:
     if loss.of_pairs:
         return loss.figures() | {"num_pairs": loss.num_tokens}
+    if loss.has_own_unit:
+        return loss.figures() | {"loss_sum": loss.nats, "num_tokens": loss.num_tokens}
     return loss.figures() | {"nats": loss.nats, "num_tokens": loss.num_tokens, "num_bytes": loss.num_bytes}
 
 

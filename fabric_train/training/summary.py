@@ -116,8 +116,8 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
     if state.train_loss is not None:
         table.add_row("training loss", f"{state.train_loss:.4f}")
     if state.val_loss is not None:
-        of_pairs = state.evaluation is not None and state.evaluation.whole.of_pairs
-        shown = "" if of_pairs else f", perplexity {perplexity(state.val_loss):.3f}"
+        is_likelihood = state.evaluation is None or state.evaluation.whole.is_likelihood
+        shown = f", perplexity {perplexity(state.val_loss):.3f}" if is_likelihood else ""
         table.add_row("validation loss", f"{state.val_loss:.4f}{shown}")
     if accuracy := _accuracies(state):
         table.add_row("pair accuracy", accuracy)

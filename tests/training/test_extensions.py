@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 
 from fabric_train.checkpoint import read_trainer_json
 from fabric_train.cli.tables import Component
+from fabric_train.export.model_card import CardFacts, write_model_card
+from fabric_train.report import __main__ as report_program
 from fabric_train.training.metrics import read_metrics
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.programs import ROOT
@@ -225,6 +228,44 @@ def test_a_run_goes_on_with_its_own_parts(start, extended: Path, tmp_path: Path,
         evaluated = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
         first = read_metrics(extended / "metrics.csv", 1)[-1]
         assert evaluated["loss"] == pytest.approx(first.val_loss, rel=1e-6)
+
+
+def test_no_perplexity_is_computed_of_a_registered_loss(start, extended: Path, plain: Path, tmp_path: Path) -> None:
+    (row,) = read_metrics(extended / "metrics.csv", 1)
+    assert row.val_loss is not None
+    assert (row.perplexity, row.val_bits_per_byte) == (None, None)
+    _go_on(start, extended, tmp_path, "evaluation", **PARTS).finish()
+    evaluated = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
+    assert evaluated.keys() == {"model", "step", "loss", "doubled", "loss_sum", "num_tokens", "sources"}
+    # the loss of the project's own objective is in nats
+    assert read_metrics(plain / "metrics.csv", 1)[-1].perplexity is not None
+
+
+def test_card_and_report_name_the_parts_and_the_unit_of_the_loss(extended: Path, tmp_path: Path) -> None:
+    checkpoint = extended / "checkpoints" / "step-00000002"
+    write_model_card(checkpoint, tmp_path, CardFacts("model"))
+    card = ModelCard.load(tmp_path / "README.md")
+    assert "The loss is that of the objective weighted of parts (weight 3), in its unit" in card.text
+    assert "in the unit of the objective weighted." in card.text
+    assert "| `objective` | weighted of parts (weight 3) |" in card.text
+    assert "| `optimizer` | momentum of parts (momentum 0.9) |" in card.text
+    for words in ("nats", "erplexity", "its per byte", "a pair"):
+        assert words not in card.text
+    metrics = card.data.to_dict()["model-index"][0]["results"][0]["metrics"]
+    assert [metric["type"] for metric in metrics] == ["loss", "doubled"]
+    assert "nats" not in metrics[0]["name"]
+    report_program.main([str(extended), "--output", str(tmp_path / "report.html")])
+    report = (tmp_path / "report.md").read_text()
+    assert "| objective | weighted of parts (weight 3) |" in report
+    assert "| optimizer | momentum of parts (momentum 0.9) |" in report
+
+
+def test_a_plan_says_which_loss_its_activations_are_of(start, tmp_path: Path) -> None:
+    run = start(tmp_path / "planned", plan="true", **PARTS)
+    run.finish()
+    assert any(
+        "activations are those of cross entropy; the objective weighted of parts" in line for line in run.lines()
+    )
 
 
 def test_an_accepted_change_of_the_optimizer_starts_its_states_from_zero(start, extended: Path, tmp_path: Path) -> None:
