@@ -9,8 +9,9 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-_TABLES = ("LOGGERS", "METRICS", "OBJECTIVES", "OPTIMIZERS")
+_TABLES = ("CHAT_FORMATS", "LOGGERS", "METRICS", "OBJECTIVES", "OPTIMIZERS")
 __all__ = [
+    "CHAT_FORMATS",
     "LOGGERS",
     "METRICS",
     "OBJECTIVES",

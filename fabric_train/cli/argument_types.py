@@ -55,9 +55,18 @@ class NumberRange:
 
 @dataclass(frozen=True, eq=False)
 class NameIn:
-    """A text that is one of the ``names``, such as those of a table of ``cli.tables``, which may get more."""
+    """A text that is one of the ``names``, such as those of a table of ``cli.tables``, which may get more.
 
-    names: Collection[str]
+    ``fixed_names`` are those that stand before the table's, such as auto.
+    """
+
+    table: Collection[str]
+    fixed_names: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that there are now."""
+        return (*self.fixed_names, *self.table)
 
     @property
     def words(self) -> str:

@@ -138,7 +138,23 @@ LOGGERS: Table[Any] = Table(
     },
 )
 """Functions that open a logger (``training.loggers.OpenLogger``)."""
-TABLES = (OBJECTIVES, OPTIMIZERS, METRICS, LOGGERS)
+CHAT_FORMATS: Table[Any] = Table(
+    "data_format",
+    {
+        name: f"fabric_train.tokenization.chats.formats:{attribute}"
+        for name, attribute in (
+            ("messages", "MESSAGES"),
+            ("conversations", "CONVERSATIONS"),
+            ("conversation", "CONVERSATION"),
+            ("alpaca", "ALPACA"),
+            ("prompt_completion", "PROMPT_COMPLETION"),
+            ("query_calls", "QUERY_CALLS"),
+            ("preference", "PREFERENCE_PAIRS"),
+        )
+    },
+)
+"""Formats of rows with chats (``tokenization.chats.formats.ChatFormat``)."""
+TABLES = (OBJECTIVES, OPTIMIZERS, METRICS, LOGGERS, CHAT_FORMATS)
 
 
 @dataclass(frozen=True)

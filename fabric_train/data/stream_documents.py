@@ -4,8 +4,9 @@ import hashlib
 import heapq
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, partial
 from itertools import chain
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import xxhash
 
 from fabric_train.cli.errors import InputError
-from fabric_train.reading.documents import BadRowError, Row, text_of, utf8_length, why_left_out
+from fabric_train.cli.launcher import global_rank
+from fabric_train.reading.documents import BadRowError, Row, columns_beside_text, text_of, utf8_length, why_left_out
 from fabric_train.reading.hf_datasets import DatasetSource, StreamSource
 from fabric_train.reading.listing import FilePart
 from fabric_train.reading.sources import FileSource, Source
@@ -123,12 +125,16 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamedSource:
-    """A place of --streaming_dataset, with the ``kind`` of its documents and the ``columns`` of their parts."""
+    """A place of --streaming_dataset, with the ``kind`` of its documents and the ``columns`` of their parts.
+
+    ``unused`` are the columns, known so far, of which nothing is made.
+    """
 
     name: str
     source: Source
     kind: str
     columns: tuple[str, ...]
+    unused: set[str] = field(default_factory=set, compare=False)
 
     @cached_property
     def size(self) -> int:
@@ -160,6 +166,7 @@ class StreamedSource:
                 in_part = reader.position / max(1, part.num_bytes) * part_size
                 in_part = row_number if isinstance(self.source, StreamSource) else in_part
                 yield min(1.0, (before + in_part) / size), document
+            self._name_unused(reader.unread_columns, partial(reader.place, 1))
             before += reader.num_counted if isinstance(self.source, StreamSource) else part_size
 
     def _document(self, number: int, row: Row | BadRowError, place: Callable[[], str]) -> Document | None:
@@ -168,15 +175,29 @@ class StreamedSource:
         try:
             if self.kind == "text":
                 text, data = text_of(row, self.columns[0], place)
+                self._name_unused(columns_beside_text(row, self.columns[0]), place)
                 return Document(number, self.kind, text, len(data), place) if text and not text.isspace() else None
             chat = read_chat(row, self.kind)
         except BadRowError as error:
             raise fault_of(str(error) if self.kind == "text" else f"{place()}: {error}") from None
+        self._name_unused(chat.unused, place)
         if why_left_out(chat, TRAIN_ON) is not None:
             return None
         num_bytes = sum(utf8_length(message["content"]) for message in chat.messages)
         content = {name: row[name] for name in self.columns if name in row}
         return Document(number, self.kind, content, max(1, num_bytes), place)  # else, one lane would get all empty ones
+
+    def _name_unused(self, columns: Set[str], place: Callable[[], str]) -> None:
+        """Name columns on standard error that no row before had, on the first of the processes that read the rows."""
+        if columns <= self.unused:
+            return
+        from torch.utils.data import get_worker_info  # slow to import
+
+        worker = get_worker_info()
+        if global_rank() == 0 and (worker is None or worker.id == 0):
+            shown = ", ".join(sorted(columns - self.unused))
+            print(f"note: {place()}: columns not used, from here on: {shown}", file=sys.stderr)
+        self.unused.update(columns)
 
     def identities(self) -> Iterator[str]:
         """Yield a line per file or split that identifies its content.

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from fabric_train.data.stream_documents import (
 from fabric_train.data.token_dataset import IndexedRows, TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.files.regular_file import read_json
-from fabric_train.reading.documents import BadRowError, EncodedDocument
+from fabric_train.reading.documents import BadRowError, EncodedDocument, Row, columns_beside_text
 from fabric_train.reading.sources import open_sources, split_names
 from fabric_train.tokenization.chats.formats import columns, read_chat
 from fabric_train.tokenization.corpus import find_kind
@@ -80,7 +80,8 @@ class Stream:
 
     The run stores the model's ``tokenizer`` in ``tokenizer_folder``, and the encoder is opened from there.
     ``chat_template`` is None without chats. A row has ``max_length`` tokens, and ``isolates`` says whether attention
-    stays within a document. ``held_out`` has the validation split, None without --train_data_dir.
+    stays within a document. ``held_out`` has the validation split, None without --train_data_dir. ``notes`` name the
+    columns of texts that are not used.
     """
 
     documents: StreamedDocuments
@@ -90,6 +91,7 @@ class Stream:
     max_length: int
     isolates: bool
     held_out: TokenDataset | TokenMixture | None
+    notes: tuple[str, ...] = ()
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -183,7 +185,17 @@ def open_stream(
     if special_text_is_plain is not None:
         tokenizer = replace(tokenizer, special_text_is_plain=special_text_is_plain)
     template = _open_template(documents, tokenizer)
-    return Stream(documents, tokenizer, tokenizer_folder, template, given.max_length, given.isolate_documents, held_out)
+    texts = [place for place in documents.places if place.kind == "text"]
+    return Stream(
+        documents,
+        tokenizer,
+        tokenizer_folder,
+        template,
+        given.max_length,
+        given.isolate_documents,
+        held_out,
+        notes=tuple(_notes_of_unused_columns(texts, None)),
+    )
 
 
 def _open_template(documents: StreamedDocuments, tokenizer: CorpusTokenizer) -> ChatTemplateInUse | None:
@@ -194,27 +206,33 @@ def _open_template(documents: StreamedDocuments, tokenizer: CorpusTokenizer) -> 
         tokenizer.save(Path(folder))
         with naming_option("--chat_template of fabric-train tokenize", instead_of="--chat_template"):
             encoder = _chat_encoder(Path(folder), chats[0].kind)
-    notes = [*encoder.notes, *filter(None, (_note_of_unused_columns(place, encoder) for place in chats))]
+        notes = [*encoder.notes, *_notes_of_unused_columns(chats, encoder)]
     return ChatTemplateInUse(encoder.chat_template, encoder.end_of_turn_token_id, tuple(notes))
 
 
-def _note_of_unused_columns(place: StreamedSource, encoder: "ChatEncoder") -> str:
-    """Return which columns of a place's first rows nothing is made of; "" if there are none."""
-    unused: set[str] = set()
-    for part in islice(place.source.parts(WHOLE_FILES), 1):
-        reader = place.source.reader(part, place.columns)
-        rows = [row for _, row in islice(reader, _ROWS_LOOKED_AT) if not isinstance(row, BadRowError)]
-        unused |= reader.unread_columns
-        for row in rows:
-            try:
-                chat = read_chat(row, place.kind, calls_as_text=encoder.calls_as_text)
-            except BadRowError:  # which is reported when it is read
-                continue
-            for encoded in encoder.encode_all([chat]):
-                unused |= encoded.unused if isinstance(encoded, EncodedDocument) else set()
-    if not unused:
-        return ""
-    return f"{place.name}: columns not used (in its first rows): {', '.join(sorted(unused))}"
+def _notes_of_unused_columns(places: Iterable[StreamedSource], encoder: "ChatEncoder | None") -> Iterator[str]:
+    """Yield which columns of the first rows of each place nothing is made of; ``encoder`` is that of chats."""
+    for place in places:
+        for part in islice(place.source.parts(WHOLE_FILES), 1):
+            reader = place.source.reader(part, place.columns)
+            rows = [row for _, row in islice(reader, _ROWS_LOOKED_AT) if not isinstance(row, BadRowError)]
+            place.unused.update(reader.unread_columns)
+            for row in rows:
+                place.unused.update(_unused_columns(row, place, encoder))
+        if place.unused:
+            yield f"{place.name}: columns not used (in its first rows): {', '.join(sorted(place.unused))}"
+
+
+def _unused_columns(row: Row, place: StreamedSource, encoder: "ChatEncoder | None") -> Set[str]:
+    """Return the columns of a row, and the keys of its turns, of which nothing is made."""
+    if encoder is None:
+        return columns_beside_text(row, place.columns[0])
+    try:
+        chat = read_chat(row, place.kind, calls_as_text=encoder.calls_as_text)
+    except BadRowError:  # which is reported when it is read
+        return set()
+    (encoded,) = encoder.encode_all([chat])
+    return encoded.unused if isinstance(encoded, EncodedDocument) else set()
 
 
 def _open_documents(given: "DataArguments", places: list[str], downloads: Path) -> StreamedDocuments:

@@ -203,8 +203,9 @@ def _notes(arguments: "TrainArguments", num_steps: int, in_epochs: int | None, d
         folders = ", ".join(arguments.data.data_dirs)
         lacking = f"{folders} has no validation split" if folders else "--train_data_dir is not given"
         notes.append(f"{lacking}: nothing will be evaluated")
-    if isinstance(data, Stream) and data.chat_template:
-        notes += data.chat_template.notes
+    if isinstance(data, Stream):
+        notes += data.chat_template.notes if data.chat_template else ()
+        notes += data.notes
     return notes
 
 

@@ -132,6 +132,17 @@ def text_of(row: "Row | BadRowError", column: str, place: Callable[[], str]) -> 
         ) from None
 
 
+def is_empty(value: Any) -> bool:
+    """Return whether a column or a key has nothing in it."""
+    return value is None or (isinstance(value, str | list | Mapping) and not value)
+
+
+def columns_beside_text(row: Row, text_column: str) -> set[str]:
+    """Return the columns of a row with text that have something in them and are not its text."""
+    name = name_in(text_column, row)
+    return {column for column, value in row.items() if column != name and not is_empty(value)}
+
+
 def _not_text(column: str, kind: object) -> str:
     return f"column {column!r} holds {kind}, not text; choose another with --text_column"
 

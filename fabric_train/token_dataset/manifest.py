@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.tables import Component
 from fabric_train.files.regular_file import check_file_name, parse_json, read_json
 
 # versions that know no pairs refuse the second
@@ -67,7 +68,7 @@ class SourceRecord:
     place: str | None = None
     folder: str | None = None  # the folder to which the paths of `files` are relative; None for URLs and datasets
     documents_skipped: dict[str, int] | None = None  # documents read and not kept, by reason; None from older versions
-    unused_columns: tuple[str, ...] = ()  # of its chats: columns, and keys of their messages, of which nothing was made
+    unused_columns: tuple[str, ...] = ()  # columns, and keys of messages, of which nothing was made
 
     @property
     def given(self) -> str:
@@ -142,6 +143,7 @@ class Settings:
     chat_template: str | None = None
     near_duplicates: float | None = None
     boilerplate: int | str | None = None
+    extensions: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -278,6 +280,7 @@ class Manifest:
     # the settings of each cleaning step by switch, such as thresholds and hashes of files; of a merge, see its parts
     cleaning: dict[str, Any] = field(default_factory=dict)
     has_pairs: bool = False  # whether each document is a preference pair, with two entries of `document_starts`
+    chat_formats: tuple[Component, ...] = ()  # the registered formats that its rows were read by
 
     def imbalances(self) -> list[str]:
         """Return one line for each sum of the ledger, or of the documents skipped of the sources, that is wrong."""

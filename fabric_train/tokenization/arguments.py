@@ -2,10 +2,11 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from fabric_train.cleaning.arguments import CleaningArguments
 from fabric_train.cli.argument_types import (
+    NameIn,
     NonNegativeInt64,
     NumProcesses,
     Overlap,
@@ -18,8 +19,9 @@ from fabric_train.cli.argument_types import (
     not_language_codes,
 )
 from fabric_train.cli.output import redact
+from fabric_train.cli.tables import CHAT_FORMATS
 
-DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion", "preference"]
+DataFormat = Annotated[str, NameIn(CHAT_FORMATS, ("auto", "text"))]
 TEXT_COLUMN = "text"
 """The column that is read as text unless another is chosen."""
 
@@ -66,7 +68,11 @@ class TokenizeArguments(CleaningArguments, CardArguments):
     """Tokens repeated from the last row when a document continues in the next; they are not supervised again."""
     data_format: DataFormat = "auto"
     """Content of a source's rows: text in --text_column, a chat, an instruction or a preference pair; auto looks at the
-    first row.
+    first row. --extensions registers other formats.
+    """
+    extensions: list[str] | None = None
+    """Python modules, such as my_formats for my_formats.py in the current folder, that register formats of chats
+    (docs/how-to/extend.md). Their code runs in every process.
     """
     text_column: str = TEXT_COLUMN
     """Column with the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts, such as

@@ -16,6 +16,7 @@ from fabric_train.cleaning.near_duplicates import NearDuplicates, find_near_dupl
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import command_from_here
 from fabric_train.cli.output import redact
+from fabric_train.cli.tables import CHAT_FORMATS
 from fabric_train.reading.sources import Source, split_names
 from fabric_train.token_dataset.arrow_folder import (
     check_disk_space,
@@ -132,6 +133,7 @@ def write_token_dataset(
         has_index=True,
         cleaning={} if corpus.cleaner is None else corpus.cleaner.settings(),
         has_pairs=any(format_.pairs is not None for format_ in corpus.formats),
+        chat_formats=corpus.registered_formats,
     )
     write_manifest(folder, manifest)
     return manifest
@@ -422,3 +424,7 @@ def _differences(manifest: Manifest, arguments: TokenizeArguments) -> Iterator[t
         # without --packing, it was chosen by the rows; the sources of validation are compared above
         if asked != value and (name, asked) != ("packing", None) and name != "validation_dataset":
             yield name, value, asked
+    for made_by in manifest.chat_formats:
+        chat_format = CHAT_FORMATS.describe(made_by.name) if made_by.name in CHAT_FORMATS else None
+        if chat_format is not None and chat_format.source != made_by.source:
+            yield "extensions", f"with another file of the {made_by}", "as it is now"

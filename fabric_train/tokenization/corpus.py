@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from fabric_train.cleaning.cleaner import Cleaner, open_cleaner
 from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, note, raise_reached_limit
 from fabric_train.cli.output import redact
+from fabric_train.cli.tables import CHAT_FORMATS, Component
 from fabric_train.files import requirements
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder, hold_lock, nearest_existing
 from fabric_train.files.regular_file import check_no_links_in
@@ -44,6 +45,7 @@ from fabric_train.tokenization.chats.formats import (
     read_pair,
     unexpected_format,
 )
+from fabric_train.tokenization.chats.turns import is_speaker
 from fabric_train.tokenization.pairs import PairEncoder
 from fabric_train.tokenization.shards import SIZES, Shard, ShardSizes, split_into_shards
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer, set_chat_template
@@ -140,7 +142,14 @@ class OpenedCorpus:
         longest = None if given.packing == "concat" else given.max_length
         chosen = (given.text_column, given.data_format, given.train_on, given.too_long, longest)
         cleaning = {} if self.cleaner is None else self.cleaner.settings()
-        return json.dumps([chosen, self.tokenizer_hashes, given.deduplicate, cleaning], sort_keys=True)
+        registered = [str(asdict(chat_format)) for chat_format in self.registered_formats]
+        return json.dumps([chosen, self.tokenizer_hashes, given.deduplicate, cleaning, registered], sort_keys=True)
+
+    @property
+    def registered_formats(self) -> tuple[Component, ...]:
+        """The formats of the sources that --extensions has registered."""
+        kinds = sorted({source_format.kind for source_format in self.formats})
+        return tuple(CHAT_FORMATS.describe(kind) for kind in kinds if kind in CHAT_FORMATS.registered)
 
     @property
     def num_proc(self) -> int:
@@ -293,6 +302,12 @@ def find_kind(
                         f"{place}: a preference pair; make a token dataset with fabric-train tokenize first"
                     )
             if kind is None and has_text:
+                if not prefers_text and is_speaker(row.get("role")):
+                    raise InputError(
+                        f"{reader.place(number)}: one turn of a conversation, whose other turns are other rows; "
+                        "write each conversation into one row with messages, or tokenize with --data_format text, "
+                        "which trains on each turn as a document"
+                    )
                 return "text"
             if kind is None:
                 no_text = str(missing_column(reader.place(number), text_column, row))

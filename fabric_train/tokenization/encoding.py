@@ -7,7 +7,7 @@ import multiprocessing
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, compress
@@ -17,7 +17,17 @@ from typing import Any
 import numpy as np
 
 from fabric_train.cleaning.cleaner import text_without_system
-from fabric_train.reading.documents import BadRowError, Chat, LeftOut, Pair, is_blank, text_of
+from fabric_train.cli.tables import load_extensions
+from fabric_train.reading.documents import (
+    BadRowError,
+    Chat,
+    LeftOut,
+    Pair,
+    columns_beside_text,
+    is_blank,
+    name_in,
+    text_of,
+)
 from fabric_train.reading.files import memory_errors_name
 from fabric_train.reading.listing import SHA256_BYTES, FilePart, check_unchanged, hash_files
 from fabric_train.reading.sources import PartReader
@@ -215,6 +225,7 @@ def unfinished_shards(
 def encode_shard(job: EncodingJob, shard: Shard) -> None:
     """Read, encode and write one shard."""
     corpus = job.corpus
+    load_extensions(corpus.arguments.extensions or [])  # a process that was not forked has no registered formats
     source = corpus.sources[shard.source]
     format_ = corpus.formats[shard.source]
     writer = ShardWriter(
@@ -284,6 +295,7 @@ def _encode_texts(
     """Read and clean a part's documents, encode them in batches, and return the number of those that are kept."""
     num_documents = 0
     cleaner = corpus.cleaner
+    columns_seen = {name_in(column, ())} | writer.unused  # of most rows, which are then looked at no further
     for row_number, row in reader:
         ordinal = writer.read()
         try:
@@ -291,6 +303,9 @@ def _encode_texts(
         except BadRowError as error:
             writer.skip_bad_row(ordinal, error)
             continue
+        if isinstance(row, Mapping) and not row.keys() <= columns_seen:
+            writer.unused |= columns_beside_text(row, column)
+            columns_seen |= writer.unused
         if not text or text.isspace():
             writer.skip(ordinal, LeftOut(manifest.EMPTY))
             continue
@@ -303,6 +318,7 @@ def _encode_texts(
             data = cleaned.content.encode()
         waiting.add((ordinal, row_number), text, data, reader.position)
         num_documents += 1
+    writer.unused |= reader.unread_columns
     return num_documents
 
 

@@ -146,3 +146,19 @@ def test_columns_of_which_nothing_is_made_are_named_at_the_start(tmp_path: Path,
     named = f"{file}: columns not used (in its first rows): id, model of the assistant's turns"
     assert named in stream.chat_template.notes
     assert len(list(stream.documents.read(0))) == 1  # neither the masked answer nor the empty one
+
+
+def test_columns_that_come_later_are_named_when_they_are_read(
+    tmp_path: Path, chatml_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats = [{"messages": [user("Hi"), assistant("Hello")], "id": number} for number in range(30)]
+    texts = [{"text": "Hello.", "id": number} for number in range(30)]
+    for name, rows in (("chats", chats), ("texts", texts)):
+        rows += [{**rows[0], "topic": "a", "url": ""}, {**rows[0], "topic": "b"}]
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        stream = stream_of([file], chatml_dir, tmp_path / name, max_length=48)
+        notes = [*stream.notes, *(stream.chat_template.notes if stream.chat_template else ())]
+        assert f"{file}: columns not used (in its first rows): id" in notes
+        list(stream.documents.read(0))
+        assert capsys.readouterr().err.splitlines() == [f"note: {file}, line 31: columns not used, from here on: topic"]

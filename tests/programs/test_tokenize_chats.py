@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.tables import CHAT_FORMATS
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.inspection.report import make_report
 from fabric_train.programs import tokenize_dataset
@@ -321,6 +323,78 @@ def test_a_merged_dataset_knows_the_ends_of_all_turns(tmp_path: Path, tokenizer_
     assert manifest_of(folders[1]).tokenizer.stop_token_ids == (2,)
     manifest, _ = merge([*reversed(folders)], tmp_path / "merged")
     assert manifest.tokenizer.turn_end_token_ids == manifest_of(folders[0]).tokenizer.turn_end_token_ids == (2,)
+
+
+def test_columns_beside_a_text_are_named(
+    tmp_path: Path, tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"text": f"Text {number}.", "label": 1, "topic": ""} for number in range(30)]
+    run(tmp_path / "lines", tokenizer_dir, write(tmp_path / "a.jsonl", [*rows, {"text": "The last.", "topic": "sums"}]))
+    assert "a.jsonl: columns not used: label, topic" in capsys.readouterr().out
+    assert manifest_of(tmp_path / "lines").sources[0].unused_columns == ("label", "topic")
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "b.parquet")
+    run(tmp_path / "table", tokenizer_dir, tmp_path / "b.parquet")
+    assert "b.parquet: columns not used: label, topic" in capsys.readouterr().out
+
+
+def test_turns_that_are_rows_of_their_own_are_no_texts(tmp_path: Path, tokenizer_dir: Path) -> None:
+    rows = [{"text": "Which town?", "role": "prompter", "parent_id": None}, {"text": "Sueca.", "role": "assistant"}]
+    file = write(tmp_path / "oasst.jsonl", rows)
+    with pytest.raises(InputError, match="one turn of a conversation") as refused:
+        run(tmp_path / "out", tokenizer_dir, file)
+    assert "oasst.jsonl, line 1: " in str(refused.value)
+    run(tmp_path / "out", tokenizer_dir, file, data_format="text", validation_split=0)
+    assert manifest_of(tmp_path / "out").sources[0].unused_columns == ("role",)
+
+
+FORMAT_MODULE = """
+from fabric_train import CHAT_FORMATS
+from fabric_train.tokenization.chats.formats import ChatFormat
+from fabric_train.tokenization.documents import Chat
+
+
+def read(columns, turns):
+    user, assistant = columns["dialogue"]
+    return Chat([{"role": "user", "content": user}, {"role": "assistant", "content": assistant}])
+
+
+CHAT_FORMATS["pairs-of-lines"] = ChatFormat(
+    example="dialogue [question, answer]",
+    columns=("dialogue",),
+    recognises=lambda row: isinstance(row.get("dialogue"), list),
+    read=read,
+)
+"""
+
+
+def test_a_format_of_a_module_is_read_and_recorded(
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "line_formats.py"
+    module.write_text(FORMAT_MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [{"dialogue": ["Which town?", f"Town {number}."], "text": "x", "id": number} for number in range(4)]
+    words = ["--dataset", str(write(tmp_path / "a.jsonl", rows)), "--tokenizer_name", str(tokenizer_dir)]
+    words += ["--validation_split", "0", "--max_length", "64", "--num_proc", "1"]
+    try:
+        tokenize_dataset.main([*words, "--output_dir", "out", "--extensions", "line_formats"])
+        split = datasets.load_from_disk(str(tmp_path / "out"))["train"]
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+        expected = [f"Town {number}.<|im_end|>" for number in range(4)]
+        assert "".join(supervised_texts(split, tokenizer)) == "".join(expected)
+        manifest = manifest_of(tmp_path / "out")
+        assert [(one.name, one.module) for one in manifest.chat_formats] == [("pairs-of-lines", "line_formats")]
+        assert manifest.settings.extensions == ["line_formats"]
+        assert manifest.sources[0].unused_columns == ("id", "text")
+        assert CHAT_FORMATS.registered == ["pairs-of-lines"]
+        module.write_text(FORMAT_MODULE + "# changed")
+        pushed = [*words, "--output_dir", "out", "--extensions", "line_formats", "--push_to_hub", "me/tokens"]
+        with pytest.raises(InputError, match="with another file of the data_format pairs-of-lines of line_formats"):
+            tokenize_dataset.main(pushed)
+    finally:
+        CHAT_FORMATS.pop("pairs-of-lines", None)
+        sys.modules.pop("line_formats", None)
 
 
 def test_what_is_left_out_of_chats_is_counted_and_what_is_not_used_is_named(

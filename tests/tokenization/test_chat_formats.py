@@ -263,6 +263,37 @@ CASES: dict[str, Case] = {
         "Sueca.|",
         ("gen_input_configs", "instruction", "response", "uuid"),
     ),
+    "Dolly": Case(
+        {"instruction": "When?", "context": "It began in 1238.", "response": A, "category": "closed_qa"},
+        "Sueca.|",
+        ("category",),
+        ("When?\n\nIt began in 1238.",),
+    ),
+    "xLAM": Case(
+        {
+            "id": 3,
+            "query": Q,
+            "answers": '[{"name": "find", "arguments": {"town": "Sueca"}}]',
+            "tools": json.dumps([SCHEMA]),
+        },
+        '[find{"town": "Sueca"}]|',
+        ("id",),
+        ('"town": {"type": "string"}', Q),
+    ),
+    "Aya": Case({"inputs": Q, "targets": A, "language": "Catalan"}, "Sueca.|", ("language",), (Q,)),
+    "HelpSteer": Case({"prompt": Q, "response": A, "helpfulness": 4}, "Sueca.|", ("helpfulness",), (Q,)),
+    "OpenOrca": Case(
+        {"id": "t0", "system_prompt": "Be brief.", "question": Q, "response": A}, "Sueca.|", ("id",), ("Be brief.", Q)
+    ),
+    "GSM8K": Case({"question": Q, "answer": A}, "Sueca.|", (), (Q,)),
+    "Capybara": Case(
+        {"source": "x", "conversation": [{"input": Q, "output": A}, {"input": "Sure?", "output": "Yes.", "n": 1}]},
+        "Sueca.|Yes.|",
+        ("n", "source"),
+        (Q, "Sure?"),
+    ),
+    "Evol-Instruct": Case({"conversation": [{"human": Q, "assistant": A}]}, "Sueca.|", (), (Q,)),
+    "LMSYS": Case({"conversation": [user(Q), assistant(A)], "model": "x"}, "Sueca.|", ("model",), (Q,)),
     "Alpaca with its text": Case(
         {"instruction": "Name it.", "input": "", "output": A, "text": "Below is an instruction."}, "Sueca.|", ("text",)
     ),
@@ -637,7 +668,21 @@ def test_rows_of_parquet_have_the_keys_that_they_had(tmp_path: Path) -> None:
 
 def test_a_format_is_recognised_beside_other_columns() -> None:
     for case in CASES.values():
-        assert detect_format(case.row) in ("messages", "conversations", "alpaca", "prompt_completion")
+        assert detect_format(case.row) not in (None, "preference")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": Q, "context": "Rice grows there.", "answer": A},  # SQuAD, SQL
+        {"question": Q, "answers": {"text": [A], "answer_start": [1]}},
+        {"prompt": Q, "answers": [{"answer": A, "rank": 1}]},  # Nectar
+        {"system": "You are", "chat": f"USER: {Q} ASSISTANT: {A}"},  # Glaive
+        {"data": [Q, A]},  # UltraChat
+    ],
+)
+def test_rows_of_a_format_without_a_reader_are_no_chats(row: Row) -> None:
+    assert detect_format(row) is None
     for row, _, _ in PAIRS.values():
         assert detect_format(row) == "preference"
     for row in ({"text": "a", "messages": []}, {"text": "a", "instruction": None, "output": "b"}, {"prompt": "a"}):

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fabric_train.reading.documents import Message
+from fabric_train.reading.documents import Message, is_empty
 from fabric_train.tokenization.chats.turns import TurnReader, is_spoken_by
 
 SYSTEM = ("system", "system_prompt")
@@ -52,12 +52,8 @@ class RowColumns(Mapping[str, Any]):
 
     @property
     def unused(self) -> frozenset[str]:
-        left = {column for column, value in self.row.items() if column not in self._used and not _is_empty(value)}
+        left = {column for column, value in self.row.items() if column not in self._used and not is_empty(value)}
         return frozenset(left | self._keys_left)
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str | list | Mapping) and not value)
 
 
 def read_system(columns: RowColumns) -> Message | None:
@@ -86,6 +82,8 @@ def read_instruction(columns: RowColumns) -> str:
     """Return an instruction and its input as one text; TypeError if they are not text."""
     instruction = columns["instruction"]
     instruction_input = columns.get("input")
+    if not instruction_input and columns.row.get("context"):  # Dolly's name for it
+        instruction_input = columns["context"]
     if not isinstance(instruction, str) or not isinstance(instruction_input, str | None):
         raise TypeError("instruction and input must be text")
     return f"{instruction}\n\n{instruction_input}" if instruction_input else instruction
@@ -146,7 +144,7 @@ def read_is_undesirable(columns: RowColumns) -> bool:
             value = value.lower() == "true"
         if isinstance(value, bool):
             return not value
-        if not _is_empty(value):  # another label, such as the class of a text
+        if not is_empty(value):  # another label, such as the class of a text
             columns.leave(column)
     return False
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fabric_train.cli.tables import CHAT_FORMATS
 from fabric_train.reading.documents import TOO_DEEP, BadRowError, Chat, Message, Pair, excerpt
 from fabric_train.tokenization.chats.columns import (
     OF_EVERY_FORMAT,
@@ -16,11 +17,21 @@ from fabric_train.tokenization.chats.columns import (
     read_template_variables,
     read_tools,
 )
-from fabric_train.tokenization.chats.turns import TurnReader
+from fabric_train.tokenization.chats.turns import TurnReader, list_of_turns
 from fabric_train.tokenization.pairs import PAIR_COLUMNS, pair_of
 
 Row = Mapping[str, Any]
 PREFERENCE = "preference"
+_EXCHANGES = (("input", "output"), ("human", "assistant"))
+"""The keys of a question and its answer in data sets whose conversations are lists of exchanges."""
+_PROMPTS = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("inputs", "targets"),
+    ("question", "response"),
+    ("question", "answer"),
+)
+"""The columns of a prompt and its completion: TRL's, HelpSteer's, Aya's, OpenOrca's, GSM8K's."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +53,53 @@ def _read_turns_of(column: str) -> Callable[[RowColumns, TurnReader], Chat]:
     return read
 
 
+def _read_exchanges_of(column: str) -> Callable[[RowColumns, TurnReader], Chat]:
+    """Return a reader of turns, or of exchanges as in Capybara: ``[{"input": "...", "output": "..."}, ...]``."""
+
+    def read(columns: RowColumns, turns: TurnReader) -> Chat:
+        messages: list[Message] = []
+        for entry in list_of_turns(columns[column]):
+            names = next((names for names in _EXCHANGES if entry.keys() >= set(names)), None)
+            if names is None:
+                messages += turns.read([entry])
+                continue
+            question, answer = names
+            messages += [_user(entry[question]), _assistant(entry[answer])]
+            for key in entry.keys() - set(names):
+                turns.leave(key)
+        return Chat(begin_with_system(columns, messages))
+
+    return read
+
+
 def _read_alpaca(columns: RowColumns, turns: TurnReader) -> Chat:
     before = [*read_history(columns, turns), _user(read_instruction(columns))]
-    return _answered(columns, before, [_assistant(columns["output"])])
+    return _answered(columns, before, [_assistant(_first_of(columns, "output", "response"))])
 
 
 def _read_prompt_and_completion(columns: RowColumns, turns: TurnReader) -> Chat:
-    prompt = columns["prompt"]
-    completion = columns["completion"]
+    for prompt_column, completion_column in _PROMPTS:
+        if _has_values(prompt_column, completion_column)(columns.row):
+            break
+    else:
+        prompt_column, completion_column = _PROMPTS[0]
+    prompt = columns[prompt_column]
+    completion = columns[completion_column]
     if not isinstance(prompt, str):
         return _answered(columns, turns.read(prompt), turns.read(completion))
     before = [*read_history(columns, turns), _user(prompt)]
     return _answered(columns, before, [_assistant(completion)])
+
+
+def _read_query_and_calls(columns: RowColumns, turns: TurnReader) -> Chat:
+    query = _user(columns["query"])
+    return _answered(columns, [query], turns.read([{"role": "function_call", "content": columns["answers"]}]))
+
+
+def _first_of(columns: RowColumns, *names: str) -> Any:
+    """Return the first of these columns that has a value; KeyError if none has."""
+    name = next((name for name in names if columns.row.get(name) is not None), names[0])
+    return columns[name]
 
 
 def _answered(columns: RowColumns, before: list[Message], answer: list[Message]) -> Chat:
@@ -62,7 +108,9 @@ def _answered(columns: RowColumns, before: list[Message], answer: list[Message])
     return Chat(given + answer, num_given=len(given))
 
 
-def _user(text: str) -> Message:
+def _user(text: Any) -> Message:
+    if not isinstance(text, str):
+        raise TypeError("a question must be text")
     return {"role": "user", "content": text}
 
 
@@ -80,48 +128,75 @@ def _has_values(*columns: str) -> Callable[[Row], bool]:
     return lambda row: all(row.get(column) is not None for column in columns)
 
 
+def _has_instruction_and_answer(row: Row) -> bool:
+    return _has_values("instruction", "output")(row) or _has_values("instruction", "response")(row)
+
+
+def _has_prompt_and_completion(row: Row) -> bool:
+    # a context that a question is about has no place of its own in a chat
+    return not row.get("context") and any(_has_values(*names)(row) for names in _PROMPTS)
+
+
+def _has_query_and_calls(row: Row) -> bool:
+    return _has_values("query", "answers", "tools")(row)
+
+
 def _has_answers_to_compare(row: Row) -> bool:
     return all(isinstance(row.get(column), str | list | Mapping) for column in ("chosen", "rejected"))
 
 
-CHAT_FORMATS = {
-    "messages": ChatFormat(
-        example='messages [{"role": "user", "content": "..."}, ...]',
-        columns=("messages",),
-        recognises=_has_turns("messages"),
-        read=_read_turns_of("messages"),
-    ),
-    "conversations": ChatFormat(
-        example='conversations [{"from": "human", "value": "..."}, ...]',
-        columns=("conversations",),
-        recognises=_has_turns("conversations"),
-        read=_read_turns_of("conversations"),
-    ),
-    "alpaca": ChatFormat(
-        example="instruction, input (may be absent), output",
-        columns=("instruction", "input", "output", "history"),
-        recognises=_has_values("instruction", "output"),
-        read=_read_alpaca,
-    ),
-    "prompt_completion": ChatFormat(
-        example="prompt, completion (both text, or both lists of messages)",
-        columns=("prompt", "completion", "history"),
-        recognises=_has_values("prompt", "completion"),
-        read=_read_prompt_and_completion,
-    ),
-    PREFERENCE: ChatFormat(
-        example="chosen, rejected (messages, whole or after prompt; or texts after prompt)",
-        columns=PAIR_COLUMNS,
-        recognises=_has_answers_to_compare,
-        read=pair_of,
-    ),
-}
-"""The formats by the names of --data_format."""
+MESSAGES = ChatFormat(
+    example='messages [{"role": "user", "content": "..."}, ...]',
+    columns=("messages",),
+    recognises=_has_turns("messages"),
+    read=_read_turns_of("messages"),
+)
+CONVERSATIONS = ChatFormat(
+    example='conversations [{"from": "human", "value": "..."}, ...]',
+    columns=("conversations",),
+    recognises=_has_turns("conversations"),
+    read=_read_turns_of("conversations"),
+)
+CONVERSATION = ChatFormat(
+    example='conversation [{"input": "...", "output": "..."}, ...], or turns as in messages',
+    columns=("conversation",),
+    recognises=_has_turns("conversation"),
+    read=_read_exchanges_of("conversation"),
+)
+ALPACA = ChatFormat(
+    example="instruction, input or context (may be absent), output or response",
+    columns=("instruction", "input", "context", "output", "response", "history"),
+    recognises=_has_instruction_and_answer,
+    read=_read_alpaca,
+)
+PROMPT_COMPLETION = ChatFormat(
+    example="prompt, completion (both text, or both lists of messages; or "
+    + ", ".join(" and ".join(names) for names in _PROMPTS[1:])
+    + ")",
+    columns=(*dict.fromkeys(name for names in _PROMPTS for name in names), "context", "history"),
+    recognises=_has_prompt_and_completion,
+    read=_read_prompt_and_completion,
+)
+QUERY_CALLS = ChatFormat(
+    example="query, answers (tool calls as JSON), tools",
+    columns=("query", "answers"),
+    recognises=_has_query_and_calls,
+    read=_read_query_and_calls,
+)
+PREFERENCE_PAIRS = ChatFormat(
+    example="chosen, rejected (messages, whole or after prompt; or texts after prompt)",
+    columns=PAIR_COLUMNS,
+    recognises=_has_answers_to_compare,
+    read=pair_of,
+)
 
 
 def detect_format(record: Row) -> str | None:
     """Return the data format of a row by its columns; None if it is no chat, instruction or preference pair."""
     recognised = [name for name, chat_format in CHAT_FORMATS.items() if chat_format.recognises(record)]
+    for name in recognised:
+        if name in CHAT_FORMATS.registered:  # for the user's own data
+            return name
     if PREFERENCE in recognised:  # whatever else it has
         return PREFERENCE
     return recognised[0] if recognised else None

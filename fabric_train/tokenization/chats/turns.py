@@ -48,6 +48,11 @@ def is_spoken_by(role: str, name: str) -> bool:
     return _ROLE_OF.get(name.lower()) == role
 
 
+def is_speaker(name: Any) -> bool:
+    """Return whether a value is a name for the speaker of a turn."""
+    return isinstance(name, str) and name.lower() in _ROLE_OF
+
+
 def list_of_turns(turns: Any) -> list[Mapping[str, Any]]:
     """Return a conversation as it is; TypeError if it is not a list of objects."""
     if not (isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns)):
