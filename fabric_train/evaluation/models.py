@@ -41,7 +41,7 @@ from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.evaluation.texts import NUM_DIGITS, EncodedText, ScoredPart, device_kind, full_digest
 from fabric_train.inference.load_model import ModelsInTurn, check_adapter
 from fabric_train.model.hf_model import check_readable, load_hf_tokenizer, read_shape
-from fabric_train.model.rope_frequencies import choose_frequencies
+from fabric_train.model.rope_frequencies import choose_frequencies, identify_frequencies
 from fabric_train.tokenization.tokenizers.vocabulary import compare_tokenizers
 from fabric_train.training.objective import CrossEntropy
 from fabric_train.workers import ThrottledLog
@@ -63,6 +63,7 @@ class ComparedModel:
     max_positions: int | None  # None without a limit
     vocab_size: int  # rows of its embedding
     base: str  # the place of its weights, or of those that its adapter is put on
+    config: Any  # of transformers
 
     @property
     def weights(self) -> str:
@@ -90,24 +91,25 @@ def check_all_evaluated(damaged: Sequence[str]) -> None:
         raise RunError(f"not evaluated, since damaged: {names}; remove them, or restore their files")
 
 
-def find_model(name: str) -> ComparedModel:
-    """Find a model: a checkpoint, a run (see ``find_checkpoint``), a Hugging Face folder, an adapter or a hub name."""
+def find_model(name: str, tokenizer_dir: Path | None = None) -> ComparedModel:
+    """Find a model: a checkpoint, a run (see ``find_checkpoint``), a Hugging Face folder, an adapter or a hub name.
+
+    ``tokenizer_dir`` has the tokenizer of an adapter on this model, which need not have one itself.
+    """
     folder = Path(name)
     with naming_option("--models"):
         if not is_exported_adapter(folder):
-            return _find_whole(name)
+            return _find_whole(name, tokenizer_dir)
         check_keeps_documents_apart(folder)
         check_adapter(folder)
-        base = find_model(read_base_name(folder))
+        if tokenizer_dir is None and (folder / "tokenizer_config.json").is_file():
+            tokenizer_dir = folder
+        base = find_model(read_base_name(folder), tokenizer_dir)
         identity = f"{identity_of_files(folder)}\n{base.identity}"
-        own = replace(base, name=name, source=name, checkpoint=False, identity=identity)
-        if not (folder / "tokenizer_config.json").is_file():
-            return own
-        tokenizer = load_hf_tokenizer(folder)
-        return replace(own, tokenizer=tokenizer, tokenizer_id=_tokenizer_id(tokenizer))
+        return replace(base, name=name, source=name, checkpoint=False, identity=identity)
 
 
-def _find_whole(name: str) -> ComparedModel:
+def _find_whole(name: str, tokenizer_dir: Path | None) -> ComparedModel:
     folder = Path(name)
     source = name
     if is_short_name(folder) or (folder.is_dir() and not (folder / "config.json").is_file()):
@@ -120,7 +122,7 @@ def _find_whole(name: str) -> ComparedModel:
     shape = read_shape(source)
     if not is_checkpoint:
         check_readable(source)
-    tokenizer = load_hf_tokenizer(Path(source, "tokenizer") if is_checkpoint else source)
+    tokenizer = load_hf_tokenizer(tokenizer_dir or (Path(source, "tokenizer") if is_checkpoint else source))
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise InputError(f"--models {name}: its tokenizer has neither BOS nor EOS, which begins a text; add one")
     identity = identity_of_files(Path(source)) if Path(source).is_dir() else f"{source} {shape.config._commit_hash}"
@@ -131,7 +133,7 @@ def _find_whole(name: str) -> ComparedModel:
         saved = find_base(None, Path(source))
     base = saved.place if saved else os.path.realpath(source) if Path(source).is_dir() else source
     sizes = (shape.max_positions, shape.vocab_size)
-    return ComparedModel(name, source, is_checkpoint, identity, *of_tokenizer, *sizes, base)
+    return ComparedModel(name, source, is_checkpoint, identity, *of_tokenizer, *sizes, base, shape.config)
 
 
 def check_tokenizer(model: ComparedModel, dataset: TokenDataset) -> None:
@@ -226,6 +228,8 @@ class LossCache:
 
     def _file(self, model: ComparedModel, part: ScoredPart) -> Path:
         key = f"{model.identity}\n{part.content}\n{self._device}"
+        if frequencies := identify_frequencies(model.config, part.longest_input):
+            key += f"\n{frequencies}"
         return self._folder / f"{full_digest(key)[:32]}.npy"
 
 

@@ -117,11 +117,15 @@ class PredictedBatch:
 
 @dataclass(frozen=True)
 class ScoredPart:
-    """Documents or rows ``units`` of a text: the predicted tokens ``tokens``, and what identifies their content."""
+    """Documents or rows ``units`` of a text: the predicted tokens ``tokens``, and what identifies their content.
+
+    ``longest_input`` is the text's ``input_tokens``, by which some models choose how they compute.
+    """
 
     units: range
     tokens: range
     content: str
+    longest_input: int
 
 
 class EncodedText(Protocol):
@@ -206,7 +210,8 @@ class WindowedText(EncodedText):
             tokens = range(int(self._starts[units.start]), int(self._starts[units.stop]))
             settings = np.array([self._max_length, self._overlap, self._prefix[0]])
             lengths = np.diff(self._starts[units.start : units.stop + 1])
-            yield ScoredPart(units, tokens, _digest(settings, lengths, self.target_ids[tokens.start : tokens.stop]))
+            content = _digest(settings, lengths, self.target_ids[tokens.start : tokens.stop])
+            yield ScoredPart(units, tokens, content, self.input_tokens)
 
     def batches(self, part: ScoredPart, batch_tokens: int) -> Iterator[PredictedBatch]:
         """Yield windows of about the same length, the longest ones first."""
@@ -313,7 +318,8 @@ class PackedText(EncodedText):
         for units in _split(self._row_starts):
             tokens = range(int(self._row_starts[units.start]), int(self._row_starts[units.stop]))
             settings = f"{self._dataset.fingerprint} {self._rows.isolates} {units}"
-            yield ScoredPart(units, tokens, _digest(settings.encode(), self.target_ids[tokens.start : tokens.stop]))
+            content = _digest(settings.encode(), self.target_ids[tokens.start : tokens.stop])
+            yield ScoredPart(units, tokens, content, self.input_tokens)
 
     def batches(self, part: ScoredPart, batch_tokens: int) -> Iterator[PredictedBatch]:
         for rows in _chunks(part.units, max(1, batch_tokens // self.input_tokens)):

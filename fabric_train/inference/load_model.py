@@ -205,35 +205,38 @@ def _dispatch(model: Any, places: dict[str, Any]) -> Any:
     return dispatch_model(model, places)
 
 
-def load_for_inference(name: str, *, base_model: str | None = None, gpu_bytes: int | None = None) -> tuple[Any, Any]:
+def load_for_inference(
+    name: str, *, base_model: str | None = None, gpu_bytes: int | None = None, tokenizer_dir: Path | None = None
+) -> tuple[Any, Any]:
     """Load model and tokenizer from a checkpoint (see ``find_checkpoint``), a Hugging Face folder or the hub.
 
     A folder with an adapter of peft is put on its base model, which is ``base_model`` or the one that its configuration
     names. The weights are bfloat16 on a GPU; on CPU they keep the dtype in which they are stored.
-    ``model.name_or_path`` is where they come from. ``gpu_bytes``: see ``load_onto_devices``.
+    ``model.name_or_path`` is where they come from. ``gpu_bytes``: see ``load_onto_devices``. ``tokenizer_dir`` has the
+    tokenizer of an adapter on this model, which need not have one itself.
     """
     hf_model.quiet_transformers()
     folder = Path(name)
     if is_exported_adapter(folder):
         base = base_model or read_base_name(folder)
         check_adapter(folder)
-        has_own = (folder / "tokenizer_config.json").is_file()
-        of_adapter = hf_model.load_hf_tokenizer(folder) if has_own else None
-        model, of_base = load_for_inference(base, gpu_bytes=gpu_bytes)
+        if tokenizer_dir is None and (folder / "tokenizer_config.json").is_file():
+            tokenizer_dir = folder
+        model, tokenizer = load_for_inference(base, gpu_bytes=gpu_bytes, tokenizer_dir=tokenizer_dir)
         adapted = add_adapter(model, folder, base)
         if (folder / hf_model.GENERATION_CONFIG).is_file():
             adapted.generation_config = hf_model.read_generation_config(str(folder), model.config)
-        return adapted, of_base if of_adapter is None else of_adapter
+        return adapted, tokenizer
     checkpoint = find_own_checkpoint(name)
     if base_model is not None and not (checkpoint and is_adapter(checkpoint)):
         raise InputError(f"--base_model {base_model}: {name} is not a folder with an adapter; leave it out")
     described = describe(name, checkpoint, base_model, "--base_model")
     # what is missing is found before the weights are read
     if checkpoint is None:
-        tokenizer = hf_model.load_hf_tokenizer(name)
+        tokenizer = hf_model.load_hf_tokenizer(tokenizer_dir or name)
         generation_config = hf_model.read_generation_config(name, described.shape.config)
     else:
-        tokenizer = hf_model.load_hf_tokenizer(checkpoint / "tokenizer")
+        tokenizer = hf_model.load_hf_tokenizer(tokenizer_dir or checkpoint / "tokenizer")
         generation_config = hf_model.checkpoint_generation_config(checkpoint, described.shape.config)
     model = load_onto_devices(described.open(), gpu_bytes)
     model.generation_config = generation_config

@@ -1,15 +1,21 @@
-"""What a config.json asks for and this program does not compute: quantized weights, and the loss of a router."""
+"""What a config.json asks for and this program does not compute: quantized weights, a router's loss, later tokens."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, PretrainedConfig
 
 _QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 """The settings that describe quantized weights: transformers' own, an older one of compressed-tensors, and MLX's."""
 _ROUTER_SHARES = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 """The factors of the term that balances a router's experts, by the names that model families give them."""
 _OTHER_TERMS = ("z_loss_coefficient",)
+_BIDIRECTIONAL: Mapping[str, tuple[Any, ...]] = {
+    "is_causal": (False,),  # of any family: LLM2Vec and other models for embeddings
+    "use_bidirectional_attention": (True, "all"),  # Gemma; "vision" is of images alone
+    "causal": (False,),  # XLM, FlauBERT
+}
+"""Settings with the values by which a token sees the tokens after it, which it is trained to predict."""
 
 
 def fault_of_quantization(config: PretrainedConfig) -> str | None:
@@ -35,6 +41,23 @@ def terms_left_out(config: PretrainedConfig) -> str | None:
     terms = [f"output_router_logits with {name} {value:g}" for name, value in factors if wants_router]
     terms += [f"{name} {value:g}" for name, value in settings if name in _OTHER_TERMS and _is_positive(value)]
     return ", ".join(terms) or None
+
+
+def bidirectional_setting(config: PretrainedConfig) -> str | None:
+    """Return the setting by which a model's tokens see the tokens after them; None if they do not."""
+    for name, value in _settings(config.to_dict()):
+        # 0 is not false in JSON
+        if any(type(value) is type(seen) and value == seen for seen in _BIDIRECTIONAL.get(name, ())):
+            return f"{name} {_in_json(value)}"
+    is_encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "bert-generation"
+    has_decoder = getattr(config, "is_encoder_decoder", False)
+    if is_encoder and not has_decoder and getattr(config, "is_decoder", True) is False:
+        return "is_decoder false"
+    return None
+
+
+def _in_json(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

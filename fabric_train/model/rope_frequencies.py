@@ -72,22 +72,41 @@ def _set_frequencies(module: Any, frequencies: _Frequencies, length: int) -> Non
 
 def note_on_frequencies(config: PretrainedConfig, source: str, length: int) -> str | None:
     """Return a line on the choice for rows of ``length`` tokens; None if there is nothing to choose."""
-    text: Any = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    parameters = next((each for each in nested or [rope] if _depends_on_length(each.get("rope_type"))), None)
+    parameters = _varying_parameters(config)
     if parameters is None:
         return None
-    if parameters["rope_type"] == "longrope":
-        border = _original_positions(text, parameters)
-        name, comparison = ("long", "more than") if length > border else ("short", "at most")
-    else:
-        border = int(text.max_position_embeddings)
-        name, comparison = ("scaled", "more than") if length > border else ("unscaled", "at most")
+    border = _largest_unscaled_length(config, parameters)
+    names = ("short", "long") if parameters["rope_type"] == "longrope" else ("unscaled", "scaled")
+    name, comparison = (names[1], "more than") if length > border else (names[0], "at most")
     return (
         f"{source}: the {name} rotary frequencies for every batch, since rows have {length:,} tokens, {comparison} "
         f"{border:,}"
     )
+
+
+def identify_frequencies(config: PretrainedConfig, length: int) -> str:
+    """Return a text that is the same for all lengths with the same frequencies; "" if there is nothing to choose."""
+    parameters = _varying_parameters(config)
+    if parameters is None:
+        return ""
+    border = _largest_unscaled_length(config, parameters)
+    if length <= border:
+        return "unscaled"
+    return "long" if parameters["rope_type"] == "longrope" else f"scaled for {length}"
+
+
+def _varying_parameters(config: PretrainedConfig) -> dict[str, Any] | None:
+    """Return the rotary parameters by which transformers would choose frequencies for every batch, if there are any."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return next((each for each in nested or [rope] if _depends_on_length(each.get("rope_type"))), None)
+
+
+def _largest_unscaled_length(config: PretrainedConfig, parameters: dict[str, Any]) -> int:
+    text: Any = config.get_text_config()
+    if parameters["rope_type"] == "longrope":
+        return _original_positions(text, parameters)
+    return int(text.max_position_embeddings)
 
 
 def _original_positions(text: Any, parameters: dict[str, Any]) -> int:

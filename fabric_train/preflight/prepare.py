@@ -30,7 +30,7 @@ from fabric_train.distributed.precision import check_float8
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts, read_prompts
 from fabric_train.model.attention import check_attention, check_counted_from_rows, choose_attention
-from fabric_train.model.computed_settings import terms_left_out
+from fabric_train.model.computed_settings import bidirectional_setting, terms_left_out
 from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape, with_parts
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.nf4 import check_installed
@@ -372,6 +372,11 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
         tokenizer = data.tokenizer if isinstance(data, Stream) else data.manifest and data.manifest.tokenizer
         ends = (tokenizer.bos_token_id, tokenizer.eos_token_id) if tokenizer else ()
         shape = new_shape(given, layer_class, *ends)
+    if setting := bidirectional_setting(shape.config):
+        raise InputError(
+            f"{shape.source}: its tokens see the tokens after them, which they would be trained to predict "
+            f"({setting} in config.json); give a causal model, or change the setting to train this one as such"
+        )
     if not checkpoint and (terms := terms_left_out(shape.config)):
         raise InputError(
             f"--model_name {given.model_name}: its config.json adds a term to the loss, which is not computed here: "

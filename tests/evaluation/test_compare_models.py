@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning import Fabric
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.cli.parser import parse_arguments
@@ -23,9 +23,11 @@ from fabric_train.evaluation import texts as evaluation_texts
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.compare_models import compare_models
 from fabric_train.evaluation.loss_table import DocumentLoss, compare_evaluated, read_evaluated
-from fabric_train.evaluation.models import find_model
-from fabric_train.evaluation.texts import cut_windows
+from fabric_train.evaluation.models import LossCache, find_model
+from fabric_train.evaluation.texts import ScoredPart, cut_windows
+from fabric_train.inference.load_model import load_for_inference
 from fabric_train.training.evaluation import evaluate
+from tests.model.test_rope_frequencies import LONGROPE
 from tests.support.checkpoint_examples import trained_weights, write_checksums, write_full
 from tests.support.forked_runs import ForkedRuns
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
@@ -322,6 +324,36 @@ def test_an_adapter_has_the_texts_of_its_base_model_and_an_identity_of_its_own(
     save_file(other_weights, tmp_path / "adapter_model.safetensors")
     identities = {base.identity, adapted.identity, find_model(str(tmp_path)).identity}
     assert len(identities) == 3
+
+
+def test_an_adapter_brings_the_tokenizer_that_its_base_lacks(tmp_path: Path, tiny_model_dir: Path) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(tiny_model_dir, tmp_path / "base", ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copytree(tiny_model_dir, adapter, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
+    config = {"base_model_name_or_path": str(tmp_path / "base"), "peft_type": "LORA", "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "r": 2}))
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    save_file(
+        {f"{name}.lora_A.weight": torch.ones(2, 64), f"{name}.lora_B.weight": torch.ones(64, 2)},
+        adapter / "adapter_model.safetensors",
+    )
+    with pytest.raises(InputError, match="tokenizer cannot be loaded"):
+        find_model(str(tmp_path / "base"))
+    assert find_model(str(adapter)).tokenizer_id == find_model(str(tiny_model_dir)).tokenizer_id
+    _, tokenizer = load_for_inference(str(adapter))
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(tiny_model_dir).get_vocab()
+
+
+def test_losses_are_kept_apart_by_the_frequencies_that_the_longest_text_chooses(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    part = ScoredPart(range(1), range(3), "content", longest_input=30)
+    cache = LossCache(tmp_path)
+    for config, are_shared in ((LONGROPE, False), (LlamaConfig(), True)):
+        model = replace(find_model(str(tiny_model_dir)), identity=config.model_type, config=config)
+        cache.write(model, part, np.zeros(3, dtype=np.float32))
+        assert cache.has(model, replace(part, longest_input=40))
+        assert cache.has(model, replace(part, longest_input=41)) is are_shared
 
 
 def refusal(tmp_path: Path, *words: object) -> str:

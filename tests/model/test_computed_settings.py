@@ -101,6 +101,23 @@ def test_the_loss_of_a_router_is_refused_unless_it_is_off(
         plan(model, tiny_tokens_dir, tmp_path / "run")
 
 
+BIDIRECTIONAL: list[tuple[dict[str, object], str]] = [
+    ({"is_causal": False}, "is_causal false"),
+    ({"model_type": "gemma2", "use_bidirectional_attention": True, "head_dim": 16}, "use_bidirectional_attention true"),
+    ({"model_type": "bert", "max_position_embeddings": 256}, "is_decoder false"),
+]
+
+
+@pytest.mark.parametrize(("settings", "shown"), BIDIRECTIONAL)
+@pytest.mark.parametrize("isolates", ["true", "false"])
+def test_a_model_whose_tokens_see_those_after_them_is_refused(
+    tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path, settings: dict[str, object], shown: str, isolates: str
+) -> None:
+    model = with_settings(tiny_model_dir, tmp_path / "model", **settings)
+    with pytest.raises(InputError, match=rf"see the tokens after them.*\({shown} in config.json\)"):
+        plan(model, tiny_tokens_dir, tmp_path / "run", "--isolate_documents", isolates)
+
+
 @pytest.mark.parametrize("form", ["safetensors", "pickle"])
 def test_tensors_that_a_model_does_not_take_are_named_with_their_sizes(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], form: str
