@@ -17,6 +17,7 @@ import xxhash
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import global_rank
+from fabric_train.cli.tables import CHAT_FORMATS
 from fabric_train.reading.documents import BadRowError, Row, columns_beside_text, text_of, utf8_length, why_left_out
 from fabric_train.reading.hf_datasets import DatasetSource, StreamSource
 from fabric_train.reading.listing import FilePart
@@ -203,7 +204,7 @@ class StreamedSource:
         """Yield a line per file or split that identifies its content.
 
         The line of a file has a hash of its first and last MiB; the line of a split has the dataset's fingerprint or,
-        if it is streamed, its commit on the hub.
+        if it is streamed, its commit on the hub. A registered format of chats has a line of its own.
         """
         source = self.source
         if isinstance(source, FileSource):
@@ -215,6 +216,8 @@ class StreamedSource:
         else:
             for split in source.splits:
                 yield f"{source.hub.name}, subset {source.hub.subset}, {split}, commit {source.hub.revision}"
+        if self.kind in CHAT_FORMATS.registered:
+            yield f"read as the {CHAT_FORMATS.describe(self.kind)}"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.tables import LOGGERS, METRICS, OBJECTIVES, OPTIMIZERS, PROJECT, Table
+from fabric_train.cli.tables import CHAT_FORMATS, LOGGERS, METRICS, OBJECTIVES, OPTIMIZERS, PROJECT, Table
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
@@ -19,6 +19,8 @@ def used_parts(arguments: "TrainArguments") -> Iterator[tuple[Table[Any], str]]:
     selected = [(OBJECTIVES, arguments.preference.objective), (OPTIMIZERS, arguments.training.optimizer)]
     selected += [(METRICS, name) for name in arguments.evaluation.computed_metrics]
     selected += [(LOGGERS, name) for name in arguments.logging.opened_loggers]
+    if arguments.data.streaming_dataset:  # any of them may be that of a source
+        selected += [(CHAT_FORMATS, name) for name in CHAT_FORMATS.registered]
     for table, name in selected:
         if table.module_of(name) != PROJECT:
             yield table, name
