@@ -11,6 +11,7 @@ from fabric_train.api import TokenizeResult as TokenizeResult
 from fabric_train.api import TrainResult as TrainResult
 from fabric_train.cli.errors import InputError as InputError
 from fabric_train.cli.errors import RunError as RunError
+from fabric_train.cli.tables import CHAT_FORMATS as CHAT_FORMATS
 from fabric_train.cli.tables import LOGGERS as LOGGERS
 from fabric_train.cli.tables import METRICS as METRICS
 from fabric_train.cli.tables import OBJECTIVES as OBJECTIVES
@@ -43,9 +44,8 @@ def tokenize(
     max_length: int | str = 2048,
     packing: Literal["concat", "best_fit", "none"] | None = None,
     overlap: int | str = 0,
-    data_format: Literal[
-        "auto", "text", "messages", "conversations", "alpaca", "prompt_completion", "preference"
-    ] = "auto",
+    data_format: str = "auto",
+    extensions: StrPath | Sequence[StrPath] | None = None,
     text_column: StrPath = "text",
     chat_template: StrPath | None = None,
     train_on: Literal["assistant", "all", "last"] = "assistant",
