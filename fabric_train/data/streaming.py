@@ -213,24 +213,31 @@ def _open_template(documents: StreamedDocuments, tokenizer: CorpusTokenizer) -> 
 def _notes_of_unused_columns(places: Iterable[StreamedSource], encoder: "ChatEncoder | None") -> Iterator[str]:
     """Yield which columns of the first rows of each place nothing is made of; ``encoder`` is that of chats."""
     for place in places:
-        for part in islice(place.source.parts(WHOLE_FILES), 1):
-            reader = place.source.reader(part, place.columns)
-            rows = [row for _, row in islice(reader, _ROWS_LOOKED_AT) if not isinstance(row, BadRowError)]
-            place.unused.update(reader.unread_columns)
-            for row in rows:
-                place.unused.update(_unused_columns(row, place, encoder))
+        _look_at_first_rows(place, encoder)
         if place.unused:
             yield f"{place.name}: columns not used (in its first rows): {', '.join(sorted(place.unused))}"
 
 
+def _look_at_first_rows(place: StreamedSource, encoder: "ChatEncoder | None" = None) -> None:
+    """Find the columns of a place's first rows of which nothing is made; with ``encoder``, also keys not shown."""
+    for part in islice(place.source.parts(WHOLE_FILES), 1):
+        reader = place.source.reader(part, place.columns)
+        rows = [row for _, row in islice(reader, _ROWS_LOOKED_AT) if not isinstance(row, BadRowError)]
+        place.unused.update(reader.unread_columns)
+        for row in rows:
+            place.unused.update(_unused_columns(row, place, encoder))
+
+
 def _unused_columns(row: Row, place: StreamedSource, encoder: "ChatEncoder | None") -> Set[str]:
     """Return the columns of a row, and the keys of its turns, of which nothing is made."""
-    if encoder is None:
+    if place.kind == "text":
         return columns_beside_text(row, place.columns[0])
     try:
-        chat = read_chat(row, place.kind, calls_as_text=encoder.calls_as_text)
+        chat = read_chat(row, place.kind, calls_as_text=encoder is not None and encoder.calls_as_text)
     except BadRowError:  # which is reported when it is read
         return set()
+    if encoder is None:
+        return chat.unused
     (encoded,) = encoder.encode_all([chat])
     return encoded.unused if isinstance(encoded, EncodedDocument) else set()
 
@@ -243,6 +250,8 @@ def _open_documents(given: "DataArguments", places: list[str], downloads: Path) 
         StreamedSource(name, source, kind, (given.text_column,) if kind == "text" else columns(kind))
         for (name, _), source, kind in zip(named, sources, kinds, strict=True)
     ]
+    for place in streamed:  # so that reading names only columns that come later
+        _look_at_first_rows(place)
     shares = _shares_of(given, [place.name for place in streamed])
     documents = StreamedDocuments(streamed, shares, given.shuffle_buffer, given.seed)
     if shares is not None:

@@ -329,11 +329,13 @@ def test_columns_beside_a_text_are_named(
     tmp_path: Path, tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"text": f"Text {number}.", "label": 1, "topic": ""} for number in range(30)]
-    run(tmp_path / "lines", tokenizer_dir, write(tmp_path / "a.jsonl", [*rows, {"text": "The last.", "topic": "sums"}]))
+    short = {"max_length": 16, "packing": "best_fit", "validation_split": 0}
+    lines = write(tmp_path / "a.jsonl", [*rows, {"text": "The last.", "topic": "sums"}])
+    run(tmp_path / "lines", tokenizer_dir, lines, **short)
     assert "a.jsonl: columns not used: label, topic" in capsys.readouterr().out
     assert manifest_of(tmp_path / "lines").sources[0].unused_columns == ("label", "topic")
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "b.parquet")
-    run(tmp_path / "table", tokenizer_dir, tmp_path / "b.parquet")
+    run(tmp_path / "table", tokenizer_dir, tmp_path / "b.parquet", **short)
     assert "b.parquet: columns not used: label, topic" in capsys.readouterr().out
 
 
@@ -343,7 +345,7 @@ def test_turns_that_are_rows_of_their_own_are_no_texts(tmp_path: Path, tokenizer
     with pytest.raises(InputError, match="one turn of a conversation") as refused:
         run(tmp_path / "out", tokenizer_dir, file)
     assert "oasst.jsonl, line 1: " in str(refused.value)
-    run(tmp_path / "out", tokenizer_dir, file, data_format="text", validation_split=0)
+    run(tmp_path / "out", tokenizer_dir, file, data_format="text", validation_split=0, packing="none")
     assert manifest_of(tmp_path / "out").sources[0].unused_columns == ("role",)
 
 

@@ -285,7 +285,6 @@ CASES: dict[str, Case] = {
     "OpenOrca": Case(
         {"id": "t0", "system_prompt": "Be brief.", "question": Q, "response": A}, "Sueca.|", ("id",), ("Be brief.", Q)
     ),
-    "GSM8K": Case({"question": Q, "answer": A}, "Sueca.|", (), (Q,)),
     "Capybara": Case(
         {"source": "x", "conversation": [{"input": Q, "output": A}, {"input": "Sure?", "output": "Yes.", "n": 1}]},
         "Sueca.|Yes.|",
@@ -674,7 +673,8 @@ def test_a_format_is_recognised_beside_other_columns() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        {"question": Q, "context": "Rice grows there.", "answer": A},  # SQuAD, SQL
+        {"question": Q, "context": "Rice grows there.", "response": A},
+        {"question": Q, "answer": A},  # GSM8K
         {"question": Q, "answers": {"text": [A], "answer_start": [1]}},
         {"prompt": Q, "answers": [{"answer": A, "rank": 1}]},  # Nectar
         {"system": "You are", "chat": f"USER: {Q} ASSISTANT: {A}"},  # Glaive

@@ -29,9 +29,8 @@ _PROMPTS = (
     ("prompt", "response"),
     ("inputs", "targets"),
     ("question", "response"),
-    ("question", "answer"),
 )
-"""The columns of a prompt and its completion: TRL's, HelpSteer's, Aya's, OpenOrca's, GSM8K's."""
+"""The columns of a prompt and its completion: TRL's, HelpSteer's, Aya's, OpenOrca's."""
 
 
 @dataclass(frozen=True)
