@@ -352,7 +352,7 @@ def test_turns_that_are_rows_of_their_own_are_no_texts(tmp_path: Path, tokenizer
 FORMAT_MODULE = """
 from fabric_train import CHAT_FORMATS
 from fabric_train.tokenization.chats.formats import ChatFormat
-from fabric_train.tokenization.documents import Chat
+from fabric_train.reading.documents import Chat
 
 
 def read(columns, turns):
