@@ -13,6 +13,7 @@ from fabric_train.cli.argument_types import POSITIONAL, given_twice
 from fabric_train.cli.errors import InputError, run_program
 from fabric_train.cli.output import open_console
 from fabric_train.cli.parser import parse_arguments
+from fabric_train.cli.tables import Component
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.regular_file import copy_folder
 from fabric_train.reading.sources import open_each
@@ -113,7 +114,18 @@ def merge_manifests(merged: Sequence[MergeInput]) -> Manifest:
         parts=tuple(part for dataset in merged for part in dataset.parts()),
         has_index=has_index,
         has_pairs=merged[0].manifest.has_pairs,
+        chat_formats=_chat_formats(merged),
     )
+
+
+def _chat_formats(merged: Sequence[MergeInput]) -> tuple[Component, ...]:
+    """Return the registered formats of all parts, each once."""
+    chat_formats: list[Component] = []
+    for dataset in merged:
+        for chat_format in dataset.manifest.chat_formats:
+            if chat_format not in chat_formats:
+                chat_formats.append(chat_format)
+    return tuple(chat_formats)
 
 
 def _differences(first: MergeInput, other: MergeInput) -> Iterator[str]:
@@ -272,6 +284,12 @@ def merge(folders: Sequence[Path], target: Path, as_parts: bool = False) -> tupl
         f"{folder} has no document index, because an older version wrote it, so {target} has none; tokenize it again "
         "to have one"
         for folder in without_index
+    ]
+    names = [chat_format.name for chat_format in manifest.chat_formats]
+    notes += [
+        f"the parts were read by different versions of the data_format {name}; manifest.json has each"
+        for name in dict.fromkeys(names)
+        if names.count(name) > 1
     ]
     return manifest, [*notes, *_settings_that_differ(manifest.parts), *_sources_in_common(merged)]
 

@@ -394,6 +394,10 @@ def test_a_format_of_a_module_is_read_and_recorded(
         pushed = [*words, "--output_dir", "out", "--extensions", "line_formats", "--push_to_hub", "me/tokens"]
         with pytest.raises(InputError, match="with another file of the data_format pairs-of-lines of line_formats"):
             tokenize_dataset.main(pushed)
+        tokenize_dataset.main([*words, "--output_dir", "changed", "--extensions", "line_formats"])
+        merged, notes = merge([tmp_path / "out", tmp_path / "changed"], tmp_path / "merged")
+        assert len(merged.chat_formats) == 2
+        assert any("different versions of the data_format pairs-of-lines" in note for note in notes)
     finally:
         CHAT_FORMATS.pop("pairs-of-lines", None)
         sys.modules.pop("line_formats", None)
