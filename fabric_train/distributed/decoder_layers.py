@@ -33,9 +33,9 @@ Forward = Callable[..., Any]
 Call = tuple[Any, int]
 """An operation, and the index of this call among the operation's calls in a layer's forward pass."""
 MAX_STATIC_LENGTHS = 4
-"""Up to so many row lengths, layers are compiled for each length separately; for more, once for any length."""
+"""Up to this many row lengths, layers are compiled for each length separately; for more, once for any length."""
 _RECOMPILE_LIMIT = 64
-"""Compilations of a layer, in training and evaluation, for each shape; beyond, torch runs the layer uncompiled."""
+"""Compilations of a layer for each shape, in training and evaluation; beyond it torch runs the layer uncompiled."""
 _DOCUMENT_BORDERS = r"L\['kwargs'\]\['(cu_seq_lens|max_length)_[qk]'\]"
 """torch's names of the arguments with which transformers passes document borders to a layer; see ``packed_forward``."""
 
@@ -43,21 +43,28 @@ _DOCUMENT_BORDERS = r"L\['kwargs'\]\['(cu_seq_lens|max_length)_[qk]'\]"
 def shares_kept(fsdp: "FSDPArguments") -> tuple[float, float | None]:
     """Return the shares of a layer's activations that checkpointing and the compiler keep; None: it is not compiled.
 
-    A share is 1 without checkpointing and 0 for the layer's input only. In a compiled layer the compiler itself chooses
-    what selective checkpointing keeps; with full checkpointing the whole compiled layer runs again.
+    A share is 1 without checkpointing and 0 if only the layer's input is kept. In a compiled layer the compiler itself
+    chooses what selective checkpointing keeps; with full checkpointing the whole compiled layer runs again.
     """
     share = {"full": 0.0, "selective": fsdp.activation_memory_budget}.get(fsdp.activation_checkpointing, 1.0)
     if fsdp.compile is not True:
         return share, None
-    return (1.0, share) if 0 < share < 1 else (share, 1.0)
+    is_selective = 0 < share < 1
+    if is_selective:
+        return 1.0, share
+    return share, 1.0
 
 
-def checkpoint_layers(layers: Iterable[nn.Module], budget: float = 0.0, offloads: bool = False) -> None:
+def checkpoint_layers(layers: Iterable[nn.Module], budget: float = 0.0, *, offloads: bool = False) -> None:
     """Make each layer keep only part of its activations and recompute the others in the backward pass.
 
-    The results of matrix products and attention are candidates to keep, those with the most FLOPs per byte first.
-    ``budget`` are the bytes to keep, as a share of what a layer keeps without checkpointing; 0 keeps only the layer's
-    input, with ``offloads`` in pinned host memory. The layers are not sharded yet.
+    The layers are not sharded yet.
+
+    Args:
+        layers: Decoder layers; their ``forward`` is replaced.
+        budget: Bytes to keep, as a share of what a layer keeps without checkpointing. Only the results of matrix
+            products and attention are candidates, those with the most FLOPs per byte first. 0 keeps only the input.
+        offloads: Keep the layer's input in pinned host memory; needs a budget of 0.
     """
     plan = _SelectivePlan(budget) if budget else None
     offload = _Offload() if offloads else None
@@ -66,6 +73,8 @@ def checkpoint_layers(layers: Iterable[nn.Module], budget: float = 0.0, offloads
 
 
 def _checkpointed(forward: Forward, plan: "_SelectivePlan | None", offload: "_Offload | None") -> Forward:
+    """Return ``forward`` with checkpointing: selective with a ``plan``, else full, then perhaps with ``offload``."""
+
     @wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -76,7 +85,8 @@ def _checkpointed(forward: Forward, plan: "_SelectivePlan | None", offload: "_Of
             return checkpoint(forward, *args, use_reentrant=False, context_fn=plan.contexts, **kwargs)
         if offload is None:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        with saved_tensors_hooks(offload.to_host, offload.to_device):  # of what the checkpoint itself keeps
+        # these hooks see only what checkpoint itself saves: the layer's input
+        with saved_tensors_hooks(offload.to_host, offload.to_device):
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return checkpointed
@@ -84,162 +94,198 @@ def _checkpointed(forward: Forward, plan: "_SelectivePlan | None", offload: "_Of
 
 @dataclass
 class _HostCopy:
-    """A saved tensor in pinned host memory; ``on_device`` once it is being copied back.
-
-    ``before`` is the tensor saved before it, so the one that the backward pass needs next, if it has not had it yet.
-    """
+    """A saved tensor in pinned host memory."""
 
     in_host: torch.Tensor
     device: torch.device
-    before: Callable[[], "_HostCopy | None"]
+    previous: Callable[[], "_HostCopy | None"]
+    """Returns the tensor that was saved before this one, which the backward pass needs next; None once it is freed."""
     on_device: torch.Tensor | None = None
-    arrived: Any = None
+    """The tensor on the device, from the moment when the copy back has begun."""
+    copied_back: torch.cuda.Event | None = None
+    """Happens when the copy back is complete."""
 
 
 class _Offload:
-    """Copies saved tensors to host memory and back on a stream of its own, beside the computation.
+    """Copy saved tensors to host memory and back on a CUDA stream of their own, in parallel to the computation.
 
-    The device goes on with a layer while it copies the input of the layer before, in the backward pass of the layer
-    after. The host never waits. A tensor is kept until the computation has waited for its copy. Without that, the
-    allocator would not use its memory again as long as the host is ahead of the device.
+    In the forward pass a layer's input is copied while the layer computes. In the backward pass the input of the
+    previous layer is copied back while a layer computes. The host never waits.
     """
 
     def __init__(self) -> None:
-        self._stream: Any = None
-        self._last: Callable[[], _HostCopy | None] = lambda: None
-        self._leaving: tuple[torch.Tensor, Any] | None = None  # the tensor that is being copied, and the copy's event
+        self._copy_stream: torch.cuda.Stream | None = None
+        self._last_copy: Callable[[], _HostCopy | None] = lambda: None
+        # The tensor that is being copied to the host, and the event of its copy. The reference is held until the
+        # computation has waited for the event: only then may the allocator use the tensor's memory again.
+        self._tensor_being_copied: torch.Tensor | None = None
+        self._copied_to_host: torch.cuda.Event | None = None
 
     def to_host(self, tensor: torch.Tensor) -> "_HostCopy | torch.Tensor":
-        """Begin to copy a tensor to the host. A tensor that is there already is returned."""
+        """Begin to copy a tensor to the host; return a tensor that is on the host already."""
         if not tensor.is_cuda:
             return tensor
-        self._stream = self._stream or torch.cuda.Stream(tensor.device)
-        computation = torch.cuda.current_stream(tensor.device)
-        if self._leaving is not None:
-            computation.wait_event(self._leaving[1])
-        self._stream.wait_stream(computation)
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream(tensor.device)
+        compute_stream = torch.cuda.current_stream(tensor.device)
+        if self._copied_to_host is not None:
+            compute_stream.wait_event(self._copied_to_host)
+        self._copy_stream.wait_stream(compute_stream)  # which may not have computed the tensor yet
         in_host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._copy_stream):
             in_host.copy_(tensor, non_blocking=True)
-        self._leaving = tensor, self._stream.record_event()
-        copy = _HostCopy(in_host, tensor.device, self._last)
-        self._last = weakref.ref(copy)
+        self._tensor_being_copied = tensor
+        self._copied_to_host = self._copy_stream.record_event()
+        copy = _HostCopy(in_host, tensor.device, previous=self._last_copy)
+        self._last_copy = weakref.ref(copy)
         return copy
 
     def to_device(self, saved: "_HostCopy | torch.Tensor") -> torch.Tensor:
-        """Return a saved tensor on its device, and begin to copy back the one that was saved before it."""
+        """Return a saved tensor on its device, and begin to copy back the tensor that was saved before it."""
         if isinstance(saved, torch.Tensor):
             return saved
-        self._begin(saved)
-        before = saved.before()
-        if before is not None:
-            self._begin(before)
-        torch.cuda.current_stream(saved.device).wait_event(saved.arrived)
+        self._begin_copy_back(saved)
+        previous = saved.previous()
+        if previous is not None:
+            self._begin_copy_back(previous)
+        assert saved.copied_back is not None
         assert saved.on_device is not None
+        torch.cuda.current_stream(saved.device).wait_event(saved.copied_back)
         return saved.on_device
 
-    def _begin(self, saved: _HostCopy) -> None:
-        if saved.on_device is None:
-            saved.on_device = torch.empty_like(saved.in_host, device=saved.device)
-            self._stream.wait_stream(torch.cuda.current_stream(saved.device))  # which may still use that memory
-            with torch.cuda.stream(self._stream):
-                saved.on_device.copy_(saved.in_host, non_blocking=True)
-            saved.arrived = self._stream.record_event()
+    def _begin_copy_back(self, saved: _HostCopy) -> None:
+        """Begin to copy a tensor to its device, unless this has begun already."""
+        if saved.on_device is not None:
+            return
+        assert self._copy_stream is not None
+        saved.on_device = torch.empty_like(saved.in_host, device=saved.device)
+        # the computation may still use the memory that the allocator has just given out again
+        self._copy_stream.wait_stream(torch.cuda.current_stream(saved.device))
+        with torch.cuda.stream(self._copy_stream):
+            saved.on_device.copy_(saved.in_host, non_blocking=True)
+        saved.copied_back = self._copy_stream.record_event()
 
 
 @dataclass
 class _SelectivePlan:
-    """The calls whose results are kept.
+    """The calls whose results are kept, the same in every layer.
 
-    It is made in the first forward pass of the first layer that has a backward pass; that pass keeps all activations.
+    The plan is made in the first forward pass of the first layer that has a backward pass. That one pass keeps all
+    activations.
     """
 
     budget: float
+    """Bytes to keep, as a share of what a layer keeps without checkpointing."""
     is_made: bool = False
-    kept: frozenset[Call] = frozenset()
+    saved_calls: frozenset[Call] = frozenset()
 
     def make(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Run a layer without recomputation, make the plan from what it saves, and return the layer's output."""
-        inputs = {_storage_id(tensor): tensor.nbytes for tensor in _tensors((args, kwargs)) if tensor.requires_grad}
-        recorder = _OperationRecorder(inputs)
+        # run the layer, and record what autograd saves
+        input_bytes = {}
+        for tensor in _tensors((args, kwargs)):
+            if tensor.requires_grad:
+                input_bytes[_storage_id(tensor)] = tensor.nbytes
+        recorder = _OperationRecorder(input_bytes)
         with saved_tensors_hooks(recorder.record_saved, lambda tensor: tensor), recorder:
             output = forward(*args, **kwargs)
-        left = self.budget * sum(recorder.saved_bytes.values()) - sum(inputs.values())
-        kept = []
+
+        # fill the budget greedily; the layer's inputs are kept in any case
+        budget_bytes = self.budget * sum(recorder.saved_bytes.values()) - sum(input_bytes.values())
+        saved_calls = []
         for operation in sorted(recorder.operations, key=lambda operation: -operation.flops / operation.num_bytes):
             # torch stops the recomputation at the last saved tensor, so later operations never run again
-            if operation.num_bytes <= left and operation.num_saved_before < recorder.num_saved:
-                kept.append(operation.call)
-                left -= operation.num_bytes
-        # a frozen first layer saves nothing
-        self.kept = frozenset(kept)
+            is_recomputed = operation.num_saved_before < recorder.num_saved
+            if is_recomputed and operation.num_bytes <= budget_bytes:
+                saved_calls.append(operation.call)
+                budget_bytes -= operation.num_bytes
+        self.saved_calls = frozenset(saved_calls)
+
+        # a frozen first layer saves nothing: the next layer makes the plan
         self.is_made = recorder.num_saved > 0
         return output
 
     def contexts(self) -> Any:
-        counters: dict[bool, Counter[Any]] = {False: Counter(), True: Counter()}
+        """Return the context managers of the forward pass and of the recomputation, for ``checkpoint``."""
+        # by whether it is the recomputation: how often each operation has been called
+        call_counts: dict[bool, Counter[Any]] = {False: Counter(), True: Counter()}
 
         def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-            counter = counters[context.is_recompute]
-            call = (operation, counter[operation])
-            counter[operation] += 1
-            return CheckpointPolicy.MUST_SAVE if call in self.kept else CheckpointPolicy.PREFER_RECOMPUTE
+            call_count = call_counts[context.is_recompute]
+            call = (operation, call_count[operation])
+            call_count[operation] += 1
+            if call in self.saved_calls:
+                return CheckpointPolicy.MUST_SAVE
+            return CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(policy)
 
 
 @dataclass(frozen=True)
 class _RecordedOperation:
-    """A matrix product or attention; ``num_saved_before`` tensors had been saved when it ran."""
+    """A matrix product or attention."""
 
     call: Call
     flops: int
     num_bytes: int
+    """Size of its results."""
     num_saved_before: int
+    """Tensors that autograd had saved when the operation ran."""
 
 
 class _OperationRecorder(TorchDispatchMode):
-    """Record the matrix products and attentions that run in it, and the bytes that autograd saves.
+    """Record the matrix products and attentions that run in this context, and the bytes that autograd saves.
 
-    ``inputs`` are storage ids of the layer's own inputs. Other tensors that the layer gets, such as weights and what
-    all layers share, do not count as saved: they exist in any case.
+    Only the layer's inputs, whose storage ids are ``input_storages``, and what the layer computes count as saved.
+    Weights and tensors that all layers share exist in any case.
     """
 
-    def __init__(self, inputs: Iterable[int]) -> None:
+    def __init__(self, input_storages: Iterable[int]) -> None:
         super().__init__()
         self.operations: list[_RecordedOperation] = []
         self.saved_bytes: dict[int, int] = {}
+        """By storage id, so views of one tensor count once."""
         self.num_saved = 0
-        self._calls: Counter[Any] = Counter()
-        self._own_storages = set(inputs)
+        self._call_counts: Counter[Any] = Counter()
+        self._counted_storages = set(input_storages)
 
     def record_saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Record a tensor that autograd saves for the backward pass, and return it."""
-        if _storage_id(tensor) in self._own_storages:
-            self.saved_bytes[_storage_id(tensor)] = tensor.untyped_storage().nbytes()
+        storage_id = _storage_id(tensor)
+        if storage_id in self._counted_storages:
+            self.saved_bytes[storage_id] = tensor.untyped_storage().nbytes()
         self.num_saved += 1
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        self._own_storages |= {*map(_storage_id, _tensors(output))} - {*map(_storage_id, _tensors(args))}
-        call = (func, self._calls[func])
-        self._calls[func] += 1
-        flops = _flops(func, args, kwargs or {}, output)
+        """Run an operation, and record its output and, if it is a candidate to be kept, the call."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+
+        # a view of a weight is no activation: it has the storage of an argument
+        argument_storages = {_storage_id(tensor) for tensor in _tensors(args)}
+        output_storages = {_storage_id(tensor) for tensor in _tensors(output)}
+        self._counted_storages |= output_storages - argument_storages
+
+        call = (func, self._call_counts[func])
+        self._call_counts[func] += 1
+        flops = _count_flops(func, args, kwargs, output)
         if flops:
             num_bytes = sum(tensor.nbytes for tensor in _tensors(output))
             self.operations.append(_RecordedOperation(call, flops, num_bytes, self.num_saved))
         return output
 
 
-def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
+def _count_flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
     """Return the floating-point operations of a matrix product or attention, 0 for other operations."""
-    if "_varlen_attn" in func.name():  # at most; torch's own count reads the borders, and waits for the device
+    if "_varlen_attn" in func.name():
+        # an upper bound: torch's own count reads the document borders, for which the host waits for the device
         query = args[0]
-        longest = args[6]
-        return 4 * query.numel() * longest
-    if "scaled_dot_product" in func.name():  # torch does not count the CPU's, nor grouped heads before torch 2.12
-        query, key = args[:2]
+        max_length = args[6]
+        return 4 * query.numel() * max_length
+    if "scaled_dot_product" in func.name():
+        # torch does not count the CPU's attention, nor grouped heads before torch 2.12
+        query, key = args[:2]  # [batch, heads, length, head size]
         return 4 * query.numel() * key.shape[-2]
     if func.overloadpacket in flop_registry:
         return flop_registry[func.overloadpacket](*args, **kwargs, out_val=output)
@@ -251,41 +297,51 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage, which its views share. A fake tensor has one as well."""
+    """Return the address of a tensor's storage, which its views share; fake tensors have a storage as well."""
     return tensor.untyped_storage()._cdata
 
 
 def check_compiler(argument: str, alternative: str) -> None:
     """Check for the C++ compiler that torch needs for ``argument``; ``alternative`` says what to do without it."""
-    missing = missing_compiler()
-    if missing:
-        raise InputError(f"{argument} is compiled at run time and finds no {missing}; install g++, or {alternative}")
+    compiler = missing_compiler()
+    if compiler:
+        raise InputError(f"{argument} is compiled at run time and finds no {compiler}; install g++, or {alternative}")
 
 
 def missing_compiler() -> str | None:
-    """Return the C++ compiler that torch would use, if it is not there, as "compiler NAME"; else None."""
+    """Return "compiler NAME" if the C++ compiler that torch would use is not installed, else None."""
     compiler = os.environ.get("CXX", "g++")
     return None if shutil.which(compiler) else f"compiler {compiler}"
 
 
-def compile_layers(layers: Iterable[nn.Module], any_length: bool, budget: float = 1.0) -> None:
+def compile_layers(layers: Iterable[nn.Module], *, any_length: bool, budget: float = 1.0) -> None:
     """Compile each layer's ``forward`` when it is first called; names in the state dict stay the same.
 
     Compiling ``forward`` instead of the module keeps FSDP's hooks, which gather the weights, outside the graph. torch
-    stores the compilation with ``forward``'s code and takes weights as arguments, so all layers share it. With
-    ``any_length``, compile once for rows of any length, else for each shape: a kernel for one shape is faster and does
-    not depend on earlier shapes, which exact resume relies on. ``budget`` is the share of activations to keep.
+    stores the compilation with ``forward``'s code and takes weights as arguments, so all layers share it.
+
+    Args:
+        layers: Decoder layers; their ``forward`` is replaced.
+        any_length: Compile once for rows of any length, else once for each shape. A kernel for one shape is faster, and
+            it does not depend on earlier shapes, which exact resume relies on.
+        budget: Share of the activations to keep for the backward pass; the compiler chooses which.
     """
     _remove_unfinished_builds()
-    config: Any = importlib.import_module("torch._dynamo.config")
-    config.recompile_limit = _RECOMPILE_LIMIT
-    # once for any number and length of documents; only attention's own kernel gets these arguments
-    compiler: Any = importlib.import_module("torch.compiler.config")
-    sources = [*filter(None, compiler.dynamic_sources.split(",")), _DOCUMENT_BORDERS]
-    compiler.dynamic_sources = ",".join(dict.fromkeys(sources))
-    config.optimize_ddp = False  # else the graph is split at DDP's buckets, which span several layers
-    partitioner: Any = importlib.import_module("torch._functorch.config")
-    partitioner.activation_memory_budget = budget
+
+    dynamo_config: Any = importlib.import_module("torch._dynamo.config")
+    dynamo_config.recompile_limit = _RECOMPILE_LIMIT
+    dynamo_config.optimize_ddp = False  # else the graph is split at DDP's buckets, which span several layers
+
+    # compile once for any number and length of documents; only the attention kernel gets these arguments
+    compiler_config: Any = importlib.import_module("torch.compiler.config")
+    dynamic_sources = [source for source in compiler_config.dynamic_sources.split(",") if source]
+    if _DOCUMENT_BORDERS not in dynamic_sources:
+        dynamic_sources.append(_DOCUMENT_BORDERS)
+    compiler_config.dynamic_sources = ",".join(dynamic_sources)
+
+    functorch_config: Any = importlib.import_module("torch._functorch.config")
+    functorch_config.activation_memory_budget = budget
+
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=any_length)
 
@@ -293,15 +349,17 @@ def compile_layers(layers: Iterable[nn.Module], any_length: bool, budget: float 
 def _remove_unfinished_builds() -> None:
     """Remove libraries that a killed process left half-built in torch's cache: torch would take them for finished.
 
-    Until a build is done, a lock is held and a folder exists next to the library.
+    During a build, torch holds a lock and keeps a folder next to the library.
     """
     from torch._inductor.codecache import get_lock_dir
     from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch.utils._filelock import FileLock
 
-    for folder in Path(cache_dir()).glob("*/*_CxxBuild"):
-        library = folder.name.removesuffix("_CxxBuild")
-        key = folder.name.partition(".")[0]
-        with suppress(TimeoutError), FileLock(str(Path(get_lock_dir()) / f"{key}.lock"), timeout=0):
-            folder.with_name(f"{library}.so").unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
+    for build_dir in Path(cache_dir()).glob("*/*_CxxBuild"):
+        library = build_dir.name.removesuffix("_CxxBuild")
+        key = build_dir.name.partition(".")[0]
+        lock_path = Path(get_lock_dir()) / f"{key}.lock"
+        # a TimeoutError means that another process is building
+        with suppress(TimeoutError), FileLock(str(lock_path), timeout=0):
+            build_dir.with_name(f"{library}.so").unlink(missing_ok=True)
+            shutil.rmtree(build_dir, ignore_errors=True)

@@ -112,9 +112,9 @@ def setup_model(
     if isinstance(arguments.fsdp.mlp_tile_size, int):
         tile_rows(model, layers, arguments.fsdp.mlp_tile_size)
     if kept_by_compiler is not None:
-        compile_layers(layers, any_length, kept_by_compiler)
+        compile_layers(layers, any_length=any_length, budget=kept_by_compiler)
     if kept < 1:
-        checkpoint_layers(layers, kept, arguments.fsdp.activation_offload)
+        checkpoint_layers(layers, kept, offloads=arguments.fsdp.activation_offload)
     model.train()
 
     # Real parameters instead of meta ones. Every rank has all of an adapter; FSDP makes its shards of the rest.

@@ -23,8 +23,8 @@ def test_the_tightest_control_group_counts_and_pages_of_files_are_free(
 ) -> None:
     membership = tmp_path / "cgroup"
     mounted = tmp_path / "sys"
-    monkeypatch.setattr(memory, "_MEMBERSHIP", membership)
-    monkeypatch.setattr(memory, "_MOUNTED", mounted)
+    monkeypatch.setattr(memory, "_CGROUP_MEMBERSHIP", membership)
+    monkeypatch.setattr(memory, "_CGROUP_MOUNT", mounted)
     if version == 1:
         root = mounted / "memory"
         limit = "memory.limit_in_bytes"

@@ -150,7 +150,7 @@ def test_a_compiled_layer_keeps_on_a_cpu_what_the_plan_counts(budget: float) -> 
         if traced:
             compile_for_trace([layer], budget, "on a CPU")
         else:
-            compile_layers([layer], False, budget)
+            compile_layers([layer], any_length=False, budget=budget)
         with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
             layer(inputs, position_embeddings=positions)
         return sum(sizes.values())
