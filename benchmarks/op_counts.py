@@ -55,7 +55,6 @@ _PART_OF_FILE = {
     "/fabric_train/training/": OTHERS,
     "/fabric_train/distributed/": OTHERS,
 }
-_CLIPPING = ("clip_grad_norm", "_squared_norm", "_squared_norms", "_norms_in_fp64", "_squared_norm_in_rows", "_scale")
 _PART_OF_CLASS = {
     "Norm": "norm",
     "Rotary": "rotary",
@@ -290,7 +289,7 @@ class StepCounter(TorchDispatchMode):
 def _part_of_code(code: CodeType) -> str | None:
     if "/transformers/models/" in code.co_filename:
         return "rotary" if "rotary" in code.co_name else None
-    if "/fabric_train/distributed/ranks.py" in code.co_filename and code.co_name in _CLIPPING:
+    if "/fabric_train/distributed/gradients.py" in code.co_filename:
         return "clip"
     return next((part for path, part in _PART_OF_FILE.items() if path in code.co_filename), None)
 

@@ -15,7 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.scale.series import Point, Series
-from fabric_train.distributed.ranks import StepSync, clip_grad_norm, first_text, sum_over_data_ranks, sync_step
+from fabric_train.distributed.gradients import clip_grad_norm
+from fabric_train.distributed.ranks import StepSync, first_text, sum_over_data_ranks, sync_step
 from fabric_train.training.step import LocalLoss, exchange_step, gather_losses
 
 _SIZES = (16, 128, 1024, 8192)
@@ -30,7 +31,10 @@ _SIMULATED = (
     f"all ranks but one are torch's fake process group, the batch is empty, with {_SOURCES} sources and "
     f"{_MICRO_BATCHES} micro-batches a rank; latency is NCCL's own model, with {_RANKS_OF_MACHINE} GPUs a machine"
 )
-_REAL = "the functions of training/step.py and distributed/ranks.py; the collectives are counted where torch runs them"
+_REAL = (
+    "the functions of training/step.py, distributed/ranks.py and distributed/gradients.py; the collectives are counted "
+    "where torch runs them"
+)
 
 
 def measure(work: Path) -> list[Series]:

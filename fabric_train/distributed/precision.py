@@ -21,8 +21,8 @@ from fabric_train.files.requirements import check_package
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
 
-_MIN_CAPABILITY = (8, 9)  # Ada, the first with float8 units
-_MULTIPLE = 16  # torch's scaled product needs both dimensions of a matrix to be multiples of it
+_MIN_FLOAT8_CAPABILITY = (8, 9)  # Ada, the first with float8 units
+_FLOAT8_MULTIPLE = 16  # torch's scaled product needs both dimensions of a matrix to be multiples of it
 
 
 def weights_dtype(precision: str) -> torch.dtype:
@@ -32,28 +32,37 @@ def weights_dtype(precision: str) -> torch.dtype:
 
 def compute_dtype(precision: str) -> torch.dtype:
     """Return the dtype of the matrix products."""
-    return {"32-true": torch.float32, "16-mixed": torch.float16}.get(precision, torch.bfloat16)
+    if precision == "32-true":
+        return torch.float32
+    if precision == "16-mixed":
+        return torch.float16
+    return torch.bfloat16
 
 
 def gathered_dtype(arguments: "TrainArguments", parallelism: str) -> torch.dtype | None:
-    """Return the dtype that fsdp and fsdp2 cast gathered weights to; None: nothing is cast but by autocast.
+    """Return the dtype that fsdp and fsdp2 cast gathered weights to; None if only autocast casts anything.
 
-    Weights in 4 bits are stored as numbers of the dtype of the other weights. To cast them would destroy them.
+    Weights in 4 bits are stored as numbers of the dtype of the other weights. A cast would destroy them.
     """
     precision = arguments.model.precision
-    keeps_bytes = arguments.adapter.base_weights is not None and precision.endswith("mixed")
-    return None if keeps_bytes or parallelism not in ("fsdp", "fsdp2") else compute_dtype(precision)
+    if parallelism not in ("fsdp", "fsdp2"):
+        return None
+    has_4bit_weights = arguments.adapter.base_weights is not None
+    if has_4bit_weights and precision.endswith("mixed"):
+        return None
+    return compute_dtype(precision)
 
 
 def precision_plugin(arguments: "TrainArguments", parallelism: str, accelerator: str) -> Precision:
     """Return Fabric's precision plugin; for ``parallelism`` and ``accelerator`` see ``prepared_run.DevicePlan``."""
     precision = arguments.model.precision
     if parallelism == "xla":
-        return XLAPrecision("32-true")  # torch-xla's FSDP does the rest
+        return XLAPrecision("32-true")  # torch-xla's FSDP casts to the dtype of the products itself
     autocasts = precision.endswith("mixed") and gathered_dtype(arguments, parallelism) is None
     if parallelism == "fsdp":
         if autocasts:
             return _FSDPAutocastPrecision(precision, accelerator)
+        # "16-mixed" brings fp16's loss scaling
         return _FSDPPrecisionAsLoaded("16-mixed" if precision == "16-mixed" else "32-true")
     if autocasts:
         return _AutocastPrecision(precision, device=accelerator)  # type: ignore[arg-type]
@@ -69,7 +78,7 @@ def average_in_fp32(_: None, bucket: dist.GradBucket) -> torch.futures.Future[to
 
 
 class _FSDPPrecisionAsLoaded(FSDPPrecision):
-    """FSDP precision that casts neither the module nor its output; the strategy's ``MixedPrecision`` does the rest."""
+    """FSDP precision that casts neither the module nor its output; the strategy's ``MixedPrecision`` does all casts."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module
@@ -79,7 +88,7 @@ class _FSDPPrecisionAsLoaded(FSDPPrecision):
 
 
 class _FSDPAutocastPrecision(_FSDPPrecisionAsLoaded):
-    """Autocast on a device beside FSDP1, which casts nothing."""
+    """Autocast with an FSDP1 that casts nothing."""
 
     def __init__(self, precision: str, device: str) -> None:
         super().__init__(precision)  # type: ignore[arg-type]
@@ -111,12 +120,12 @@ def check_float8(arguments: "TrainArguments", accelerator: str) -> None:
 
 def check_gpu_has_float8(device: torch.device) -> None:
     """Check that a GPU multiplies float8 matrices."""
-    if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
+    if torch.cuda.get_device_capability(device) < _MIN_FLOAT8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise InputError(f"--float8 true: {name} does not support float8; leave it out")
 
 
-def convert_to_float8(layers: Iterable[nn.Module], emulate: bool = False) -> None:
+def convert_to_float8(layers: Iterable[nn.Module], *, emulate: bool = False) -> None:
     """Make each linear layer compute its three products, the output and the two gradients, in float8 (e4m3).
 
     Each row and column has its own scale, a power of two (torchao's recipe "rowwise"), so an outlier costs precision
@@ -126,7 +135,9 @@ def convert_to_float8(layers: Iterable[nn.Module], emulate: bool = False) -> Non
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def is_convertible(module: nn.Module, _: str) -> bool:
-        return isinstance(module, nn.Linear) and not any(size % _MULTIPLE for size in module.weight.shape)
+        if not isinstance(module, nn.Linear):
+            return False
+        return all(size % _FLOAT8_MULTIPLE == 0 for size in module.weight.shape)
 
     config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=emulate)
     for layer in layers:

@@ -1,7 +1,7 @@
 """Connect every rank to rank 0 by TCP, and describe ranks in a line; ``watchdog`` decides what follows from messages.
 
-A message is a line of JSON. No rank passes messages on: a thousand ranks cost rank 0 less than two percent of a core,
-and no other rank's end delays a report (docs/scale.md).
+A message is a line of JSON. No rank forwards messages, so no other rank's end delays a report. A thousand ranks cost
+rank 0 less than two percent of a core (docs/scale.md).
 """
 
 import json
@@ -23,15 +23,15 @@ from fabric_train.distributed.signals import Position
 
 _JOIN_SECONDS = 60.0
 _SEND_SECONDS = 1.0
-_LISTED_MACHINES = 4  # in an error
+_MAX_LISTED_MACHINES = 4  # in an error
 _FILES_PER_RANK = 2  # torch's store and the watchdog of rank 0 each have a connection to every rank, gloo to each other
-_OTHER_FILES = 128  # that a run has open at least
-_RAISED_LIMIT = 65_536
+_MIN_OTHER_FILES = 128  # that any run has open
+_RAISED_FILE_LIMIT = 65_536
 
 
 @dataclass
 class ConnectedRank:
-    """What this process knows of a rank; ``heard_at`` is a time of this process's monotonic clock."""
+    """What this process knows about a rank, and the connection to it."""
 
     rank: int
     host: str = ""
@@ -44,18 +44,21 @@ class ConnectedRank:
     is_waiting: bool = False
     """The main thread is in a collective."""
     min_pass_seconds: float = 0.0
+    """Duration of the fastest forward and backward pass so far; 0 before the first."""
     heard_at: float = field(default_factory=time.monotonic)
-    _partial: bytes = b""
+    """When the last message arrived, on this process's monotonic clock."""
+    _incomplete_line: bytes = b""
 
     @property
     def name(self) -> str:
         return f"rank {self.rank} ({self.host}, process {self.pid})"
 
     def introduce(self) -> dict[str, Any]:
-        """Return the message by which another rank gets to know this one."""
-        return {name: getattr(self, name) for name in ("rank", "host", "pid", "pid_namespace")}
+        """Return the message that introduces this rank to another rank."""
+        return {"rank": self.rank, "host": self.host, "pid": self.pid, "pid_namespace": self.pid_namespace}
 
     def update(self, position: Position, location: str, is_waiting: bool, min_pass_seconds: float) -> None:
+        """Record a heartbeat."""
         self.heard_at = time.monotonic()
         self.position = position
         self.location = location
@@ -63,7 +66,7 @@ class ConnectedRank:
         self.min_pass_seconds = min_pass_seconds
 
     def send(self, message: bytes) -> None:
-        """Send what :func:`encode` has returned."""
+        """Send a message that :func:`encode` has returned, if the rank is connected."""
         if self.connection:
             with suppress(OSError):  # a broken connection is noticed when messages are read
                 self.connection.sendall(message)
@@ -71,10 +74,12 @@ class ConnectedRank:
     def read(self) -> list[dict[str, Any]] | None:
         """Return the messages that have arrived, or None if the connection has ended."""
         lines = self.read_lines()
-        return None if lines is None else [json.loads(line) for line in lines]
+        if lines is None:
+            return None
+        return [json.loads(line) for line in lines]
 
     def read_lines(self) -> list[bytes] | None:
-        """Return the whole lines that have arrived, or None if the connection has ended."""
+        """Return the complete lines that have arrived, or None if the connection has ended."""
         assert self.connection is not None
         try:
             received = self.connection.recv(1 << 16)
@@ -83,13 +88,14 @@ class ConnectedRank:
         if not received:
             return None
         self.heard_at = time.monotonic()
-        *lines, self._partial = (self._partial + received).split(b"\n")
+        lines = (self._incomplete_line + received).split(b"\n")
+        self._incomplete_line = lines.pop()
         return lines
 
     def open(self, connection: socket.socket) -> None:
         """Use a connection for messages."""
         connection.settimeout(_SEND_SECONDS)
-        # without it, the kernel holds back a message that follows a heartbeat, and drops it if this process ends first
+        # without this, the kernel holds back a message that follows a heartbeat, and drops it if this process ends soon
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
 
@@ -100,7 +106,7 @@ class ConnectedRank:
             self.connection = None
 
 
-def this_rank(rank: int) -> ConnectedRank:
+def this_process_as_rank(rank: int) -> ConnectedRank:
     """Return this process, without a connection."""
     return ConnectedRank(rank, machine_name(), os.getpid(), _pid_namespace())
 
@@ -111,55 +117,77 @@ def encode(**message: Any) -> bytes:
 
 
 def listen(num_ranks: int, num_nodes: int) -> socket.socket:
-    """Return the socket at which rank 0 waits for the others, on one machine only on its loopback."""
-    # all ranks connect at once: one that finds no place in the queue would try again only after seconds
-    return socket.create_server(("127.0.0.1" if num_nodes == 1 else "", 0), backlog=num_ranks)
+    """Return the socket at which rank 0 waits for the other ranks; on one machine it is on the loopback only."""
+    address = "127.0.0.1" if num_nodes == 1 else ""
+    # all ranks connect at once: a rank that the queue has no room for would try again only after seconds
+    return socket.create_server((address, 0), backlog=num_ranks)
 
 
-def accept_ranks(server: socket.socket, num_ranks: int, token: str, me: ConnectedRank) -> dict[int, ConnectedRank]:
-    """Accept the other ranks, which know the token, and answer each; whoever else connects keeps none waiting.
+def accept_ranks(server: socket.socket, num_ranks: int, token: str, rank_0: ConnectedRank) -> dict[int, ConnectedRank]:
+    """Accept the connections of all other ranks on rank 0, and answer each.
+
+    A rank first sends the token, then its introduction. A program that connects without the token is disconnected; it
+    delays nobody, because no connection is waited for alone.
+
+    Args:
+        server: The socket that :func:`listen` has returned.
+        num_ranks: Number of ranks of the run, rank 0 included.
+        token: A secret that all ranks know.
+        rank_0: This process.
+
+    Returns:
+        The other ranks by their number.
 
     Raises:
         RunError: some rank has not connected in a minute.
     """
     ranks: dict[int, ConnectedRank] = {}
     deadline = time.monotonic() + _JOIN_SECONDS
-    answer = encode(**me.introduce())
+    answer = encode(**rank_0.introduce())
     server.setblocking(False)
-    with selectors.DefaultSelector() as joining:
-        joining.register(server, selectors.EVENT_READ)
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
         while len(ranks) < num_ranks - 1:
-            arrived = joining.select(deadline - time.monotonic())
+            events = selector.select(deadline - time.monotonic())
             if time.monotonic() >= deadline:
-                missing = number_ranges(rank for rank in range(1, num_ranks) if rank not in ranks)
-                where = f"rank 0 ({me.host}, port {server.getsockname()[1]})"
+                missing_ranks = number_ranges(rank for rank in range(1, num_ranks) if rank not in ranks)
                 raise RunError(
-                    f"rank {missing} did not connect to {where} within {_JOIN_SECONDS:g} s; see that no firewall is "
-                    "between the machines, and start the run again"
+                    f"rank {missing_ranks} did not connect to rank 0 ({rank_0.host}, port {server.getsockname()[1]}) "
+                    f"within {_JOIN_SECONDS:g} s; see that no firewall is between the machines, and start the run again"
                 )
-            for key, _ in arrived:
+            for key, _ in events:
+                # a new connection
                 if key.fileobj is server:
-                    with suppress(BlockingIOError, ConnectionAbortedError):  # it has gone again
+                    with suppress(BlockingIOError, ConnectionAbortedError):  # it has been closed again
                         connection = server.accept()[0]
-                        unknown = ConnectedRank(-1)
-                        unknown.open(connection)
-                        joining.register(connection, selectors.EVENT_READ, unknown)
-                elif (lines := key.data.read_lines()) != []:  # else a part of a line has arrived
-                    joining.unregister(key.fileobj)
-                    if not lines or not lines[0].startswith(token.encode()):
-                        key.data.close()
-                        continue
-                    introduction = json.loads(lines[0].removeprefix(token.encode()))
-                    rank = ConnectedRank(**introduction, connection=key.data.connection)
-                    ranks[rank.rank] = rank
-                    rank.send(answer)
+                        unknown_rank = ConnectedRank(-1)
+                        unknown_rank.open(connection)
+                        selector.register(connection, selectors.EVENT_READ, unknown_rank)
+                    continue
+
+                # the first message of a connection
+                unknown_rank = key.data
+                lines = unknown_rank.read_lines()
+                if lines == []:  # the line is not complete yet
+                    continue
+                selector.unregister(key.fileobj)
+                if lines is None or not lines[0].startswith(token.encode()):
+                    unknown_rank.close()
+                    continue
+                introduction = json.loads(lines[0].removeprefix(token.encode()))
+                rank = ConnectedRank(**introduction, connection=unknown_rank.connection)
+                ranks[rank.rank] = rank
+                rank.send(answer)
     return ranks
 
 
 def connect_to_rank_0(
-    address: tuple[str, int], token: str, me: ConnectedRank
+    address: tuple[str, int], token: str, this_rank: ConnectedRank
 ) -> tuple[ConnectedRank, list[dict[str, Any]]]:
-    """Return rank 0, and what it has sent after its answer.
+    """Connect this rank to rank 0.
+
+    Returns:
+        Rank 0, and the messages that it has sent after its answer.
 
     Raises:
         OSError: rank 0 cannot be reached, or has ended.
@@ -168,33 +196,41 @@ def connect_to_rank_0(
     rank_0.open(socket.create_connection(address, timeout=_JOIN_SECONDS))
     assert rank_0.connection is not None
     rank_0.connection.settimeout(_JOIN_SECONDS)
-    # rank 0 reads only the first line before it knows all ranks, so an earlier message would be lost
-    rank_0.send(token.encode() + encode(**me.introduce()))
+    # only this: rank 0 reads one line before it knows all ranks, and a second one would be lost
+    rank_0.send(token.encode() + encode(**this_rank.introduce()))
     messages: list[dict[str, Any]] | None = []
     while messages == []:
         messages = rank_0.read()
     if messages is None:
         raise ConnectionError("rank 0 ended before it answered")
-    introduction, *others = messages
+    introduction, *later_messages = messages
     rank_0.host = introduction["host"]
     rank_0.pid = introduction["pid"]
     rank_0.pid_namespace = introduction["pid_namespace"]
     rank_0.connection.settimeout(_SEND_SECONDS)
-    return rank_0, others
+    return rank_0, later_messages
 
 
 def describe_ranks(ranks: Iterable[ConnectedRank]) -> str:
-    """Return the names of ranks by machine, and a number instead of names beyond four machines."""
-    of_machines: dict[str, list[ConnectedRank]] = {}
-    for rank in sorted(ranks, key=lambda each: each.rank):
-        of_machines.setdefault(rank.host, []).append(rank)
-    listed = list(of_machines.items())[:_LISTED_MACHINES]
-    texts = [
-        of[0].name if len(of) == 1 else f"ranks {number_ranges(rank.rank for rank in of)} ({host})"
-        for host, of in listed
-    ]
-    if more := list(of_machines.values())[_LISTED_MACHINES:]:
-        texts.append(f"{sum(map(len, more))} ranks of {len(more)} more machines")
+    """Return the names of ranks by machine; beyond four machines, the number of the other ranks.
+
+    Several ranks of one machine are "ranks 0-3 (HOST)", a single rank is "rank 4 (HOST, process PID)".
+    """
+    ranks_by_host: dict[str, list[ConnectedRank]] = {}
+    for rank in sorted(ranks, key=lambda rank: rank.rank):
+        ranks_by_host.setdefault(rank.host, []).append(rank)
+    hosts = list(ranks_by_host)
+    texts = []
+    for host in hosts[:_MAX_LISTED_MACHINES]:
+        host_ranks = ranks_by_host[host]
+        if len(host_ranks) == 1:
+            texts.append(host_ranks[0].name)
+        else:
+            texts.append(f"ranks {number_ranges(rank.rank for rank in host_ranks)} ({host})")
+    unlisted_hosts = hosts[_MAX_LISTED_MACHINES:]
+    if unlisted_hosts:
+        num_unlisted_ranks = sum(len(ranks_by_host[host]) for host in unlisted_hosts)
+        texts.append(f"{num_unlisted_ranks} ranks of {len(unlisted_hosts)} more machines")
     return ", ".join(texts)
 
 
@@ -204,22 +240,25 @@ def allow_connections(num_ranks: int) -> None:
     Raises:
         InputError: the hard limit is too low.
     """
-    needed = _FILES_PER_RANK * num_ranks + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    needed_files = _FILES_PER_RANK * num_ranks + _MIN_OTHER_FILES
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit == resource.RLIM_INFINITY or soft_limit >= needed_files:
         return
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    if hard_limit != resource.RLIM_INFINITY and hard_limit < needed_files:
         raise InputError(
-            f"{num_ranks} ranks need {needed:,} open files in a process, and the hard limit here is {hard:,}; raise it "
-            "(LimitNOFILE of the service that starts the ranks, docker run --ulimit nofile=65536, or nofile in "
-            "/etc/security/limits.conf)"
+            f"{num_ranks} ranks need {needed_files:,} open files in a process, and the hard limit here is "
+            f"{hard_limit:,}; raise it (LimitNOFILE of the service that starts the ranks, docker run --ulimit "
+            "nofile=65536, or nofile in /etc/security/limits.conf)"
         )
-    raised = max(needed, _RAISED_LIMIT)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (raised if hard == resource.RLIM_INFINITY else min(raised, hard), hard))
+    raised_limit = max(needed_files, _RAISED_FILE_LIMIT)
+    if hard_limit != resource.RLIM_INFINITY:
+        raised_limit = min(raised_limit, hard_limit)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised_limit, hard_limit))
 
 
 def _pid_namespace() -> str:
     """Return a name of the machine or container in which process ids are unique."""
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return boot_id + os.readlink("/proc/self/ns/pid")
     return socket.gethostname()

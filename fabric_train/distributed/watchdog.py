@@ -27,7 +27,7 @@ from fabric_train.distributed.rank_connections import (
     describe_ranks,
     encode,
     listen,
-    this_rank,
+    this_process_as_rank,
 )
 from fabric_train.distributed.signals import Border, Heartbeat, Position, StepPhase, describe_signal, stop_signals
 
@@ -78,7 +78,7 @@ class Watchdog:
     """This rank's thread that watches the other ranks."""
 
     def __init__(self, rank: int, num_ranks: int, heartbeat: Heartbeat, timeout: float) -> None:
-        self._me = this_rank(rank)
+        self._me = this_process_as_rank(rank)
         self._others: dict[int, ConnectedRank] = {}  # rank 0 knows all ranks, the others know only rank 0
         self._heartbeat = heartbeat
         self._timeout = timeout

@@ -3,7 +3,7 @@
 A linear layer with the weight W [out, in] gets the children ``lora_A`` [rank, in] and ``lora_B`` [out, rank], and
 computes ``x Wᵀ + scale · (x Aᵀ) Bᵀ``. Its own weight keeps its name, so weights are read as without an adapter. The
 adapter is fp32 in every precision: in bf16, most of its updates would be rounded away. It is small, so every rank has
-all of it, beside a base that may be sharded; ``distributed.ranks.average_replicated`` averages its gradients.
+all of it, beside a base that may be sharded; ``distributed.gradients.average_replicated`` averages its gradients.
 
 LoRA: arXiv:2106.09685; rsLoRA, whose scale is alpha / √rank: arXiv:2312.03732; DoRA: arXiv:2402.09353. The frozen
 weights may be in 4 bits, see ``nf4``.

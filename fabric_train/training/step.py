@@ -19,10 +19,9 @@ from lightning import Fabric
 
 from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.data.step_sampler import Window
-from fabric_train.distributed import ranks
+from fabric_train.distributed.gradients import average_replicated, clip_grad_norm
 from fabric_train.distributed.ranks import (
     StepSync,
-    clip_grad_norm,
     data_ranks,
     gather_over_data_ranks,
     sum_over_data_ranks,
@@ -223,7 +222,7 @@ def backpropagate(
             metrics += loss.metrics
         if (values := by_piece(loss, batch)) is not None:
             of_batches.append(values)
-    ranks.average_replicated(model)
+    average_replicated(model)
     summed = torch.stack(losses)
     as_wholes = counts_pieces(objective)
     of_pieces = torch.cat(of_batches, dim=1) if of_batches else summed[None, :0]

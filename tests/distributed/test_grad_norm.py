@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fabric_train.distributed import ranks
-from fabric_train.distributed.ranks import clip_grad_norm
+from fabric_train.distributed import gradients
+from fabric_train.distributed.gradients import clip_grad_norm
 from tests.support.device_operations import DeviceOperations
 from tests.support.forked_runs import ForkedRuns
 from tests.support.sharded_8b import NUM_ELEMENTS, eight_ranks, sharded_parameters
@@ -41,8 +41,8 @@ def test_clipping_an_8b_is_few_launches_that_read_it_twice(fsdp2: bool) -> None:
         counted.bytes = 0
         clip_grad_norm(fabric, model, None, 1.0)
     assert counted.launches.total() <= 50, counted.launches
-    gradients = 2 * NUM_ELEMENTS
-    assert 2 * gradients <= counted.bytes <= 2.01 * gradients  # in-place operations are counted once here
+    gradient_bytes = 2 * NUM_ELEMENTS
+    assert 2 * gradient_bytes <= counted.bytes <= 2.01 * gradient_bytes  # in-place operations are counted once here
 
 
 @pytest.mark.numerical
@@ -51,7 +51,7 @@ def test_norms_for_a_gpu_and_for_a_cpu_are_the_true_ones(dtype: torch.dtype) -> 
     random = torch.Generator().manual_seed(0)
     tensors = [torch.randn(count, generator=random).to(dtype) for count in (1, 0, 5000, 100_001)]
     exact = torch.stack([tensor.double().norm() for tensor in tensors])
-    torch.testing.assert_close(ranks._squared_norms(tensors)[1:].sqrt(), exact, rtol=1e-6, atol=0)
-    for_a_gpu = torch.stack([*ranks._norms_in_fp64(tensors)])
+    torch.testing.assert_close(gradients._squared_norms(tensors)[1:].sqrt(), exact, rtol=1e-6, atol=0)
+    for_a_gpu = torch.stack([*gradients._norms_in_fp64(tensors)])
     torch.testing.assert_close(for_a_gpu, exact[exact > 0], rtol=1e-12, atol=0)
-    assert ranks._norms_in_fp64(tensors[1:2]) == ()
+    assert gradients._norms_in_fp64(tensors[1:2]) == ()

@@ -18,7 +18,7 @@ from fabric_train.distributed.rank_connections import (
     connect_to_rank_0,
     describe_ranks,
     listen,
-    this_rank,
+    this_process_as_rank,
 )
 from tests.support.watched_ranks import observe_ranks
 
@@ -54,8 +54,8 @@ def test_strangers_delay_no_start() -> None:
         address = server.getsockname()
         with socket.create_connection(address), socket.create_connection(address) as scanner:
             scanner.sendall(b"GET / HTTP/1.1\n")
-            accepted = threads.submit(accept_ranks, server, 2, TOKEN, this_rank(0))
-            rank_0, _ = connect_to_rank_0(address, TOKEN, this_rank(1))
+            accepted = threads.submit(accept_ranks, server, 2, TOKEN, this_process_as_rank(0))
+            rank_0, _ = connect_to_rank_0(address, TOKEN, this_process_as_rank(1))
             assert list(accepted.result(10)) == [1]
             assert rank_0.pid == os.getpid()
 
@@ -63,7 +63,7 @@ def test_strangers_delay_no_start() -> None:
 def test_ranks_that_do_not_connect_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_connections, "_JOIN_SECONDS", 0.05)
     with listen(5, num_nodes=1) as server, pytest.raises(RunError, match="rank 1–4 did not connect to rank 0 "):
-        accept_ranks(server, 5, TOKEN, this_rank(0))
+        accept_ranks(server, 5, TOKEN, this_process_as_rank(0))
 
 
 def test_the_limit_of_open_files_is_raised_or_named() -> None:

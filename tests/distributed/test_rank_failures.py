@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fabric_train.distributed import watchdog
-from fabric_train.distributed.rank_connections import ConnectedRank, encode, this_rank
+from fabric_train.distributed.rank_connections import ConnectedRank, encode, this_process_as_rank
 from fabric_train.distributed.signals import Heartbeat, Position, StepPhase
 from fabric_train.distributed.watchdog import Watchdog
 from tests.support.forked_runs import ForkedRun, ForkedRuns
@@ -179,7 +179,7 @@ def test_a_rank_that_has_waited_long_does_not_hang(monkeypatch: pytest.MonkeyPat
 def test_only_a_rank_of_this_pid_namespace_is_killed(monkeypatch: pytest.MonkeyPatch, *, is_here: bool) -> None:
     """In another container, the lost rank's number may be that of any process here."""
     monkeypatch.setattr(watchdog, "exit_process", sys.exit)
-    namespace = this_rank(0).pid_namespace
+    namespace = this_process_as_rank(0).pid_namespace
     assert namespace
     with subprocess.Popen(["sleep", "60"]) as process, socket.socket() as connection:
         lost = ConnectedRank(1, HOST, process.pid, namespace if is_here else f"{namespace} of another", connection)

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.data.batch import IGNORED_LABEL, Batch
 from fabric_train.data.step_sampler import Window
-from fabric_train.distributed.ranks import clip_grad_norm
+from fabric_train.distributed.gradients import clip_grad_norm
 from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.parallelize import setup_model
 from fabric_train.training.step import accumulate

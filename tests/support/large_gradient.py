@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fabric_train.arguments import TrainArguments, parse
-from fabric_train.distributed.ranks import clip_grad_norm
+from fabric_train.distributed.gradients import clip_grad_norm
 from fabric_train.distributed.strategy import LayerClasses, build_fabric
 from fabric_train.model.parallelize import setup_model
 

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import Window
+from fabric_train.distributed.gradients import clip_grad_norm
 from fabric_train.distributed.precision import weights_dtype
-from fabric_train.distributed.ranks import clip_grad_norm
 from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.load_weights import load_model

@@ -10,7 +10,7 @@ from lightning import Fabric
 
 from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised
 from fabric_train.data.step_sampler import Window
-from fabric_train.distributed.ranks import clip_grad_norm
+from fabric_train.distributed.gradients import clip_grad_norm
 from fabric_train.training.objective import CrossEntropy
 from fabric_train.training.step import accumulate
 from tests.support.bigram import VOCABULARY, Bigram

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import Window, WindowOrder
 from fabric_train.data.stream_batches import LaneCursor, TextPosition
-from fabric_train.distributed.ranks import clip_grad_norm
+from fabric_train.distributed.gradients import clip_grad_norm
 from fabric_train.training.objective import WindowLoss
 from fabric_train.training.statistics import SpikeRule
 from fabric_train.training.step import StepGuard, accumulate
