@@ -2,7 +2,7 @@
 
 Python runs a signal handler only at the next bytecode, so not while the main thread is blocked in native code. A thread
 therefore reads the signal numbers from the pipe that Python's C handler writes to (``signal.set_wakeup_fd``). The
-heartbeat has the point of a step at which this rank is; ``watchdog`` sends it to the others.
+heartbeat holds the position of this rank in the run; ``watchdog`` sends it to the other ranks.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from fabric_train.cli.launcher import launcher_process
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _REPEAT_SECONDS = 2.0  # a launcher may send one signal several times within this time
-_LAUNCHER_SECONDS = 0.5  # between two looks at whether the launcher is there
+_LAUNCHER_CHECK_SECONDS = 0.5  # between two checks that the launcher still runs
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 Border = tuple[int, int]
 """The moment before a micro-batch: (optimizer step, index of the micro-batch). All ranks pass all borders in order."""
@@ -38,69 +38,83 @@ class StopSignals:
         self.is_deferred = False
         """Whether the first signal is only recorded: the ranks agree where to stop, and save."""
         self._is_listening = False
-        self._received_at = 0.0
-        self._launcher: int | None = None
-        self._replaced: dict[int, Any] = {}  # handlers of a program that has called the training, by signal
+        self._received_at = 0.0  # on the monotonic clock
+        self._launcher_pid: int | None = None
+        self._replaced_handlers: dict[int, Any] = {}  # of a program that has called the training, by signal
 
     def listen(self) -> None:
-        """Listen for signals. Until :meth:`defer` a signal ends the process, because nothing is to be saved."""
+        """Listen for signals. Until :meth:`defer`, a signal ends the process, because there is nothing to save."""
         if self._is_listening:
             return
         self._is_listening = True
-        self._launcher = launcher_process()
+        self._launcher_pid = launcher_process()
+
+        # a thread reads the signal numbers from a pipe
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._read_signals, args=(reader,), daemon=True, name="signals").start()
+
+        # Python writes to the pipe only for signals with a handler; this one does nothing
         for number in _SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # under nohup the run outlives its terminal
-            signal.signal(number, lambda *_: None)  # the thread reads it from the pipe
+            signal.signal(number, lambda *_: None)
 
     def defer(self) -> None:
-        """Only record the first signal from now on, also if this process has not called :meth:`listen`.
+        """Only record the first signal from now on.
 
-        It is then a program that has called the training as a function, with handlers of its own: see :meth:`release`.
+        If this process has not called :meth:`listen`, a program has called the training as a function. Then replace
+        the program's own handlers until :meth:`release`.
         """
         self.is_deferred = True
-        if not self._is_listening and threading.current_thread() is threading.main_thread():
-            self._replaced = {number: signal.signal(number, self._record) for number in _SIGNALS}
+        if self._is_listening or threading.current_thread() is not threading.main_thread():
+            return  # only the main thread may set handlers
+        for number in _SIGNALS:
+            self._replaced_handlers[number] = signal.signal(number, self._record)
 
     def release(self) -> None:
-        """Give a program that has called the training its own handlers back, and forget the signals."""
-        for number, handler in self._replaced.items():
+        """Restore the handlers of a program that has called the training, and forget the signals."""
+        for number, handler in self._replaced_handlers.items():
             signal.signal(number, handler)
-        self._replaced = {}
+        self._replaced_handlers = {}
         self.received = 0
         self.is_deferred = False
 
     def ignore(self) -> None:
-        """Ignore signals from now on: everything is saved and the process, if it is a rank, is about to end."""
-        for number in _SIGNALS if self._is_listening else ():
+        """Ignore signals from now on: everything is saved, and the process is about to end if it is a rank."""
+        if not self._is_listening:
+            return
+        for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     def _record(self, number: int, _: FrameType | None) -> None:
+        """Handle a signal of a program that has called the training."""
         now = time.monotonic()
-        if self.received and now - self._received_at >= _REPEAT_SECONDS:
-            raise KeyboardInterrupt
         if not self.received:
             self._received_at = now
             self.received = number
+        elif now - self._received_at >= _REPEAT_SECONDS:
+            raise KeyboardInterrupt
 
     def _read_signals(self, reader: int) -> None:
+        """Receive signals from the pipe, and SIGHUP when the launcher has ended; run in a thread of its own."""
         while True:
-            if not select.select([reader], [], [], _LAUNCHER_SECONDS)[0]:
-                if not self.received and self._launcher is not None and os.getppid() != self._launcher:
-                    self._receive(signal.SIGHUP)
+            readable, _, _ = select.select([reader], [], [], _LAUNCHER_CHECK_SECONDS)
+            if readable:
+                for number in os.read(reader, 64):
+                    if number in _SIGNALS:  # the pipe also gets DataLoader's SIGCHLD
+                        self._receive(number)
                 continue
-            for number in os.read(reader, 64):
-                if number in _SIGNALS:  # the pipe also gets DataLoader's SIGCHLD
-                    self._receive(number)
+            launcher_has_ended = self._launcher_pid is not None and os.getppid() != self._launcher_pid
+            if launcher_has_ended and not self.received:
+                self._receive(signal.SIGHUP)
 
     def _receive(self, number: int) -> None:
+        """Record a first signal, or end the process if the signal is not deferred or is a second one."""
         now = time.monotonic()
         if self.received and now - self._received_at < _REPEAT_SECONDS:
-            return
+            return  # a repetition of the first signal
         if self.received:
             end_run(128 + number, f"{_name(number)} again: ended at once, without saving; continue with --resume true")
         self._received_at = now
@@ -114,7 +128,9 @@ stop_signals = StopSignals()
 
 def describe_signal(number: int) -> str:
     """Return a signal's name; for SIGHUP also that the launcher may have ended."""
-    return "SIGHUP (or its launcher's end)" if number == signal.SIGHUP else _name(number)
+    if number == signal.SIGHUP:
+        return "SIGHUP (or its launcher's end)"
+    return _name(number)
 
 
 def describe_stop_outside_training(cause: str) -> str:
@@ -124,7 +140,7 @@ def describe_stop_outside_training(cause: str) -> str:
 
 def ignore_signals_in_worker(_: int) -> None:
     """Ignore stop signals in a DataLoader worker (``worker_init_fn``); the worker ends together with its rank."""
-    signal.set_wakeup_fd(-1)  # it would write to the rank's pipe
+    signal.set_wakeup_fd(-1)  # the worker has inherited the rank's pipe, and would write to it
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":  # elsewhere torch ends the worker some seconds after its parent
@@ -136,46 +152,50 @@ def _name(number: int) -> str:
 
 
 class RunStopped(Exception):  # noqa: N818 - not an error
-    """All ranks stop here for a signal."""
+    """All ranks stop at this point for a signal."""
 
 
 class StopBorder:
     """The border at which this rank's main thread stops; the watchdogs of the ranks agree on it.
 
-    It is for jobs with a short grace period on large windows: Slurm kills 30 s after SIGTERM, and a window of many
-    micro-batches takes longer. The run stops within the window and saves the step before it.
+    A job's grace period may be short: Slurm kills 30 s after SIGTERM, and a window of many micro-batches takes longer.
+    So the run stops within the window, and saves the step before it.
 
-    A rank may be a few micro-batches ahead of another, and one that stops alone would leave the others waiting in a
-    collective. So rank 0 asks every rank to :meth:`freeze`. Each answers with the border that it passed last, and waits
-    at its next one. All ranks then stop at the first border after the last one that any rank has passed.
+    A rank may be a few micro-batches ahead of another, and a rank that stops alone would leave the others waiting in a
+    collective. So rank 0 asks every rank to :meth:`freeze`. Each rank answers with the border that it passed last, and
+    waits at its next border. All ranks then stop at the border after the last one that any rank has passed.
     """
 
     def __init__(self) -> None:
         self.signal = 0
         """Number of the signal to stop for, 0 as long as there is none."""
         self._changed = threading.Condition()
-        self._passed: Border = (0, -1)
-        self._last: Border | None = None
+        self._passed_border: Border = (0, -1)
+        self._last_border: Border | None = None  # that may still be passed; None until the ranks have agreed
         self._is_frozen = False
 
     def enter(self, step: int, micro_batch: int) -> None:
-        """Pass the border before a micro-batch; wait there while the ranks agree. RunStopped if they stop there."""
+        """Pass the border before a micro-batch; wait there while the ranks agree where to stop.
+
+        Raises:
+            RunStopped: this is the border at which the ranks stop.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_frozen or self._last is not None)
-            if self._last is not None and (step, micro_batch) > self._last:
+            self._changed.wait_for(lambda: not self._is_frozen or self._last_border is not None)
+            if self._last_border is not None and (step, micro_batch) > self._last_border:
                 raise RunStopped
-            self._passed = (step, micro_batch)
+            self._passed_border = (step, micro_batch)
 
     def freeze(self) -> Border:
         """Let the main thread pass no further border until :meth:`stop_after`; return the last one it has passed."""
         with self._changed:
             self._is_frozen = True
-            return self._passed
+            return self._passed_border
 
-    def stop_after(self, last: Border, signal: int) -> None:
-        """Let the main thread pass the borders up to ``last`` and stop at the next one."""
+    def stop_after(self, border: Border, signal: int) -> None:
+        """Let the main thread pass the borders up to ``border`` and stop at the next one."""
         with self._changed:
-            self._last = last
+            self._last_border = border
             self.signal = signal
             self._changed.notify()
 
@@ -195,7 +215,7 @@ class StepPhase(IntEnum):
     ENDING = 9
 
 
-_TEXTS = {
+_PHASE_TEXTS = {
     StepPhase.LOADING: "loading",
     StepPhase.DATA: "waiting for data",
     StepPhase.COMPUTING: "forward and backward pass {}",
@@ -207,32 +227,31 @@ _TEXTS = {
     StepPhase.SAVING: "saving",
     StepPhase.ENDING: "ending",
 }
-_SLOW_AT_FIRST = (StepPhase.VALIDATION, StepPhase.SAMPLING)
+_COMPILING_PHASES = (StepPhase.VALIDATION, StepPhase.SAMPLING)  # at their first batch or token
 _SLOW_PHASES = (StepPhase.LOADING, StepPhase.COMPLETING, StepPhase.SAVING, StepPhase.ENDING)
 
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """A point that every rank passes; an earlier one compares as less.
-
-    ``index`` counts micro-batches or validation batches. ``is_slow``: the others may have to wait here for long.
-    """
+    """A point of the run that every rank passes; an earlier one compares as less."""
 
     step: int = 0
     phase: int = StepPhase.LOADING
     index: int = 0
+    """Number of the micro-batch, validation batch or sampled token."""
     is_slow: bool = field(default=True, compare=False)
+    """Whether other ranks may have to wait for this rank for long."""
 
     def __str__(self) -> str:
-        text = _TEXTS[StepPhase(self.phase)].format(self.index)
-        return f"step {self.step}, {text}" if self.step else text
+        phase = _PHASE_TEXTS[StepPhase(self.phase)].format(self.index)
+        return f"step {self.step}, {phase}" if self.step else phase
 
 
 class Heartbeat:
     """The position of this rank's main thread; the watchdog's thread reads it."""
 
     def __init__(self, started: float | None = None) -> None:
-        """``started`` is the ``time.monotonic()`` at which the program began to load; by default it is now."""
+        """Start the clock at ``started``, the ``time.monotonic()`` at which the program began to load; by default now."""
         self.started = time.monotonic() if started is None else started
         self.position = Position()
         self.min_pass_seconds = 0.0
@@ -242,27 +261,39 @@ class Heartbeat:
         """On rank 0, the name of the machine of each rank."""
         self.last_completed = 0
         """The last step that this process has completed; 0 before the first."""
-        self._since = self.started
-        self._first_step = 0
-        self._seconds = dict.fromkeys(StepPhase, 0.0)
+        self._entered_at = self.started  # when the main thread entered its phase, on the monotonic clock
+        self._first_step = 0  # that this process takes, so not 1 after a resume; 0 until it is known
+        self._completed_seconds = dict.fromkeys(StepPhase, 0.0)  # without the phase in progress
 
     def enter(self, phase: StepPhase, index: int = 0, step: int | None = None) -> None:
-        """Record that the main thread enters a phase; all ranks record the same positions."""
-        step = self.position.step if step is None else step
-        self._first_step = step if phase == StepPhase.LOADING else self._first_step or step
-        may_compile = step == self._first_step or (phase in _SLOW_AT_FIRST and index == 0)
+        """Record that the main thread enters a phase; all ranks record the same positions.
+
+        Args:
+            phase: The phase that begins.
+            index: Number of the micro-batch, validation batch or sampled token.
+            step: The optimizer step; by default the one of the last position.
+        """
+        # end the phase before
         now = time.monotonic()
-        self._seconds[self._counted_phase] += now - self._since
+        phase_seconds = now - self._entered_at
+        if step is None:
+            step = self.position.step
+        if phase == StepPhase.LOADING or not self._first_step:
+            self._first_step = step
+        self._completed_seconds[self._counted_phase] += phase_seconds
         if self.position.phase == StepPhase.COMPUTING:
-            self.min_pass_seconds = min(self.min_pass_seconds or math.inf, now - self._since)
+            self.min_pass_seconds = min(self.min_pass_seconds or math.inf, phase_seconds)
+
+        # begin this one
         if phase == StepPhase.COMPLETING:
             self.last_completed = step
+        may_compile = step == self._first_step or (phase in _COMPILING_PHASES and index == 0)
         is_slow = may_compile or phase in _SLOW_PHASES
         self.position = Position(step, phase, index, is_slow)
-        self._since = now
+        self._entered_at = now
 
     def take_time(self) -> None:
-        """Record that this rank may keep the others waiting for long at its position."""
+        """Record that this rank may keep the other ranks waiting for long at its position."""
         self.position = replace(self.position, is_slow=True)
 
     @property
@@ -271,19 +302,19 @@ class Heartbeat:
 
         The first step, which compiles and starts the data workers, counts as loading until it is completed.
         """
-        phase = self._counted_phase
-        now = time.monotonic()
-        return {**self._seconds, phase: self._seconds[phase] + now - self._since}
+        seconds = dict(self._completed_seconds)
+        seconds[self._counted_phase] += time.monotonic() - self._entered_at
+        return seconds
 
     def count_as(self, phase: StepPhase, seconds: float) -> None:
-        """Count seconds of the present phase as another one's."""
-        self._seconds[self._counted_phase] -= seconds
-        self._seconds[phase] += seconds
+        """Move seconds from the present phase to another one."""
+        self._completed_seconds[self._counted_phase] -= seconds
+        self._completed_seconds[phase] += seconds
 
     @property
     def _counted_phase(self) -> StepPhase:
-        is_first = self.position.step == self._first_step and self.position.phase < StepPhase.COMPLETING
-        return StepPhase.LOADING if is_first else StepPhase(self.position.phase)
+        is_first_step = self.position.step == self._first_step and self.position.phase < StepPhase.COMPLETING
+        return StepPhase.LOADING if is_first_step else StepPhase(self.position.phase)
 
     def __str__(self) -> str:
         return str(self.position)

@@ -1,6 +1,5 @@
 """Choose the devices and the parallelism of a run, check them against this machine, and build Fabric with them."""
 
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from fabric_train.arguments import FSDPArguments, TrainArguments
 
 LayerClasses = frozenset[type[nn.Module]]
-_MAX_PROCESSES_PER_CORE = 16  # each process has a model of its own, so a larger number is a mistake
+_MAX_PROCESSES_PER_CORE = 16  # on CPU; each process has a model of its own, so a larger number is a mistake
 _MIN_BF16_CAPABILITY = (8, 0)  # Ampere; V100 has 7.0 and T4 has 7.5
 
 
@@ -38,12 +37,13 @@ class FSDP1Strategy(FSDPStrategy):
     """Fabric's ``FSDPStrategy`` with a device mesh, on CUDA and CPU ranks.
 
     With a mesh, state dicts hold ``DTensor``. Fabric's own class does not accept the CPU, where torch expects a device
-    as ``device_id`` instead of an index. Each rank keeps all of the ``replicated`` parameters. If ``units`` are given,
-    these modules are sharded, and not each layer alone.
+    as ``device_id`` instead of an index.
     """
 
     replicated: Sequence[nn.Parameter] = ()
+    """Parameters of the next module to set up that every rank keeps whole."""
     units: Sequence[nn.Module] = ()
+    """Modules within the next module to set up that become FSDP units; if empty, each decoder layer does."""
 
     def setup_environment(self) -> None:
         """Create the mesh: one dimension, or two for a hybrid strategy."""
@@ -61,21 +61,32 @@ class FSDP1Strategy(FSDPStrategy):
         FSDP divides whole gradients by one factor before it sums them over the ranks, and shards by another one after
         it, because a sum in fp16 may overflow. Gradients are reduced in fp32 here, so only shards are divided.
         """
-        given_before = dict(self._fsdp_kwargs)  # a run may set up a second model; then nothing here holds the first
+        # options of this module only; the base class reads them from ``_fsdp_kwargs``
+        original_kwargs = dict(self._fsdp_kwargs)
         self._fsdp_kwargs["param_init_fn"] = ParameterMaterializer(self.root_device)
         if self.replicated:
             self._fsdp_kwargs["ignored_states"] = list(self.replicated)
         if self.units:
-            self._fsdp_kwargs["auto_wrap_policy"] = CustomPolicy({*self.units}.__contains__)
+            units = set(self.units)
+            self._fsdp_kwargs["auto_wrap_policy"] = CustomPolicy(lambda submodule: submodule in units)
+
         if self.root_device.type == "cpu":
-            given: dict[str, Any] = {"cpu_offload": self.cpu_offload, "mixed_precision": self.mixed_precision_config}
-            given |= {"sharding_strategy": self.sharding_strategy, "device_id": torch.device("cpu")}
-            module = FullyShardedDataParallel(module, **given, **self._fsdp_kwargs)
+            module = FullyShardedDataParallel(
+                module,
+                cpu_offload=self.cpu_offload,
+                mixed_precision=self.mixed_precision_config,
+                sharding_strategy=self.sharding_strategy,
+                device_id=torch.device("cpu"),
+                **self._fsdp_kwargs,
+            )
             self._fsdp_kwargs.pop("auto_wrap_policy")  # else the base class warns that it does not apply it again
         wrapped = super().setup_module(module)
-        self._fsdp_kwargs = given_before
+
+        # a run may set up a second model: nothing may refer to the first
+        self._fsdp_kwargs = original_kwargs
         self.replicated = ()
         self.units = ()
+
         for unit in FullyShardedDataParallel.fsdp_modules(wrapped):
             unit._gradient_postdivide_factor *= unit._gradient_predivide_factor
             unit._gradient_predivide_factor = 1
@@ -86,14 +97,15 @@ class FSDP2Strategy(ModelParallelStrategy):
     """Fabric's strategy for FSDP2, tensor and context parallelism, over a mesh [replicate, shard, tensor].
 
     There are ``num_replicas`` copies of the model, each sharded among its own ranks. The ``tensor_parallel_size`` ranks
-    that compute the same tokens are consecutive, so they are on the same machine: they communicate the most. Then come
-    the ``context_parallel_size`` ranks, among those that share a copy, that each compute a part of the same rows.
+    that compute the same tokens are consecutive, so they are on the same machine: they communicate the most. Next to
+    each other are then the ``context_parallel_size`` ranks of one copy that each compute a part of the same rows.
     """
 
     context_group: ContextGroup | None = None
+    """This rank's group of context parallelism; None without it."""
 
     def __init__(
-        self, num_replicas: int, tensor_parallel_size: int, context_parallel_size: int, timeout: timedelta
+        self, *, num_replicas: int, tensor_parallel_size: int, context_parallel_size: int, timeout: timedelta
     ) -> None:
         # model/parallelize.py shards the model before Fabric gets it
         super().__init__(parallelize_fn=lambda model, _: model, timeout=timeout)
@@ -102,7 +114,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.context_parallel_size = context_parallel_size
 
     def setup_environment(self) -> None:
-        """Create the mesh, without the base class's own: it has two dimensions."""
+        """Create the mesh [replicate, shard, tensor], and the group of context parallelism."""
+        # not the base class's own method: it creates a mesh of two dimensions
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()
         num_shards = self.world_size // (self._num_replicas * self.tensor_parallel_size)
@@ -111,12 +124,16 @@ class FSDP2Strategy(ModelParallelStrategy):
             (self._num_replicas, num_shards, self.tensor_parallel_size),
             mesh_dim_names=("replicate", "shard", "tensor"),
         )
-        if self.context_parallel_size > 1:
-            sizes = (self.context_parallel_size, self.tensor_parallel_size)
-            shape = (self.world_size // math.prod(sizes), *sizes)
-            names = ("rows", "context", "tensor")
-            mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)["context"]
-            self.context_group = ContextGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+        if self.context_parallel_size == 1:
+            return
+        num_row_groups = self.world_size // (self.context_parallel_size * self.tensor_parallel_size)
+        mesh = init_device_mesh(
+            self.root_device.type,
+            (num_row_groups, self.context_parallel_size, self.tensor_parallel_size),
+            mesh_dim_names=("rows", "context", "tensor"),
+        )
+        context_mesh = mesh["context"]
+        self.context_group = ContextGroup(context_mesh.get_group(), context_mesh.get_local_rank(), context_mesh.size())
 
 
 class ParameterMaterializer:
@@ -124,34 +141,40 @@ class ParameterMaterializer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._parameters: dict[nn.Parameter, nn.Parameter] = {}
+        self._materialized: dict[nn.Parameter, nn.Parameter] = {}  # by the meta parameter
 
     def __call__(self, module: nn.Module) -> None:
         """Materialize the module's own parameters, not its children's."""
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if parameter not in self._parameters:
-                    empty = torch.empty_like(parameter, device=self._device)
-                    self._parameters[parameter] = nn.Parameter(empty, parameter.requires_grad)
-                module._parameters[name] = self._parameters[parameter]
+            if parameter is None or not parameter.is_meta:
+                continue
+            if parameter not in self._materialized:
+                uninitialized = torch.empty_like(parameter, device=self._device)
+                self._materialized[parameter] = nn.Parameter(uninitialized, parameter.requires_grad)
+            module._parameters[name] = self._materialized[parameter]
 
 
 def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fabric:
-    """Build Fabric and launch it with the other ranks; FSDP shards each decoder layer, one of ``layer_classes``."""
+    """Build Fabric and launch it with the other ranks; FSDP shards each decoder layer, one of ``layer_classes``.
+
+    Raises:
+        InputError: the launcher has started another number of processes than the arguments ask for.
+    """
     device = arguments.device
     accelerator = resolve_accelerator(device.accelerator)
     num_devices = count_devices(device.devices, accelerator)
     num_processes = num_devices * device.num_nodes
     parallelism = resolve_parallelism(arguments, num_processes, accelerator)
     clear_launcher_options()
-    # XLA's strategy brings an environment of its own, and Fabric refuses two
-    environments = [] if parallelism == "xla" else [find_cluster_environment(device.num_nodes, accelerator)]
+    plugins: list[Any] = [precision_plugin(arguments, parallelism, accelerator)]
+    if parallelism != "xla":  # whose strategy brings an environment of its own, and Fabric refuses two
+        plugins.append(find_cluster_environment(device.num_nodes, accelerator))
     fabric = Fabric(
         accelerator=OneXLADevice() if accelerator == "tpu" else accelerator,
         devices=device.devices if accelerator == "cuda" else num_devices,
         num_nodes=device.num_nodes,
-        strategy=_strategy(parallelism, arguments, layer_classes, accelerator),
-        plugins=[precision_plugin(arguments, parallelism, accelerator), *environments],
+        strategy=_build_strategy(parallelism, arguments, layer_classes, accelerator),
+        plugins=plugins,
     )
     if not under_fabric_run():
         init_process_group(fabric, accelerator, num_processes, collective_timeout(arguments))
@@ -167,13 +190,21 @@ def resolve_parallelism(arguments: "TrainArguments", num_processes: int, acceler
     """Return the parallelism of the run, "fsdp", "fsdp2", "ddp", "single" or "xla", after checking it."""
     parallelism: str = arguments.fsdp.parallelism
     if parallelism == "auto":
-        parallelism = "xla" if accelerator == "tpu" else "fsdp" if num_processes > 1 else "single"
+        if accelerator == "tpu":
+            parallelism = "xla"
+        elif num_processes > 1:
+            parallelism = "fsdp"
+        else:
+            parallelism = "single"
     check_parallelism(parallelism, arguments, num_processes, accelerator)
     return parallelism
 
 
 def why_not_compiled(fsdp: "FSDPArguments", parallelism: str) -> str | None:
-    """Return the option that forbids to compile layers: FSDP1's gradients would change shape or device; or None."""
+    """Return the option with which layers cannot be compiled, or None.
+
+    With FSDP1 and these options, gradients change their shape or device, which compiled layers do not allow.
+    """
     if parallelism == "fsdp" and fsdp.gradient_reduction == "micro_batch":
         return "--gradient_reduction micro_batch"
     if parallelism == "fsdp" and fsdp.cpu_offload:
@@ -182,24 +213,34 @@ def why_not_compiled(fsdp: "FSDPArguments", parallelism: str) -> str | None:
 
 
 def check_parallelism(parallelism: str, arguments: "TrainArguments", num_processes: int, accelerator: str) -> None:
-    """Check that a parallelism can run with these arguments on so many processes."""
+    """Check that a parallelism works with these arguments on ``num_processes`` processes.
+
+    Raises:
+        InputError: it does not; the message names the option to change.
+    """
     fsdp = arguments.fsdp
+    precision = arguments.model.precision
+
+    # the device
     if (parallelism == "xla") != (accelerator == "tpu"):
         raise InputError(f"--parallelism {parallelism}: xla and --accelerator tpu need each other; change one of them")
     if parallelism == "xla":
         check_xla_arguments(arguments, num_processes)
     if parallelism == "single" and num_processes > 1:
         raise InputError(f"--parallelism single takes one device, not {num_processes}; use fsdp, fsdp2 or ddp")
-    if arguments.model.precision == "16-mixed" and (accelerator == "cpu" or parallelism == "fsdp2"):
-        where = "on CPU" if accelerator == "cpu" else "with --parallelism fsdp2"
-        raise InputError(f"--precision 16-mixed does not work {where}; use bf16-mixed")
+
+    # precision and offload
+    if precision == "16-mixed" and accelerator == "cpu":
+        raise InputError("--precision 16-mixed does not work on CPU; use bf16-mixed")
+    if precision == "16-mixed" and parallelism == "fsdp2":
+        raise InputError("--precision 16-mixed does not work with --parallelism fsdp2; use bf16-mixed")
     if accelerator == "cpu":
         for name in ("cpu_offload", "activation_offload"):
             if getattr(fsdp, name):
                 raise InputError(f"--{name} true: there is nothing to offload from on CPU; leave it out")
     if fsdp.cpu_offload and parallelism == "single":
         raise InputError("--cpu_offload true needs FSDP on several devices; leave it out")
-    if fsdp.cpu_offload and arguments.model.precision == "16-mixed":
+    if fsdp.cpu_offload and precision == "16-mixed":
         # torch's GradScaler copies the scale to the host without waiting for the copy, and uses it at once
         raise InputError("--precision 16-mixed: --cpu_offload true gives wrong gradients with it; use bf16-mixed")
     if fsdp.cpu_offload and parallelism == "fsdp" and fsdp.gradient_reduction == "micro_batch":
@@ -208,42 +249,64 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
             "--gradient_reduction micro_batch: fsdp cannot add gradients that --cpu_offload true keeps in host memory; "
             "use --parallelism fsdp2, or leave one of them out"
         )
-    precision = arguments.model.precision
     if parallelism == "fsdp" and fsdp.sharding_strategy == "NO_SHARD" and precision.endswith("-mixed"):
         # torch's FSDP1 gives fp32 weights gradients in 16 bits then, which torch refuses in the second micro-batch
         raise InputError(f"--sharding_strategy NO_SHARD does not work in {precision}; use --parallelism ddp")
-    compiled = "float8" if arguments.model.float8 else "compile" if fsdp.compile is True else None
+
+    # compiled layers
     obstacle = why_not_compiled(fsdp, parallelism)
-    if compiled and obstacle:
+    needs_compilation = arguments.model.float8 or fsdp.compile is True
+    if needs_compilation and obstacle:
+        option = "float8" if arguments.model.float8 else "compile"
         raise InputError(
-            f"--{compiled} true: fsdp cannot compile layers with {obstacle}; use --parallelism fsdp2, or leave one of "
+            f"--{option} true: fsdp cannot compile layers with {obstacle}; use --parallelism fsdp2, or leave one of "
             "them out"
         )
+
+    # adapters and 4-bit weights
     if fsdp.tensor_parallel_size > 1 and arguments.adapter.is_given:
         raise InputError("--tensor_parallel_size does not work with an adapter; leave one of them out")
     if arguments.model.float8 and arguments.adapter.base_weights:
         raise InputError("--float8 does not work with --base_weights nf4; leave one of them out")
+
+    _check_group_sizes(arguments, num_processes)
+
+
+def _check_group_sizes(arguments: "TrainArguments", num_processes: int) -> None:
+    """Check that the groups of tensor and context parallelism divide the devices.
+
+    A tensor-parallel group is within one machine. A context-parallel group is among the ranks that share one copy of
+    the model.
+    """
+    tensor_parallel_size = arguments.fsdp.tensor_parallel_size
+    context_parallel_size = arguments.fsdp.context_parallel_size
     devices_per_node = num_processes // arguments.device.num_nodes
-    if devices_per_node % fsdp.tensor_parallel_size:
+    if devices_per_node % tensor_parallel_size:
         raise InputError(
-            f"--tensor_parallel_size {fsdp.tensor_parallel_size} does not divide the {devices_per_node} devices of a "
+            f"--tensor_parallel_size {tensor_parallel_size} does not divide the {devices_per_node} devices of a "
             "machine; give a size that does"
         )
-    of_copy = (devices_per_node if fsdp.is_hybrid else num_processes) // fsdp.tensor_parallel_size
-    if of_copy % fsdp.context_parallel_size:
-        beside = f" in groups of {fsdp.tensor_parallel_size}" * (fsdp.tensor_parallel_size > 1)
+    devices_per_copy = devices_per_node if arguments.fsdp.is_hybrid else num_processes
+    if (devices_per_copy // tensor_parallel_size) % context_parallel_size:
+        devices = f"{devices_per_copy} devices that share the model"
+        if tensor_parallel_size > 1:
+            devices += f" in groups of {tensor_parallel_size}"
         raise InputError(
-            f"--context_parallel_size {fsdp.context_parallel_size} does not divide the "
-            f"{of_copy * fsdp.tensor_parallel_size} devices that share the model{beside}; give a size that does"
+            f"--context_parallel_size {context_parallel_size} does not divide the {devices}; give a size that does"
         )
 
 
 def collective_timeout(arguments: "TrainArguments") -> timedelta:
     """Return how long a collective may last; the watchdog normally ends a hung run before that."""
-    return timedelta(seconds=SLOW_PHASE_FACTOR * arguments.device.rank_timeout) or timedelta(days=365)
+    if not arguments.device.rank_timeout:  # no limit
+        return timedelta(days=365)
+    return timedelta(seconds=SLOW_PHASE_FACTOR * arguments.device.rank_timeout)
 
 
-def _strategy(parallelism: str, arguments: "TrainArguments", layer_classes: LayerClasses, accelerator: str) -> Strategy:
+def _build_strategy(
+    parallelism: str, arguments: "TrainArguments", layer_classes: LayerClasses, accelerator: str
+) -> Strategy:
+    """Build Fabric's strategy for a parallelism."""
     fsdp = arguments.fsdp
     timeout = collective_timeout(arguments)
     if parallelism == "xla":
@@ -256,7 +319,11 @@ def _strategy(parallelism: str, arguments: "TrainArguments", layer_classes: Laye
             state_dict_type=fsdp.state_dict_type,
             limit_all_gathers=fsdp.limit_all_gathers,
             cpu_offload=fsdp.cpu_offload,
-            mixed_precision=FSDPMixedPrecision(gathered_dtype(arguments, parallelism), torch.float32, torch.float32),
+            mixed_precision=FSDPMixedPrecision(
+                param_dtype=gathered_dtype(arguments, parallelism),
+                reduce_dtype=torch.float32,
+                buffer_dtype=torch.float32,  # the rotary frequencies
+            ),
         )
     if parallelism == "fsdp2":
         return FSDP2Strategy(
@@ -267,9 +334,9 @@ def _strategy(parallelism: str, arguments: "TrainArguments", layer_classes: Laye
         )
     if parallelism == "ddp":
         return DDPStrategy(gradient_as_bucket_view=True, timeout=timeout)
-    return SingleDeviceStrategy(
-        device=torch.device("cuda", single_gpu_index(arguments.device.devices)) if accelerator == "cuda" else "cpu"
-    )
+    if accelerator == "cuda":
+        return SingleDeviceStrategy(torch.device("cuda", single_gpu_index(arguments.device.devices)))
+    return SingleDeviceStrategy("cpu")
 
 
 def resolve_accelerator(accelerator: str) -> str:
@@ -287,65 +354,87 @@ def resolve_accelerator(accelerator: str) -> str:
 
 
 def count_devices(devices: int | str, accelerator: str) -> int:
-    """Return the number of processes on this machine that ``--devices`` means."""
-    available = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 1
+    """Return the number of processes on this machine that ``--devices`` asks for.
+
+    ``devices`` is "auto" or "-1" for all devices, a number, or indices of GPUs such as "2,3".
+    """
+    num_available = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 1
     if str(devices) in ("auto", "-1"):
-        return available
-    cores = os.cpu_count() or 1
-    if accelerator == "cpu" and str(devices).isdigit() and int(devices) > _MAX_PROCESSES_PER_CORE * cores:
+        return num_available
+
+    max_cpu_processes = _MAX_PROCESSES_PER_CORE * (os.cpu_count() or 1)
+    if accelerator == "cpu" and str(devices).isdigit() and int(devices) > max_cpu_processes:
         raise InputError(
-            f"--devices {devices} is too many for this machine's {cores} CPU cores; "
-            f"give {_MAX_PROCESSES_PER_CORE * cores} or fewer"
+            f"--devices {devices} is too many for this machine's {os.cpu_count() or 1} CPU cores; "
+            f"give {max_cpu_processes} or fewer"
         )
-    indices = [int(index) for index in str(devices).split(",")]
-    requested, highest = (len(indices), max(indices) + 1) if len(indices) > 1 else (indices[0], indices[0])
-    if accelerator == "cuda" and highest > available:
+
+    numbers = [int(number) for number in str(devices).split(",")]
+    if len(numbers) > 1:  # indices
+        num_requested = len(numbers)
+        num_needed = max(numbers) + 1
+    else:
+        num_requested = numbers[0]
+        num_needed = num_requested
+    if accelerator == "cuda" and num_needed > num_available:
         raise InputError(
-            f"--devices {devices}: this machine has only {available} GPU{'s' if available > 1 else ''}; give fewer"
+            f"--devices {devices}: this machine has only {num_available} GPU{'s' if num_available > 1 else ''}; "
+            "give fewer"
         )
-    return requested
+    return num_requested
 
 
 def check_bf16(precision: str, parallelism: str, devices: int | str) -> None:
-    """Check that the GPUs of a run compute in bf16, if ``--precision`` asks for it; torch would emulate it, slowly."""
+    """Check that the GPUs of a run compute in bf16 if ``--precision`` asks for it; torch would emulate it, slowly."""
     if not precision.startswith("bf16"):
         return
-    indices = map(int, str(devices).split(",")) if "," in str(devices) else range(count_devices(devices, "cuda"))
-    for index in indices:
-        capability = torch.cuda.get_device_capability(index)
-        if capability < _MIN_BF16_CAPABILITY:
-            others = "32-true" if parallelism == "fsdp2" else "16-mixed or 32-true"
-            raise InputError(
-                f"--precision {precision}: {torch.cuda.get_device_name(index)} does not support bf16 "
-                f"(compute capability {capability[0]}.{capability[1]}, it needs 8.0); use {others}"
-            )
+    if "," in str(devices):
+        gpu_indices = [int(index) for index in str(devices).split(",")]
+    else:
+        gpu_indices = list(range(count_devices(devices, "cuda")))
+    for index in gpu_indices:
+        major, minor = torch.cuda.get_device_capability(index)
+        if (major, minor) >= _MIN_BF16_CAPABILITY:
+            continue
+        alternatives = "32-true" if parallelism == "fsdp2" else "16-mixed or 32-true"
+        raise InputError(
+            f"--precision {precision}: {torch.cuda.get_device_name(index)} does not support bf16 "
+            f"(compute capability {major}.{minor}, it needs 8.0); use {alternatives}"
+        )
 
 
 def count_planned_devices(devices: int | str) -> int:
-    """Return the number of processes on a machine that ``--devices`` means, without looking at this machine."""
+    """Return the number of processes on a machine that ``--devices`` asks for, without looking at this machine."""
     if str(devices) in ("auto", "-1"):
         raise InputError(
             f"--devices {devices} counts this machine's, and --device_memory plans for another machine; give a number"
         )
-    return len(str(devices).split(",")) if "," in str(devices) else int(devices)
+    if "," in str(devices):  # indices
+        return len(str(devices).split(","))
+    return int(devices)
 
 
 def note_on_unused_gpus(devices: int | str, accelerator: str) -> str | None:
     """Return a line for the user if the run leaves GPUs of this machine idle, else None."""
-    available = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 0
-    used = count_devices(devices, accelerator)
-    if used >= available:
+    num_available = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 0
+    num_used = count_devices(devices, accelerator)
+    if num_used >= num_available:
         return None
-    return f"{used} of this machine's {available} GPUs are used; fabric run uses one unless given --devices {available}"
+    return (
+        f"{num_used} of this machine's {num_available} GPUs are used; fabric run uses one unless given "
+        f"--devices {num_available}"
+    )
 
 
 def single_gpu_index(devices: int | str) -> int:
     """Return the index of the GPU that a single process uses: the first of a list like "2,3", else 0."""
-    return int(str(devices).split(",")[0]) if "," in str(devices) else 0
+    if "," not in str(devices):
+        return 0
+    return int(str(devices).split(",")[0])
 
 
 def device_name(device: torch.device) -> str:
-    """Return a GPU's name, or the instructions and threads of a CPU: what else decides the last digits of a result."""
+    """Return a GPU's name, or the instruction set and threads of a CPU, which affect the last digits of a result."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
@@ -354,7 +443,7 @@ def device_name(device: torch.device) -> str:
 
 
 def use_threads_of(name: str | None) -> None:
-    """Let this CPU compute with as many threads as the device that has this name, see :func:`device_name`."""
-    found = re.fullmatch(r"CPU, .*, threads ([1-9][0-9]{0,4})", name or "")
-    if found:
-        torch.set_num_threads(int(found[1]))
+    """Let this CPU compute with as many threads as the CPU that :func:`device_name` has named so."""
+    cpu = re.fullmatch(r"CPU, .*, threads ([1-9][0-9]{0,4})", name or "")
+    if cpu:
+        torch.set_num_threads(int(cpu[1]))

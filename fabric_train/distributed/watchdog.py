@@ -35,18 +35,18 @@ SLOW_PHASE_FACTOR = 10
 """A rank may keep the others waiting this many times ``--rank_timeout`` in a slow phase: see ``Position.is_slow``."""
 
 _BEAT_SECONDS = 1.0
-_BEATS_PER_SECOND = 256  # that rank 0 reads at most: many ranks send them less often
-_BEATS_PER_TIMEOUT = 4  # that a rank sends at least
-_MISSED_BEATS = 2  # by which a rank is behind that is silent, although not for the timeout yet
-_SIGNAL_SECONDS = 0.1  # between two looks at this rank's stop signals
-_PAUSE_PER_RANK = 1e-4  # between two looks at the messages, which interrupt the main thread
-_DECISION_SECONDS = 3.0
-_ANSWER_SECONDS = 20.0  # rank 0 answers at once, unless its main thread holds the interpreter lock
+_MAX_BEATS_PER_SECOND = 256  # that rank 0 reads: many ranks send them less often
+_MIN_BEATS_PER_TIMEOUT = 4  # that a rank sends
+_MISSED_BEATS = 2  # after which a rank counts as silent, although not for the timeout yet
+_SIGNAL_SECONDS = 0.1  # between two checks of this rank's stop signals
+_PAUSE_SECONDS_PER_RANK = 1e-4  # between two reads of messages, which interrupt the main thread
+_DECISION_SECONDS = 3.0  # for the watchdog to end this process if another rank has died
+_ANSWER_SECONDS = 20.0  # rank 0 answers immediately, unless its main thread holds the interpreter lock
 _MIN_PASSES = 5.0  # a rank hangs only after the time of this many passes, which may be longer than the timeout
 
 
 class RankOfRun(Protocol):
-    """What the watchdog needs of Fabric."""
+    """The methods of Fabric that the watchdog needs."""
 
     @property
     def global_rank(self) -> int: ...
@@ -60,7 +60,14 @@ class RankOfRun(Protocol):
 
 @contextmanager
 def watch_ranks(fabric: RankOfRun, heartbeat: Heartbeat, timeout: float, num_nodes: int) -> Iterator[None]:
-    """Make the ranks, which all call it, watch each other and end together; a ``timeout`` of 0 is no limit."""
+    """Make the ranks watch each other and end together; every rank must call it.
+
+    Args:
+        fabric: The run's Fabric, or something like it.
+        heartbeat: Holds the position of this rank's main thread.
+        timeout: Seconds for which a rank may keep the others waiting; 0 is no limit.
+        num_nodes: Number of machines.
+    """
     watchdog = Watchdog(fabric.global_rank, fabric.world_size, heartbeat, timeout)
     watchdog.start(fabric, num_nodes)
     set_connected_ranks(watchdog)
@@ -78,40 +85,50 @@ class Watchdog:
     """This rank's thread that watches the other ranks."""
 
     def __init__(self, rank: int, num_ranks: int, heartbeat: Heartbeat, timeout: float) -> None:
-        self._me = this_process_as_rank(rank)
-        self._others: dict[int, ConnectedRank] = {}  # rank 0 knows all ranks, the others know only rank 0
+        self._this_rank = this_process_as_rank(rank)
+        self._connected_ranks: dict[int, ConnectedRank] = {}  # on rank 0 all other ranks, elsewhere only rank 0
         self._heartbeat = heartbeat
         self._timeout = timeout
-        self._beat_seconds = max(_BEAT_SECONDS, num_ranks / _BEATS_PER_SECOND)
+        self._beat_seconds = max(_BEAT_SECONDS, num_ranks / _MAX_BEATS_PER_SECOND)
         if timeout:
-            self._beat_seconds = min(self._beat_seconds, timeout / _BEATS_PER_TIMEOUT)
-        self._pause = min(num_ranks * _PAUSE_PER_RANK, _SIGNAL_SECONDS)
+            self._beat_seconds = min(self._beat_seconds, timeout / _MIN_BEATS_PER_TIMEOUT)
+        self._pause_seconds = min(num_ranks * _PAUSE_SECONDS_PER_RANK, _SIGNAL_SECONDS)
         self._selector = selectors.DefaultSelector()
-        self._earliest = Position()
+        # on rank 0: the position of the slowest rank, and since when it is the slowest rank's
+        self._earliest_position = Position()
         self._earliest_since = time.monotonic()
-        self._main_thread = threading.main_thread().ident or 0
+        self._main_thread_id = threading.main_thread().ident or 0
         self._end_lock = threading.Lock()  # the thread that acquires it ends the process
         self._is_closed = False
-        self._stop_signal = 0
-        self._passed: dict[int, Border] = {}  # on rank 0 while it stops the run: rank → last border it has passed
+        self._stop_signal = 0  # number of the signal for which the run is stopping, 0 if it is not
+        self._passed_borders: dict[int, Border] = {}  # on rank 0 while it stops the run: last border by rank
         self._thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
 
     def start(self, fabric: RankOfRun, num_nodes: int) -> None:
         """Connect the ranks and start the thread."""
-        server = listen(fabric.world_size, num_nodes) if self._me.rank == 0 else None
-        port, token = fabric.broadcast((server.getsockname()[1] if server else 0, secrets.token_hex(16)))
+        # rank 0 tells the others its port, and a token that keeps strangers out
+        server = listen(fabric.world_size, num_nodes) if self._this_rank.rank == 0 else None
+        rank_0_port = server.getsockname()[1] if server else 0
+        port, token = fabric.broadcast((rank_0_port, secrets.token_hex(16)))
+
         if server:
             with server:
-                for rank in accept_ranks(server, fabric.world_size, token, self._me).values():
-                    self._add(rank)
+                ranks = accept_ranks(server, fabric.world_size, token, self._this_rank)
+            for rank in ranks.values():
+                self._add_rank(rank)
         else:
             host = "127.0.0.1" if num_nodes == 1 else os.environ["MASTER_ADDR"]
-            rank_0, messages = connect_to_rank_0((host, port), token, self._me)
-            self._add(rank_0)
+            rank_0, messages = connect_to_rank_0((host, port), token, self._this_rank)
+            self._add_rank(rank_0)
             for message in messages:
-                self._handle(rank_0, message)
-        self._heartbeat.machines = {rank.rank: rank.host for rank in (self._me, *self._others.values())}
-        os.register_at_fork(after_in_child=self._close_connections)  # a worker must not keep a dead rank's open
+                self._handle_message(rank_0, message)
+
+        machines = {self._this_rank.rank: self._this_rank.host}
+        for rank in self._connected_ranks.values():
+            machines[rank.rank] = rank.host
+        self._heartbeat.machines = machines
+        # a DataLoader worker inherits the connections: with them, it would keep those of a dead rank open
+        os.register_at_fork(after_in_child=self._close_connections)
         self._thread.start()
 
     def close(self) -> None:
@@ -123,164 +140,210 @@ class Watchdog:
         """See ``errors.ConnectedRanks``."""
         if may_follow_another:
             time.sleep(_DECISION_SECONDS)  # if another rank has died, the thread ends this process first
-        if self._me.rank == 0:
+        if self._this_rank.rank == 0:
             self._end_all_ranks(code, *lines)
-        elif 0 in self._others:
-            self._others[0].send(encode(end=code, lines=list(lines)))
+        elif 0 in self._connected_ranks:
+            self._connected_ranks[0].send(encode(end=code, lines=list(lines)))
             time.sleep(_ANSWER_SECONDS)
 
-    def _add(self, other: ConnectedRank) -> None:
-        assert other.connection is not None
-        self._others[other.rank] = other
-        self._selector.register(other.connection, selectors.EVENT_READ, other)
+    def _add_rank(self, rank: ConnectedRank) -> None:
+        assert rank.connection is not None
+        self._connected_ranks[rank.rank] = rank
+        self._selector.register(rank.connection, selectors.EVENT_READ, rank)
 
     def _close_connections(self) -> None:
-        for other in self._others.values():
-            other.close()
+        for rank in self._connected_ranks.values():
+            rank.close()
 
     def _run(self) -> None:
+        """Read messages, send heartbeats and act on signals until the rank has finished; run in a thread of its own."""
         next_beat = 0.0
         while not self._is_closed:
-            arrived = [key.data for key, _ in self._selector.select(_SIGNAL_SECONDS)]
-            if died := [other for other in arrived if self._receive_from(other)]:
-                self._end_without_dead(died)
+            dead_ranks = []
+            for key, _ in self._selector.select(_SIGNAL_SECONDS):
+                rank = key.data
+                if self._receive_from(rank):
+                    dead_ranks.append(rank)
+            if dead_ranks:
+                self._end_without_dead(dead_ranks)
             if stop_signals.received and stop_signals.is_deferred:
                 self._ask_to_stop(stop_signals.received)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._beat_seconds
                 self._beat()
-            time.sleep(self._pause)
+            time.sleep(self._pause_seconds)
 
     def _beat(self) -> None:
-        frame = sys._current_frames()[self._main_thread]
-        location = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, {frame.f_code.co_name}"
-        is_waiting = "torch/distributed" in frame.f_code.co_filename
+        """Send the main thread's state to the connected ranks, and check theirs."""
+        frame = sys._current_frames()[self._main_thread_id]
         position = self._heartbeat.position
-        fastest = self._heartbeat.min_pass_seconds
-        state: dict[str, Any] = {"location": location, "is_waiting": is_waiting, "min_pass_seconds": fastest}
-        self._me.update(position, **state)
-        # the others need to hear only that rank 0 is there
-        message = encode(position=astuple(position), **state) if self._me.rank else encode()
-        for other in self._others.values():
-            other.send(message)
+        state: dict[str, Any] = {
+            "location": f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, {frame.f_code.co_name}",
+            "is_waiting": "torch/distributed" in frame.f_code.co_filename,
+            "min_pass_seconds": self._heartbeat.min_pass_seconds,
+        }
+        self._this_rank.update(position, **state)
+        if self._this_rank.rank == 0:
+            message = encode()  # the other ranks need to know only that rank 0 is alive
+        else:
+            message = encode(position=astuple(position), **state)
+        for rank in self._connected_ranks.values():
+            rank.send(message)
         if self._timeout:
             self._check_ranks()
 
-    def _receive_from(self, other: ConnectedRank) -> bool:
-        """Handle a rank's messages; return whether its connection has ended although it should not."""
-        messages = other.read()
+    def _receive_from(self, rank: ConnectedRank) -> bool:
+        """Handle a rank's messages; return whether its connection has ended although the rank has not finished."""
+        messages = rank.read()
         if messages is None:
-            assert other.connection is not None
-            self._selector.unregister(other.connection)
-            other.close()
-        for message in messages or []:
-            self._handle(other, message)
-        return messages is None and not self._is_closed and other.rank in self._others
+            assert rank.connection is not None
+            self._selector.unregister(rank.connection)
+            rank.close()
+            # a rank that has said goodbye is no longer among the connected ones
+            return not self._is_closed and rank.rank in self._connected_ranks
+        for message in messages:
+            self._handle_message(rank, message)
+        return False
 
-    def _handle(self, other: ConnectedRank, message: dict[str, Any]) -> None:
-        if "position" in message:
-            other.update(Position(*message.pop("position")), **message)
-        elif "bye" in message:
-            del self._others[other.rank]
-        elif "stop" in message:
+    def _handle_message(self, sender: ConnectedRank, message: dict[str, Any]) -> None:
+        """Act on a message of a connected rank; the key says what kind it is."""
+        if "position" in message:  # a heartbeat
+            position = Position(*message.pop("position"))
+            sender.update(position, **message)
+        elif "bye" in message:  # the rank has finished
+            del self._connected_ranks[sender.rank]
+        elif "stop" in message:  # to rank 0: a rank has received a signal
             self._ask_to_stop(message["stop"])
-        elif "freeze" in message:
+        elif "freeze" in message:  # from rank 0: wait at the next border
             self._stop_signal = message["freeze"]
-            other.send(encode(passed=self._heartbeat.stop_border.freeze()))
-        elif "passed" in message:
+            sender.send(encode(passed=self._heartbeat.stop_border.freeze()))
+        elif "passed" in message:  # to rank 0: the last border that the rank has passed
             step, micro_batch = message["passed"]
-            self._passed[other.rank] = step, micro_batch
+            self._passed_borders[sender.rank] = (step, micro_batch)
             self._decide_where_to_stop()
-        elif "stop_after" in message:
+        elif "stop_after" in message:  # from rank 0: the last border to pass
             step, micro_batch = message["stop_after"]
             self._heartbeat.stop_border.stop_after((step, micro_batch), self._stop_signal)
-        elif "end" in message:
-            if self._me.rank:
-                exit_process(message["end"])
+        elif "end" in message and self._this_rank.rank == 0:  # a rank has failed
             self._end_all_ranks(message["end"], *message["lines"])
+        elif "end" in message:  # from rank 0, which has reported why
+            exit_process(message["end"])
 
     def _send_to_all(self, **message: Any) -> None:
         encoded = encode(**message)
-        for other in list(self._others.values()):
-            other.send(encoded)
+        for rank in list(self._connected_ranks.values()):  # a copy: another thread may remove a rank
+            rank.send(encoded)
 
-    def _ask_to_stop(self, number: int) -> None:
-        """Begin to stop the run for signal ``number``: rank 0 freezes all ranks, the others ask rank 0 to do so."""
+    def _ask_to_stop(self, signal_number: int) -> None:
+        """Begin to stop the run for a signal: rank 0 freezes all ranks, another rank asks rank 0 to do so."""
         if self._stop_signal:
             return
-        self._stop_signal = number
-        if self._me.rank:
-            self._send_to_all(stop=number)
+        self._stop_signal = signal_number
+        if self._this_rank.rank != 0:
+            self._send_to_all(stop=signal_number)
             return
-        announce(f"{describe_signal(number)}: stopping and saving; once more ends without saving")
-        self._passed[0] = self._heartbeat.stop_border.freeze()
-        self._send_to_all(freeze=number)
+        announce(f"{describe_signal(signal_number)}: stopping and saving; once more ends without saving")
+        self._passed_borders[0] = self._heartbeat.stop_border.freeze()
+        self._send_to_all(freeze=signal_number)
         self._decide_where_to_stop()
 
     def _decide_where_to_stop(self) -> None:
-        """Tell all ranks, once every one has answered, which micro-batch is the last."""
-        if len(self._passed) <= len(self._others):
+        """Once every rank has answered, tell all ranks which border is the last that they pass."""
+        num_ranks = 1 + len(self._connected_ranks)
+        if len(self._passed_borders) < num_ranks:
             return
-        last = max(self._passed.values())
-        self._send_to_all(stop_after=last)
-        self._heartbeat.stop_border.stop_after(last, self._stop_signal)
+        last_border = max(self._passed_borders.values())
+        self._send_to_all(stop_after=last_border)
+        self._heartbeat.stop_border.stop_after(last_border, self._stop_signal)
 
     def _check_ranks(self) -> None:
         """End the run if a rank is silent or, on rank 0, if a rank hangs.
 
-        The ranks at the earliest position hang if it has been the earliest for too long: while a rank waited there for
-        one before it, it kept nobody waiting. If all ranks are there, those hang that are not in a collective.
+        The ranks at the earliest position hang if it has been the earliest for too long. The time before does not
+        count: while a rank waited there for a slower one, it kept nobody waiting. If all ranks are at this position,
+        those hang that are not in a collective.
         """
         now = time.monotonic()
-        silent = [other for other in self._others.values() if now - other.heard_at > self._timeout]
-        # the last beats of a machine's ranks are up to a beat apart: wait for the last one, to name them all
-        if any(now - other.heard_at > self._timeout + self._beat_seconds for other in silent):
-            how = f"sent no heartbeat for {self._timeout:g} s (stopped or unreachable)"
-            self._end_without(silent, f"{how} while the run was at {self._heartbeat.position}")
-        if self._me.rank or not self._others:
+
+        # silent ranks; the last beats of a machine's ranks are up to a beat apart, so wait a beat to name them all
+        silent_ranks = []
+        longest_silence = 0.0
+        for rank in self._connected_ranks.values():
+            silence = now - rank.heard_at
+            if silence > self._timeout:
+                silent_ranks.append(rank)
+                longest_silence = max(longest_silence, silence)
+        if longest_silence > self._timeout + self._beat_seconds:
+            self._end_without(
+                silent_ranks,
+                f"sent no heartbeat for {self._timeout:g} s (stopped or unreachable) while the run was at "
+                f"{self._heartbeat.position}",
+            )
+
+        # only rank 0 knows the positions of all ranks
+        if self._this_rank.rank != 0 or not self._connected_ranks:
             return
-        ranks = [self._me, *self._others.values()]
-        earliest = min(rank.position for rank in ranks)
-        behind = [rank for rank in ranks if rank.position == earliest]
-        if earliest != self._earliest:
-            self._earliest = earliest
+        ranks = [self._this_rank, *self._connected_ranks.values()]
+        earliest_position = min(rank.position for rank in ranks)
+        if earliest_position != self._earliest_position:
+            self._earliest_position = earliest_position
             self._earliest_since = now
+
+        # is it late enough?
         seconds = now - self._earliest_since
-        limit = max(self._timeout, _MIN_PASSES * max(rank.min_pass_seconds for rank in ranks))
-        if seconds < limit * (SLOW_PHASE_FACTOR if earliest.is_slow else 1):
+        slowest_pass = max(rank.min_pass_seconds for rank in ranks)
+        limit = max(self._timeout, _MIN_PASSES * slowest_pass)
+        if earliest_position.is_slow:
+            limit *= SLOW_PHASE_FACTOR
+        if seconds < limit:
             return
-        if any(now - rank.heard_at > _MISSED_BEATS * self._beat_seconds for rank in behind):
+
+        # which ranks hang?
+        hanging_ranks = [rank for rank in ranks if rank.position == earliest_position]
+        if any(now - rank.heard_at > _MISSED_BEATS * self._beat_seconds for rank in hanging_ranks):
             return  # it does not hang, it is silent
-        if len(behind) == len(ranks):
-            if earliest.is_slow or earliest.phase == StepPhase.DATA:
+        if len(hanging_ranks) == len(ranks):
+            if earliest_position.is_slow or earliest_position.phase == StepPhase.DATA:
                 return  # all ranks load, save or wait for data: none keeps another waiting
-            behind = [rank for rank in ranks if not rank.is_waiting] or ranks
-        self._end_without(behind, f"hung at {earliest} for {seconds:.0f} s, in {behind[0].location}")
+            hanging_ranks = [rank for rank in ranks if not rank.is_waiting]
+            if not hanging_ranks:  # all are in a collective that does not end
+                hanging_ranks = ranks
+        self._end_without(
+            hanging_ranks, f"hung at {earliest_position} for {seconds:.0f} s, in {hanging_ranks[0].location}"
+        )
 
-    def _end_without_dead(self, died: list[ConnectedRank]) -> NoReturn:
-        # this rank's position is newer than the other's last heartbeat
-        at = f"died while the run was at {self._heartbeat.position}"
+    def _end_without_dead(self, dead_ranks: list[ConnectedRank]) -> NoReturn:
+        """Report ranks whose connection has ended, and end the run."""
+        # this rank's position is newer than the one in the dead rank's last heartbeat
+        reason = f"died while the run was at {self._heartbeat.position}"
         if self._stop_signal:
-            at += f", stopping for {describe_signal(self._stop_signal)}"
-            self._end_without(died, f"{at} (a launcher kills ranks that save for longer than its grace period)")
-        self._end_without(died, f"{at} (killed, or out of memory)")
+            reason += f", stopping for {describe_signal(self._stop_signal)} (a launcher kills ranks that save for "
+            reason += "longer than its grace period)"
+        else:
+            reason += " (killed, or out of memory)"
+        self._end_without(dead_ranks, reason)
 
-    def _end_without(self, lost: list[ConnectedRank], how: str) -> NoReturn:
+    def _end_without(self, lost_ranks: list[ConnectedRank], reason: str) -> NoReturn:
         """Report the lost ranks, kill those on this machine, which may still be alive, and end the run."""
-        reports = self._me.rank in (0, 1)  # rank 1 can lose only rank 0; the others leave the report to it
-        for rank in lost:
-            if reports and rank.connection and rank.pid_namespace == self._me.pid_namespace:
+        # a rank other than 0 can lose only rank 0; then rank 1 alone reports it
+        is_reporter = self._this_rank.rank in (0, 1)
+        for rank in lost_ranks:
+            is_on_this_machine = rank.pid_namespace == self._this_rank.pid_namespace
+            if is_reporter and rank.connection and is_on_this_machine:
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGKILL)
-        go_on = "continue with --resume true (docs/reference/errors.md#lost-rank)"
-        line = f"error: {describe_ranks(lost)} {how}; the other ranks have ended; {go_on}"
-        if self._me.rank == 0:
+        line = (
+            f"error: {describe_ranks(lost_ranks)} {reason}; the other ranks have ended; continue with --resume true "
+            "(docs/reference/errors.md#lost-rank)"
+        )
+        if self._this_rank.rank == 0:
             self._end_all_ranks(FAILURE, line)
-        if reports:
+        if is_reporter:
             print_errors(line)
         exit_process(FAILURE)
 
     def _end_all_ranks(self, code: int, *lines: str) -> NoReturn:
+        """Print lines, and end this process and all connected ranks with an exit code."""
         self._end_lock.acquire()  # never released: another thread that wants to end the run waits here
         print_errors(*lines)
         self._send_to_all(end=code)

@@ -1,7 +1,7 @@
 """Train on one XLA device, a TPU core or XLA's CPU device, with Fabric's ``XLAFSDPStrategy``.
 
-torch-xla works with one release of torch only, so it has an environment of its own (install/xla-requirements.txt), and
-is imported only when a run uses it. What another number of devices would need is described in docs/launch.md.
+torch-xla works with one release of torch only. So it has an environment of its own (install/xla-requirements.txt), and
+it is imported only when a run uses it. docs/launch.md describes what several devices would need.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ NOTE = (
 
 
 def check_xla_device() -> None:
-    """Check that torch-xla is installed and has a device: a TPU, or another one that ``PJRT_DEVICE`` names."""
+    """Check that torch-xla is installed and has a device: a TPU, or the kind of device that ``PJRT_DEVICE`` names."""
     if importlib.util.find_spec("torch_xla") is None:
         raise InputError(
             "--accelerator tpu: torch-xla is not in this environment; make install-xla makes one with it, and "
@@ -40,14 +40,14 @@ def check_xla_device() -> None:
 
 
 def check_xla_arguments(arguments: "TrainArguments", num_processes: int) -> None:
-    """Check that a run on XLA asks for nothing that does not work there or was never tried."""
+    """Check that a run on XLA uses no option that does not work there or was never tried."""
     if num_processes > 1:
         raise InputError(f"--accelerator tpu takes one device, not {num_processes}; give --devices 1 --num_nodes 1")
     fsdp = arguments.fsdp
     precision = arguments.model.precision
     if precision not in ("32-true", "bf16-mixed"):
         raise InputError(f"--precision {precision}: torch-xla's FSDP keeps weights in fp32; use bf16-mixed or 32-true")
-    given = {
+    is_given_by_option = {
         "compile": fsdp.compile is True,
         "cpu_offload": fsdp.cpu_offload,
         "activation_offload": fsdp.activation_offload,
@@ -61,9 +61,9 @@ def check_xla_arguments(arguments: "TrainArguments", num_processes: int) -> None
         "activation_checkpointing": fsdp.activation_checkpointing not in ("auto", "none"),
         "sharding_strategy": fsdp.sharding_strategy != "FULL_SHARD",
     }
-    for name, is_given in given.items():
+    for option, is_given in is_given_by_option.items():
         if is_given:
-            raise InputError(f"--{name} does not work with --accelerator tpu; leave it out")
+            raise InputError(f"--{option} does not work with --accelerator tpu; leave it out")
 
 
 class OneXLADevice(XLAAccelerator):
@@ -83,16 +83,16 @@ class OneXLADevice(XLAAccelerator):
 
     @staticmethod
     def is_available() -> bool:  # type: ignore[override]
-        """Return whether there is a device; :func:`check_xla_device` has looked."""
+        """Return True: :func:`check_xla_device` has already checked for a device."""
         return True
 
 
 class OneDeviceXLAStrategy(XLAFSDPStrategy):
-    """Fabric's ``XLAFSDPStrategy`` in this process, on one device; Fabric's own class refuses a single one.
+    """Fabric's ``XLAFSDPStrategy`` in this process, on one device; Fabric's own class refuses a single device.
 
     Every parameter is sharded by its rows, so on one device a shard has the parameter's own shape. The optimizer then
-    sees one tensor for each parameter, and checkpoints have the common format. Each module of ``layer_classes`` is a
-    unit. Weights and gradients are fp32, and ``precision`` is 32-true or bf16-mixed.
+    sees one tensor for each parameter, and checkpoints have the usual format. Each module of ``layer_classes`` is an
+    FSDP unit. Weights and gradients are fp32, and ``precision`` is 32-true or bf16-mixed.
     """
 
     def __init__(self, layer_classes: set[type[nn.Module]], precision: str) -> None:
@@ -109,18 +109,21 @@ class OneDeviceXLAStrategy(XLAFSDPStrategy):
         self._launcher = None  # the base class would fork
 
     def setup_environment(self) -> None:
-        """Use the device from now on."""
+        """Set up the device without the base class's process group."""
         self._launched = True
         ParallelStrategy.setup_environment(self)
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients, of each micro-batch in a program of its own."""
+        """Compute gradients, and run the micro-batch as an XLA program of its own."""
         super().backward(tensor, module, *args, **kwargs)
         run_pending(self.root_device)
 
 
 def run_pending(device: torch.device) -> None:
-    """Let XLA run what it has recorded, which else goes on to the next number that Python reads; nothing elsewhere."""
+    """Let XLA run the operations that it has recorded; do nothing on other devices.
+
+    Without this, XLA would record further operations until Python reads a number.
+    """
     if device.type == "xla":
         import torch_xla
 

@@ -154,8 +154,8 @@ def test_a_rank_that_has_waited_long_does_not_hang(monkeypatch: pytest.MonkeyPat
     ended: list[str] = []
     watchdog = Watchdog(0, 2, heartbeat, timeout=0.5)
     rank_1 = ConnectedRank(1)
-    watchdog._others[1] = rank_1
-    monkeypatch.setattr(watchdog, "_end_without", lambda _, how: ended.append(how))
+    watchdog._connected_ranks[1] = rank_1
+    monkeypatch.setattr(watchdog, "_end_without", lambda _, reason: ended.append(reason))
 
     def beat() -> list[str]:
         rank_1.update(Position(4, StepPhase.COMPUTING, 0, is_slow=False), "loop.py", True, 0.0)
