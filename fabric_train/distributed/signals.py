@@ -251,7 +251,7 @@ class Heartbeat:
     """The position of this rank's main thread; the watchdog's thread reads it."""
 
     def __init__(self, started: float | None = None) -> None:
-        """Start the clock at ``started``, the ``time.monotonic()`` at which the program began to load; by default now."""
+        """Start the clock at ``started``, the ``time.monotonic()`` when the program began to load; by default now."""
         self.started = time.monotonic() if started is None else started
         self.position = Position()
         self.min_pass_seconds = 0.0
