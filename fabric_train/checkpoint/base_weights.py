@@ -1,13 +1,14 @@
-"""Identify the weights of an adapter's base, of which a checkpoint has no copy: by a hash of all of their bytes.
+"""Identify the weights of an adapter's base by a hash of all of their bytes; a checkpoint has no copy of them.
 
-The hash is of the tensors by their names, so it does not depend on the number of files, nor on their format. XXH3 takes
+The tensors are hashed by their names, so the hash does not depend on the number and the format of the files. XXH3 takes
 a fraction of the time in which a disk reads the bytes. A new run hashes its base in the background, while the model is
 read and the first steps are taken: the first checkpoint needs the result.
 
-To hash a base again for each checkpoint that names it would take seconds a time. So a checkpoint also has the sizes and
-times of the files that were hashed: as long as the system says that nothing has changed them, their bytes are the same.
+Hashing a base again for each checkpoint that names it would take seconds every time. So a checkpoint also records the
+sizes and times of the files that were hashed. As long as these are the same, the bytes are taken to be the same.
 """
 
+import functools
 import os
 import re
 import threading
@@ -26,62 +27,74 @@ from fabric_train.model.pickled_weights import find_pickles
 from fabric_train.model.weight_files import StoredTensors, open_weights
 
 _PREFIX = "xxh3_128:"
-"""What a hash of all bytes begins with; earlier versions hashed the first and the last row of each tensor."""
+"""Beginning of a hash of all bytes; earlier versions hashed the first and the last row of each tensor."""
 _COMPUTED_BUFFER = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias)$")
-"""Buffers in older files, which transformers leaves out when it saves the model again."""
+"""Buffers in older files; transformers computes them, and does not save them any more."""
 _TIED_HEAD = "lm_head.weight"
 _BLOCK_BYTES = 1 << 24
 _NUM_THREADS = 2
 _SETTLED_SECONDS = 2.0
-"""A file that was changed less than this ago may be changed again without a new time: clocks of disks are coarse."""
+"""A file that was changed more recently may be changed again without a new time: file systems have coarse clocks."""
 
 
 def fingerprint(tensors: StoredTensors) -> str:
     """Return a hash of the names, dtypes, shapes and all bytes of a model's tensors.
 
-    A tied head may be stored or not. Buffers that transformers computes do not count.
+    A tied head does not change the hash, whether it is stored or not. Buffers that transformers computes do not count.
     """
     names = [name for name in sorted(tensors) if not _COMPUTED_BUFFER.search(name)]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        digests = dict(zip(names, pool.map(lambda name: _hash_of_tensor(tensors, name), names), strict=True))
-    head = digests.get(_TIED_HEAD)
-    if head is not None and list(digests.values()).count(head) > 1:
-        del digests[_TIED_HEAD]
-    digest = xxhash.xxh3_128()
-    for name, of_tensor in digests.items():
-        digest.update(f"{name} {of_tensor}\n".encode())
-    return f"{_PREFIX}{digest.hexdigest()}"
+        digests = pool.map(lambda name: _hash_tensor(tensors, name), names)
+        digests_by_name = dict(zip(names, digests, strict=True))
+
+    head_digest = digests_by_name.get(_TIED_HEAD)
+    is_tied = head_digest is not None and list(digests_by_name.values()).count(head_digest) > 1
+    if is_tied:
+        del digests_by_name[_TIED_HEAD]
+
+    hasher = xxhash.xxh3_128()
+    for name, digest in digests_by_name.items():
+        hasher.update(f"{name} {digest}\n".encode())
+    return f"{_PREFIX}{hasher.hexdigest()}"
 
 
-def _hash_of_tensor(tensors: StoredTensors, name: str) -> str:
+def _hash_tensor(tensors: StoredTensors, name: str) -> str:
+    """Return a hash of the dtype, shape and bytes of a tensor, which is read in blocks of rows."""
     shape = tensors.shape(name)
     dtype = tensors.dtype(name)
-    digest = xxhash.xxh3_128(f"{dtype} {tuple(shape)}".encode())
+    hasher = xxhash.xxh3_128(f"{dtype} {tuple(shape)}".encode())
     if not shape:
-        digest.update(_bytes_of(tensors.read_block(name, (), ())))
-    elif shape.numel():
-        row_bytes = shape[1:].numel() * dtype.itemsize
-        num_rows = max(1, _BLOCK_BYTES // row_bytes)
-        for begin in range(0, shape[0], num_rows):
-            offsets = (begin, *(0 for _ in shape[1:]))
-            block = (min(num_rows, shape[0] - begin), *shape[1:])
-            digest.update(_bytes_of(tensors.read_block(name, offsets, block)))
-    return digest.hexdigest()
+        hasher.update(_bytes_of(tensors.read_block(name, (), ())))
+        return hasher.hexdigest()
+    if not shape.numel():
+        return hasher.hexdigest()
+    row_shape = shape[1:]
+    row_bytes = row_shape.numel() * dtype.itemsize
+    num_block_rows = max(1, _BLOCK_BYTES // row_bytes)
+    for row in range(0, shape[0], num_block_rows):
+        offsets = (row, *[0] * len(row_shape))
+        block_shape = (min(num_block_rows, shape[0] - row), *row_shape)
+        hasher.update(_bytes_of(tensors.read_block(name, offsets, block_shape)))
+    return hasher.hexdigest()
 
 
 def _fingerprint_of_rows(tensors: StoredTensors) -> str:
-    """Return what checkpoints of earlier versions have: a hash of the first and the last row of each tensor."""
-    digest = xxhash.xxh3_128()
+    """Return the hash that earlier versions saved: of the first and the last row of each tensor."""
+    hasher = xxhash.xxh3_128()
     for name in sorted(tensors):
         shape = tensors.shape(name)
-        digest.update(f"{name} {tensors.dtype(name)} {tuple(shape)}".encode())
-        for row in {0, shape[0] - 1} if shape and shape.numel() else ():
-            block = tensors.read_block(name, (row, *(0 for _ in shape[1:])), (1, *shape[1:]))
-            digest.update(_bytes_of(block))
-    return digest.hexdigest()
+        hasher.update(f"{name} {tensors.dtype(name)} {tuple(shape)}".encode())
+        if not shape or not shape.numel():
+            continue
+        row_shape = shape[1:]
+        for row in {0, shape[0] - 1}:
+            block = tensors.read_block(name, (row, *[0] * len(row_shape)), (1, *row_shape))
+            hasher.update(_bytes_of(block))
+    return hasher.hexdigest()
 
 
 def _bytes_of(block: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU, without a copy if it is contiguous."""
     return block.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -107,32 +120,35 @@ def open_base_weights(place: str) -> StoredTensors:
 
 
 def same_weights(base: AdapterBase, saved: AdapterBase) -> AdapterBase | None:
-    """Return a base with what is known of its weights; None if it has others than ``saved`` describes.
+    """Compare the weights of a base with those that a checkpoint has recorded.
 
-    Its files are read only if the system says that they may have changed.
+    Its files are read only if their sizes or times have changed.
+
+    Returns:
+        The base, with its hash as far as it is known; None if its weights are not those of ``saved``.
     """
     assert saved.fingerprint is not None
     if saved.files and _describe_files(base.place) == saved.files:
         return replace(saved, place=base.place)
     if saved.fingerprint.startswith(_PREFIX):
-        found = hashed(base)
-        return found if found.fingerprint == saved.fingerprint else None
-    # the next checkpoint gets a hash of all bytes
+        hashed_base = hashed(base)
+        return hashed_base if hashed_base.fingerprint == saved.fingerprint else None
+    # the base is returned without the earlier version's hash: the next checkpoint gets a hash of all bytes
     return base if has_fingerprint(open_base_weights(base.place), saved.fingerprint) else None
-
-
-_hashes: dict[tuple[str, tuple[HashedFile, ...]], "Future[AdapterBase]"] = {}
 
 
 def start_hashing(base: AdapterBase) -> "Future[AdapterBase]":
     """Begin to hash the weights of a base in the background, unless that has begun; return the base with its hash."""
-    key = (base.place, _describe_files(base.place))
-    if key not in _hashes:
-        future: Future[AdapterBase] = Future()
-        _hashes[key] = future
-        # a daemon: a run that ends before its first checkpoint does not wait for it
-        threading.Thread(target=_hash, args=(base, future), daemon=True, name="hash of the base").start()
-    return _hashes[key]
+    return _start_hashing(base, _describe_files(base.place))
+
+
+@functools.cache
+def _start_hashing(base: AdapterBase, files: tuple[HashedFile, ...]) -> "Future[AdapterBase]":
+    """Begin to hash a base once in this process, and again only if its ``files`` have changed."""
+    future: Future[AdapterBase] = Future()
+    # a daemon: a run that ends before its first checkpoint does not wait for it
+    threading.Thread(target=_hash_base, args=(base, files, future), daemon=True, name="hash of the base").start()
+    return future
 
 
 def hashed(base: AdapterBase) -> AdapterBase:
@@ -141,11 +157,13 @@ def hashed(base: AdapterBase) -> AdapterBase:
     Raises:
         InputError, OSError: a file cannot be read.
     """
-    return base if base.fingerprint is not None else start_hashing(base).result()
+    if base.fingerprint is not None:
+        return base
+    return start_hashing(base).result()
 
 
 def hashed_or_noted(base: AdapterBase) -> AdapterBase:
-    """Return a base with its hash, and without it, with a note, if its files cannot be read any more."""
+    """Return a base with its hash; if its files cannot be read any more, print a note and return it without."""
     try:
         return hashed(base)
     except (InputError, OSError) as error:
@@ -154,12 +172,12 @@ def hashed_or_noted(base: AdapterBase) -> AdapterBase:
         return base
 
 
-def _hash(base: AdapterBase, future: "Future[AdapterBase]") -> None:
+def _hash_base(base: AdapterBase, files: tuple[HashedFile, ...], future: "Future[AdapterBase]") -> None:
+    """Set ``future`` to the base with its hash, and with its ``files`` unless they have changed meanwhile."""
     try:
-        before = _describe_files(base.place)
-        of_weights = fingerprint(open_base_weights(base.place))
-        is_settled = before == _describe_files(base.place) and all(map(_is_settled, before))
-        future.set_result(replace(base, fingerprint=of_weights, files=before if is_settled else ()))
+        digest = fingerprint(open_base_weights(base.place))
+        is_unchanged = files == _describe_files(base.place) and all(_is_settled(file) for file in files)
+        future.set_result(replace(base, fingerprint=digest, files=files if is_unchanged else ()))
     except BaseException as error:
         future.set_exception(error)
         if not isinstance(error, InputError | OSError):
@@ -167,12 +185,13 @@ def _hash(base: AdapterBase, future: "Future[AdapterBase]") -> None:
 
 
 def _is_settled(file: HashedFile) -> bool:
-    newest = max(file.modified_ns, file.changed_ns)
-    return time.time_ns() - newest > _SETTLED_SECONDS * 1e9
+    """Return whether the last change of a file is old enough that another one would have a later time."""
+    newest_change = max(file.modified_ns, file.changed_ns)
+    return time.time_ns() - newest_change > _SETTLED_SECONDS * 1e9
 
 
 def _describe_files(place: str) -> tuple[HashedFile, ...]:
-    """Return the files of a base's weights with what the system says of them; none if it says nothing of changes."""
+    """Return the sizes and times of the files of a base's weights; ``place`` is its hub name or absolute path."""
     folder = Path(place)
     if (folder / "trainer.json").is_file():
         files = sorted((folder / "model").glob("*.safetensors")) or find_safetensors(place)

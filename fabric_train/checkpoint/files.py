@@ -1,7 +1,8 @@
 """Hash the files of a checkpoint in pieces with XXH3-128, and check them against checksums.json.
 
-checksums.json has size and hashes of every file. So a truncated file is found at once, and all ranks can check the
-contents in parallel. ``rank_writer.py`` writes it. This module needs no torch: a run is checked before it is imported.
+checksums.json has the size and the hashes of every file. So a truncated file is found immediately, and all ranks can
+check the contents in parallel. ``rank_writer.py`` writes it. This module does not import torch, which is slow: a run is
+checked before that.
 """
 
 import os
@@ -19,7 +20,7 @@ from fabric_train.files.regular_file import read_json
 CHECKSUMS = "checksums.json"
 CHUNK_BYTES = 4 << 20
 """A chunk is hashed and then written while it is in the processor's cache."""
-_PIECE_CHUNKS = 16  # chunks per hash
+_CHUNKS_PER_PIECE = 16
 
 
 class FilePiece(NamedTuple):
@@ -40,8 +41,12 @@ class ListedFile:
     @property
     def is_tiled(self) -> bool:
         """Whether the sorted pieces cover the file without gaps and overlaps."""
-        ends = [0, *(piece.end for piece in self.pieces)]
-        return ends[:-1] == [piece.begin for piece in self.pieces] and ends[-1] == self.size
+        position = 0
+        for piece in self.pieces:
+            if piece.begin != position:
+                return False
+            position = piece.end
+        return position == self.size
 
 
 @dataclass(frozen=True)
@@ -52,30 +57,38 @@ class ChecksumsJson:
 
 
 class PieceHasher:
-    """Hash the chunks that a rank writes to one file, in ascending order of their offsets."""
+    """Hash the chunks that a rank writes to one file, in ascending order of their offsets.
+
+    Consecutive chunks are joined to pieces of up to 64 MiB, each with one hash.
+    """
 
     def __init__(self) -> None:
         self._pieces: list[FilePiece] = []
-        self._begin = self._end = 0
-        self._hash = xxhash.xxh3_128()
+        # the piece in progress
+        self._begin = 0
+        self._end = 0
+        self._hasher = xxhash.xxh3_128()
 
     def update(self, begin: int, chunk: Any) -> None:
         """Hash the next chunk, any buffer of bytes, at offset ``begin`` of the file."""
-        if begin != self._end or self._end - self._begin >= _PIECE_CHUNKS * CHUNK_BYTES:
-            self._close()
-            self._begin = self._end = begin
-        self._hash.update(chunk)
+        is_consecutive = begin == self._end
+        is_full = self._end - self._begin >= _CHUNKS_PER_PIECE * CHUNK_BYTES
+        if not is_consecutive or is_full:
+            self._end_piece()
+            self._begin = begin
+            self._end = begin
+        self._hasher.update(chunk)
         self._end += len(chunk)
 
     def pieces(self) -> list[FilePiece]:
         """Return the hashes of all chunks so far."""
-        self._close()
+        self._end_piece()
         return self._pieces
 
-    def _close(self) -> None:
+    def _end_piece(self) -> None:
         if self._end > self._begin:
-            self._pieces.append(FilePiece(self._begin, self._end, self._hash.hexdigest()))
-        self._hash = xxhash.xxh3_128()
+            self._pieces.append(FilePiece(self._begin, self._end, self._hasher.hexdigest()))
+        self._hasher = xxhash.xxh3_128()
         self._begin = self._end
 
 
@@ -88,18 +101,26 @@ def hash_file(path: Path) -> list[FilePiece]:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Return which file is missing or has a wrong size or, unless it has tensors, a wrong content; None if none."""
+    """Check the files of a checkpoint quickly: sizes of all, and the contents of those without tensors.
+
+    Returns:
+        Which file is missing or damaged, or None.
+    """
     try:
-        files = _read(checkpoint)
+        files = _read_checksums(checkpoint)
         for name, file in files.items():
-            path = _path(checkpoint, name)
+            path = _resolve(checkpoint, name)
             if not os.path.isfile(path):  # faster than a method of Path
                 return f"{name} is {'not a file' if path.exists() else 'missing'}"
-            if (size := os.path.getsize(path)) != file.size:
+            size = os.path.getsize(path)
+            if size != file.size:
                 return f"{name} has {size:,} bytes instead of {file.size:,}"
-            faults = () if name.endswith(".safetensors") else (_fault(path, name, piece) for piece in file.pieces)
-            if fault := next(filter(None, faults), None):
-                return fault
+            if name.endswith(".safetensors"):
+                continue
+            for piece in file.pieces:
+                fault = _find_piece_fault(path, name, piece)
+                if fault:
+                    return fault
         if "trainer.json" not in files:
             return "trainer.json is missing"
     except OSError as error:
@@ -111,28 +132,44 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def find_wrong_content(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, optimizer: bool = True) -> str | None:
-    """Return which file does not have the written content, or None; each of ``num_ranks`` processes reads its share."""
-    pieces = [
-        (name, piece)
-        for name, file in _read(checkpoint).items()
-        if optimizer or not name.startswith("optimizer/")
-        for piece in file.pieces
-    ]
-    pieces.sort(key=lambda item: item[1].begin - item[1].end)  # the largest first, so that the shares are even
+    """Check the contents of a checkpoint's files against their hashes.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+        rank: Number of this process among ``num_ranks``, each of which checks its share of the bytes.
+        num_ranks: Number of processes that check this checkpoint.
+        optimizer: Also check the states of the optimizer.
+
+    Returns:
+        Which file does not have the content that was written, or None.
+    """
+    pieces: list[tuple[str, FilePiece]] = []
+    for name, file in _read_checksums(checkpoint).items():
+        if optimizer or not name.startswith("optimizer/"):
+            pieces += [(name, piece) for piece in file.pieces]
+    # the largest first, so that the shares are even
+    pieces.sort(key=lambda item: item[1].begin - item[1].end)
+
+    def find_fault(item: tuple[str, FilePiece]) -> str | None:
+        name, piece = item
+        return _find_piece_fault(_resolve(checkpoint, name), name, piece)
+
+    # several ranks of a machine share its processors
     with ThreadPoolExecutor(os.cpu_count() if num_ranks == 1 else 1) as threads:
-        faults = threads.map(lambda item: _fault(_path(checkpoint, item[0]), *item), pieces[rank::num_ranks])
-        return next(filter(None, faults), None)
+        faults = threads.map(find_fault, pieces[rank::num_ranks])
+        return next((fault for fault in faults if fault), None)
 
 
-def _fault(path: Path, name: str, piece: FilePiece) -> str | None:
-    digest = xxhash.xxh3_128()
+def _find_piece_fault(path: Path, name: str, piece: FilePiece) -> str | None:
+    """Return why a piece of the file ``name`` cannot be read or differs from what was written, or None."""
+    hasher = xxhash.xxh3_128()
     try:
         for _, chunk in _read_chunks(path, piece.begin, piece.end):
-            digest.update(chunk)
+            hasher.update(chunk)
     except OSError as error:
         raise_reached_limit(error)
         return f"{name} cannot be read ({error.strerror})"
-    if digest.hexdigest() != piece.hash:
+    if hasher.hexdigest() != piece.hash:
         return f"the bytes {piece.begin:,} to {piece.end:,} of {name} are not those that were written"
     return None
 
@@ -142,15 +179,16 @@ def _read_chunks(path: Path, begin: int, end: int) -> Iterator[tuple[int, memory
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         file.seek(begin)
-        while begin < end:
-            num_bytes = file.readinto(buffer[: min(CHUNK_BYTES, end - begin)])
-            if not num_bytes:
+        offset = begin
+        while offset < end:
+            num_bytes = file.readinto(buffer[: min(CHUNK_BYTES, end - offset)])
+            if not num_bytes:  # the file has become shorter
                 return
-            yield begin, buffer[:num_bytes]
-            begin += num_bytes
+            yield offset, buffer[:num_bytes]
+            offset += num_bytes
 
 
-def _read(checkpoint: Path) -> dict[str, ListedFile]:
+def _read_checksums(checkpoint: Path) -> dict[str, ListedFile]:
     """Return the size and the pieces of each file; a ValueError if checksums.json is missing or damaged."""
     path = checkpoint / CHECKSUMS
     if not path.is_file():
@@ -164,8 +202,8 @@ def _read(checkpoint: Path) -> dict[str, ListedFile]:
     return files
 
 
-def _path(checkpoint: Path, name: str) -> Path:
-    """Return the path of a file that checksums.json names; a ValueError if it is outside of the checkpoint."""
+def _resolve(checkpoint: Path, name: str) -> Path:
+    """Return the path of a file that checksums.json names; a ValueError if it is outside the checkpoint."""
     if os.path.isabs(name) or ".." in name.split(os.sep):
         raise ValueError(f"{CHECKSUMS} names a file outside the checkpoint: {name}")
     return checkpoint / name

@@ -1,4 +1,4 @@
-"""Save the checkpoints of a run, synchronously or in the background; read the cursors of a stream again.
+"""Save the checkpoints of a run, synchronously or in the background; read the cursors of a stream back.
 
 All ranks write into a folder with a temporary name. When all have written their parts, rank 0 gives the folder its
 final name and removes old checkpoints.
@@ -58,21 +58,23 @@ class SaveError(RunError):
 
 @dataclass(frozen=True)
 class _PendingSave:
-    """A save in progress. ``is_written``: all ranks have written their parts, and rank 0 completes the checkpoint.
-
-    ``sharded`` has the tensors of the sharded parts.
-    """
+    """A save in progress."""
 
     target: Path
+    """The folder of the complete checkpoint."""
     temporary: Path
+    """The folder that all ranks write into."""
     num_bytes: int
+    """Size of the tensors, of all ranks."""
     writer: RankWriter
     sharded: dict[str, list[Entry]]
+    """The tensors of each sharded part of the checkpoint."""
     is_written: bool = False
+    """Whether all ranks have written their parts, and rank 0 is completing the checkpoint."""
 
 
 class CheckpointManager:
-    """Writes the checkpoints of one run. All ranks call its methods together, unless they say otherwise."""
+    """Write the checkpoints of one run. All ranks call its methods together, unless they say otherwise."""
 
     def __init__(
         self,
@@ -86,10 +88,18 @@ class CheckpointManager:
         saved: Callable[[Path], None],
         after_step: int = 0,
     ) -> None:
-        """Set up the manager and remove unfinished checkpoints from ``folder``, which only this run uses.
+        """Set up the manager, and remove unfinished checkpoints from ``folder``.
 
-        ``keep`` newest ones stay, and the best; None keeps all. With ``asynchronous`` training continues while one is
-        written. ``saved`` is called on every rank with each complete one. The run starts after ``after_step``.
+        Args:
+            folder: Where checkpoints are saved; only this run uses it.
+            fabric: The run's Fabric.
+            model: The model that Fabric has set up.
+            optimizer: Its optimizer, which Fabric has set up.
+            description: Of the run; it is written into each checkpoint.
+            keep: How many of the newest checkpoints stay, in addition to the best; None keeps all.
+            asynchronous: Training continues while a checkpoint is written.
+            saved: Called on every rank with each complete checkpoint.
+            after_step: The run starts after this step.
         """
         self.folder = folder
         self._keep = keep
@@ -102,12 +112,13 @@ class CheckpointManager:
         self._staging = Staging(fabric.device) if asynchronous else None
         self._pending: _PendingSave | None = None
         self._task: BackgroundTask | None = None
-        self._whole = set[Path]()  # kept checkpoints that were checked
+        self._undamaged = set[Path]()  # kept checkpoints that were checked
         self._best_by = description.arguments.get("best_by", "all")
         lowest = math.inf
         if fabric.is_global_zero:
             remove_leftovers(folder)
             lowest = lowest_loss(folder, self._best_by, after_step)
+        # all ranks write into a folder with the name of rank 0's process in it
         self._process, self._lowest_loss = fabric.broadcast((this_process(), lowest))
 
     def path(self, state: TrainerState) -> Path:
@@ -130,9 +141,9 @@ class CheckpointManager:
         return loss is not None and loss < self._lowest_before(state)
 
     def _lowest_before(self, state: TrainerState) -> float:
-        """Return the lowest saved cost on the rows of the state's evaluation; infinite if that is the first of them."""
-        is_first = state.first_evaluation is not None and state.first_evaluation.step == state.step
-        return math.inf if is_first else self._lowest_loss
+        """Return the lowest saved cost on the rows of the state's evaluation; infinite for the first evaluation."""
+        is_first_evaluation = state.first_evaluation is not None and state.first_evaluation.step == state.step
+        return math.inf if is_first_evaluation else self._lowest_loss
 
     def save(
         self,
@@ -142,41 +153,66 @@ class CheckpointManager:
         interim: bool = False,
         scheduled: bool = False,
     ) -> Path:
-        """Begin to write a checkpoint, after finishing a pending save, and return its path.
+        """Begin to write a checkpoint, after finishing a pending save.
 
-        If saves are synchronous, or with ``waits``, the checkpoint is complete when this returns. Otherwise, the model
-        may change after ``wait_until_copied``, and ``advance`` completes the checkpoint. Old ones are then removed. A
-        SaveError of any save is raised on all ranks. ``cursors`` are the stream's positions after the last window, see
-        ``StreamBatch``, or a checkpoint of the same step that has them. For ``interim`` and ``scheduled`` see
-        ``TrainerJson``.
+        In an asynchronous save, the model may change after :meth:`wait_until_copied`, and :meth:`advance` completes the
+        checkpoint. Then old ones are removed.
+
+        Args:
+            state: Counters and losses of the run.
+            cursors: The stream's positions after the last window, see ``StreamBatch``, or a checkpoint of the same step
+                that has them.
+            waits: The checkpoint is complete when this returns, even if saves are asynchronous.
+            interim: See ``TrainerJson``.
+            scheduled: See ``TrainerJson``.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            SaveError: this save or the pending one has failed on some rank; it is raised on all ranks.
         """
         self.finish()
         target = self.path(state)
         temporary = temporary_for(target, self._process)
-        tensors = (local_weights(self._model), local_optimizer_state(self._model, self._optimizer.optimizer))
-        model = "adapter" if self._description.adapter_base else "model"
-        kind = self._description.state_dict_type
+
+        # which bytes this rank writes into which file
+        weights = local_weights(self._model)
+        optimizer_state = local_optimizer_state(self._model, self._optimizer.optimizer)
         writes: list[Write] = []
         first_rows: dict[str, list[int]] = {}
         sharded: dict[str, list[Entry]] = {}
-        for part, of_part in zip((model, "optimizer"), tensors, strict=True):
-            of_rank, rows = rank_writes(part, of_part, self._fabric, kind)
-            writes += of_rank
+        weights_part = "adapter" if self._description.adapter_base else "model"
+        for part, tensors in ((weights_part, weights), ("optimizer", optimizer_state)):
+            part_writes, rows = rank_writes(part, tensors, self._fabric, self._description.state_dict_type)
+            writes += part_writes
             if rows:
                 first_rows[part] = rows
-                sharded[part] = [(tensor.name, tensor.dtype, tensor.shape) for tensor in of_part]
-        if self._fabric.device.type == "xla":  # whose tensors only one thread may use
+                sharded[part] = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+        if self._fabric.device.type == "xla":  # only the main thread may use its tensors
             writes = [replace(write, data=write.data.cpu()) for write in writes]
-        texts = self._texts(state, cursors, {"interim": interim, "scheduled": scheduled})
+        num_bytes = 0
+        for tensor in (*weights, *optimizer_state):
+            num_bytes += tensor.shape.numel() * tensor.dtype.itemsize
+
+        # start the writer in a thread
+        texts = self._texts(state, cursors, interim=interim, scheduled=scheduled)
         staging = None if waits else self._staging
-        write_texts = partial(self._write_texts, texts=texts)
-        writer = RankWriter(temporary, self._fabric.global_rank, writes, staging, write_texts, first_rows)
-        num_bytes = sum(tensor.shape.numel() * tensor.dtype.itemsize for of_part in tensors for tensor in of_part)
+        writer = RankWriter(
+            folder=temporary,
+            rank=self._fabric.global_rank,
+            writes=writes,
+            staging=staging,
+            write_texts=partial(self._write_texts, texts=texts),
+            first_rows=first_rows,
+        )
         pending = _PendingSave(target, temporary, num_bytes, writer, sharded)
         self._make_folder(pending)
         self._pending = pending
         self._task = BackgroundTask(writer.run, self._fabric.device)
-        if (loss := state.cost_of(self._best_by)) is not None:
+
+        loss = state.cost_of(self._best_by)
+        if loss is not None:
             self._lowest_loss = min(self._lowest_before(state), loss)
         if staging is None:
             self.finish()
@@ -213,20 +249,24 @@ class CheckpointManager:
         self._pending = None
 
     def _wait_for_tasks(self) -> None:
-        """Wait for every rank's task in the pending save; raise on all ranks if one has failed."""
+        """Wait for every rank's task in the pending save; raise a SaveError on all ranks if one has failed."""
         pending = self._pending
         task = self._task
-        text = None
         assert pending is not None
         assert task is not None
         task.wait()
-        if task.error is not None:
-            text = describe_os_error(task.error) if isinstance(task.error, OSError) else describe_failure(task.error)
-        if (reason := first_text(self._fabric, text)) is None:
+        reason = None
+        if isinstance(task.error, OSError):
+            reason = describe_os_error(task.error)
+        elif task.error is not None:
+            reason = describe_failure(task.error)
+        reason = first_text(self._fabric, reason)
+        if reason is None:
             return
         if self._fabric.is_global_zero:
             shutil.rmtree(pending.temporary, ignore_errors=True)
         self._pending = None
+        # all ranks raise rank 0's message: each may see other free space
         raise SaveError(first_text(self._fabric, self._message(pending, reason)))
 
     def _make_folder(self, pending: _PendingSave) -> None:
@@ -237,7 +277,7 @@ class CheckpointManager:
             if free_bytes(self.folder) < pending.num_bytes:
                 message = self._message(pending, "the disk is too full for it; make room on it")
             else:
-                if os.path.lexists(pending.temporary):  # a link there would lead the ranks elsewhere
+                if os.path.lexists(pending.temporary):  # a link of this name would lead the ranks elsewhere
                     remove(pending.temporary)
                 pending.temporary.mkdir()
         message = first_text(self._fabric, message)
@@ -245,11 +285,12 @@ class CheckpointManager:
             raise SaveError(message)
 
     def _message(self, pending: _PendingSave, reason: str) -> str:
-        needed = pending.num_bytes / 1e9
-        free = free_bytes(self.folder) / 1e9
+        """Return the error of a failed save."""
+        needed_gb = pending.num_bytes / 1e9
+        free_gb = free_bytes(self.folder) / 1e9
         return (
-            f"{pending.target} could not be saved: {reason}; it needs {needed:.3g} GB, {free:.3g} GB are free there; "
-            "earlier checkpoints are complete: --resume true continues from the newest"
+            f"{pending.target} could not be saved: {reason}; it needs {needed_gb:.3g} GB, {free_gb:.3g} GB are free "
+            "there; earlier checkpoints are complete: --resume true continues from the newest"
         )
 
     def _begin_next_stage(self) -> None:
@@ -265,41 +306,60 @@ class CheckpointManager:
         self._saved(pending.target)
 
     def _complete(self, pending: _PendingSave) -> None:
+        """Give the checkpoint its final name, and remove old ones. Rank 0 calls this, in a thread."""
         join_parts(pending.temporary, pending.sharded)
-        # an existing checkpoint of this step is damaged, or a signal came before its evaluation was complete
+        # a checkpoint of this step exists if it is damaged, or if a signal came before its evaluation was complete
         replace_checkpoint(pending.temporary, pending.target)
-        prune(pending.target, self._keep, self._whole)
+        prune(pending.target, self._keep, self._undamaged)
 
-    def _texts(self, state: TrainerState, cursors: np.ndarray | Path | None, kind: dict[str, bool]) -> dict[str, str]:
-        described = self._description.after(time.monotonic() - self._started)
-        if described.adapter_base and self._fabric.is_global_zero:  # which writes it
-            described = replace(described, adapter_base=hashed_or_noted(described.adapter_base))
-        description = asdict(described)
-        del description["attachments"]
-        scaler = self._fabric.strategy.precision.state_dict()
-        content = {"format": FORMAT, **to_content(state), **description, **kind, "grad_scaler": scaler}
+    def _texts(
+        self, state: TrainerState, cursors: np.ndarray | Path | None, *, interim: bool, scheduled: bool
+    ) -> dict[str, str]:
+        """Return the contents of the checkpoint's text files by name. All ranks call this; rank 0 writes the files."""
+        # trainer.json
+        description = self._description.after(time.monotonic() - self._started)
+        if description.adapter_base and self._fabric.is_global_zero:  # may wait for the hash
+            description = replace(description, adapter_base=hashed_or_noted(description.adapter_base))
+        described = asdict(description)
+        del described["attachments"]
+        content = {
+            "format": FORMAT,
+            **to_content(state),
+            **described,
+            "interim": interim,
+            "scheduled": scheduled,
+            "grad_scaler": self._fabric.strategy.precision.state_dict(),
+        }
         texts = {"trainer.json": json.dumps(content, indent=2) + "\n"}
+
+        # adapter_config.json
         if self._description.adapter_base:
-            of_peft = peft_config(self._model, self._description.adapter_base)
-            texts[ADAPTER_CONFIG] = json.dumps(of_peft, indent=2) + "\n"
+            config = peft_config(self._model, self._description.adapter_base)
+            texts[ADAPTER_CONFIG] = json.dumps(config, indent=2) + "\n"
+
+        # stream.json
         if isinstance(cursors, Path):
             if (cursors / "stream.json").is_file():
                 texts["stream.json"] = (cursors / "stream.json").read_text(encoding="utf-8")
         elif cursors is not None:
-            gathered = gather_over_data_ranks(self._fabric, torch.from_numpy(cursors).to(self._fabric.device))
-            in_order = sorted(gathered.reshape(-1, cursors.shape[1]).tolist())
-            texts["stream.json"] = json.dumps({"cursors": [cursor for _, *cursor in in_order]}) + "\n"
+            local_cursors = torch.from_numpy(cursors).to(self._fabric.device)  # [lanes, 1 + numbers]
+            all_cursors = gather_over_data_ranks(self._fabric, local_cursors).reshape(-1, cursors.shape[1])
+            # a cursor begins with the index of its lane, which only serves to sort them
+            sorted_cursors = [numbers for _, *numbers in sorted(all_cursors.tolist())]
+            texts["stream.json"] = json.dumps({"cursors": sorted_cursors}) + "\n"
         return texts
 
     def _write_texts(self, folder: Path, texts: dict[str, str]) -> None:
+        """Write all files without tensors. Rank 0 calls this, in a thread."""
         model = self._model.module
         model.config.save_pretrained(folder)
         if model.generation_config is not None:
             write_generation_config(folder, model.generation_config)
-        for source in self._description.attachments:
-            for file in source.rglob("*") if source.is_dir() else [source]:
+        for attachment in self._description.attachments:
+            files = attachment.rglob("*") if attachment.is_dir() else [attachment]
+            for file in files:
                 if file.is_file():
-                    copy = folder / file.relative_to(source.parent)
+                    copy = folder / file.relative_to(attachment.parent)
                     copy.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(file, copy)  # permissions by the user's umask, not the original's
         for name, text in texts.items():
@@ -313,6 +373,9 @@ def read_cursors(checkpoint: Path) -> list[LaneCursor]:
     cursors = read_json(file, _StreamJson, ADVICE).cursors
     if order is None or len(cursors) != order.rows_per_window:
         raise InputError(f"{file}: damaged ({len(cursors)} cursors are not one for each row of a step); {ADVICE}")
-    if any(number < 0 for cursor in cursors for number in (*cursor[:6], *cursor[8:])):
-        raise InputError(f"{file}: damaged (a number below 0); {ADVICE}")
+    for cursor in cursors:
+        # numbers 6 and 7 are the halves of a hash, which may be negative
+        nonnegative_numbers = (*cursor[:6], *cursor[8:])
+        if any(number < 0 for number in nonnegative_numbers):
+            raise InputError(f"{file}: damaged (a number below 0); {ADVICE}")
     return [LaneCursor.from_numbers(numbers) for numbers in cursors]

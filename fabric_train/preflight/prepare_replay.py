@@ -44,7 +44,7 @@ def prepare_replay(
     """
     first, last = steps
     logged = _read_logged(folder / "metrics.csv", first, last)
-    start = checkpoints.newest_checkpoint(folder, before=first)
+    start = checkpoints.newest_checkpoint(folder, before_step=first)
     saved_after = checkpoints.checkpoint_from(folder, last)
     witness = saved_after or checkpoints.newest_checkpoint(folder)
     if witness is None:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric_train.checkpoint.rank_writer import _place, pinned_sizes
+from fabric_train.checkpoint.rank_writer import _assign_blocks, pinned_sizes
 from fabric_train.checkpoint.tensors import Write
 
 MIB = 2**20
@@ -33,7 +33,7 @@ def test_tensors_are_copied_across_the_ends_of_buffers(tensors: list[tuple[int, 
     needed = sum(-(-write.data.nbytes // 16) * 16 for write in writes)
     buffers = [torch.full((size,), 255, dtype=torch.uint8) for size in (64, *[32] * (needed // 32 + 1))]
     written = bytearray(offset)
-    for part, place in _place(writes, buffers):
+    for part, place in _assign_blocks(writes, buffers):
         place.copy_(part.data)
         written[part.offset : part.offset + part.data.nbytes] = bytes(place.view(torch.uint8).tolist())
     expected = b"".join(bytes(write.data.view(torch.uint8).tolist()) for write in writes)
