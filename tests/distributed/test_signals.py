@@ -201,7 +201,7 @@ def test_a_stopped_stream_resumes(
 
 def test_ranks_save_when_their_launcher_ends(forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments) -> None:
     """SIGUSR1 ends ``fabric run`` itself; here its ranks learn at step 2 that their parent is another process."""
-    gone = at_point(f"stop_signals._launcher = 999999; {HEARD}", 2, "DATA", 0, (1,))
+    gone = at_point(f"stop_signals._launcher_pid = 999999; {HEARD}", 2, "DATA", 0, (1,))
     gone = f"from fabric_train.distributed.signals import stop_signals\n{gone}"
     run = tmp_path / "run"
     stopped = forked_runs.start(arguments(run, **REPLICAS), before=gone)
