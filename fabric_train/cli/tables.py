@@ -68,6 +68,10 @@ class Table(MutableMapping[str, T]):
         module, _, attribute = self._own[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
 
+    def __contains__(self, name: object) -> bool:
+        """Return whether there is such a part, without the import of its module, which may be slow."""
+        return name in self._own or name in self._registered
+
     def __setitem__(self, name: str, part: T) -> None:
         """Register a part of a script or a module under a name that is free, or was registered before."""
         if name in self._own:

@@ -16,8 +16,10 @@ _OBJECTIVES = {
     "ipo": "ipo",
     "simpo": "simpo",
     "orpo": "orpo",
+    "apo_zero": "apo_zero",
 }
 """Our objective by the name of a preference loss."""
+_PREFERENCES = "dpo, ipo, simpo, orpo, apo_zero and dpop"
 _LOSSES_OF_TORCHTUNE = {"DPOLoss": "dpo", "SimPOLoss": "simpo"}
 _OTHER_LOSSES_OF_TORCHTUNE = ("RSOLoss", "PPOLoss", "GRPO", "ForwardKL", "ReverseKL", "SymmetricKL", "JensenShannon")
 _KEYS_OF_PAIRS = (
@@ -83,7 +85,7 @@ def _translate_objective(translation: Translation) -> str:
 
 
 def _refuse_other_trainers(file: ForeignFile) -> None:
-    ours = "this project trains with cross entropy, dpo, ipo, simpo or orpo"
+    ours = f"this project trains with cross entropy, {_PREFERENCES}"
     for name, trainer in _OTHER_TRAINERS.items():
         heads = [setting for setting in file.settings if setting.split(".")[0] == name]
         if any(file.settings[setting] not in (None, False) for setting in heads):
@@ -124,6 +126,8 @@ def _objective_of_trl(translation: Translation) -> tuple[str, tuple[str, ...]]:
     file = translation.file
     losses = [loss for loss in translation.texts("loss_type") if loss not in ("nll", "sft", "chunked_nll")]
     named = file.names(*_KEYS_OF_PAIRS)
+    if len(losses) > 1:
+        raise translation.fault("loss_type", "this project has one preference loss at a time; leave one in the file")
     if losses:
         return _named_objective(translation, "loss_type", losses[0]), ("loss_type",)
     if named and not file.names("assistant_only_loss", "completion_only_loss", "packing", "dataset_text_field"):
@@ -137,7 +141,7 @@ def _objective_of_trl(translation: Translation) -> tuple[str, tuple[str, ...]]:
 def _named_objective(translation: Translation, name: str, loss: str) -> str:
     objective = _OBJECTIVES.get(loss.lower())
     if objective is None:
-        raise translation.fault(name, "of preference losses this project has dpo, ipo, simpo and orpo")
+        raise translation.fault(name, f"of preference losses this project has {_PREFERENCES}")
     return objective
 
 
@@ -175,7 +179,7 @@ def _translate_extras_of_pairs(translation: Translation, objective: str) -> None
     else:
         translation.ignore(*margin_names)
     reference = file.get("ref_model")
-    if reference and objective in ("dpo", "ipo"):
+    if reference and objective in ("dpo", "ipo", "apo_zero"):
         translation.train("reference", reference, "ref_model")
 
 

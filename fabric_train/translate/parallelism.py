@@ -145,7 +145,7 @@ def _stage_of(given: Any) -> tuple[int | None, bool]:
 def _translate_sizes(translation: Translation) -> None:
     file = translation.file
     sizes = {
-        "tensor_parallel_size": ("tensor_parallel_size", "tensor_parallel_dim"),
+        "tensor_parallel_size": ("tensor_parallel_size", "tensor_parallel_dim", "tensor_model_parallel_size"),
         "context_parallel_size": ("context_parallel_size", "sequence_parallel_degree", "context_parallel_dim"),
     }
     for argument, keys in sizes.items():

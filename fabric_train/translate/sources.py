@@ -207,6 +207,8 @@ def _entry_of_trl(translation: Translation, index: int, entry: Mapping[str, Any]
 
 def _sources_of_llama_factory(translation: Translation) -> Sources:
     file = translation.file
+    if file.get("train_dataset") is not None:
+        raise translation.fault("train_dataset", "a file for LLaMA-Factory v1; write it with dataset and stage")
     training = _named_in_dataset_info(translation, translation.texts("dataset"))
     validation = _named_in_dataset_info(translation, translation.texts("eval_dataset"))
     return Sources(training, validation, tuple(file.names("dataset", "eval_dataset", "dataset_dir")))

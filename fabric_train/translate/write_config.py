@@ -1,6 +1,7 @@
 """Write a translation as a training file: the arguments by group, with their origin, then what has no counterpart."""
 
 import dataclasses
+import json
 import shlex
 import textwrap
 from typing import Any
@@ -81,14 +82,20 @@ def _groups(translation: Translation) -> list[str]:
 def _line(name: str, value: Any, comment: str) -> str:
     text = yaml_core.dump({name: value}).rstrip("\n")
     if isinstance(value, list):
-        elements = [yaml_core.dump({"element": element}).partition(": ")[2].rstrip("\n") for element in value]
-        text = f"{name}: [{', '.join(elements)}]"
+        text = f"{name}: [{', '.join(map(_element, value))}]"
     if not comment:
         return text
     comment = " ".join(comment.split())
     if "\n" not in text and len(text) + len(comment) + 4 <= _WIDTH:
         return f"{text}  # {comment}"
     return "\n".join([*_comment_lines(comment), text])
+
+
+def _element(value: Any) -> str:
+    """Return an element of a list in brackets, where more characters end a word than at the end of a line."""
+    if isinstance(value, str) and set(value) & set(",[]{}"):
+        return json.dumps(value, ensure_ascii=False)
+    return yaml_core.dump({"element": value}).partition(": ")[2].rstrip("\n")
 
 
 def _absent(translation: Translation) -> str:

@@ -99,6 +99,8 @@ def test_wrong_paths_and_runs_are_found_without_torch(
         ("init_adapter", "nowhere"): "nowhere/adapter_config.json",
         ("init_adapter", "adapter"): "adapter/adapter_config.json: it is of a IA3 adapter; give one of LORA",
         ("seed", 1): "nothing",
+        ("objective", "dpo"): "nothing",
+        ("optimizer", "adamw"): "nothing",
     }
     lines = []
     for name, value in faults:

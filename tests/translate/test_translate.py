@@ -320,6 +320,8 @@ def test_texts_for_a_number_of_steps_are_streamed(translate: Translate) -> None:
         ("rl: orpo\norpo_alpha: 0.2", {"objective": "orpo", "dpo_beta": 0.2}),
         ("max_steps: 7", {"max_step": 7, "warmup_steps": 0}),
         ("loraplus_lr_ratio: 16", {"lr_of": ["lora_B=0.0032"]}),
+        ("tensor_model_parallel_size: 2", {"tensor_parallel_size": 2, "parallelism": "fsdp2"}),
+        ("rl: apo_zero\nref_model: org/base", {"objective": "apo_zero", "reference": "org/base"}),
         ("peft_use_dora: true\nlora_modules_to_save: [lm_head]", {"adapter": "dora", "train_also": ["lm_head"]}),
         ("fp8: true\ncontext_parallel_size: 2", {"float8": True, "context_parallel_size": 2, "parallelism": "fsdp2"}),
     ],
@@ -333,6 +335,8 @@ def test_settings_that_differ_in_meaning(change: str, expected: dict[str, Any], 
     ("text", "said"),
     [
         (AXOLOTL.replace("surprise: 7", "rl: kto"), "rl: kto: of preference losses this project has dpo, ipo"),
+        (TRL + "loss_type: [sigmoid, bco_pair]\n", "this project has one preference loss at a time"),
+        ("stage: sft\nmodel_name_or_path: a\ntrain_dataset: data.yaml\n", "a file for LLaMA-Factory v1"),
         (LLAMA_FACTORY.replace("stage: sft", "stage: rm"), "stage: rm: this project trains the stages"),
         (TRL + "reward_funcs: accuracy\n", "reward_funcs: a file for GRPO"),
         (AXOLOTL.replace("2e-4", "fast"), "learning_rate: expected a number, got 'fast'"),
@@ -406,3 +410,9 @@ def test_the_token_dataset_gets_another_folder_than_the_run(output_dir: str, tra
     assert result.command[result.command.index("--output_dir") + 1] == str(tokens)
     assert not run.is_relative_to(tokens)
     assert not tokens.is_relative_to(run)
+
+
+def test_an_expression_with_brackets_stays_a_text_in_a_list(translate: Translate) -> None:
+    pattern = r"model.layers.[\d]+.(q|k)_proj"
+    result = translate(f"{TRL}use_peft: true\nlora_target_modules: '{pattern}'\n")
+    assert result.arguments["lora_targets"] == [pattern]
