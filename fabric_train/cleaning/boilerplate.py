@@ -21,7 +21,7 @@ from fabric_train.cleaning.dropped import Dropped
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import read_json
 
-# letters and digits of a line that counts, so that no blank line, brace, ``else:`` or name in a play is removed
+# a line with fewer letters and digits is never removed: a blank line, a brace, ``else:``, the name of a speaker
 MIN_LETTERS = 15
 _COUNTS = re.compile(rf"(?:[\W_]*[^\W_]){{{MIN_LETTERS}}}")
 _EDIT = "boilerplate lines"
@@ -35,51 +35,60 @@ _MAKE_AGAIN = "count the lines again, with --shard and this version, and merge t
 
 @dataclass(frozen=True)
 class Boilerplate:
-    """The cleaning step: removes the lines that ``num_documents`` documents or more have.
-
-    ``hashes`` of these lines are uint64 [lines], sorted; empty until they are counted. ``most_frequent`` are those that
-    most documents have, each with the number of documents.
-    """
+    """The cleaning step that removes lines which are in many documents."""
 
     num_documents: int
+    """A line is removed if this number of documents or more have it."""
     hashes: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
+    """Hashes of the lines to remove, uint64 [lines], sorted; empty until the lines of the corpus are counted."""
     most_frequent: tuple[tuple[str, int], ...] = ()
+    """The lines that most documents have, each with its number of documents: examples for the user."""
 
     def clean(self, text: str, edits: Counter[str]) -> str | Dropped:
         """Return the text without the repeated lines, and without the blank lines that they leave.
 
-        A blank line after a removed line is removed too if a blank line or nothing is before; so are blank lines at the
-        end after which there was only boilerplate.
+        A blank line after a removed line is removed too if nothing or another blank line precedes the removed one. So
+        are blank lines at the end of the text if only boilerplate preceded them.
         """
         lines = text.split("\n")
-        places = self._find(lines)
-        if not places:
+        repeated = self._find_repeated(lines)
+        if not repeated:
             return text
-        edits[_EDIT] += len(places)
-        kept: list[str] = []
-        after_removed = False
-        for place, line in enumerate(lines):
-            if place in places:
-                after_removed = True
-            elif line.strip():
-                kept.append(line)
-                after_removed = False
-            elif not after_removed or (kept and kept[-1].strip()):
-                kept.append(line)
-        while after_removed and kept and not kept[-1].strip():
-            kept.pop()
-        return "\n".join(kept) if kept else Dropped(_REASON, f"{len(places)} lines")
+        edits[_EDIT] += len(repeated)
+        remaining_lines: list[str] = []
+        follows_removed = False  # whether only removed and blank lines came since the last remaining text
+        for index, line in enumerate(lines):
+            if index in repeated:
+                follows_removed = True
+                continue
+            if line.strip():
+                remaining_lines.append(line)
+                follows_removed = False
+                continue
+            # a blank line separates: one is enough
+            ends_with_text = bool(remaining_lines) and bool(remaining_lines[-1].strip())
+            if ends_with_text or not follows_removed:
+                remaining_lines.append(line)
+        while follows_removed and remaining_lines and not remaining_lines[-1].strip():
+            remaining_lines.pop()
+        if not remaining_lines:
+            return Dropped(_REASON, f"{len(repeated)} lines")
+        return "\n".join(remaining_lines)
 
-    def _find(self, lines: list[str]) -> set[int]:
+    def _find_repeated(self, lines: list[str]) -> set[int]:
+        """Return the indices of the lines to remove."""
         if not len(self.hashes):
             return set()
-        hashed = np.array(list(hash_lines(lines)), dtype=np.uint64).reshape(-1, 2)
-        found = np.searchsorted(self.hashes, hashed[:, 1])
-        is_repeated = self.hashes[np.minimum(found, len(self.hashes) - 1)] == hashed[:, 1]
-        return set(hashed[is_repeated, 0].tolist())
+        hashed_lines = np.array(list(hash_lines(lines)), dtype=np.uint64).reshape(-1, 2)  # [lines that count, 2]
+        line_indices = hashed_lines[:, 0]
+        line_hashes = hashed_lines[:, 1]
+        positions = np.searchsorted(self.hashes, line_hashes)
+        positions = np.minimum(positions, len(self.hashes) - 1)  # a hash above all others has the position after them
+        is_repeated = self.hashes[positions] == line_hashes
+        return set(line_indices[is_repeated].tolist())
 
     def redacted(self, redact: Callable[[str], str]) -> "Boilerplate":
-        """Return the step with ``redact`` of the lines to be shown."""
+        """Return the same step, with ``redact`` applied to the lines that are shown."""
         return replace(self, most_frequent=tuple((redact(line), count) for line, count in self.most_frequent))
 
     def shown(self) -> list[str]:
@@ -87,6 +96,7 @@ class Boilerplate:
         return [f"{line[:_SHOWN_CHARACTERS]} ({count:,} documents)" for line, count in self.most_frequent]
 
     def settings(self) -> dict[str, Any]:
+        """Return all that determines the result, and the most frequent lines, for the manifest."""
         return {
             "num_documents": self.num_documents,
             "min_letters": MIN_LETTERS,
@@ -98,52 +108,72 @@ class Boilerplate:
 
 
 def hash_lines(lines: list[str]) -> Iterator[tuple[int, int]]:
-    """Yield place and 64-bit hash of each line with 15 letters or digits or more; white space counts as one space."""
-    for place, line in enumerate(lines):
+    """Yield the index and the 64-bit hash of each line with 15 letters or digits or more.
+
+    Lines that differ only in white space have the same hash.
+    """
+    for index, line in enumerate(lines):
         if _COUNTS.match(line):
-            yield place, xxhash.xxh3_64_intdigest(" ".join(line.split()).encode("utf-8", "surrogatepass"))
+            normalized = " ".join(line.split())
+            yield index, xxhash.xxh3_64_intdigest(normalized.encode("utf-8", "surrogatepass"))
 
 
 @dataclass(frozen=True)
 class _LinesRecord:
-    """The content of ``lines.json``; ``sha256`` is of the file of hashes."""
+    """The content of ``lines.json``."""
 
     format: int
     text_column: str
     num_documents: int
-    sha256: str
+    sha256: str  # of the file ``hashes``, in hexadecimal
     most_frequent: list[tuple[str, int]]
 
 
 def write_repeated_lines(folder: Path, lines: Boilerplate, text_column: str) -> None:
-    """Write the lines that are in many documents; they were counted in ``text_column``."""
+    """Write the folder for --boilerplate with the hashes of ``lines``, which were counted in ``text_column``."""
     hashes = lines.hashes.astype("<u8").tobytes()
-    digest = hashlib.sha256(hashes).hexdigest()
-    record = _LinesRecord(FORMAT, text_column, lines.num_documents, digest, list(lines.most_frequent))
+    record = _LinesRecord(
+        format=FORMAT,
+        text_column=text_column,
+        num_documents=lines.num_documents,
+        sha256=hashlib.sha256(hashes).hexdigest(),
+        most_frequent=list(lines.most_frequent),
+    )
     (folder / _HASHES).write_bytes(hashes)
     (folder / _RECORD).write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
 
 
-def open_boilerplate(given: int | str, text_column: str) -> Boilerplate:
-    """Return the step for --boilerplate: of a folder with its lines, of a number without, to be counted."""
-    return Boilerplate(given) if isinstance(given, int) else _read(Path(given).expanduser(), text_column)
+def open_boilerplate(switch: int | str, text_column: str) -> Boilerplate:
+    """Return the step for the value of --boilerplate.
+
+    Args:
+        switch: a number of documents, whose step has no lines until they are counted; or a folder with counted lines.
+        text_column: the column that is cleaned, in which a folder's lines must have been counted.
+
+    Raises:
+        InputError: the folder is missing, damaged, from another version, or has the lines of another column.
+    """
+    if isinstance(switch, int):
+        return Boilerplate(switch)
+    return _read_repeated_lines(Path(switch).expanduser(), text_column)
 
 
-def _read(folder: Path, text_column: str) -> Boilerplate:
+def _read_repeated_lines(folder: Path, text_column: str) -> Boilerplate:
+    """Read what :func:`write_repeated_lines` has written."""
     if not (folder / _RECORD).is_file():
-        known = "give a number of documents, or a folder that a merge of counted slices has written"
-        raise InputError(f"--boilerplate {folder}: no lines.json there; {known} (docs/cleaning.md)")
+        remedy = "give a number of documents, or a folder that a merge of counted slices has written"
+        raise InputError(f"--boilerplate {folder}: no lines.json there; {remedy} (docs/cleaning.md)")
     record = read_json(folder / _RECORD, _LinesRecord, _MAKE_AGAIN)
     if record.format != FORMAT:
         raise InputError(f"{folder / _RECORD} has format {record.format}, this version reads {FORMAT}; {_MAKE_AGAIN}")
     if record.text_column != text_column:
-        counted = f"--boilerplate {folder} has lines of the column {record.text_column!r}, not {text_column!r}"
-        raise InputError(f"{counted}; give --text_column {record.text_column}, or count the lines of {text_column!r}")
+        fault = f"--boilerplate {folder} has lines of the column {record.text_column!r}, not {text_column!r}"
+        raise InputError(f"{fault}; give --text_column {record.text_column}, or count the lines of {text_column!r}")
     try:
         hashes = (folder / _HASHES).read_bytes()
     except OSError as error:
         raise InputError(f"{folder / _HASHES}: {error.strerror}; {_MAKE_AGAIN}") from None
     if hashlib.sha256(hashes).hexdigest() != record.sha256:
         raise InputError(f"{folder / _HASHES}: damaged; {_MAKE_AGAIN}")
-    lines = np.frombuffer(hashes, "<u8").astype(np.uint64)
-    return Boilerplate(record.num_documents, lines, tuple(record.most_frequent))
+    line_hashes = np.frombuffer(hashes, "<u8").astype(np.uint64)  # also on big-endian machines
+    return Boilerplate(record.num_documents, line_hashes, tuple(record.most_frequent))

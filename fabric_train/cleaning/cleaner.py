@@ -19,35 +19,40 @@ from fabric_train.cleaning.quality import open_quality_filter
 from fabric_train.cli.errors import InputError
 from fabric_train.reading.documents import TOO_DEEP, BadRowError, Chat, Message, Pair, check_surrogates
 
-_NO_TEXT = frozenset(["role", "type", "id", "name", "tool_call_id", "tools"])  # what a program reads
+# keys of messages and of their tool calls whose values a program reads, so no step may change them
+_KEYS_WITHOUT_TEXT = frozenset(["role", "type", "id", "name", "tool_call_id", "tools"])
 _SPEAKERS = ("user", "assistant")
 Conversation = TypeVar("Conversation", bound=Chat | Pair)
-_NOT_FOR_CHATS = {  # and why
+_REASONS_AGAINST_CHATS = {
     "boilerplate": "a chat cannot lose a line of a turn",
     "language_by paragraph": "a chat cannot lose a paragraph of a turn",
     "quality": "its rules are for web pages, and a good answer may be one word",
 }
+"""Switches that cannot be used when a source has chats, and why."""
 
 
 class CleaningStep(Protocol):
-    """One switch. It has plain settings only, because processes may get it by pickle; models load on first use."""
+    """The step of one switch.
+
+    A step has plain attributes only, because processes may get it by pickle. Models are loaded on first use.
+    """
 
     def clean(self, text: str, edits: Counter[str]) -> str | Marked | Dropped:
-        """Return the text, changed or not, or why it is marked or dropped; count changes in ``edits`` by kind."""
+        """Return the text, changed or not, or why it is marked or dropped; add the changes to ``edits`` by kind."""
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that decides the result, as JSON: thresholds, versions of packages, hashes of files."""
+        """Return all that determines the result, as JSON: thresholds, versions of packages, hashes of files."""
 
 
 @dataclass(frozen=True)
 class Cleaner:
-    """Steps by the names of their switches, in the order in which they are applied; then documents get a signature."""
+    """Cleaning steps, applied in order; afterwards a document gets the signature by which near duplicates are found."""
 
-    steps: dict[str, CleaningStep]
-    near_duplicates: float | None  # the smallest similarity of near duplicates; None for no signatures
+    steps: dict[str, CleaningStep]  # by the name of the switch, in the order in which they are applied
+    near_duplicates: float | None  # the smallest similarity of near duplicates; None computes no signatures
 
     def clean(self, text: str) -> Cleaned[str] | Dropped:
-        """Return the text that all steps leave, or why one of them drops it; the first that does decides."""
+        """Apply every step to a text, or return why a step drops it; the first step that drops it decides."""
         edits: Counter[str] = Counter()
         hits: tuple[TaskHit, ...] = ()
         for step in self.steps.values():
@@ -62,33 +67,39 @@ class Cleaner:
         return Cleaned(text, dict(edits), self._sign(text), hits)
 
     def clean_chat(self, chat: Conversation) -> Cleaned[Conversation] | Dropped:
-        """Return the chat or pair with each text redacted, or why a step drops it; the first that does decides.
+        """Redact each text of a chat or pair, or return why a step drops it; the first step that drops it decides.
 
-        A pair is dropped if one of its two conversations is.
+        A pair is dropped if one of its two conversations is. All steps except redaction judge a chat and do not change
+        it.
 
-        BadRowError if the chat is nested too deeply, or has half of a surrogate pair.
+        Raises:
+            BadRowError: the chat is nested too deeply, or has half of a surrogate pair.
         """
         edits: Counter[str] = Counter()
-        hits: tuple[TaskHit, ...] = ()
+        hits: list[TaskHit] = []
         for name, step in self.steps.items():
             if name == "redact":
                 chat = change_texts(chat, partial(self._redact, edits=edits))
                 continue
-            for one in chat.conversations:
-                result = step.clean(_JUDGED_TEXT[name](one), edits)
+            for conversation in chat.conversations:
+                result = step.clean(_JUDGED_TEXT[name](conversation), edits)
                 if isinstance(result, Dropped):
                     return result
-                hits += tuple(hit for hit in result.hits if hit not in hits) if isinstance(result, Marked) else ()
-        return Cleaned(chat, dict(edits), self._sign(text_without_system(chat.joined)), hits)
+                if isinstance(result, Marked):
+                    # the two conversations of a pair share their prompt, and so its hits
+                    hits += [hit for hit in result.hits if hit not in hits]
+        return Cleaned(chat, dict(edits), self._sign(text_without_system(chat.joined)), tuple(hits))
 
     def redact(self, text: str) -> str:
-        """Return the text without personal data if there is such a step: for samples of what other steps drop."""
-        return self._redact(text, Counter()) if "redact" in self.steps else text
+        """Return the text without personal data if --redact is given: for samples of what other steps drop."""
+        if "redact" not in self.steps:
+            return text
+        return self._redact(text, Counter())
 
     def with_boilerplate(self, step: Boilerplate) -> "Cleaner":
-        """Return the cleaner that first removes the lines of ``step``; it shows them without personal data."""
-        others = {name: one for name, one in self.steps.items() if name != "boilerplate"}
-        return replace(self, steps={"boilerplate": step.redacted(self.redact), **others})
+        """Return a cleaner that first removes the lines of ``step``, and redacts those lines before they are shown."""
+        later_steps = {name: later_step for name, later_step in self.steps.items() if name != "boilerplate"}
+        return replace(self, steps={"boilerplate": step.redacted(self.redact)} | later_steps)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of each step, by switch."""
@@ -98,7 +109,9 @@ class Cleaner:
         return settings
 
     def _sign(self, text: str) -> np.ndarray | None:
-        return None if self.near_duplicates is None else near_duplicates.signature(text)
+        if self.near_duplicates is None:
+            return None
+        return near_duplicates.signature(text)
 
     def _redact(self, text: str, edits: Counter[str]) -> str:
         result = self.steps["redact"].clean(text, edits)
@@ -106,12 +119,18 @@ class Cleaner:
         return result
 
 
-def open_cleaner(arguments: CleaningArguments, kinds: Sequence[str], text_column: str) -> Cleaner:
-    """Return the cleaner for the switches that are given; ``kinds`` has the data format of each source.
+def open_cleaner(arguments: CleaningArguments, data_formats: Sequence[str], text_column: str) -> Cleaner:
+    """Return the cleaner with a step for each switch in ``arguments``; steps are applied in the order used here.
 
-    ``text_column`` is the column with the texts, in which repeated lines must have been counted.
+    Args:
+        arguments: the switches of cleaning.
+        data_formats: the format of each source, such as ``text`` or ``messages``.
+        text_column: the column with the texts; a folder of repeated lines must have been counted in the same column.
+
+    Raises:
+        InputError: a switch is not for chats, and a source has chats; or a step cannot be opened.
     """
-    _check_for_chats(arguments, kinds)
+    _check_switches_for_chats(arguments, data_formats)
     steps: dict[str, CleaningStep] = {}
     if arguments.language is not None:
         steps["language"] = open_language_filter(arguments.language, arguments.language_by)
@@ -127,78 +146,91 @@ def open_cleaner(arguments: CleaningArguments, kinds: Sequence[str], text_column
     return cleaner
 
 
-def _check_for_chats(arguments: CleaningArguments, kinds: Sequence[str]) -> None:
+def _check_switches_for_chats(arguments: CleaningArguments, data_formats: Sequence[str]) -> None:
     """Raise InputError, with a line for each switch that is not for chats, if a source has chats."""
-    chats = [kind for kind in kinds if kind != "text"]
-    given = {
+    chat_formats = [data_format for data_format in data_formats if data_format != "text"]
+    if not chat_formats:
+        return
+    is_used = {
         "boilerplate": arguments.boilerplate is not None,
         "language_by paragraph": arguments.language_by == "paragraph",
         "quality": arguments.quality is not None,
     }
-    faults = [
-        f"--{name}: {reason}, and a source has {chats[0]}; tokenize it without --{name}, then merge"
-        for name, reason in _NOT_FOR_CHATS.items()
-        if chats and given[name]
-    ]
+    faults = []
+    for switch, reason in _REASONS_AGAINST_CHATS.items():
+        if is_used[switch]:
+            remedy = f"tokenize it without --{switch}, then merge"
+            faults.append(f"--{switch}: {reason}, and a source has {chat_formats[0]}; {remedy}")
     if faults:
         raise InputError(*faults)
 
 
 def change_texts(chat: Conversation, change: Callable[[str], str]) -> Conversation:
-    """Return the chat or pair with ``change`` of each text: contents, and the values of a tool call's arguments."""
+    """Apply ``change`` to each text of a chat or pair: contents, and the values of a tool call's arguments.
+
+    Raises:
+        BadRowError: a message is nested too deeply.
+    """
     try:
-        changed = [_changed(message, change, _NO_TEXT) for message in chat.joined.messages]
-        return cast("Conversation", chat.with_messages(changed))
+        messages = [_change_texts_in(message, change, _KEYS_WITHOUT_TEXT) for message in chat.joined.messages]
+        return cast("Conversation", chat.with_messages(messages))
     except RecursionError:
         raise BadRowError(TOO_DEEP) from None
 
 
-def _changed(value: Any, change: Callable[[str], str], kept: frozenset[str]) -> Any:
-    """Return the value with all texts changed, except those under a key in ``kept``."""
+def _change_texts_in(value: Any, change: Callable[[str], str], keys_without_text: frozenset[str]) -> Any:
+    """Return a JSON value with ``change`` applied to all texts, except those under ``keys_without_text``."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [_changed(part, change, kept) for part in value]
+        return [_change_texts_in(element, change, keys_without_text) for element in value]
     if isinstance(value, Mapping):
-        return {
-            # an argument may be called id or name
-            key: part if key in kept else _changed(part, change, frozenset() if key == "arguments" else kept)
-            for key, part in value.items()
-        }
+        changed = {}
+        for key, element in value.items():
+            if key in keys_without_text:
+                changed[key] = element
+            elif key == "arguments":
+                # the arguments of a tool call have names of their own: one may be called id or name
+                changed[key] = _change_texts_in(element, change, frozenset())
+            else:
+                changed[key] = _change_texts_in(element, change, keys_without_text)
+        return changed
     return value
 
 
 def all_text(chat: Chat) -> str:
-    """Return all texts, on lines of their own: also a tool call's arguments and system messages."""
-    return _joined(_texts(chat, chat.messages))
+    """Return all texts of a chat, one per line, including system messages and the arguments of tool calls."""
+    return _join_lines(_texts_of(chat, chat.messages))
 
 
 def text_without_system(chat: Chat) -> str:
-    """Return all texts except system messages, which chats share without repeating each other."""
-    return _joined(_texts(chat, [message for message in chat.messages if message["role"] != "system"]))
+    """Return all texts except system messages, which different chats have in common without being duplicates."""
+    messages = [message for message in chat.messages if message["role"] != "system"]
+    return _join_lines(_texts_of(chat, messages))
 
 
 def spoken_text(chat: Chat) -> str:
-    """Return what the user and the assistant say, whatever the language of system messages and of tools is."""
-    return _joined(message["content"] for message in chat.messages if message["role"] in _SPEAKERS)
+    """Return what user and assistant say; the language of system messages and of tools does not count."""
+    return _join_lines(message["content"] for message in chat.messages if message["role"] in _SPEAKERS)
 
 
-def _texts(chat: Chat, messages: list[Message]) -> list[str]:
+def _texts_of(chat: Chat, messages: list[Message]) -> list[str]:
+    """Return the texts of these messages of a chat, in order."""
     texts: list[str] = []
 
-    def take(text: str) -> str:
+    def collect_text(text: str) -> str:
         texts.append(text)
         return text
 
-    change_texts(replace(chat, messages=messages), take)
+    change_texts(replace(chat, messages=messages), collect_text)
     return texts
 
 
-def _joined(texts: Iterable[str]) -> str:
+def _join_lines(texts: Iterable[str]) -> str:
     text = "\n".join(texts)
     check_surrogates(text)
     return text
 
 
 _JUDGED_TEXT: dict[str, Callable[[Chat], str]] = {"language": spoken_text, "decontaminate": all_text}
-"""What a step that leaves out chats judges."""
+"""The text of a chat that a step judges, by the step's name."""

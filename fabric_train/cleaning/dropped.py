@@ -1,11 +1,11 @@
-"""Documents that cleaning drops or marks, and the files of a token dataset that show some of them.
+"""The results of a cleaning step, and the files of a token dataset that show dropped and marked documents.
 
 ``dropped.jsonl`` has up to 20 dropped documents for each reason, so that a user sees what a rule drops.
 ``contamination.jsonl`` has every document that shares words with an evaluation task.
 """
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ CONTAMINATION_FILE = "contamination.jsonl"
 TEXT_CHARACTERS = 500
 PER_SHARD = 3  # documents that a shard keeps for each reason
 PER_REASON = 20  # that are shown
-Place = tuple[int, int]  # the number of a document's file as in the document index, and its row there, from 1
+Location = tuple[int, int]  # the index of a document's file in the document index, and its row in the file, from 1
 _MOST_BYTES = 64 << 20  # some hundred reasons with 20 texts of 500 characters are less
 
 
@@ -34,7 +34,7 @@ class TaskHit:
     task: str
     item: str  # the item's ``id``, or its line in the file of the task
     num_shared: int  # n-grams that both have
-    words: str  # the longest stretch of shared words, normalized, and cut after some words
+    words: str  # the longest sequence of shared words, normalized, and cut after 40 words
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Cleaned(Generic[Content]):
 
     content: Content
     edits: dict[str, int]  # the number of changes by kind, such as ``redacted email``
-    signature: np.ndarray | None  # of MinHash, uint32 [112]; None without --near_duplicates
+    signature: np.ndarray | None  # MinHash signature, uint32 [112]; None without --near_duplicates
     hits: tuple[TaskHit, ...]  # what it shares with evaluation tasks
 
 
@@ -84,83 +84,110 @@ class SampledDrop:
 
 
 def evenly_spaced(count: int) -> list[int]:
-    """Return up to 20 of the numbers below ``count``."""
-    number = min(count, PER_REASON)
-    return [place * count // number for place in range(number)]
+    """Return up to 20 of the integers from 0 to ``count`` - 1, evenly spaced."""
+    num_chosen = min(count, PER_REASON)
+    return [index * count // num_chosen for index in range(num_chosen)]
 
 
-def write_sample(folder: Path, dropped: Sequence[tuple[DroppedText, Place]], sources: SourceTable) -> None:
-    """Write at most 20 documents for each reason, spread evenly over their order."""
-    by_reason: dict[str, list[str]] = defaultdict(list)
-    for one, place in dropped:
-        content = asdict(SampledDrop(one.reason, one.detail, sources.place(*place), one.text))
-        by_reason[one.reason].append(json.dumps(content, ensure_ascii=False))
-    _write(folder, by_reason)
+def write_sample(folder: Path, dropped: Sequence[tuple[DroppedText, Location]], sources: SourceTable) -> None:
+    """Write ``dropped.jsonl`` with at most 20 documents for each reason, spread evenly over their order."""
+    lines_by_reason: dict[str, list[str]] = defaultdict(list)
+    for document, location in dropped:
+        sampled = SampledDrop(document.reason, document.detail, sources.location(*location), document.text)
+        lines_by_reason[document.reason].append(json.dumps(asdict(sampled), ensure_ascii=False))
+    _write_lines(folder, lines_by_reason)
 
 
 def join_samples(folders: Sequence[Path], target: Path) -> None:
-    """Write the sample of several token datasets together: again at most 20 documents for each reason."""
-    by_reason: dict[str, list[str]] = defaultdict(list)
-    for file in (folder / DROPPED_FILE for folder in folders):
-        lines = file.read_bytes().splitlines() if file.exists() else []
-        for number, line in enumerate(lines, 1):
+    """Write one sample for several token datasets into ``target``: again at most 20 documents for each reason.
+
+    Raises:
+        InputError: a line of a sample is damaged.
+    """
+    lines_by_reason: dict[str, list[str]] = defaultdict(list)
+    for folder in folders:
+        file = folder / DROPPED_FILE
+        if not file.exists():  # cleaning dropped nothing
+            continue
+        for line_number, line in enumerate(file.read_bytes().splitlines(), start=1):
             try:
-                by_reason[json.loads(line)["reason"]].append(line.decode())
+                reason = json.loads(line)["reason"]
+                lines_by_reason[reason].append(line.decode())
             except (ValueError, TypeError, KeyError) as error:
-                raise InputError(f"{file}: line {number:,} is damaged; remove the file, or tokenize again") from error
-    _write(target, by_reason)
+                fault = f"line {line_number:,} is damaged; remove the file, or tokenize again"
+                raise InputError(f"{file}: {fault}") from error
+    _write_lines(target, lines_by_reason)
 
 
-def _write(folder: Path, by_reason: Mapping[str, Sequence[str]]) -> None:
-    found = [by_reason[reason] for reason in sorted(by_reason)]
-    if chosen := [of_reason[number] + "\n" for of_reason in found for number in evenly_spaced(len(of_reason))]:
-        (folder / DROPPED_FILE).write_text("".join(chosen), encoding="utf-8")
+def _write_lines(folder: Path, lines_by_reason: Mapping[str, Sequence[str]]) -> None:
+    """Write up to 20 lines for each reason, in the order of the reasons; write no file if there is no line."""
+    sampled_lines: list[str] = []
+    for reason in sorted(lines_by_reason):
+        lines = lines_by_reason[reason]
+        sampled_lines += [lines[index] + "\n" for index in evenly_spaced(len(lines))]
+    if sampled_lines:
+        (folder / DROPPED_FILE).write_text("".join(sampled_lines), encoding="utf-8")
 
 
 def read_sample(folder: Path, num_skipped: Mapping[str, int]) -> tuple[dict[str, list[SampledDrop]], list[str]]:
-    """Return the sample of a token dataset by reason, and its faults; a dataset may have none.
+    """Read the sample of a token dataset, if it has one.
 
-    ``num_skipped`` has the number of documents by reason in the ledger.
+    Args:
+        folder: the token dataset.
+        num_skipped: the number of skipped documents by reason, from the ledger.
+
+    Returns:
+        The sampled documents by reason, and the faults of the file. A fault is no exception: the rest is still shown.
     """
     file = folder / DROPPED_FILE
     if not file.exists():
         return {}, []
     try:
-        with open_regular(file, "tokenize again") as opened:
-            content = opened.read(_MOST_BYTES + 1)
+        with open_regular(file, "tokenize again") as opened_file:
+            content = opened_file.read(_MOST_BYTES + 1)
     except (InputError, OSError) as error:
         return {}, [f"cannot be read: {error}"]
     if len(content) > _MOST_BYTES:
         return {}, [f"larger than {_MOST_BYTES >> 20} MiB, so it is not what its name says"]
-    by_reason: dict[str, list[SampledDrop]] = {}
+
+    documents_by_reason: dict[str, list[SampledDrop]] = {}
     faults = []
-    for number, line in enumerate(content.splitlines(), start=1):
+    for line_number, line in enumerate(content.splitlines(), start=1):
         try:
             document = parse_json(line, SampledDrop)
         except ValueError as error:
-            faults.append(f"line {number:,} is damaged: {error}")
+            faults.append(f"line {line_number:,} is damaged: {error}")
             break
-        by_reason.setdefault(document.reason, []).append(document)
-    for reason, documents in by_reason.items():
-        if len(documents) > num_skipped.get(reason, 0):
-            in_ledger = num_skipped.get(reason, 0)
-            faults.append(f"{len(documents):,} documents are skipped as {reason}, in the ledger {in_ledger:,}")
-    return by_reason, faults
+        documents_by_reason.setdefault(document.reason, []).append(document)
+
+    # a sample cannot have more documents than were skipped
+    for reason, documents in documents_by_reason.items():
+        num_in_ledger = num_skipped.get(reason, 0)
+        if len(documents) > num_in_ledger:
+            faults.append(f"{len(documents):,} documents are skipped as {reason}, in the ledger {num_in_ledger:,}")
+    return documents_by_reason, faults
 
 
-def count_by_task(hits: Sequence[tuple[TaskHit, Place]]) -> dict[str, int]:
-    """Return the number of documents that share words with each task."""
-    return dict(Counter(task for task, _, _ in sorted({(hit.task, *place) for hit, place in hits})))
+def count_by_task(hits: Sequence[tuple[TaskHit, Location]]) -> dict[str, int]:
+    """Return the number of documents that share words with each task; a document counts once for a task."""
+    documents_by_task: dict[str, set[Location]] = defaultdict(set)
+    for hit, location in hits:
+        documents_by_task[hit.task].add(location)
+    return {task: len(documents_by_task[task]) for task in sorted(documents_by_task)}
 
 
-def write_hits(folder: Path, hits: Sequence[tuple[TaskHit, Place]], sources: SourceTable) -> None:
-    """Write a line for each hit, in the order of the documents.
+def write_hits(folder: Path, hits: Sequence[tuple[TaskHit, Location]], sources: SourceTable) -> None:
+    """Write ``contamination.jsonl`` with a line for each hit, in the order of the documents.
 
     A line is ``{"task": ..., "item": ..., "place": "SOURCE: FILE:ROW", "num_shared": ..., "words": ...}``.
     """
     with (folder / CONTAMINATION_FILE).open("w", encoding="utf-8") as file:
-        for hit, place in hits:
-            about = {"task": hit.task, "item": hit.item}
-            shared = {"num_shared": hit.num_shared, "words": hit.words}
-            content = about | {"place": sources.place(*place)} | shared
+        for hit, location in hits:
+            content = {
+                "task": hit.task,
+                "item": hit.item,
+                "place": sources.location(*location),
+                "num_shared": hit.num_shared,
+                "words": hit.words,
+            }
             file.write(json.dumps(content, ensure_ascii=False) + "\n")

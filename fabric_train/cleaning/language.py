@@ -1,7 +1,7 @@
 """Identify the language of a text with py3langid, and drop documents and paragraphs in other languages.
 
-py3langid is naive Bayes on n-grams of bytes for 140 languages (Lui and Baldwin 2012, ACL P12-3005), with a model of its
-own in its package. ``docs/cleaning.md`` compares it with other identifiers.
+py3langid is naive Bayes on n-grams of bytes for 140 languages (Lui and Baldwin 2012, ACL P12-3005); its package
+contains the model. ``docs/cleaning.md`` compares it with other identifiers.
 """
 
 import math
@@ -27,7 +27,7 @@ CERTAIN = 0.95
 They are longer if the identifier is not certain of the short ones. Each stretch of white space counts as one character:
 the identifier divides by the length of the text, so that wide margins make it less certain.
 """
-_PIECE_WITH_MARGINS = 6_000  # where a piece of a long text is taken from
+_PIECE_WITH_MARGINS = 6_000  # characters of a long text from which a piece is taken, so that only these are split
 _WORD = re.compile(r"\w+")
 _FORMS = Path(__file__).with_name("catalan_forms.txt").read_text(encoding="utf-8").split("\n\n")
 VALENCIAN, GENERAL = (frozenset(forms.split()) for forms in _FORMS)
@@ -46,9 +46,9 @@ def identify(text: str) -> tuple[str, float]:
     The language is an ISO 639-1 code, or one of ISO 639-3 where there is none; ``zxx`` is no language. Valencian is
     ``ca``. A text without letters has a probability near 0.
     """
-    words = _words(text)
-    for characters in PIECE_CHARACTERS:
-        language, probability = _identifier().classify(_sample(words, characters))
+    excerpts = _normalize_words(text)
+    for num_characters in PIECE_CHARACTERS:
+        language, probability = _identifier().classify(_sample(excerpts, num_characters))
         if probability >= CERTAIN:
             break
     return language, probability
@@ -56,13 +56,17 @@ def identify(text: str) -> tuple[str, float]:
 
 def language_probabilities(text: str) -> dict[str, float]:
     """Return the probability of each language that the identifier knows."""
-    return dict(_identifier().rank(_sample(_words(text), PIECE_CHARACTERS[-1])))
+    return dict(_identifier().rank(_sample(_normalize_words(text), PIECE_CHARACTERS[-1])))
 
 
 def identifier_settings() -> dict[str, Any]:
-    """Return what decides the result of ``identify``."""
-    pieces = {"pieces": PIECES, "piece_characters": list(PIECE_CHARACTERS), "certain": CERTAIN}
-    return {"identifier": f"py3langid {version('py3langid')}", **pieces}
+    """Return all that determines the result of :func:`identify`."""
+    return {
+        "identifier": f"py3langid {version('py3langid')}",
+        "pieces": PIECES,
+        "piece_characters": list(PIECE_CHARACTERS),
+        "certain": CERTAIN,
+    }
 
 
 def load_identifier(option: str) -> None:
@@ -80,21 +84,29 @@ def _identifier() -> Any:
     return identifier
 
 
-def _words(text: str) -> list[str]:
-    """Return the whole of a text, or parts of a long one, with a space for each stretch of white space."""
+def _normalize_words(text: str) -> list[str]:
+    """Return the text, or excerpts of a long one, with a single space for each run of white space."""
     is_long = len(text) > PIECES * _PIECE_WITH_MARGINS
-    return [" ".join(part.split()) for part in (_evenly_spaced(text, _PIECE_WITH_MARGINS) if is_long else [text])]
+    excerpts = _evenly_spaced(text, _PIECE_WITH_MARGINS) if is_long else [text]
+    return [" ".join(excerpt.split()) for excerpt in excerpts]
 
 
-def _sample(words: list[str], num_characters: int) -> str:
-    if len(words) == 1 and len(words[0]) > PIECES * num_characters:
-        words = _evenly_spaced(words[0], num_characters)
-    elif len(words) > 1:
-        words = [part[:num_characters] for part in words]
-    return "\n".join(words)
+def _sample(excerpts: list[str], num_characters: int) -> str:
+    """Return the text that the identifier gets: up to three pieces of ``num_characters``, each on its line.
+
+    ``excerpts`` is what :func:`_normalize_words` returns: a text, or three excerpts of a long one.
+    """
+    if len(excerpts) > 1:
+        pieces = [excerpt[:num_characters] for excerpt in excerpts]
+    elif len(excerpts[0]) > PIECES * num_characters:
+        pieces = _evenly_spaced(excerpts[0], num_characters)
+    else:
+        pieces = excerpts
+    return "\n".join(pieces)
 
 
 def _evenly_spaced(text: str, num_characters: int) -> list[str]:
+    """Return three pieces of a text: at its beginning, in the middle and at its end."""
     step = (len(text) - num_characters) // (PIECES - 1)
     return [text[start : start + num_characters] for start in range(0, PIECES * step, step)]
 
@@ -109,80 +121,102 @@ class LanguageFilter:
     ``va`` in ``languages`` without ``ca`` keeps the Catalan documents with more Valencian word forms than forms of
     general Catalan; one that has neither, as short ones often do, is dropped. ``ca`` keeps all Catalan documents.
 
-    By ``paragraph``, the paragraphs that are in another language with certainty are removed
-    first. An uncertain one stays, because headings and names are. Blank lines separate paragraphs; in a text without
-    any, each line is one.
+    With ``by`` paragraph, the paragraphs that are in another language with certainty are removed first. An uncertain
+    paragraph stays, because headings and names are uncertain. Blank lines separate paragraphs; in a text without blank
+    lines, each line is a paragraph.
     """
 
-    languages: tuple[str, ...]
+    languages: tuple[str, ...]  # codes of ISO 639, and va
     threshold: float
     by: Literal["document", "paragraph"]
 
     def clean(self, text: str, edits: Counter[str]) -> str | Dropped:
         """Return the text, without paragraphs in other languages, or why it is dropped."""
         if self.by == "paragraph":
-            text = self._without_other_paragraphs(text, edits)
+            text = self._remove_paragraphs(text, edits)
             if not text:
                 return Dropped(OTHER, "every paragraph")
         language, probability = identify(text)
-        found = f"{language} {self._shown(probability)}"
+        finding = f"{language} {self._format(probability)}"
         if probability >= self.threshold and not self._accepts(language):
-            return Dropped(OTHER, found)
+            return Dropped(OTHER, finding)
         if probability < self.threshold:
-            to_keep = sum(value for code, value in language_probabilities(text).items() if self._accepts(code))
-            if to_keep < self.threshold:
-                return Dropped(UNCERTAIN, self._margin(found, to_keep))
-        if language != "ca" or "ca" in self.languages or "va" not in self.languages:
+            probabilities = language_probabilities(text).items()
+            accepted_probability = sum(value for code, value in probabilities if self._accepts(code))
+            if accepted_probability < self.threshold:
+                return Dropped(UNCERTAIN, self._describe_margin(finding, accepted_probability))
+
+        # Valencian is Catalan with other forms of some words
+        keeps_all_catalan = "ca" in self.languages
+        if language != "ca" or keeps_all_catalan or "va" not in self.languages:
             return text
         words = _WORD.findall(text.lower())
-        valencian, general = (sum(word in forms for word in words) for forms in (VALENCIAN, GENERAL))
-        if valencian > general:
+        num_valencian = sum(word in VALENCIAN for word in words)
+        num_general = sum(word in GENERAL for word in words)
+        if num_valencian > num_general:
             return text
-        return Dropped(OTHER, f"{found}, forms: {valencian} Valencian, {general} of general Catalan")
+        return Dropped(OTHER, f"{finding}, forms: {num_valencian} Valencian, {num_general} of general Catalan")
 
     def settings(self) -> dict[str, Any]:
         return {"languages": list(self.languages), "threshold": self.threshold, "by": self.by} | identifier_settings()
 
-    def _without_other_paragraphs(self, text: str, edits: Counter[str]) -> str:
+    def _remove_paragraphs(self, text: str, edits: Counter[str]) -> str:
+        """Return the text without the paragraphs that are in another language with certainty."""
         separator = _BLANK_LINES if _BLANK_LINES.search(text) else _LINES
-        pieces = separator.split(text)  # paragraphs and separators in turns
-        kept: list[str] = []
-        for number in range(0, len(pieces), 2):
-            language, probability = identify(pieces[number])
+        pieces = separator.split(text)  # a paragraph, the separator after it, the next paragraph, …
+        remaining_pieces: list[str] = []
+        for index in range(0, len(pieces), 2):
+            language, probability = identify(pieces[index])
             if probability >= self.threshold and not self._accepts(language):
                 edits[f"removed paragraph in {language}"] += 1
             else:
-                kept += pieces[number : number + 2]
-        return text if len(kept) == len(pieces) else "".join(kept).strip()
+                remaining_pieces += pieces[index : index + 2]
+        if len(remaining_pieces) == len(pieces):
+            return text
+        return "".join(remaining_pieces).strip()
 
-    def _margin(self, found: str, to_keep: float) -> str:
-        """Return the language that was found, and how much the languages to keep are below the threshold."""
-        kept = f"{','.join(self.languages)} {self._shown(to_keep)}"
-        margin = self.threshold - float(self._shown(to_keep))
-        below = f"{margin:.{self._num_decimals()}f} below {self.threshold:g}"
-        return f"{kept}, {below}" if kept == found else f"{found}; {kept}, {below}"
+    def _describe_margin(self, finding: str, accepted_probability: float) -> str:
+        """Return the most likely language, and how much the languages to keep are below the threshold.
 
-    def _shown(self, probability: float) -> str:
-        """Return a probability, rounded down: one that is below the threshold looks so."""
+        Args:
+            finding: the most likely language and its probability.
+            accepted_probability: the sum of the probabilities of the languages to keep.
+        """
+        accepted = f"{','.join(self.languages)} {self._format(accepted_probability)}"
+        margin = self.threshold - float(self._format(accepted_probability))
+        margin_below = f"{margin:.{self._num_decimals()}f} below {self.threshold:g}"
+        if accepted == finding:
+            return f"{accepted}, {margin_below}"
+        return f"{finding}; {accepted}, {margin_below}"
+
+    def _format(self, probability: float) -> str:
+        """Return a probability, rounded down, so that one below the threshold does not look like the threshold."""
         scale = 10 ** self._num_decimals()
-        return f"{math.floor(probability * scale) / scale:.{self._num_decimals()}f}"
+        rounded = math.floor(probability * scale) / scale
+        return f"{rounded:.{self._num_decimals()}f}"
 
     def _num_decimals(self) -> int:
-        return max(2, len(f"{self.threshold:g}".partition(".")[2]))
+        _, _, decimals = f"{self.threshold:g}".partition(".")
+        return max(2, len(decimals))
 
     def _accepts(self, language: str) -> bool:
         return language in self.languages or (language == "ca" and "va" in self.languages)
 
 
-def open_language_filter(given: str, by: Literal["document", "paragraph"]) -> LanguageFilter:
-    """Return the filter for a value of ``--language`` such as ``es,ca:0.65``; InputError if a language is unknown."""
+def open_language_filter(switch: str, by: Literal["document", "paragraph"]) -> LanguageFilter:
+    """Return the filter for a value of ``--language`` such as ``es,ca:0.65``.
+
+    Raises:
+        InputError: a language is unknown.
+    """
     load_identifier("--language")
-    codes, _, threshold = given.partition(":")
+    codes, _, threshold = switch.partition(":")
     languages = tuple(dict.fromkeys(codes.split(",")))
-    known = sorted(_identifier().labels)
-    unknown = [code for code in languages if code not in (*known, "va")]
+    identifier_languages = sorted(_identifier().labels)
+    unknown = [code for code in languages if code not in (*identifier_languages, "va")]
     if unknown:
         raise InputError(
-            f"--language: py3langid does not know {', '.join(unknown)}; it knows {' '.join(known)}, and va"
+            f"--language: py3langid does not know {', '.join(unknown)}; "
+            f"it knows {' '.join(identifier_languages)}, and va"
         )
     return LanguageFilter(languages, float(threshold or DEFAULT_THRESHOLD), by)

@@ -1,4 +1,4 @@
-"""Find the documents that nearly repeat an earlier one: MinHash signatures, and clusters of documents whose are alike.
+"""Find documents that nearly repeat an earlier one: MinHash signatures, and clusters of similar documents.
 
 A document is the set of its 5-grams of words. For a random hash function, the probability that two sets have the same
 smallest value is their Jaccard similarity, shared 5-grams / all 5-grams (Broder, On the resemblance and containment of
@@ -45,71 +45,81 @@ _BETWEEN, _IN_WORD, _IS_WORD = range(3)  # kinds of characters
 _RANDOM = np.random.PCG64(1).random_raw((2, NUM_HASHES, 1))
 _MULTIPLIERS = _RANDOM[0] | np.uint64(1)
 _ADDENDS = _RANDOM[1]
-_PLACES = np.random.PCG64(2).random_raw(_WORDS_PER_SHINGLE) | np.uint64(1)
+_WORD_MULTIPLIERS = np.random.PCG64(2).random_raw(_WORDS_PER_SHINGLE) | np.uint64(1)
 _HALF = np.uint64(32)
 _SIGNATURES_AT_ONCE = 1 << 15  # 14 MiB
 _RECORDS_AT_ONCE = 1 << 22  # 64 MiB
-_NEIGHBOURS = 16  # earlier candidates that each is compared with, besides the first one
+_NEIGHBOURS = 16  # documents before a document that it is compared with, besides the first of its group
 _RECORD = np.dtype([("hash", np.uint64), ("document", np.int64)])
 
 
 def signature(text: str) -> np.ndarray:
     """Return the signature of a text, uint32 [112]; all values are ``NO_WORDS`` if it has no words."""
-    pieces = range(0, max(1, len(text)), _CHARACTERS_AT_ONCE)
-    words = np.concatenate([_words(text[start : start + _CHARACTERS_AT_ONCE]) for start in pieces])
+    # hash the words, in pieces of the text
+    starts = range(0, max(1, len(text)), _CHARACTERS_AT_ONCE)
+    words = np.concatenate([_hash_words(text[start : start + _CHARACTERS_AT_ONCE]) for start in starts])
     if not len(words):
         return np.full(NUM_HASHES, NO_WORDS)
-    shingles = _shingles(words)
+
+    # keep the smallest value of each hash function over all 5-grams of words
+    shingles = _hash_shingles(words)
     smallest = np.full(NUM_HASHES, np.iinfo(np.uint64).max)
     for start in range(0, len(shingles), _SHINGLES_AT_ONCE):
-        values = _MULTIPLIERS * shingles[start : start + _SHINGLES_AT_ONCE]
+        values = _MULTIPLIERS * shingles[start : start + _SHINGLES_AT_ONCE]  # [112, shingles]
         values += _ADDENDS
         np.minimum(smallest, values.min(axis=1), out=smallest)
-    return (smallest >> _HALF).astype(np.uint32)
+    return (smallest >> _HALF).astype(np.uint32)  # the upper bits: the lower ones of a product are less random
 
 
-def _words(text: str) -> np.ndarray:
-    """Return a hash of each word, uint64 [words]: a polynomial of its characters' code points, mixed."""
+def _hash_words(text: str) -> np.ndarray:
+    """Return a hash of each word, uint64 [words]: a polynomial of its characters' code points, mixed.
+
+    The polynomial of the word from ``start`` to ``end`` is the sum of ``code[i] * base**(i - start)`` modulo 2**64. All
+    words are hashed at once: by differences of the cumulated sum of ``code[i] * base**i``, divided by ``base**start``.
+    """
+    # find where words start and end: where the kind of the characters changes, and around a character that is a word
     codes = np.frombuffer(text.lower().encode("utf-32-le", "surrogatepass"), np.uint32)
-    kinds = np.zeros(len(codes) + 2, dtype=np.uint8)
-    kinds[1:-1] = _kinds()[codes]
-    borders = np.flatnonzero((kinds[1:] != kinds[:-1]) | (kinds[1:] == _IS_WORD))
-    of_words = np.flatnonzero(kinds[borders + 1] != _BETWEEN)
-    starts = borders[of_words]
-    ends = borders[of_words + 1]
-    powers, inverses = _powers(3 * _CHARACTERS_AT_ONCE)  # a character has up to 3 in lower case
+    kinds = np.zeros(len(codes) + 2, dtype=np.uint8)  # with a _BETWEEN at both ends
+    kinds[1:-1] = _kinds_of_characters()[codes]
+    is_border = (kinds[1:] != kinds[:-1]) | (kinds[1:] == _IS_WORD)
+    borders = np.flatnonzero(is_border)
+    starting_borders = np.flatnonzero(kinds[borders + 1] != _BETWEEN)
+    starts = borders[starting_borders]
+    ends = borders[starting_borders + 1]
+
+    # hash the characters of each word
+    powers, inverse_powers = _powers(3 * _CHARACTERS_AT_ONCE)  # a character has up to 3 in lower case
     sums = np.zeros(len(codes) + 1, dtype=np.uint64)
     np.cumsum(codes * powers[: len(codes)], out=sums[1:])
-    return _mix((sums[ends] - sums[starts]) * inverses[starts])
+    return _mix((sums[ends] - sums[starts]) * inverse_powers[starts])
 
 
 @cache
-def _kinds() -> np.ndarray:
-    """Return the kind of each code point, uint8 [code points]; letters, digits and their accents are words."""
-    of_words = ("L", "M", "N")
-    kinds = np.array([unicodedata.category(chr(code))[0] in of_words for code in range(0x110000)], dtype=np.uint8)
-    for first, last in (*_UNSPACED, (0x20000, 0x3FFFF)):
-        kinds[first : last + 1] *= _IS_WORD
+def _kinds_of_characters() -> np.ndarray:
+    """Return the kind of each code point, uint8 [code points]; letters, digits and their accents form words."""
+    is_in_word = [unicodedata.category(chr(code))[0] in ("L", "M", "N") for code in range(0x110000)]
+    kinds = np.array(is_in_word, dtype=np.uint8)  # _BETWEEN or _IN_WORD
+    for smallest, largest in (*_UNSPACED, (0x20000, 0x3FFFF)):
+        kinds[smallest : largest + 1] *= _IS_WORD
     return kinds
 
 
 @cache
 def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the powers of an odd number modulo 2**64 and their inverses, uint64 [count] each."""
+    """Return the powers 0, 1, … of an odd number modulo 2**64, and their inverses, uint64 [count] each."""
     base = int(np.random.PCG64(3).random_raw()) | 1
-    powers, inverses = (
-        np.multiply.accumulate(np.array([1] + [one] * (count - 1), dtype=np.uint64))
-        for one in (base, pow(base, -1, 1 << 64))
-    )
-    return powers, inverses
+    inverse = pow(base, -1, 1 << 64)
+    powers = np.multiply.accumulate(np.array([1] + [base] * (count - 1), dtype=np.uint64))
+    inverse_powers = np.multiply.accumulate(np.array([1] + [inverse] * (count - 1), dtype=np.uint64))
+    return powers, inverse_powers
 
 
-def _shingles(words: np.ndarray) -> np.ndarray:
+def _hash_shingles(words: np.ndarray) -> np.ndarray:
     """Return the hashes of the 5-grams of hashed words, uint64; a text of fewer words is one shingle."""
-    count = max(1, len(words) - _WORDS_PER_SHINGLE + 1)
-    shingles = np.zeros(count, dtype=np.uint64)
-    for place, multiplier in enumerate(_PLACES[: len(words)]):
-        shingles += words[place : place + count] * multiplier
+    num_shingles = max(1, len(words) - _WORDS_PER_SHINGLE + 1)
+    shingles = np.zeros(num_shingles, dtype=np.uint64)
+    for position, multiplier in enumerate(_WORD_MULTIPLIERS[: len(words)]):
+        shingles += words[position : position + num_shingles] * multiplier
     return _mix(shingles)  # the sum alone is linear, and so are the hash functions
 
 
@@ -127,7 +137,7 @@ def similarities(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def choose_bands(threshold: float) -> tuple[int, int]:
-    """Return the number of bands and the rows (values of the signature) of each.
+    """Return the number of bands, and the number of rows (values of the signature) in each.
 
     Two documents are compared if they have all values of a band in common. That happens with probability
     ``1 - (1 - similarity**rows)**bands`` (Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, chapter 3). More
@@ -142,7 +152,13 @@ def choose_bands(threshold: float) -> tuple[int, int]:
 
 
 def band_hashes(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
-    """Return a hash of each band of ``rows`` values of signatures, uint32 [N, 112], as uint64 [N, bands]."""
+    """Return a hash of each band, uint64 [documents, bands].
+
+    Args:
+        signatures: uint32 [documents, 112].
+        bands: number of bands.
+        rows: number of consecutive values of the signature in a band.
+    """
     values = signatures[:, : bands * rows].reshape(len(signatures), bands, rows).astype(np.uint64)
     hashes = np.zeros((len(signatures), bands), dtype=np.uint64)
     for row in range(rows):
@@ -151,7 +167,7 @@ def band_hashes(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
 
 
 def settings(threshold: float) -> dict[str, Any]:
-    """Return everything that decides which documents are near duplicates, as JSON."""
+    """Return all that determines which documents are near duplicates, as JSON."""
     bands, rows = choose_bands(threshold)
     return {
         "threshold": threshold,
@@ -169,50 +185,65 @@ class SignatureFiles:
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
         counts = [file.stat().st_size // SIGNATURE_BYTES for file in files]
-        self._firsts = np.cumsum([0, *counts])
-        self.num_documents = int(self._firsts[-1])
+        self._first_documents = np.cumsum([0, *counts])
+        self.num_documents = int(self._first_documents[-1])
 
     def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the first document's number and the signatures, uint32 [documents, 112], of one chunk after another."""
-        for first, file in zip(self._firsts.tolist(), self._files, strict=False):
-            for values in _read_pieces(file, np.dtype((np.uint32, NUM_HASHES)), _SIGNATURES_AT_ONCE):
-                yield first, values
-                first += len(values)
+        dtype = np.dtype((np.uint32, NUM_HASHES))
+        for file, first_document in zip(self._files, self._first_documents.tolist(), strict=False):
+            document = first_document
+            for signatures in _read_chunks(file, dtype, _SIGNATURES_AT_ONCE):
+                yield document, signatures
+                document += len(signatures)
 
     def similarities(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
         """Return the estimated Jaccard similarity of pairs of documents, int64 [pairs] each, as float64 [pairs]."""
-        documents, places = np.unique(np.concatenate([left, right]), return_inverse=True)
+        # read each document's signature once, file by file
+        documents, positions = np.unique(np.concatenate([left, right]), return_inverse=True)
         signatures = np.empty((len(documents), NUM_HASHES), dtype=np.uint32)
-        borders = np.searchsorted(documents, self._firsts)
-        for file, first, (start, end) in zip(self._files, self._firsts, pairwise(borders), strict=False):
+        borders = np.searchsorted(documents, self._first_documents)  # where each file's documents begin
+        for file_index, (start, end) in enumerate(pairwise(borders)):
             if start < end:
-                mapped = np.memmap(file, np.uint32, "r").reshape(-1, NUM_HASHES)
-                signatures[start:end] = mapped[documents[start:end] - first]
-        return similarities(signatures[places[: len(left)]], signatures[places[len(left) :]])
+                mapped = np.memmap(self._files[file_index], np.uint32, "r").reshape(-1, NUM_HASHES)
+                rows = documents[start:end] - self._first_documents[file_index]
+                signatures[start:end] = mapped[rows]
+        left_positions = positions[: len(left)]
+        right_positions = positions[len(left) :]
+        return similarities(signatures[left_positions], signatures[right_positions])
 
 
 class _Clusters:
-    """Disjoint sets of documents; the root of each is its first document."""
+    """Disjoint sets of documents, as a forest of parents; the root of each is its first document."""
 
     def __init__(self, num_documents: int) -> None:
         self._parents = np.arange(num_documents)
 
     def roots(self, documents: np.ndarray) -> np.ndarray:
-        """Return the first document of each one's cluster, int64 like ``documents``."""
+        """Return the first document of each document's cluster, int64 like ``documents``."""
         roots = self._parents[documents]
-        while ((above := self._parents[roots]) != roots).any():
-            roots = above
-        self._parents[documents] = roots
+        while True:
+            parents = self._parents[roots]
+            if (parents == roots).all():
+                break
+            roots = parents
+        self._parents[documents] = roots  # path compression: the next search is one step
         return roots
 
     def all_roots(self) -> np.ndarray:
         """Return the first document of every document's cluster, int64 [documents], not a copy."""
-        for start in range(0, len(self._parents), _RECORDS_AT_ONCE):
-            self.roots(np.arange(start, min(start + _RECORDS_AT_ONCE, len(self._parents))))
+        num_documents = len(self._parents)
+        for start in range(0, num_documents, _RECORDS_AT_ONCE):
+            end = min(start + _RECORDS_AT_ONCE, num_documents)
+            self.roots(np.arange(start, end))  # makes the root of each its parent
         return self._parents
 
     def join(self, left: np.ndarray, right: np.ndarray) -> None:
-        """Join the clusters of pairs of documents, int64 [pairs] each."""
+        """Join the clusters of pairs of documents, int64 [pairs] each.
+
+        A pass joins all pairs at once. Of several pairs with one root, only one takes effect, so passes are repeated
+        until the roots of all pairs agree.
+        """
         while len(left):
             left = self.roots(left)
             right = self.roots(right)
@@ -227,103 +258,154 @@ class _Clusters:
 class NearDuplicates:
     """Which documents nearly repeat each other."""
 
-    firsts: np.ndarray  # int64 [documents], the first document of each one's cluster; mostly it is itself
+    cluster_roots: np.ndarray  # int64 [documents], the first document of each document's cluster; mostly itself
     signatures: SignatureFiles
 
-    def repeats(self, first: int, count: int) -> np.ndarray:
-        """Return whether each of ``count`` documents from ``first`` on nearly repeats an earlier one, bool [count]."""
-        return self.firsts[first : first + count] != np.arange(first, first + count)
+    def is_repeat(self, first_document: int, count: int) -> np.ndarray:
+        """Return for ``count`` documents from ``first_document`` on whether each nearly repeats an earlier document.
+
+        Returns:
+            bool [count].
+        """
+        end = first_document + count
+        return self.cluster_roots[first_document:end] != np.arange(first_document, end)
 
 
 def find_near_duplicates(files: Sequence[Path], threshold: float, folder: Path) -> NearDuplicates:
-    """Find documents whose signatures in ``files`` are like an earlier one's; ``folder`` is for the bands."""
+    """Cluster the documents whose signatures are similar.
+
+    Args:
+        files: the signatures of all documents, uint32 [documents, 112] each.
+        threshold: smallest estimated similarity of two documents that are joined.
+        folder: a folder to create for temporary files.
+    """
     folder.mkdir()
     signatures = SignatureFiles(files)
-    with progress_of("near duplicates") as show:
-        clusters = _find_clusters(signatures, threshold, folder, show)
+    with progress_of("near duplicates") as show_share:
+        clusters = _find_clusters(signatures, threshold, folder, show_share)
     shutil.rmtree(folder)
     return NearDuplicates(clusters.all_roots(), signatures)
 
 
-def _find_clusters(signatures: SignatureFiles, threshold: float, folder: Path, show: ShowShare) -> _Clusters:
+def _find_clusters(signatures: SignatureFiles, threshold: float, folder: Path, show_share: ShowShare) -> _Clusters:
+    """Write the hashes of all bands into ``folder``, then compare the documents that have one in common."""
     bands, rows = choose_bands(threshold)
     num_documents = signatures.num_documents
-    num_ranges = -(-num_documents // _RECORDS_AT_ONCE)
+    num_ranges = -(-num_documents // _RECORDS_AT_ONCE)  # rounded up
+    num_phases = 1 + bands  # writing takes about as long as the comparisons of a band
+
+    for first_document, values in signatures.chunks():
+        _write_bands(folder, first_document, values, bands, rows, num_ranges)
+        num_written = first_document + len(values)
+        show_share(num_written / num_documents / num_phases)
+
     clusters = _Clusters(num_documents)
-    for first, values in signatures.chunks():
-        _write_bands(folder, first, values, bands, rows, num_ranges)
-        show((first + len(values)) / num_documents / (1 + bands))
-    files = [folder / f"{band}-{number}" for band in range(bands) for number in range(num_ranges)]
-    for done, file in enumerate(files):
-        if file.exists():
-            for left, right in _candidates(file):
-                _join_similar(clusters, signatures, left, right, threshold)
-        show((1 + (done + 1) / num_ranges) / (1 + bands))
+    for band in range(bands):
+        for range_index in range(num_ranges):
+            file = _band_file(folder, band, range_index)
+            if file.exists():
+                for earlier, later in _candidate_pairs(file):
+                    _join_similar(clusters, signatures, earlier, later, threshold)
+            num_bands_done = band + (range_index + 1) / num_ranges
+            show_share((1 + num_bands_done) / num_phases)
     return clusters
 
 
-def _write_bands(folder: Path, first: int, signatures: np.ndarray, bands: int, rows: int, num_ranges: int) -> None:
-    """Append the hashes of each band to the files ``BAND-RANGE``."""
+def _band_file(folder: Path, band: int, range_index: int) -> Path:
+    return folder / f"{band}-{range_index}"
+
+
+def _write_bands(
+    folder: Path, first_document: int, signatures: np.ndarray, bands: int, rows: int, num_ranges: int
+) -> None:
+    """Append the hash of each band of each document to the file of its band and its range of hashes.
+
+    Documents without words are left out: they do not repeat each other.
+
+    Args:
+        folder: the folder of the files.
+        first_document: the number of the first document.
+        signatures: uint32 [documents, 112].
+        bands: number of bands.
+        rows: values of the signature in a band.
+        num_ranges: number of files of a band.
+    """
     with_words = np.flatnonzero((signatures != NO_WORDS).any(axis=1))
     hashes = band_hashes(signatures[with_words], bands, rows)
     for band in range(bands):
         records = np.empty(len(with_words), dtype=_RECORD)
         records["hash"] = hashes[:, band]
-        records["document"] = with_words + first
-        ranges = (records["hash"] >> np.uint64(32)) * np.uint64(num_ranges) >> np.uint64(32)
+        records["document"] = with_words + first_document
+        # the upper 32 bits of a hash, scaled from 0 … 2**32 - 1 to 0 … num_ranges - 1
+        ranges = (records["hash"] >> _HALF) * np.uint64(num_ranges) >> _HALF
         order = np.argsort(ranges, kind="stable")
         borders = np.searchsorted(ranges[order], np.arange(num_ranges + 1))
-        for number, (start, end) in enumerate(pairwise(borders)):
+        for range_index, (start, end) in enumerate(pairwise(borders)):
             if start < end:
-                with (folder / f"{band}-{number}").open("ab") as file:
+                with _band_file(folder, band, range_index).open("ab") as file:
                     file.write(records[order[start:end]].data)
 
 
-def _candidates(file: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield pairs of documents with the same hash, int64 [pairs] each: the earlier ones and the later ones.
+def _candidate_pairs(file: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield pairs of documents with the same hash: the earlier documents and the later ones, int64 [pairs] each.
 
-    Each document is paired with the first one that has its hash and with some that are shortly before it: all pairs of
-    a large group would be too many. A later piece of the file starts with the first documents of those before it.
+    Each document is paired with the first document that has its hash and with some shortly before it: all pairs of a
+    large group would be too many. The file is read in chunks. The first document of each hash of earlier chunks is put
+    before a chunk, so that groups continue.
     """
-    first_ones = np.empty(0, dtype=_RECORD)
-    for piece in _read_pieces(file, _RECORD, _RECORDS_AT_ONCE):
-        records = np.concatenate([first_ones, piece])
+    group_firsts = np.empty(0, dtype=_RECORD)
+    for chunk in _read_chunks(file, _RECORD, _RECORDS_AT_ONCE):
+        records = np.concatenate([group_firsts, chunk])
         records = records[np.argsort(records["hash"], kind="stable")]  # so documents of one hash stay in order
-        is_first = np.concatenate([[True], records["hash"][1:] != records["hash"][:-1]])
-        first_ones = records[is_first]
-        grouped = ~is_first
-        grouped[:-1] |= ~is_first[1:]
-        yield from _pairs(records["document"][grouped], is_first[grouped])
+        begins_group = np.concatenate([[True], records["hash"][1:] != records["hash"][:-1]])
+        group_firsts = records[begins_group]
+        # leave out the documents that are alone with their hash
+        is_grouped = ~begins_group
+        is_grouped[:-1] |= ~begins_group[1:]
+        yield from _pairs_in_groups(records["document"][is_grouped], begins_group[is_grouped])
 
 
-def _pairs(documents: np.ndarray, is_first: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the pairs of documents that are ordered by groups; ``is_first`` is True where a group begins."""
-    places = np.arange(len(documents))
-    begins = np.maximum.accumulate(np.where(is_first, places, 0))
-    yield documents[begins[~is_first]], documents[~is_first]
+def _pairs_in_groups(documents: np.ndarray, begins_group: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield pairs of documents of one group: the earlier documents and the later ones, int64 [pairs] each.
+
+    Each document is paired with the first document of its group, and with up to 16 documents directly before it.
+
+    Args:
+        documents: int64 [documents], ordered by groups.
+        begins_group: bool [documents], True where a group begins.
+    """
+    positions = np.arange(len(documents))
+    group_starts = np.maximum.accumulate(np.where(begins_group, positions, 0))  # of each document's group
+    is_later = ~begins_group
+    yield documents[group_starts[is_later]], documents[is_later]
     for distance in range(1, _NEIGHBOURS + 1):
-        later = np.flatnonzero(places - distance > begins)
-        if not len(later):
+        later_positions = np.flatnonzero(positions - distance > group_starts)
+        if not len(later_positions):
             return
-        yield documents[later - distance], documents[later]
+        yield documents[later_positions - distance], documents[later_positions]
 
 
 def _join_similar(
-    clusters: _Clusters, signatures: SignatureFiles, left: np.ndarray, right: np.ndarray, threshold: float
+    clusters: _Clusters, signatures: SignatureFiles, earlier: np.ndarray, later: np.ndarray, threshold: float
 ) -> None:
-    """Join the pairs that are similar enough and not in one cluster already."""
-    for start in range(0, len(left), _SIGNATURES_AT_ONCE):
-        ours = left[start : start + _SIGNATURES_AT_ONCE]
-        others = right[start : start + _SIGNATURES_AT_ONCE]
-        differ = clusters.roots(ours) != clusters.roots(others)
-        ours = ours[differ]
-        others = others[differ]
-        similar = signatures.similarities(ours, others) >= threshold
-        clusters.join(ours[similar], others[similar])
+    """Join the pairs of documents, int64 [pairs] each, whose similarity is at least ``threshold``."""
+    for start in range(0, len(earlier), _SIGNATURES_AT_ONCE):
+        end = start + _SIGNATURES_AT_ONCE
+        left = earlier[start:end]
+        right = later[start:end]
+        # signatures are read from disk, so pairs that are in one cluster already are left out
+        is_separate = clusters.roots(left) != clusters.roots(right)
+        left = left[is_separate]
+        right = right[is_separate]
+        is_similar = signatures.similarities(left, right) >= threshold
+        clusters.join(left[is_similar], right[is_similar])
 
 
-def _read_pieces(file: Path, dtype: np.dtype, count: int) -> Iterator[np.ndarray]:
+def _read_chunks(file: Path, dtype: np.dtype, count: int) -> Iterator[np.ndarray]:
     """Yield the content of a file as arrays of up to ``count`` elements."""
-    with file.open("rb") as opened:
-        while len(piece := np.fromfile(opened, dtype, count)):
-            yield piece
+    with file.open("rb") as opened_file:
+        while True:
+            chunk = np.fromfile(opened_file, dtype, count)
+            if not len(chunk):
+                return
+            yield chunk

@@ -18,23 +18,23 @@ from typing import Any
 
 from fabric_train.files.requirements import load_package
 
-_Span = tuple[int, int]  # the first character, and the one after the last
+_Span = tuple[int, int]  # the index of the first character, and of the character after the last
 
 PLACEHOLDERS = {"email": "<EMAIL>", "iban": "<IBAN>", "phone": "<PHONE>", "dni": "<DNI>", "ip": "<IP>"}
 """By kind, in the order in which they are replaced.
 
-They are ordinary text for common tokenizers, in the form of StarCoder's data (arXiv:2305.06161). FineWeb has valid
-addresses instead, which nothing tells from addresses of the text; Dolma's ``|||EMAIL_ADDRESS|||`` is a special token of
-the first OLMo tokenizer.
+They are ordinary text for common tokenizers, in the form of StarCoder's data (arXiv:2305.06161). FineWeb inserts valid
+addresses, which cannot be distinguished from addresses of the text; Dolma's ``|||EMAIL_ADDRESS|||`` is a special token
+of the first OLMo tokenizer.
 """
 _PACKAGES = {"iban": "python-stdnum", "phone": "phonenumbers", "dni": "python-stdnum"}
 _MODULES = {"python-stdnum": "stdnum", "phonenumbers": "phonenumbers"}
-_RULES = 2  # the version of what follows; shards that were finished with another are not reused
+_RULES = 2  # the version of the rules below; shards that were finished with another are not reused
 
 _SPACE = " \u00a0\u2009\u202f"
 _SPACES = re.compile(f"[{_SPACE}]")
-# where telephone and identity numbers can be: this is several times as fast as a pattern that begins by looking behind
 _MOST_DIGITS = 4000  # of a match, which takes some 100 bytes of memory for each
+# where telephone and identity numbers can be: this is several times as fast as a pattern that begins by looking behind
 _DIGITS = re.compile(rf"[0-9](?:[^0-9\n]{{0,3}}[0-9]){{6,{_MOST_DIGITS}}}")
 _LONGEST_NUMBER = 64
 _AROUND = 5  # characters before and after the digits that belong to a number, or decide that there is none
@@ -108,123 +108,169 @@ _SMALL = ((32, 32, 32, 32), (10, 100, 100, 100))
 
 @dataclass(frozen=True)
 class Redaction:
-    """The step that replaces personal data of some ``kinds``, in the order of PLACEHOLDERS."""
+    """The step that replaces personal data by placeholders."""
 
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # keys of PLACEHOLDERS, in their order there
 
     def clean(self, text: str, edits: Counter[str]) -> str:
         """Return the text with placeholders, and count them in ``edits`` as ``redacted KIND``."""
         for kind in self.kinds:
             spans = list(_FINDERS[kind](text))
-            if spans:
-                edits[f"redacted {kind}"] += len(spans)
-                ends = [0, *(end for _, end in spans)]
-                starts = [*(start for start, _ in spans), len(text)]
-                text = PLACEHOLDERS[kind].join(text[end:start] for end, start in zip(ends, starts, strict=True))
+            if not spans:
+                continue
+            edits[f"redacted {kind}"] += len(spans)
+            # the text between the spans, joined by placeholders
+            remaining_texts = []
+            previous_end = 0
+            for start, end in spans:
+                remaining_texts.append(text[previous_end:start])
+                previous_end = end
+            remaining_texts.append(text[previous_end:])
+            text = PLACEHOLDERS[kind].join(remaining_texts)
         return text
 
     def settings(self) -> dict[str, Any]:
         """Return the kinds, and the versions of the rules and of the packages that check numbers."""
         packages = sorted({_PACKAGES[kind] for kind in self.kinds if kind in _PACKAGES})
-        return {"kinds": list(self.kinds), "rules": _RULES, "versions": {name: version(name) for name in packages}}
+        versions = {package: version(package) for package in packages}
+        return {"kinds": list(self.kinds), "rules": _RULES, "versions": versions}
 
 
 def open_redaction(kinds: Sequence[str]) -> Redaction:
     """Return the step for ``kinds``, keys of PLACEHOLDERS; InputError if a package that it needs is not installed."""
-    for package, kind in {_PACKAGES[kind]: kind for kind in kinds if kind in _PACKAGES}.items():
+    kind_by_package = {_PACKAGES[kind]: kind for kind in kinds if kind in _PACKAGES}
+    for package, kind in kind_by_package.items():
         load_package(_MODULES[package], f"--redact {kind}")
     return Redaction(tuple(kind for kind in PLACEHOLDERS if kind in kinds))
 
 
 def _find_emails(text: str) -> Iterator[_Span]:
-    last = 0
+    previous_end = 0
     for domain in _DOMAIN.finditer(text):
-        at = domain.start()
-        local = _LOCAL_PART.search(text, max(last, at - 64), at)
-        if local and local[0] != _NO_PERSON and not _NO_ADDRESS.match(text, at):
-            last = domain.end()
-            yield local.start(), last
+        at_sign = domain.start()
+        # the pattern ends at the @ and is searched in the 64 characters before it, the most that RFC 5321 allows
+        local_part = _LOCAL_PART.search(text, max(previous_end, at_sign - 64), at_sign)
+        if local_part is None or local_part[0] == _NO_PERSON or _NO_ADDRESS.match(text, at_sign):
+            continue
+        previous_end = domain.end()
+        yield local_part.start(), domain.end()
 
 
 def _find_ibans(text: str) -> Iterator[_Span]:
     from stdnum import iban
 
-    for found in _IBAN.finditer(text):
-        length = _longest(found[0], iban.is_valid)
+    for match in _IBAN.finditer(text):
+        length = _longest_valid_length(match[0], iban.is_valid)
         if length:
-            yield found.start(), found.start() + length
+            yield match.start(), match.start() + length
 
 
-def _longest(candidate: str, is_valid: Callable[[str], bool]) -> int:
-    """Return the length of the longest valid beginning that ends at a separator; words may follow a number."""
+def _longest_valid_length(candidate: str, is_valid: Callable[[str], bool]) -> int:
+    """Return the length of the longest valid beginning that ends at a separator; words may follow a number.
+
+    Returns 0 if no beginning is valid.
+    """
     while candidate and not is_valid(candidate):
-        shorter = _LAST_GROUP.search(candidate)
-        candidate = candidate[: shorter.start()] if shorter else ""
+        last_group = _LAST_GROUP.search(candidate)
+        if last_group is None:
+            return 0
+        candidate = candidate[: last_group.start()]
     return len(candidate)
 
 
-def _near_digits(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """Yield the matches, of up to 64 characters, that have seven digits or more in a row or nearly so."""
-    done = 0
-    while digits := _DIGITS.search(text, done):
-        more_may_follow = len(digits[0]) > _MOST_DIGITS
-        done = digits.end() - (_LONGEST_NUMBER if more_may_follow else 0)
-        for found in pattern.finditer(text, max(0, digits.start() - _AROUND), digits.end() + _AROUND):
-            if more_may_follow and found.end() > done:
-                done = found.start()
+def _match_near_digits(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    """Yield the matches of ``pattern``, of up to 64 characters, around seven digits or more.
+
+    Only such parts of a text are searched, which is several times as fast as a search of all of it.
+    """
+    position = 0
+    while True:
+        digits = _DIGITS.search(text, position)
+        if digits is None:
+            return
+        # a longer sequence of digits is cut, and the next search repeats the end of this one
+        is_cut = len(digits[0]) > _MOST_DIGITS
+        position = digits.end()
+        if is_cut:
+            position -= _LONGEST_NUMBER
+        for match in pattern.finditer(text, max(0, digits.start() - _AROUND), digits.end() + _AROUND):
+            if is_cut and match.end() > position:
+                position = match.start()
                 break
-            yield found
+            yield match
 
 
 def _find_phones(text: str) -> Iterator[_Span]:
-    for found in _near_digits(_PHONE, text):
-        start = found.start()
-        kind = found.lastgroup
+    for match in _match_near_digits(_PHONE, text):
+        start = match.start()
+        kind = match.lastgroup  # the alternative of the pattern
         if kind == "unclear" and not _TELEPHONE.search(text, max(0, start - _CONTEXT), start):
             continue
         if kind == "international":
-            length = _longest(found[0], partial(_is_phone, country=found["country"]))
-            if length and not _DECIMAL.fullmatch(found[0]):
+            # the country code of 0034… is known; that of +34… is found by the library
+            length = _longest_valid_length(match[0], partial(_is_phone, country=match["country"]))
+            if length and not _DECIMAL.fullmatch(match[0]):
                 yield start, start + length
-        elif not _COUNTED.match(text, found.end()) and _is_phone(found[0], "US" if kind == "of_plus_1" else "ES"):
-            yield found.span()
+            continue
+        is_amount = _COUNTED.match(text, match.end()) is not None  # 612 345 678 euros
+        region = "US" if kind == "of_plus_1" else "ES"
+        if not is_amount and _is_phone(match[0], region):
+            yield match.span()
 
 
 def _is_phone(number: str, region: str = "ES", country: str | None = None) -> bool:
-    """Return whether libphonenumber has this number: in the national form of ``region``, or with a ``country`` code."""
+    """Return whether libphonenumber has this number.
+
+    Args:
+        number: the number, as it is in the text.
+        region: the country for numbers in national form.
+        country: the country code that the number must have; None allows any.
+    """
     import phonenumbers
 
     number = _SPACES.sub(" ", number)  # the library does not know all of them
     try:
-        parsed = phonenumbers.parse(number, region)
+        parsed_number = phonenumbers.parse(number, region)
     except phonenumbers.NumberParseException:
         return False
-    return country in (None, str(parsed.country_code)) and phonenumbers.is_valid_number(parsed)
+    if country is not None and country != str(parsed_number.country_code):
+        return False
+    return bool(phonenumbers.is_valid_number(parsed_number))
 
 
 def _find_identity_numbers(text: str) -> Iterator[_Span]:
     from stdnum.es import dni, nie
 
-    for found in _near_digits(_DNI, text):
-        number = re.sub(r"\W", "", found[0])
+    for match in _match_near_digits(_DNI, text):
+        number = re.sub(r"\W", "", match[0])
         if dni.is_valid(number) or nie.is_valid(number):
-            yield found.span()
+            yield match.span()
 
 
 def _find_ips(text: str) -> Iterator[_Span]:
-    found = [(one, _WITHIN_IPV4) for one in _IPV4.finditer(text) if not _is_version(one)]
-    found += [(one, _WITHIN_IPV6) for one in _IPV6.finditer(text)]
-    for one, within in sorted(found, key=lambda pair: pair[0].start()):
-        if _is_public(one[0]) and not within.search(text, max(0, one.start() - 5), one.start()):
-            yield one.span()
+    # candidates with the pattern of what precedes them if they are the end of something longer
+    candidates = []
+    for match in _IPV4.finditer(text):
+        if not _is_version(match):
+            candidates.append((match, _WITHIN_IPV4))
+    for match in _IPV6.finditer(text):
+        candidates.append((match, _WITHIN_IPV6))
+    candidates.sort(key=lambda candidate: candidate[0].start())
+    for match, within in candidates:
+        start = match.start()
+        continues_longer = within.search(text, max(0, start - 5), start) is not None
+        if _is_public(match[0]) and not continues_longer:
+            yield match.span()
 
 
 def _is_version(address: re.Match[str]) -> bool:
     """Return whether four numbers are taken for a version or a section: 1.2.3.4, v91.0.9.11 or Edge/91.0.1.2."""
+    numbers = [int(digits) for digits in address[0].split(".")]
+    for limits in _SMALL:
+        if all(map(operator.lt, numbers, limits)):
+            return True
     start = address.start()
-    numbers = [int(number) for number in address[0].split(".")]
-    are_small = any(all(map(operator.lt, numbers, limits)) for limits in _SMALL)
-    return are_small or _VERSION.search(address.string, max(0, start - _CONTEXT), start) is not None
+    return _VERSION.search(address.string, max(0, start - _CONTEXT), start) is not None
 
 
 def _is_public(address: str) -> bool:

@@ -30,8 +30,8 @@ GOPHER_LIMITS = {
     "few_alphabetic_words": 0.8,  # of the words
     "few_stop_words": 2,
 }
-_CERTAIN = 0.65
-# shares of the paragraphs, of the lines, and for the others of the document's characters
+_CERTAIN = 0.65  # the probability of a language from which on only its stop words count
+# shares of the paragraphs, of the lines, and for all other rules of the document's characters
 REPETITION_LIMITS = {
     "duplicate_paragraphs": 0.3,
     "duplicate_paragraph_characters": 0.2,
@@ -62,16 +62,16 @@ FINEWEB_LIMITS = {
 _SHORT_LINE = 30  # characters
 _LINE_END = tuple(".!?։؟۔।॥።፧፨။។៕‼‽⁇⁈⁉。﹒﹖﹗！．？｡")  # of Unicode's Sentence_Terminal, those in wide use
 _VERSION = 1  # of the rules here
-# in the order in which they are applied, as in FineWeb's own pipeline (arXiv:2406.17557)
+# in the order in which they are applied, as in FineWeb's pipeline (arXiv:2406.17557)
 _RULES = {"gopher": GOPHER_LIMITS | REPETITION_LIMITS, "c4": C4_LIMITS, "fineweb": FINEWEB_LIMITS}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a document is of low quality: the rule, and the finding, such as ``12 words``."""
+    """Why a document is of low quality."""
 
     rule: str
-    found: str
+    finding: str  # in the document, such as ``12 words``
 
 
 @dataclass(frozen=True)
@@ -90,175 +90,235 @@ class MeasuredText:
         return _WORDS.findall(self.text)
 
     @cached_property
-    def counts(self) -> Counter[str]:
+    def word_counts(self) -> Counter[str]:
         return Counter(self.words)
 
 
-def duplicates(parts: list[str]) -> tuple[int, int]:
-    """Return how many parts are the same as an earlier one, and their characters."""
-    if len(set(parts)) == len(parts):
+def count_duplicates(texts: list[str]) -> tuple[int, int]:
+    """Return how many of the lines or paragraphs are the same as an earlier one, and the characters of these."""
+    if len(set(texts)) == len(texts):
         return 0, 0
-    seen: set[str] = set()
-    number = characters = 0
-    for part in parts:
-        if part in seen:
-            number += 1
-            characters += len(part)
-        seen.add(part)
-    return number, characters
+    earlier_texts: set[str] = set()
+    num_duplicates = 0
+    num_characters = 0
+    for text in texts:
+        if text in earlier_texts:
+            num_duplicates += 1
+            num_characters += len(text)
+        earlier_texts.add(text)
+    return num_duplicates, num_characters
 
 
-def find_gopher_fault(measured: MeasuredText) -> Fault | None:
+def find_gopher_fault(document: MeasuredText) -> Fault | None:
     """Return the first of Gopher's rules for words that the document breaks."""
-    return _fault_of_words(measured) or _fault_of_symbols(measured) or _fault_of_stop_words(measured)
+    return _check_words(document) or _check_symbols(document) or _check_stop_words(document)
 
 
-def _fault_of_words(measured: MeasuredText) -> Fault | None:
-    counts = measured.counts
-    num_words = len(measured.words)
-    if not GOPHER_LIMITS["few_words"] <= num_words <= GOPHER_LIMITS["many_words"]:
-        return Fault("few_words" if num_words < GOPHER_LIMITS["many_words"] else "many_words", f"{num_words} words")
-    mean = sum(map(len, measured.words)) / num_words
-    if not GOPHER_LIMITS["short_words"] <= mean <= GOPHER_LIMITS["long_words"]:
-        rule = "short_words" if mean < GOPHER_LIMITS["long_words"] else "long_words"
-        return Fault(rule, f"{mean:.1f} characters a word")
-    without = sum(count for word, count in counts.items() if not word.isalpha() and not any(map(str.isalpha, word)))
-    share = 1 - without / num_words
+def _check_words(document: MeasuredText) -> Fault | None:
+    """Check number and mean length of the words, and how many have a letter."""
+    num_words = len(document.words)
+    if num_words < GOPHER_LIMITS["few_words"]:
+        return Fault("few_words", f"{num_words} words")
+    if num_words > GOPHER_LIMITS["many_words"]:
+        return Fault("many_words", f"{num_words} words")
+
+    mean_length = sum(map(len, document.words)) / num_words
+    if mean_length < GOPHER_LIMITS["short_words"]:
+        return Fault("short_words", f"{mean_length:.1f} characters a word")
+    if mean_length > GOPHER_LIMITS["long_words"]:
+        return Fault("long_words", f"{mean_length:.1f} characters a word")
+
+    num_without_letter = 0
+    for word, count in document.word_counts.items():
+        # most words have letters only, which is the faster test
+        if not word.isalpha() and not any(map(str.isalpha, word)):
+            num_without_letter += count
+    share = 1 - num_without_letter / num_words
     if share < GOPHER_LIMITS["few_alphabetic_words"]:
         return Fault("few_alphabetic_words", f"{share:.0%} of words have a letter")
     return None
 
 
-def _fault_of_symbols(measured: MeasuredText) -> Fault | None:
-    text = measured.text
-    num_words = len(measured.words)
-    lines = measured.lines
+def _check_symbols(document: MeasuredText) -> Fault | None:
+    """Check the number of hashes and ellipses to each word, and the shares of bullet lines and of unfinished lines."""
+    text = document.text
+    lines = document.lines
+    num_words = len(document.words)
     num_ellipses = text.count("...") + text.count("…")
-    shares = {
+    num_bullet_lines = sum(line.lstrip().startswith(("•", "-")) for line in lines)
+    num_ellipsis_lines = 0
+    if num_ellipses:
+        num_ellipsis_lines = sum(line.endswith(("...", "…")) for line in lines)
+    ratios = {
         "hashes": text.count("#") / num_words,
         "ellipses": num_ellipses / num_words,
-        "bullet_lines": sum(line.lstrip().startswith(("•", "-")) for line in lines) / len(lines),
-        "ellipsis_lines": sum(line.endswith(("...", "…")) for line in lines) / len(lines) if num_ellipses else 0.0,
+        "bullet_lines": num_bullet_lines / len(lines),
+        "ellipsis_lines": num_ellipsis_lines / len(lines),
     }
-    for rule, share in shares.items():
-        if share > GOPHER_LIMITS[rule]:
-            return Fault(rule, f"{share:.2f} to each {'line' if 'lines' in rule else 'word'}")
+    for rule, ratio in ratios.items():
+        if ratio > GOPHER_LIMITS[rule]:
+            unit = "line" if "lines" in rule else "word"
+            return Fault(rule, f"{ratio:.2f} to each {unit}")
     return None
 
 
-def _fault_of_stop_words(measured: MeasuredText) -> Fault | None:
-    """Check the words of the document's language; of any language if the identifier is uncertain."""
-    language, probability = identify(measured.text)
+def _check_stop_words(document: MeasuredText) -> Fault | None:
+    """Check the stop words of the document's language, or of all languages if the identifier is uncertain.
+
+    A language without a list of stop words has no such rule.
+    """
+    language, probability = identify(document.text)
     languages = list(STOP_WORDS) if probability < _CERTAIN else [language]
-    found = [sum(word in measured.counts for word in STOP_WORDS[one]) for one in languages if one in STOP_WORDS]
-    if not found or max(found) >= GOPHER_LIMITS["few_stop_words"]:
+    nums_found = []
+    for candidate in languages:
+        if candidate in STOP_WORDS:
+            nums_found.append(sum(word in document.word_counts for word in STOP_WORDS[candidate]))
+    if not nums_found or max(nums_found) >= GOPHER_LIMITS["few_stop_words"]:
         return None
-    return Fault("few_stop_words", f"{max(found)} stop words, as {language} {probability:.2f}")
+    return Fault("few_stop_words", f"{max(nums_found)} stop words, as {language} {probability:.2f}")
 
 
-def find_repetition(measured: MeasuredText) -> Fault | None:
+def find_repetition(document: MeasuredText) -> Fault | None:
     """Return the first of Gopher's rules for repetition that the document breaks."""
-    return _fault_of_lines(measured) or _fault_of_top_n_grams(measured) or _fault_of_duplicate_n_grams(measured)
+    return _check_lines(document) or _check_top_n_grams(document) or _check_duplicate_n_grams(document)
 
 
-def _fault_of_lines(measured: MeasuredText) -> Fault | None:
-    paragraphs = [paragraph.strip() for paragraph in _PARAGRAPHS.split(measured.text.strip())]
-    for rule, parts in (("duplicate_paragraph", paragraphs), ("duplicate_line", measured.lines)):
-        number, characters = duplicates(parts)
-        shares = {f"{rule}s": number / len(parts), f"{rule}_characters": characters / len(measured.text)}
-        for name, share in shares.items():
-            if share > REPETITION_LIMITS[name]:
-                return Fault(name, f"{share:.0%}")
+def _check_lines(document: MeasuredText) -> Fault | None:
+    """Check the shares of repeated paragraphs and of repeated lines, and of the characters in them."""
+    paragraphs = [paragraph.strip() for paragraph in _PARAGRAPHS.split(document.text.strip())]
+    for unit, texts in (("duplicate_paragraph", paragraphs), ("duplicate_line", document.lines)):
+        num_duplicates, num_characters = count_duplicates(texts)
+        shares = {
+            f"{unit}s": num_duplicates / len(texts),
+            f"{unit}_characters": num_characters / len(document.text),
+        }
+        for rule, share in shares.items():
+            if share > REPETITION_LIMITS[rule]:
+                return Fault(rule, f"{share:.0%}")
     return None
 
 
-def _fault_of_top_n_grams(measured: MeasuredText) -> Fault | None:
-    """Check the characters in the most frequent n-grams.
+def _check_top_n_grams(document: MeasuredText) -> Fault | None:
+    """Check the characters in the most frequent n-gram, for n from 2 to 4.
 
     An n-gram is no more frequent than each of its words. So its characters, with a space after each word, are at most n
-    times the most that a word has in the document, and n-grams are counted only if that is too many.
+    times the most that a word has in the document, and n-grams are counted only if that exceeds the limit.
     """
-    counts = measured.counts
-    most = max(map(mul, counts.values(), map(len, counts))) + max(counts.values())
+    word_counts = document.word_counts
+    characters_by_word = map(mul, word_counts.values(), map(len, word_counts))
+    most_characters = max(characters_by_word) + max(word_counts.values())  # the second is the spaces
     for n in (2, 3, 4):
         rule = f"top_{n}_gram"
-        if n * most / len(measured.text) <= REPETITION_LIMITS[rule] or len(measured.words) < n:
+        upper_bound = n * most_characters / len(document.text)
+        if upper_bound <= REPETITION_LIMITS[rule] or len(document.words) < n:
             continue
-        n_grams = zip(*(islice(measured.words, start, None) for start in range(n)), strict=False)
-        n_gram, count = Counter(n_grams).most_common(1)[0]
-        share = count * len(" ".join(n_gram)) / len(measured.text)
+        shifted_words = [islice(document.words, start, None) for start in range(n)]
+        n_grams = zip(*shifted_words, strict=False)
+        top_n_gram, count = Counter(n_grams).most_common(1)[0]
+        share = count * len(" ".join(top_n_gram)) / len(document.text)
         if share > REPETITION_LIMITS[rule]:
             return Fault(rule, f"{share:.0%}, {count} times")
     return None
 
 
-def _fault_of_duplicate_n_grams(measured: MeasuredText) -> Fault | None:
-    """Check the characters in n-grams that occurred before, which begin where a repeated 5-gram does."""
-    places = _repeated_5_grams(measured.words)
-    for n in range(5, 11) if places else ():
-        share = _characters_in_duplicates(measured.words, places, n) / len(measured.text)
-        if share > REPETITION_LIMITS[f"duplicate_{n}_grams"]:
-            return Fault(f"duplicate_{n}_grams", f"{share:.0%}")
+def _check_duplicate_n_grams(document: MeasuredText) -> Fault | None:
+    """Check the characters in n-grams that occurred earlier in the document, for n from 5 to 10."""
+    positions = _find_repeated_5_grams(document.words)  # where a longer n-gram that repeats must begin too
+    if not positions:
+        return None
+    for n in range(5, 11):
+        rule = f"duplicate_{n}_grams"
+        share = _count_characters_in_duplicates(document.words, positions, n) / len(document.text)
+        if share > REPETITION_LIMITS[rule]:
+            return Fault(rule, f"{share:.0%}")
     return None
 
 
-def _repeated_5_grams(words: list[str]) -> list[int]:
-    """Return the places of the 5-grams that occur more than once, by hash: a place too many does no harm."""
-    hashes = np.fromiter(map(hash, words), np.int64, len(words))
-    combined = hashes[:-4]
+def _find_repeated_5_grams(words: list[str]) -> list[int]:
+    """Return where the 5-grams begin that occur more than once: indices of their first words.
+
+    5-grams are compared by hash. A position too many does no harm, because the words are compared later.
+    """
+    word_hashes = np.fromiter(map(hash, words), np.int64, len(words))
+    num_5_grams = len(words) - 4
+    hashes = word_hashes[:-4]
     for offset in range(1, 5):
-        combined = combined * _PRIME + hashes[offset : len(hashes) - 4 + offset]
-    _, numbers, counts = np.unique(combined, return_inverse=True, return_counts=True)
-    places: list[int] = np.flatnonzero(counts[numbers] > 1).tolist()
-    return places
+        hashes = hashes * _PRIME + word_hashes[offset : num_5_grams + offset]  # wraps around
+    _, indices, counts = np.unique(hashes, return_inverse=True, return_counts=True)
+    positions: list[int] = np.flatnonzero(counts[indices] > 1).tolist()
+    return positions
 
 
-def _characters_in_duplicates(words: list[str], places: list[int], n: int) -> int:
-    """Return the characters of the n-grams at ``places`` that occurred before; they do not overlap."""
-    seen: set[tuple[str, ...]] = set()
-    characters = end = 0
-    for place in places:
-        if place < end or place > len(words) - n:
+def _count_characters_in_duplicates(words: list[str], positions: list[int], n: int) -> int:
+    """Return the number of characters in n-grams that occurred earlier; those that are counted do not overlap.
+
+    Args:
+        words: the words of the document.
+        positions: the indices of words at which a repeated n-gram may begin, in ascending order.
+        n: the number of words in an n-gram.
+    """
+    earlier_n_grams: set[tuple[str, ...]] = set()
+    num_characters = 0
+    end = 0  # of the last n-gram that was counted
+    for position in positions:
+        if position < end or position > len(words) - n:
             continue
-        n_gram = tuple(words[place : place + n])
-        if n_gram in seen:
-            characters += sum(map(len, n_gram))
-            end = place + n
+        n_gram = tuple(words[position : position + n])
+        if n_gram in earlier_n_grams:
+            num_characters += sum(map(len, n_gram))
+            end = position + n
         else:
-            seen.add(n_gram)
-    return characters
+            earlier_n_grams.add(n_gram)
+    return num_characters
 
 
 def clean_lines(text: str, edits: Counter[str]) -> str | Fault:
-    """Return the lines that C4's rules keep, or the rule that the document breaks; count removed lines in ``edits``."""
+    """Remove the lines that break one of C4's rules, or return the rule for documents that the text breaks.
+
+    Removed lines are added to ``edits``, by rule.
+    """
     if "[" in text:
         text = _CITATION.sub("", text)
     lines = [line for line in map(str.strip, text.splitlines()) if line]
-    removed: dict[str, int] = {}
+    num_removed: dict[str, int] = {}
 
-    def keep(rule: str, is_kept: Callable[[str], bool]) -> None:
+    def filter_lines(rule: str, is_good: Callable[[str], bool]) -> None:
         nonlocal lines
-        kept = [line for line in lines if is_kept(line)]
-        removed[rule] = len(lines) - len(kept)
-        lines = kept
+        good_lines = [line for line in lines if is_good(line)]
+        num_removed[rule] = len(lines) - len(good_lines)
+        lines = good_lines
 
-    keep("no_end_mark", lambda line: line.endswith(_END_MARKS) and not line.endswith("..."))
-    keep("few_words", lambda line: len(line.split(None, C4_LIMITS["line_words"])) >= C4_LIMITS["line_words"])
-    longest = C4_LIMITS["word_characters"]
-    keep("long_word", lambda line: len(line) <= longest or max(map(len, line.split())) <= longest)
+    def has_enough_words(line: str) -> bool:
+        min_words = C4_LIMITS["line_words"]
+        return len(line.split(maxsplit=min_words)) >= min_words
+
+    def has_short_words(line: str) -> bool:
+        max_characters = C4_LIMITS["word_characters"]
+        # a shorter line needs no look at its words
+        return len(line) <= max_characters or max(map(len, line.split())) <= max_characters
+
+    # rules for lines
+    filter_lines("no_end_mark", lambda line: line.endswith(_END_MARKS) and not line.endswith("..."))
+    filter_lines("few_words", has_enough_words)
+    filter_lines("long_word", has_short_words)
+
+    # rules for the words of a document, which also remove lines
     lowered = "\n".join(lines).lower()
     if "lorem ipsum" in lowered:
         return Fault("lorem_ipsum", "lorem ipsum")
     if "javascript" in lowered:
-        keep("javascript", lambda line: "javascript" not in line.lower())
+        filter_lines("javascript", lambda line: "javascript" not in line.lower())
     if any("{" in line for line in lines):
         return Fault("curly_bracket", "{")
     if any(phrase in lowered for phrase in _POLICIES):
-        keep("policy", lambda line: not any(phrase in line.lower() for phrase in _POLICIES))
-    num_sentences = sum(map(count_sentences, lines[: C4_LIMITS["few_sentences"]]))
-    if num_sentences < C4_LIMITS["few_sentences"]:
+        filter_lines("policy", lambda line: not any(phrase in line.lower() for phrase in _POLICIES))
+
+    # a line has a sentence at least, so these lines are enough to count five
+    min_sentences = C4_LIMITS["few_sentences"]
+    num_sentences = sum(map(count_sentences, lines[:min_sentences]))
+    if num_sentences < min_sentences:
         return Fault("few_sentences", f"{num_sentences} sentences")
-    for rule, count in removed.items():
+    for rule, count in num_removed.items():
         if count:
             edits[f"c4 removed line: {rule}"] += count
     return "\n".join(lines)
@@ -269,58 +329,65 @@ def count_sentences(line: str) -> int:
     return max(1, len(_SENTENCE_END.findall(line)))
 
 
-def find_fineweb_fault(measured: MeasuredText) -> Fault | None:
+def find_fineweb_fault(document: MeasuredText) -> Fault | None:
     """Return the first of FineWeb's rules that the document breaks."""
-    lines = measured.lines
-    punctuated = sum(line.endswith(_LINE_END) for line in lines) / len(lines)
-    if punctuated < FINEWEB_LIMITS["few_punctuated_lines"]:
-        return Fault("few_punctuated_lines", f"{punctuated:.0%}")
-    short = sum(len(line) <= _SHORT_LINE for line in lines) / len(lines)
-    if short > FINEWEB_LIMITS["short_lines"]:
-        return Fault("short_lines", f"{short:.0%}")
-    repeated = duplicates(lines)[1] / sum(map(len, lines))
-    if repeated > FINEWEB_LIMITS["duplicate_line_characters"]:
-        return Fault("duplicate_line_characters", f"{repeated:.0%}")
+    lines = document.lines
+    punctuated_share = sum(line.endswith(_LINE_END) for line in lines) / len(lines)
+    if punctuated_share < FINEWEB_LIMITS["few_punctuated_lines"]:
+        return Fault("few_punctuated_lines", f"{punctuated_share:.0%}")
+    short_share = sum(len(line) <= _SHORT_LINE for line in lines) / len(lines)
+    if short_share > FINEWEB_LIMITS["short_lines"]:
+        return Fault("short_lines", f"{short_share:.0%}")
+    _, num_characters = count_duplicates(lines)
+    duplicate_share = num_characters / sum(map(len, lines))
+    if duplicate_share > FINEWEB_LIMITS["duplicate_line_characters"]:
+        return Fault("duplicate_line_characters", f"{duplicate_share:.0%}")
     return None
 
 
 @dataclass(frozen=True)
 class QualityFilter:
-    """Drop the documents that break a rule of ``rules``; the first one decides. C4's remove lines, too."""
+    """Drop the documents that break a rule; the first rule that is broken decides. C4's rules remove lines, too."""
 
-    rules: tuple[str, ...]
+    rules: tuple[str, ...]  # names of published sets of rules, keys of ``_RULES``
 
     def clean(self, text: str, edits: Counter[str]) -> str | Dropped:
         """Return the text, without the lines that C4's rules remove, or why it is dropped."""
-        measured = MeasuredText(text)
+        document = MeasuredText(text)
         if "gopher" in self.rules:
-            fault = find_gopher_fault(measured) or find_repetition(measured)
+            fault = find_gopher_fault(document) or find_repetition(document)
             if fault is not None:
                 return _dropped("gopher", fault)
             language, probability = identify(text)
-            if probability >= _CERTAIN and language not in STOP_WORDS:  # their rule is left out
+            if probability >= _CERTAIN and language not in STOP_WORDS:
+                # the rule for stop words could not be applied
                 edits[f"no list of stop words: {language}"] += 1
         if "c4" in self.rules:
             result = clean_lines(text, edits)
             if isinstance(result, Fault):
                 return _dropped("c4", result)
-            measured = MeasuredText(result)
-        if "fineweb" in self.rules and (fault := find_fineweb_fault(measured)) is not None:
-            return _dropped("fineweb", fault)
-        return measured.text
+            document = MeasuredText(result)
+        if "fineweb" in self.rules:
+            fault = find_fineweb_fault(document)
+            if fault is not None:
+                return _dropped("fineweb", fault)
+        return document.text
 
     def settings(self) -> dict[str, Any]:
-        limits = {name: _RULES[name] for name in self.rules}
-        return {"version": _VERSION, "limits": limits} | (identifier_settings() if "gopher" in self.rules else {})
+        """Return the version of the rules, their limits, and for Gopher's the language identifier."""
+        settings: dict[str, Any] = {"version": _VERSION, "limits": {name: _RULES[name] for name in self.rules}}
+        if "gopher" in self.rules:
+            settings |= identifier_settings()
+        return settings
 
 
-def open_quality_filter(given: str) -> QualityFilter:
+def open_quality_filter(switch: str) -> QualityFilter:
     """Return the filter for a value of ``--quality`` such as ``gopher,c4``."""
-    chosen = given.split(",")
-    if "gopher" in chosen:
+    names = switch.split(",")
+    if "gopher" in names:
         load_identifier("--quality gopher")
-    return QualityFilter(tuple(name for name in _RULES if name in chosen))
+    return QualityFilter(tuple(name for name in _RULES if name in names))
 
 
 def _dropped(rules: str, fault: Fault) -> Dropped:
-    return Dropped(f"low_quality: {rules}_{fault.rule}", fault.found)
+    return Dropped(f"low_quality: {rules}_{fault.rule}", fault.finding)

@@ -96,7 +96,7 @@ class SourceTable:
         record = int(np.searchsorted(self._first_files, file, side="right")) - 1
         return self._records[record].file_name(file - int(self._first_files[record]))
 
-    def place(self, file: int, row: int) -> str:
+    def location(self, file: int, row: int) -> str:
         """Return where a document comes from, as SOURCE: FILE:ROW."""
         return f"{self.names[int(self.sources_of(np.array([file]))[0])]}: {self.file_name(file)}:{row}"
 

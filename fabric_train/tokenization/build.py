@@ -150,7 +150,7 @@ def _collect(corpus: OpenedCorpus, encoded: EncodedSources, near: NearDuplicates
     for is_train in (True, False) if arguments.validation_dataset else (True,):
         records = [one for one in encoded.records if (one.shard.source < num_train) == is_train]
         first = sum(len(collection.characters) for collection in collections)
-        repeats = None if near is None else near.repeats(first, sum(len(one.documents) for one in records))
+        repeats = None if near is None else near.is_repeat(first, sum(len(one.documents) for one in records))
         limits = caps if is_train else (None, None)
         collections.append(collect(records, sources, *limits, seen, repeats))
         seen = None if seen is None else collections[-1].hashes

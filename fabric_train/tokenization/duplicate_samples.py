@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fabric_train.cleaning.dropped import TEXT_CHARACTERS, DroppedText, Place, evenly_spaced
+from fabric_train.cleaning.dropped import TEXT_CHARACTERS, DroppedText, Location, evenly_spaced
 from fabric_train.cleaning.near_duplicates import NearDuplicates
 from fabric_train.token_dataset.arrow_folder import PiecesToCopy, SpoolReader
 from fabric_train.token_dataset.document_index import SourceTable
@@ -14,44 +14,85 @@ from fabric_train.tokenization.selection import Collection
 from fabric_train.tokenization.tokenizers.text_encoder import load_fast
 
 
-def sample_duplicates(
-    near: NearDuplicates | None, collections: Sequence[Collection], sources: SourceTable, tokenizer_folder: Path
-) -> list[tuple[DroppedText, Place]]:
-    """Return at most 20 of the duplicates and 20 of the near duplicates that were left out, as cleaning left them.
+class _CollectedDocuments:
+    """The documents of several collections, numbered in the order of the collections."""
 
-    The detail of a near duplicate is its estimated similarity with the first document of its cluster, and that
-    document's place. It may be below the threshold: then both are similar to others in between. ``near`` numbers the
-    documents of all ``collections`` in order.
-    """
-    starts = np.cumsum([0, *(len(collection.characters) for collection in collections)])
-    exact = np.concatenate([first + one.duplicates for first, one in zip(starts, collections, strict=False)])
-    nearly = np.concatenate([first + one.near_duplicates for first, one in zip(starts, collections, strict=False)])
-    exact = exact[evenly_spaced(len(exact))]
-    nearly = nearly[evenly_spaced(len(nearly))]
-    tokenizer = load_fast(tokenizer_folder / "tokenizer.json", special_text_is_plain=False)
-    readers = [SpoolReader(collection.documents) for collection in collections]
+    def __init__(self, collections: Sequence[Collection], tokenizer_folder: Path) -> None:
+        self._collections = collections
+        counts = [len(collection.characters) for collection in collections]
+        self.first_documents = np.cumsum([0, *counts])
+        """The number of each collection's first document, int64 [collections + 1]."""
+        self._readers = [SpoolReader(collection.documents) for collection in collections]
+        self._tokenizer = load_fast(tokenizer_folder / "tokenizer.json", special_text_is_plain=False)
 
-    def find(document: int) -> tuple[int, int]:
-        number = int(np.searchsorted(starts, document, side="right")) - 1
-        return number, document - int(starts[number])
+    def _find(self, document: int) -> tuple[int, int]:
+        """Return the index of a document's collection, and its number in that collection."""
+        index = int(np.searchsorted(self.first_documents, document, side="right")) - 1
+        return index, document - int(self.first_documents[index])
 
-    def place_of(document: int) -> Place:
-        number, local = find(document)
-        place = collections[number].places[local]
+    def location(self, document: int) -> Location:
+        """Return a document's file and row."""
+        collection_index, document_in_collection = self._find(document)
+        place = self._collections[collection_index].places[document_in_collection]
         return int(place["file"]), int(place["row"])
 
-    def text_of(document: int) -> str:
-        number, local = find(document)
-        length = min(int(collections[number].documents.lengths[local]), TEXT_CHARACTERS)
-        piece = (np.array([value], dtype=np.int64) for value in (local, 0, length, 0))
-        tokens = np.empty(length, dtype=np.int32)
-        readers[number].read(PiecesToCopy(*piece), tokens, None)
-        return str(tokenizer.decode(tokens.tolist())[:TEXT_CHARACTERS])
+    def text(self, document: int) -> str:
+        """Decode the first 500 characters of a document; they have at most as many tokens."""
+        collection_index, document_in_collection = self._find(document)
+        num_tokens = int(self._collections[collection_index].documents.lengths[document_in_collection])
+        length = min(num_tokens, TEXT_CHARACTERS)
+        piece = PiecesToCopy(
+            documents=np.array([document_in_collection]),
+            starts=np.array([0]),
+            lengths=np.array([length]),
+            targets=np.array([0]),
+        )
+        token_ids = np.empty(length, dtype=np.int32)
+        self._readers[collection_index].read(piece, token_ids, supervised=None)
+        return str(self._tokenizer.decode(token_ids.tolist())[:TEXT_CHARACTERS])
 
-    found = [(DUPLICATE, document, "the same as an earlier document") for document in exact.tolist()]
+
+def sample_duplicates(
+    near: NearDuplicates | None, collections: Sequence[Collection], sources: SourceTable, tokenizer_folder: Path
+) -> list[tuple[DroppedText, Location]]:
+    """Return at most 20 of the duplicates and 20 of the near duplicates that were left out, as cleaning left them.
+
+    The detail of a near duplicate is its estimated similarity with the first document of its cluster, and where that
+    document is. The similarity may be below the threshold: then both are similar to other documents of the cluster.
+
+    Args:
+        near: which documents are near duplicates, with the documents of all collections numbered in order; None
+            without --near_duplicates.
+        collections: the documents of --dataset and, if given, of --validation_dataset.
+        sources: the names of sources and files.
+        tokenizer_folder: the folder with the ``tokenizer.json`` that decodes the documents.
+    """
+    documents = _CollectedDocuments(collections, tokenizer_folder)
+    duplicates = []
+    near_duplicates = []
+    for first_document, collection in zip(documents.first_documents, collections, strict=False):
+        duplicates.append(first_document + collection.duplicates)
+        near_duplicates.append(first_document + collection.near_duplicates)
+
+    sample = []
+
+    def add(document: int, reason: str, detail: str) -> None:
+        sample.append((DroppedText(reason, detail, documents.text(document)), documents.location(document)))
+
+    for document in _spread(np.concatenate(duplicates)).tolist():
+        add(document, DUPLICATE, "the same as an earlier document")
     if near is not None:
-        firsts = near.firsts[nearly]
-        estimates = near.signatures.similarities(nearly, firsts)
-        for document, first, similarity in zip(nearly.tolist(), firsts.tolist(), estimates, strict=True):
-            found.append((NEAR_DUPLICATE, document, f"{similarity:.2f} like {sources.place(*place_of(first))}"))
-    return [(DroppedText(reason, detail, text_of(document)), place_of(document)) for reason, document, detail in found]
+        sampled_documents = _spread(np.concatenate(near_duplicates))
+        cluster_roots = near.cluster_roots[sampled_documents]
+        similarities = near.signatures.similarities(sampled_documents, cluster_roots)
+        for document, root, similarity in zip(
+            sampled_documents.tolist(), cluster_roots.tolist(), similarities, strict=True
+        ):
+            similar_place = sources.location(*documents.location(root))
+            add(document, NEAR_DUPLICATE, f"{similarity:.2f} like {similar_place}")
+    return sample
+
+
+def _spread(documents: np.ndarray) -> np.ndarray:
+    """Return up to 20 of the documents, evenly spaced."""
+    return documents[evenly_spaced(len(documents))]

@@ -13,6 +13,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def find_boilerplate(corpus: OpenedCorpus, folder: Path) -> Boilerplate:
 
 
 def counting_settings(corpus: OpenedCorpus) -> str:
-    """Return what decides the counts of a shard besides its source, as JSON."""
+    """Return all that determines the counts of a shard besides its source, as JSON."""
     return json.dumps(["lines", boilerplate.FORMAT, corpus.arguments.text_column, corpus.arguments.skips_bad_rows])
 
 
@@ -56,75 +57,110 @@ def lines_file(folder: Path, shard: Shard) -> Path:
 
 
 def count_lines(corpus: OpenedCorpus, shards: Sequence[Shard], folder: Path) -> None:
-    """Count the lines of these shards, except those that are counted already, into files in ``folder``."""
+    """Count the lines of these shards in several processes, into files in ``folder``.
+
+    A shard that has its file is not counted again.
+    """
     sources = corpus.sources
-    left = [shard for shard in shards if not lines_file(folder, shard).exists()]
-    count = partial(_count_shard, folder, sources, corpus.arguments.text_column, corpus.arguments.skips_bad_rows)
-    with progress_of("counting lines") as show:
-        total = sum(shard.num_bytes for shard in shards)
-        done = total - sum(shard.num_bytes for shard in left)
-        num_proc = min(corpus.num_proc, len(left))
-        with WorkerPool(count, num_proc, lambda shard: part_name(sources[shard.source], shard.parts[0])) as workers:
-            for finished in workers.run(iter(left), _TICK_SECONDS):
-                done += 0 if finished is None else finished[0].num_bytes
-                show(done / max(total, 1))
+    remaining_shards = [shard for shard in shards if not lines_file(folder, shard).exists()]
+    count_shard = partial(_count_shard, folder, sources, corpus.arguments.text_column, corpus.arguments.skips_bad_rows)
+
+    def describe(shard: Shard) -> str:
+        return part_name(sources[shard.source], shard.parts[0])
+
+    num_bytes = sum(shard.num_bytes for shard in shards)
+    num_bytes_done = num_bytes - sum(shard.num_bytes for shard in remaining_shards)
+    num_proc = min(corpus.num_proc, len(remaining_shards))
+    with progress_of("counting lines") as show_share, WorkerPool(count_shard, num_proc, describe) as workers:
+        for counted in workers.run(iter(remaining_shards), _TICK_SECONDS):
+            if counted is not None:  # None is a tick without a result
+                shard, _ = counted
+                num_bytes_done += shard.num_bytes
+            show_share(num_bytes_done / max(num_bytes, 1))
 
 
 def add_up_lines(corpus: OpenedCorpus, shards: Sequence[Shard], files: Sequence[Path]) -> Boilerplate:
-    """Return the step that removes the lines that repeat; ``files`` are the counts of ``shards``, all of the corpus."""
+    """Return the step that removes the lines that repeat in a corpus.
+
+    Args:
+        corpus: the corpus, whose --boilerplate is a number of documents.
+        shards: all shards of the corpus.
+        files: the counted lines of each shard.
+    """
     num_documents = corpus.arguments.boilerplate
     assert isinstance(num_documents, int), "a folder of lines needs no counts"
     lines = _find_repeated(files, num_documents)
+    # the most frequent lines are shown, those of the same frequency in the order of their hashes
     order = np.lexsort([lines["hash"], -lines["documents"].astype(np.int64)])[:_SHOWN_LINES]
-    documents = dict(lines[order].tolist())
-    texts = _find_texts(corpus.sources, shards, files, corpus.arguments.text_column, documents)
-    shown = tuple((" ".join(texts[hashed].split()), count) for hashed, count in documents.items())
-    return Boilerplate(num_documents, np.ascontiguousarray(lines["hash"]), shown)
+    documents_by_hash = dict(lines[order].tolist())
+    texts = _find_texts(corpus.sources, shards, files, corpus.arguments.text_column, documents_by_hash)
+    most_frequent = []
+    for line_hash, count in documents_by_hash.items():
+        text = " ".join(texts[line_hash].split())
+        most_frequent.append((text, count))
+    return Boilerplate(num_documents, np.ascontiguousarray(lines["hash"]), tuple(most_frequent))
 
 
 def _find_texts(
     sources: Sequence[Source], shards: Sequence[Shard], files: Sequence[Path], column: str, hashes: Collection[int]
 ) -> dict[int, str]:
-    """Return the lines with these hashes, as they are where they come first."""
+    """Return the lines with these ``hashes``, as they are in the first document that has them.
+
+    ``files`` has the counted lines of each shard, so only shards that have such a line are read again.
+    """
     texts: dict[int, str] = {}
     for shard, file in zip(shards, files, strict=True):
-        wanted = {hashed for hashed in hashes if hashed not in texts and len(_read_range(file, hashed, hashed))}
-        for text in _texts(sources[shard.source], shard, column, skips_bad_rows=True) if wanted else ():
+        missing = {line_hash for line_hash in hashes if line_hash not in texts and _has_line(file, line_hash)}
+        if not missing:
+            continue
+        for text in _read_texts(sources[shard.source], shard, column, skips_bad_rows=True):
             lines = text.split("\n")
-            found = {hashed: lines[place] for place, hashed in hash_lines(lines) if hashed in wanted}
-            texts |= found
-            wanted -= found.keys()
-            if not wanted:
+            for index, line_hash in hash_lines(lines):
+                if line_hash in missing:
+                    texts[line_hash] = lines[index]
+            missing -= texts.keys()
+            if not missing:
                 break
     return texts
 
 
+def _has_line(file: Path, line_hash: int) -> bool:
+    return len(_read_range(file, line_hash, line_hash)) > 0
+
+
 def _count_shard(folder: Path, sources: list[Source], column: str, skips_bad_rows: bool, shard: Shard) -> None:
+    """Write the file of a shard's lines: each line's hash, and the number of the shard's documents that have it."""
     counted = np.empty(0, dtype=LINE)
-    hashes = array("Q")
-    for text in _texts(sources[shard.source], shard, column, skips_bad_rows):
-        hashes.extend({hashed for _, hashed in hash_lines(text.split("\n"))})
+    hashes = array("Q")  # of each document's lines, each line once a document
+    for text in _read_texts(sources[shard.source], shard, column, skips_bad_rows):
+        hashes.extend({line_hash for _, line_hash in hash_lines(text.split("\n"))})
         if len(hashes) >= _LINES_AT_ONCE:
-            counted = _add_up([counted, _once(hashes)])
+            counted = _add_up([counted, _counted_once(hashes)])
             hashes = array("Q")
+    counted = _add_up([counted, _counted_once(hashes)])
+    # renamed when complete, so that a restart finds whole files only
     partial_file = folder / f"{shard.key}.lines_partial"
-    _add_up([counted, _once(hashes)]).tofile(partial_file)
+    counted.tofile(partial_file)
     partial_file.rename(lines_file(folder, shard))
 
 
-def _texts(source: Source, shard: Shard, column: str, skips_bad_rows: bool) -> Iterator[str]:
+def _read_texts(source: Source, shard: Shard, column: str, skips_bad_rows: bool) -> Iterator[str]:
+    """Yield the texts of a shard; a bad row is left out, or raises InputError unless ``skips_bad_rows``."""
     for part in shard.parts:
         reader: Any = source.reader(part, (column,))
         with memory_errors_name(part_name(source, part)):
-            for number, row in reader:
+            for row_number, row in reader:
                 try:
-                    yield text_of(row, column, partial(reader.place, number))[0]
+                    text, _ = text_of(row, column, partial(reader.place, row_number))
                 except BadRowError as error:
                     if not skips_bad_rows:
                         raise error.fault() from None
+                    continue
+                yield text
 
 
-def _once(hashes: "array[int]") -> np.ndarray:
+def _counted_once(hashes: "array[int]") -> np.ndarray:
+    """Return a line for each hash, in one document, LINE [hashes]; hashes may repeat."""
     lines = np.empty(len(hashes), dtype=LINE)
     lines["hash"] = np.frombuffer(hashes, np.uint64)
     lines["documents"] = 1
@@ -134,31 +170,39 @@ def _once(hashes: "array[int]") -> np.ndarray:
 def _add_up(counts: Sequence[np.ndarray]) -> np.ndarray:
     """Return each line of LINE arrays once with the sum of its documents, LINE [lines], sorted by hash."""
     lines = np.concatenate(counts)
+    if not len(lines):
+        return lines
     lines = lines[np.argsort(lines["hash"])]
-    firsts = np.flatnonzero(np.concatenate([[True], lines["hash"][1:] != lines["hash"][:-1]])[: len(lines)])
-    summed = lines[firsts]
-    if len(lines):
-        summed["documents"] = np.add.reduceat(lines["documents"], firsts)
+    is_new_hash = np.concatenate([[True], lines["hash"][1:] != lines["hash"][:-1]])
+    group_starts = np.flatnonzero(is_new_hash)
+    summed = lines[group_starts]
+    summed["documents"] = np.add.reduceat(lines["documents"], group_starts)
     return summed
 
 
 def _find_repeated(files: Sequence[Path], num_documents: int) -> np.ndarray:
-    """Return the lines that are in ``num_documents`` documents or more, LINE [lines], sorted by hash."""
-    num_ranges = sum(file.stat().st_size for file in files) // LINE.itemsize // _LINES_AT_ONCE + 1
-    limits = [(number << 64) // num_ranges for number in range(1, num_ranges)]
+    """Return the lines that are in ``num_documents`` documents or more, LINE [lines], sorted by hash.
+
+    The 64-bit hashes are divided into ranges, so that the lines of one range in all files fit into memory.
+    """
+    num_lines = sum(file.stat().st_size for file in files) // LINE.itemsize
+    num_ranges = num_lines // _LINES_AT_ONCE + 1
+    limits = [(index << 64) // num_ranges for index in range(num_ranges + 1)]
     repeated = []
-    with progress_of("adding up lines") as show:
-        for first, last in zip([0, *limits], [*(limit - 1 for limit in limits), (1 << 64) - 1], strict=True):
-            lines = _add_up([_read_range(file, first, last) for file in files])
+    with progress_of("adding up lines") as show_share:
+        for smallest, limit in pairwise(limits):
+            lines = _add_up([_read_range(file, smallest, limit - 1) for file in files])
             repeated.append(lines[lines["documents"] >= num_documents])
-            show(len(repeated) / num_ranges)
+            show_share(len(repeated) / num_ranges)
     return np.concatenate(repeated)
 
 
-def _read_range(file: Path, first: int, last: int) -> np.ndarray:
-    """Return the lines of a file with hashes from ``first`` to ``last``, LINE [lines]."""
-    if not file.stat().st_size:
+def _read_range(file: Path, smallest: int, largest: int) -> np.ndarray:
+    """Return the lines of a file with hashes from ``smallest`` to ``largest``, LINE [lines]."""
+    if not file.stat().st_size:  # an empty file cannot be mapped
         return np.empty(0, dtype=LINE)
     lines = np.memmap(file, LINE, "r")
-    hashes = lines["hash"]  # searched with bisect, because numpy would first copy all of it
-    return np.array(lines[bisect_left(hashes, first) : bisect_right(hashes, last)])
+    hashes = lines["hash"]  # searched with bisect: numpy would first copy all of them
+    start = bisect_left(hashes, smallest)
+    end = bisect_right(hashes, largest)
+    return np.array(lines[start:end])

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fabric_train.cleaning.dropped import DroppedText, Place, TaskHit
+from fabric_train.cleaning.dropped import DroppedText, Location, TaskHit
 from fabric_train.cli.errors import InputError
 from fabric_train.reading.sources import Source
 from fabric_train.token_dataset.arrow_folder import SpooledDocuments, SpooledFile
@@ -33,10 +33,10 @@ class Collection:
     skipped: dict[int, Counter[str]]  # number of a source → reason → rows skipped among those
     tokens_cut: dict[str, int]  # reason → tokens removed from kept chats, and tokens of chats skipped for this reason
     edits: dict[str, int]  # kind → what cleaning changed in the rows read
-    dropped: list[tuple[DroppedText, Place]]  # some of the documents that cleaning dropped
+    dropped: list[tuple[DroppedText, Location]]  # some of the documents that cleaning dropped
     duplicates: np.ndarray  # int64 [any number], documents that were left out because an earlier one is the same
     near_duplicates: np.ndarray  # int64 [any number], documents that were left out because they nearly repeat another
-    hits: list[tuple[TaskHit, Place]]  # what documents share with evaluation tasks, in the order of the sources
+    hits: list[tuple[TaskHit, Location]]  # what documents share with evaluation tasks, in the order of the sources
     hashes: np.ndarray  # uint8 [kept, 16], of each kept document's content; [0, 16] without --deduplicate
     pairs: np.ndarray | None  # PAIR [documents]; None if they are no preference pairs
 
@@ -159,7 +159,7 @@ def _placed(
     parts: tuple[np.ndarray, np.ndarray],
     records: Sequence[ShardRecord],
     num_read: int,
-) -> Iterator[tuple[_Found, Place]]:
+) -> Iterator[tuple[_Found, Location]]:
     """Yield the items of ``found`` in the first ``num_read`` rows of each shard, with the place of the document."""
     files, rows_before = parts
     first_part = first_row = 0

@@ -51,7 +51,7 @@ def test_signatures_estimate_the_jaccard_similarity(num_edits: int) -> None:
 
 
 def test_a_signature_has_the_smallest_value_of_each_function() -> None:
-    shingles = near_duplicates._shingles(near_duplicates._words("one two three four five six seven"))
+    shingles = near_duplicates._hash_shingles(near_duplicates._hash_words("one two three four five six seven"))
     assert len(set(shingles.tolist())) == 3
     functions = zip(
         near_duplicates._MULTIPLIERS.ravel().tolist(), near_duplicates._ADDENDS.ravel().tolist(), strict=True
@@ -97,10 +97,10 @@ def test_pieces_and_ranges_find_what_one_piece_finds(tmp_path: Path, monkeypatch
     files = [tmp_path / f"{number}.signatures" for number in range(4)]
     for file, part in zip(files, np.split(signatures, [0, 7, 150]), strict=True):
         part.tofile(file)
-    whole = near_duplicates.find_near_duplicates(files, 0.8, tmp_path / "bands").firsts
+    whole = near_duplicates.find_near_duplicates(files, 0.8, tmp_path / "bands").cluster_roots
     monkeypatch.setattr(near_duplicates, "_RECORDS_AT_ONCE", 50)
     monkeypatch.setattr(near_duplicates, "_SIGNATURES_AT_ONCE", 20)
-    in_pieces = near_duplicates.find_near_duplicates(files, 0.8, tmp_path / "bands").firsts
+    in_pieces = near_duplicates.find_near_duplicates(files, 0.8, tmp_path / "bands").cluster_roots
     assert not (tmp_path / "bands").exists()
     assert in_pieces.tolist() == whole.tolist() == clusters_by_all_pairs(signatures, 0.8)
 
