@@ -52,7 +52,7 @@ class InspectArguments:
     """Also write everything to this file as an HTML page."""
 
     def faults(self) -> list[str]:
-        """Return datasets that are not one, or two to compare, and an --html that cannot be a file."""
+        """Return what is wrong with the number of datasets, and an --html that cannot be a file."""
         faults = []
         if self.compare is None and self.dataset_dir is None:
             faults.append("DATASET_DIR is required; give --dataset_dir DIR, or --compare A B")
@@ -62,8 +62,10 @@ class InspectArguments:
             faults.append(f"--compare: expected two token datasets, got {len(self.compare)}")
         if self.compare is not None and self.start:
             faults.append("--compare shows no rows; leave out --start")
-        if self.html and (os.path.isdir(self.html) or not os.path.isdir(os.path.dirname(self.html) or ".")):
-            faults.append(f"--html {self.html}: expected a file in an existing folder, such as page.html")
+        if self.html:
+            folder = os.path.dirname(self.html) or "."
+            if os.path.isdir(self.html) or not os.path.isdir(folder):
+                faults.append(f"--html {self.html}: expected a file in an existing folder, such as page.html")
         return faults
 
 
@@ -73,42 +75,47 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.compare is not None:
         comparison = _compare(arguments.compare, arguments.split)
         print_comparison(comparison, open_console())
-        _write_page(arguments.html, comparison_to_html(comparison))
+        if arguments.html is not None:
+            _write_page(arguments.html, comparison_to_html(comparison))
         return
     report = _examine(arguments)
     print_report(report, open_console())
-    _write_page(arguments.html, report_to_html(report))
+    if arguments.html is not None:
+        _write_page(arguments.html, report_to_html(report))
     if report.problems:
         sys.exit(FAILURE)
 
 
-def _write_page(file: str | None, page: str) -> None:
-    if file is not None:
-        with open_to_write(Path(file), "w") as opened:
-            opened.write(page)
-        print(f"written {file}", file=sys.stderr)
+def _write_page(path: str, page: str) -> None:
+    with open_to_write(Path(path), "w") as file:
+        file.write(page)
+    print(f"written {path}", file=sys.stderr)
 
 
 def _examine(arguments: InspectArguments) -> DatasetReport:
+    """Read and check the token dataset, with a progress bar."""
     assert arguments.dataset_dir is not None
     folder = Path(arguments.dataset_dir).expanduser()
     rows = range(arguments.start, arguments.start + arguments.rows)
     with transient_bar("reading rows", MofNCompleteColumn(), TimeRemainingColumn()) as (progress, task):
-        return make_report(
-            folder, arguments.split, rows, lambda done, total: progress.update(task, completed=done, total=total)
-        )
+
+        def show_progress(num_rows_read: int, num_rows: int) -> None:
+            progress.update(task, completed=num_rows_read, total=num_rows)
+
+        return make_report(folder, arguments.split, rows, show_progress)
 
 
 def _compare(folders: Sequence[str], split: str) -> Comparison:
+    """Compare two token datasets, with a progress bar."""
     corpora = open_corpora([Path(folder).expanduser() for folder in folders], split)
     no_languages = None
     try:
         load_identifier("this table")
-    except InputError as error:  # all the rest can be compared without it
+    except InputError as error:  # everything else can be compared without it
         no_languages = str(error)
     with transient_bar("comparing", TaskProgressColumn(), TimeRemainingColumn()) as (progress, task):
         progress.update(task, total=amount_of_work(corpora))
-        return compare(corpora, no_languages, lambda n: progress.advance(task, n))
+        return compare(corpora, no_languages, lambda amount: progress.advance(task, amount))
 
 
 if __name__ == "__main__":

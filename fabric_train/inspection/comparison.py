@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import Split as SplitText
 
 from fabric_train.cleaning.language import DEFAULT_THRESHOLD, identify
 from fabric_train.cli.errors import InputError
-from fabric_train.inspection.report import shown_split
+from fabric_train.inspection.report import choose_split
 from fabric_train.reading.sources import open_each
 from fabric_train.token_dataset.document_index import DocumentIndex, chunks, find_rows, num_records, open_index
 from fabric_train.token_dataset.manifest import Manifest, load_manifest
@@ -27,7 +27,7 @@ MOST_DOCUMENTS = 10_000
 _DOCUMENTS_PER_DECODING = 64
 _SAMPLE_RECORDS = 1000  # progress of a sampled document, in records of the index: it is decoded, its language found
 UNCERTAIN_LANGUAGE = "uncertain"
-# a word is listed if it is so many times as frequent, and in so many documents
+# a word is listed if it is at least twice as frequent as in the other corpus, and in three documents or more
 TIMES_MORE = 2
 IN_DOCUMENTS = 3
 _MOST_WORDS = 15
@@ -45,11 +45,12 @@ _WORD = SplitText(
 
 @dataclass
 class TextTotals:
-    """Some documents: their number, tokens with BOS and EOS, and bytes; in a sample, of the decoded text too."""
+    """Sums over some documents."""
 
     documents: int = 0
-    tokens: int = 0
+    tokens: int = 0  # with BOS and EOS
     bytes: int = 0  # of the text in UTF-8
+    # of sampled documents only: the part of their text that was decoded
     words: int = 0
     tokens_read: int = 0
 
@@ -63,33 +64,53 @@ class TextTotals:
 
 @dataclass(frozen=True)
 class CorpusTotals:
-    """The totals of a split by source, and the number of documents by length in tokens and in bytes."""
+    """Sums over all documents of a split."""
 
-    sources: dict[str, TextTotals]
-    token_lengths: Counter[int]
-    byte_lengths: Counter[int]
+    sources: dict[str, TextTotals]  # by the name of the source
+    token_lengths: Counter[int]  # number of documents by length in tokens
+    byte_lengths: Counter[int]  # number of documents by length in bytes
 
     @property
     def all(self) -> TextTotals:
-        columns = zip(*((one.documents, one.tokens, one.bytes) for one in self.sources.values()), strict=True)
-        return TextTotals(*(map(sum, columns) if self.sources else (0, 0, 0)))
+        """The sum over all sources."""
+        totals = TextTotals()
+        for source in self.sources.values():
+            totals.documents += source.documents
+            totals.tokens += source.tokens
+            totals.bytes += source.bytes
+        return totals
 
 
 def sum_up(index: DocumentIndex, advance: Callable[[int], None]) -> CorpusTotals:
-    """Return the totals of all documents of a split; ``advance`` is called with the number of documents just read."""
+    """Return the totals of all documents of a split.
+
+    Args:
+        index: the document index of the split.
+        advance: called with the number of documents that were just read.
+    """
     names = index.sources.names
-    sums = np.zeros((3, len(names)), dtype=np.int64)
-    lengths = {"tokens": Counter[int](), "bytes": Counter[int]()}
+    num_documents = np.zeros(len(names), dtype=np.int64)  # by source, as the two sums
+    num_tokens = np.zeros(len(names), dtype=np.int64)
+    num_bytes = np.zeros(len(names), dtype=np.int64)
+    token_lengths: Counter[int] = Counter()
+    byte_lengths: Counter[int] = Counter()
     for _, documents in chunks(index.documents, advance):
         sources = index.sources.sources_of(documents["file"])
-        columns = (np.ones(len(documents)), documents["tokens"], documents["bytes"])
-        sums += [np.bincount(sources, column, len(names)).astype(np.int64) for column in columns]
-        for unit, counts in lengths.items():
-            values, times = np.unique(documents[unit], return_counts=True)
-            for value, number in zip(values.tolist(), times.tolist(), strict=True):
-                counts[value] += number
-    by_source = zip(names, sums.T.tolist(), strict=True)
-    return CorpusTotals({name: TextTotals(*values) for name, values in by_source if values[0]}, *lengths.values())
+        num_documents += np.bincount(sources, minlength=len(names))
+        num_tokens += np.bincount(sources, documents["tokens"], len(names)).astype(np.int64)
+        num_bytes += np.bincount(sources, documents["bytes"], len(names)).astype(np.int64)
+        _count_lengths(token_lengths, documents["tokens"])
+        _count_lengths(byte_lengths, documents["bytes"])
+    totals = {}
+    for source, name in enumerate(names):
+        if num_documents[source]:
+            totals[name] = TextTotals(int(num_documents[source]), int(num_tokens[source]), int(num_bytes[source]))
+    return CorpusTotals(totals, token_lengths, byte_lengths)
+
+
+def _count_lengths(counter: Counter[int], lengths: np.ndarray) -> None:
+    values, counts = np.unique(lengths, return_counts=True)
+    counter.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -106,104 +127,138 @@ class OpenCorpus:
     def sample_size(self) -> int:
         """The number of documents to sample: as many as have 2^20 tokens together, from 2,000 to 10,000, or all."""
         num_tokens = self.manifest.ledger.splits[self.split.name].tokens_in
-        as_many = NUM_TOKENS * len(self.index.documents) // max(num_tokens, 1)
-        return min(max(as_many, FEWEST_DOCUMENTS), MOST_DOCUMENTS, int(self.index.rows["documents"][-1]))
+        size = NUM_TOKENS * len(self.index.documents) // max(num_tokens, 1)
+        num_documents = int(self.index.rows["documents"][-1])
+        return min(max(size, FEWEST_DOCUMENTS), MOST_DOCUMENTS, num_documents)
 
 
-def open_corpora(folders: Sequence[Path], split: str) -> list[OpenCorpus]:
+def open_corpora(folders: Sequence[Path], split_name: str) -> list[OpenCorpus]:
     """Open a split, "train" or "validation", of two token datasets; InputError if they cannot be compared."""
-    opened = open_each(lambda folder: _open_corpus(folder, split), folders)
-    if opened[0].folder.samefile(opened[1].folder):
+    corpora = open_each(lambda folder: _open_corpus(folder, split_name), folders)
+    if corpora[0].folder.samefile(corpora[1].folder):
         raise InputError(f"--compare: {folders[0]} and {folders[1]} are the same folder; give two token datasets")
-    return opened
+    return corpora
 
 
-def _open_corpus(folder: Path, split: str) -> OpenCorpus:
-    shown = shown_split(folder, open_splits(folder), split)
+def _open_corpus(folder: Path, split_name: str) -> OpenCorpus:
+    split = choose_split(folder, open_splits(folder), split_name)
     manifest = load_manifest(folder)
-    index = open_index(folder, manifest, shown.name)
+    index = open_index(folder, manifest, split.name)
     if manifest is None or index is None:
         raise InputError(f"{folder}: no document index, an older version wrote it; tokenize again to compare it")
-    if shown.num_rows != len(index.rows) - 1:
-        raise InputError(f"{folder}: {shown.name} has more or fewer rows than manifest.json says; tokenize again")
+    if split.num_rows != len(index.rows) - 1:
+        raise InputError(f"{folder}: {split.name} has more or fewer rows than manifest.json says; tokenize again")
     vocabulary = load_vocabulary(folder / "tokenizer")
     if vocabulary is None:
         raise InputError(f"{folder}: no tokenizer/tokenizer.json, so its texts are unknown; tokenize again")
-    return OpenCorpus(folder, manifest, shown, index, vocabulary)
+    return OpenCorpus(folder, manifest, split, index, vocabulary)
 
 
 @dataclass(frozen=True)
 class SampledDocument:
-    """A document of the sample; tokens are with BOS and EOS."""
+    """A document of the sample."""
 
-    tokens: int  # of the whole document
+    tokens: int  # of the whole document, with BOS and EOS
     bytes: int  # of the whole document's text
     text: str  # its beginning, without special tokens
-    tokens_read: int  # of that beginning
+    tokens_read: int  # of that beginning, with BOS and EOS
 
 
 def sample_documents(corpus: OpenCorpus, advance: Callable[[int], None]) -> Iterator[SampledDocument]:
     """Yield ``sample_size`` documents, cut to one length so that together they have at most 2^20 tokens.
 
-    The documents that begin in the rows are divided into equal parts, and each part gives one document.
+    The documents that begin in the rows are divided into equal ranges, and each range gives one document.
+
+    Raises:
+        InputError: rows have tokens that the tokenizer does not have.
     """
     index = corpus.index
     vocabulary = corpus.vocabulary
-    chosen = _spread(int(index.rows["documents"][-1]), corpus.sample_size)
-    records = index.documents[chosen]
-    limit = _common_limit(records["tokens"].astype(np.int64), NUM_TOKENS)
-    ids = _read_beginnings(index, corpus.split, chosen, limit, advance)
-    if not all(min(own) >= 0 and max(own) < vocabulary.size for own in ids.values() if own):
-        raise InputError(f"{corpus.folder}: rows have tokens that its tokenizer does not have; tokenize again")
-    for first in range(0, len(chosen), _DOCUMENTS_PER_DECODING):
-        part = slice(first, first + _DOCUMENTS_PER_DECODING)
-        beginnings = [ids[document] for document in chosen[part].tolist()]
-        texts = vocabulary.tokenizer.decode_batch(beginnings, skip_special_tokens=True)
-        for record, text, own in zip(records[part], texts, beginnings, strict=True):
-            yield SampledDocument(int(record["tokens"]), int(record["bytes"]), text, len(own))
+    documents = _spread(int(index.rows["documents"][-1]), corpus.sample_size)
+    records = index.documents[documents]
+    max_tokens = _common_limit(records["tokens"].astype(np.int64), NUM_TOKENS)
+    beginnings = _read_beginnings(index, corpus.split, documents, max_tokens, advance)
+    for token_ids in beginnings.values():
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocabulary.size):
+            raise InputError(f"{corpus.folder}: rows have tokens that its tokenizer does not have; tokenize again")
+    for start in range(0, len(documents), _DOCUMENTS_PER_DECODING):
+        end = start + _DOCUMENTS_PER_DECODING
+        ids_of_documents = [beginnings[document] for document in documents[start:end].tolist()]
+        texts = vocabulary.tokenizer.decode_batch(ids_of_documents, skip_special_tokens=True)
+        for record, text, token_ids in zip(records[start:end], texts, ids_of_documents, strict=True):
+            yield SampledDocument(int(record["tokens"]), int(record["bytes"]), text, len(token_ids))
 
 
 def _spread(total: int, count: int) -> np.ndarray:
-    """Return a number from each of ``count`` equal ranges of ``range(total)``, int64, in ascending order.
+    """Return an integer from each of ``count`` equal ranges of ``range(total)``, int64, in ascending order.
 
-    The place in the range follows multiples of the golden ratio, so that no regular order meets a regular step.
+    The position in the range follows multiples of the golden ratio, so that no regular order of the documents meets a
+    regular step.
     """
-    numbers = np.arange(count)
-    return ((numbers + numbers * 0.6180339887498949 % 1) * (total / count)).astype(np.int64)
+    ranges = np.arange(count)
+    positions_in_range = ranges * 0.6180339887498949 % 1
+    return ((ranges + positions_in_range) * (total / count)).astype(np.int64)
 
 
 def _common_limit(lengths: np.ndarray, total: int) -> int:
-    """Return the largest length so that the lengths, cut to it, have at most ``total`` as their sum."""
-    ordered = np.sort(lengths)
-    before = np.cumsum(ordered) - ordered
-    limits = (total - before) // np.arange(len(ordered), 0, -1)
-    too_long = np.flatnonzero(ordered > limits)
-    return int(limits[too_long[0]] if len(too_long) else ordered[-1])
+    """Return the largest length so that the lengths, cut to it, have at most ``total`` as their sum.
+
+    Example: lengths 1, 5 and 9 with a total of 10 are cut to 4, so that 1 + 4 + 4 is at most 10.
+    """
+    ascending = np.sort(lengths)
+    sum_before = np.cumsum(ascending) - ascending  # of all shorter lengths
+    num_remaining = np.arange(len(ascending), 0, -1)
+    limits = (total - sum_before) // num_remaining  # if all shorter lengths are not cut
+    too_long = np.flatnonzero(ascending > limits)
+    if not len(too_long):
+        return int(ascending[-1])
+    return int(limits[too_long[0]])
 
 
 def _read_beginnings(
-    index: DocumentIndex, split: Split, documents: np.ndarray, limit: int, advance: Callable[[int], None]
+    index: DocumentIndex, split: Split, documents: np.ndarray, max_tokens: int, advance: Callable[[int], None]
 ) -> dict[int, list[int]]:
-    """Return the first ``limit`` tokens of some documents, by the documents' numbers."""
+    """Return the first ``max_tokens`` token ids of some documents, by the documents' numbers.
+
+    Args:
+        index: the document index of the split.
+        split: the rows.
+        documents: the numbers of the documents, int64.
+        max_tokens: the most tokens to read of each.
+        advance: called with the number of records of the index that were just read.
+    """
+    # the pieces of these documents that begin within the limit, and the rows that hold them
     rows = np.array(sorted(find_rows(index, documents.tolist(), advance)), dtype=np.int64)
     pieces = index.pieces(rows)
-    wanted = np.flatnonzero(np.isin(pieces.documents, documents) & (pieces.starts + pieces.repeated < limit))
-    needed, owners = np.unique(pieces.rows[wanted], return_inverse=True)
-    bounds = np.searchsorted(owners, np.arange(len(needed) + 1))
-    parts: dict[int, list[tuple[int, list[int]]]] = {document: [] for document in documents.tolist()}
-    for number, ids in enumerate(split.read_rows(rows[needed])):
-        for piece in wanted[bounds[number] : bounds[number + 1]].tolist():
-            position = int(pieces.positions[piece])
-            repeated = int(pieces.repeated[piece])
-            start = int(pieces.starts[piece]) + repeated
-            stop = position + min(int(pieces.lengths[piece]), limit - start + repeated)
-            parts[int(pieces.documents[piece])].append((start, ids[position + repeated : stop].tolist()))
-    return {document: [token for _, own in sorted(found) for token in own] for document, found in parts.items()}
+    first_new_tokens = pieces.starts + pieces.repeated  # in the document; a piece repeats tokens of the previous one
+    is_needed = np.isin(pieces.documents, documents) & (first_new_tokens < max_tokens)
+    needed_pieces = np.flatnonzero(is_needed)
+    needed_rows, row_of_piece = np.unique(pieces.rows[needed_pieces], return_inverse=True)
+    piece_borders = np.searchsorted(row_of_piece, np.arange(len(needed_rows) + 1))
+
+    # read each row once
+    tokens_by_document: dict[int, dict[int, list[int]]] = {document: {} for document in documents.tolist()}
+    for row_index, token_ids in enumerate(split.read_rows(rows[needed_rows])):
+        for piece in needed_pieces[piece_borders[row_index] : piece_borders[row_index + 1]].tolist():
+            position = int(pieces.positions[piece])  # in the row
+            num_repeated = int(pieces.repeated[piece])
+            first_token = int(first_new_tokens[piece])
+            length = min(int(pieces.lengths[piece]), max_tokens - first_token + num_repeated)
+            new_token_ids = token_ids[position + num_repeated : position + length].tolist()
+            tokens_by_document[int(pieces.documents[piece])][first_token] = new_token_ids
+
+    # join the pieces of each document in order
+    beginnings: dict[int, list[int]] = {}
+    for document, tokens_by_start in tokens_by_document.items():
+        beginnings[document] = []
+        for start in sorted(tokens_by_start):
+            beginnings[document] += tokens_by_start[start]
+    return beginnings
 
 
 @dataclass
 class WordCounts:
-    """How often each word is in some documents, and in how many of them it is."""
+    """How often each word occurs in some documents, and in how many of them."""
 
     times: Counter[str] = field(default_factory=Counter)
     documents: Counter[str] = field(default_factory=Counter)
@@ -218,84 +273,108 @@ class WordCounts:
 
 @dataclass(frozen=True)
 class FrequentWord:
-    """A word that one corpus has more often: its times per million words in both, and its documents there."""
+    """A word that one corpus has more often than the other."""
 
     word: str
-    per_million: tuple[float, float]
-    documents: int
+    per_million: tuple[float, float]  # times per million words, in each of the two corpora
+    documents: int  # that have it, in the corpus that has it more often
 
 
-def words_more_often(counts: tuple[WordCounts, WordCounts], which: int) -> list[FrequentWord]:
-    """Return up to 15 words that corpus ``which`` has clearly more often than the other, largest difference first."""
-    own = counts[which]
-    millions = [max(one.times.total(), 1) / 1e6 for one in counts]
-    found = []
-    for word in (word for word, number in own.documents.items() if number >= IN_DOCUMENTS):
-        rates = (counts[0].times[word] / millions[0], counts[1].times[word] / millions[1])
-        if rates[which] >= TIMES_MORE * rates[1 - which]:
-            found.append(FrequentWord(word, rates, own.documents[word]))
-    found.sort(key=lambda one: (-abs(one.per_million[0] - one.per_million[1]), one.word))
-    return found[:_MOST_WORDS]
+def words_more_often(counts: tuple[WordCounts, WordCounts], corpus: int) -> list[FrequentWord]:
+    """Return up to 15 words that a corpus has clearly more often than the other, largest difference first.
+
+    Args:
+        counts: the words of the two corpora.
+        corpus: 0 or 1, the corpus that has the words more often.
+    """
+    millions_of_words = [max(word_counts.times.total(), 1) / 1e6 for word_counts in counts]
+    frequent_words = []
+    for word, num_documents in counts[corpus].documents.items():
+        if num_documents < IN_DOCUMENTS:
+            continue
+        per_million = (counts[0].times[word] / millions_of_words[0], counts[1].times[word] / millions_of_words[1])
+        if per_million[corpus] >= TIMES_MORE * per_million[1 - corpus]:
+            frequent_words.append(FrequentWord(word, per_million, num_documents))
+
+    def rank(word: FrequentWord) -> tuple[float, str]:
+        difference = abs(word.per_million[0] - word.per_million[1])
+        return -difference, word.word
+
+    return sorted(frequent_words, key=rank)[:_MOST_WORDS]
 
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """One of two corpora: its totals and its sample's, for all documents and by language code."""
+    """One of two corpora that are compared."""
 
     folder: Path
     manifest: Manifest
     split: str
-    totals: CorpusTotals
+    totals: CorpusTotals  # of all documents
     sample: TextTotals
-    languages: dict[str, TextTotals]
+    languages: dict[str, TextTotals]  # of the sample, by language code
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two corpora, the words that each has more often, and why languages were not identified, None if they were."""
+    """The comparison of two corpora."""
 
     corpora: tuple[CorpusSummary, CorpusSummary]
-    words: tuple[list[FrequentWord], list[FrequentWord]]
-    no_languages: str | None
+    words: tuple[list[FrequentWord], list[FrequentWord]]  # that each corpus has more often than the other
+    no_languages: str | None  # why languages were not identified; None if they were
 
     @property
     def same_tokenizer(self) -> bool:
-        first, second = (corpus.manifest.tokenizer.sha256.get("tokenizer.json") for corpus in self.corpora)
-        return first == second
+        hashes = [corpus.manifest.tokenizer.sha256.get("tokenizer.json") for corpus in self.corpora]
+        return hashes[0] == hashes[1]
 
 
 def compare(corpora: Sequence[OpenCorpus], no_languages: str | None, advance: Callable[[int], None]) -> Comparison:
-    """Compare two opened corpora; ``advance`` gets how far it came since the last call, of ``amount_of_work``."""
+    """Compare two opened corpora.
+
+    Args:
+        corpora: the two corpora.
+        no_languages: why languages cannot be identified; None if they can.
+        advance: called with the work done since the last call, of :func:`amount_of_work`.
+
+    Raises:
+        InputError: a corpus is damaged; the error names its folder.
+    """
     counts = (WordCounts(), WordCounts())
     summaries = []
-    for corpus, words in zip(corpora, counts, strict=True):
+    for corpus, word_counts in zip(corpora, counts, strict=True):
         try:
-            summaries.append(_summarize(corpus, words, advance, with_languages=no_languages is None))
-        except InputError as error:  # some do not name the folder, and there are two
-            name = str(corpus.folder)
-            raise InputError(*(one if name in one else f"{name}: {one}" for one in error.faults)) from None
-    more_often = (words_more_often(counts, 0), words_more_often(counts, 1))
-    return Comparison((summaries[0], summaries[1]), more_often, no_languages)
+            summaries.append(_summarize(corpus, word_counts, advance, with_languages=no_languages is None))
+        except InputError as error:  # some faults do not name the folder, and there are two
+            folder = str(corpus.folder)
+            faults = [fault if folder in fault else f"{folder}: {fault}" for fault in error.faults]
+            raise InputError(*faults) from None
+    return Comparison(
+        corpora=(summaries[0], summaries[1]),
+        words=(words_more_often(counts, 0), words_more_often(counts, 1)),
+        no_languages=no_languages,
+    )
 
 
 def amount_of_work(corpora: Sequence[OpenCorpus]) -> int:
-    """Return the sum of what ``compare`` passes to ``advance``."""
+    """Return the sum of the amounts that ``compare`` passes to ``advance``."""
     return sum(num_records(corpus.index) + _SAMPLE_RECORDS * corpus.sample_size for corpus in corpora)
 
 
 def _summarize(
-    corpus: OpenCorpus, words: WordCounts, advance: Callable[[int], None], *, with_languages: bool
+    corpus: OpenCorpus, word_counts: WordCounts, advance: Callable[[int], None], *, with_languages: bool
 ) -> CorpusSummary:
-    """Return the totals of a corpus, and add the words of its sample to ``words``."""
+    """Return the totals of a corpus, and add the words of its sample to ``word_counts``."""
     totals = sum_up(corpus.index, advance)
     sample = TextTotals()
     languages = defaultdict[str, TextTotals](TextTotals)
     for document in sample_documents(corpus, advance):
-        num_words = words.add(document.text)
+        num_words = word_counts.add(document.text)
         sample.add(document, num_words)
         if with_languages:
             language, probability = identify(document.text)
-            language = language if probability >= DEFAULT_THRESHOLD else UNCERTAIN_LANGUAGE
+            if probability < DEFAULT_THRESHOLD:
+                language = UNCERTAIN_LANGUAGE
             languages[language].add(document, num_words)
         advance(_SAMPLE_RECORDS)
     return CorpusSummary(corpus.folder, corpus.manifest, corpus.split.name, totals, sample, languages)

@@ -5,11 +5,11 @@ Both show the same tables of a comparison, in which the two corpora are named A 
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
@@ -19,7 +19,7 @@ from rich.text import Text
 
 from fabric_train.cleaning.language import DEFAULT_THRESHOLD
 from fabric_train.cli.output import escape_controls, visible
-from fabric_train.inspection import report as reports
+from fabric_train.inspection import tables
 from fabric_train.inspection.comparison import (
     IN_DOCUMENTS,
     TIMES_MORE,
@@ -28,6 +28,7 @@ from fabric_train.inspection.comparison import (
     CorpusSummary,
     TextTotals,
 )
+from fabric_train.inspection.report import DatasetReport
 from fabric_train.inspection.row_view import PairView, RowView, Token
 from fabric_train.pages.markdown import page_templates
 
@@ -35,15 +36,14 @@ NAMES = ("A", "B")
 _NONE = "–"
 _LANGUAGES_SHOWN = 15
 _UNITS = ("k", "M", "G", "T", "P")
-Cells: TypeAlias = tuple[str, ...]
+
 _BAR_WIDTH = 40
-_LONGEST_STRETCH = 400  # tokens with the same supervision; in a longer stretch, the middle is left out
+_LONGEST_RUN = 400  # tokens with the same supervision; in a longer run, the middle is left out
 _SHOWN_BEFORE = 250
 _SHOWN_AFTER = 50
 _SHOWN_ORIGINS = 12  # documents of a row
-# of a reason, and of each document
-_SHOWN_DROPPED = 3
-_DROPPED_CHARACTERS = 160
+_SHOWN_DROPPED = 3  # documents of a reason
+_DROPPED_CHARACTERS = 160  # of a document
 _STYLES = {"bos": "bold magenta", "eos": "bold magenta", "special": "bold yellow", "gap": "italic"}
 _BORDER = "bold cyan"
 _SUPERVISED = "green"
@@ -52,36 +52,44 @@ _PADDING = "dim red"
 _DIFFERENT = "bold reverse"
 
 
-def print_report(report: reports.DatasetReport, console: Console) -> None:
+def print_report(report: DatasetReport, console: Console) -> None:
     """Print the report. Problems come last, so that they are in view at the end."""
-    console.rule(Text(f"token dataset {report.folder}"), align="left", style="dim")
-    _print_facts(reports.facts(report), console)
-    console.print(_rich_table(reports.ledger_table(report)))
+    _print_heading(f"token dataset {report.folder}", console)
+    _print_facts(tables.facts(report), console)
+    console.print(_rich_table(tables.ledger_table(report)))
     if report.manifest and report.manifest.sources:
-        console.print(_rich_table(reports.source_table(report.manifest)))
+        console.print(_rich_table(tables.source_table(report.manifest)))
     _print_dropped(report, console)
     _print_lengths(report, console)
     if report.rows:
         _print_legend(report, console)
     for row in report.rows:
         _print_row(row, report.split, console)
-    console.rule(Text("problems"), align="left", style="dim")
+    _print_heading("problems", console)
     for problem in report.problems:
         console.print(Text(f"✗ {problem}", style="bold red"), soft_wrap=True)
     if not report.problems:
-        console.print(Text(f"✓ {reports.success_line(report)}", style="bold green"), soft_wrap=True)
+        console.print(Text(f"✓ {tables.success_line(report)}", style="bold green"), soft_wrap=True)
+
+
+def _print_heading(title: str, console: Console) -> None:
+    console.rule(Text(title), align="left", style="dim")
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print two token datasets side by side: their folders and the tables that compare them."""
-    console.rule(Text("token datasets compared"), align="left", style="dim")
-    _print_facts([(name, str(one.folder)) for name, one in zip(NAMES, comparison.corpora, strict=True)], console)
+    _print_heading("token datasets compared", console)
+    _print_facts(_named_folders(comparison), console)
     for section in sections(comparison):
-        console.rule(Text(section.title), align="left", style="dim")
+        _print_heading(section.title, console)
         if section.table:
             console.print(_rich_table(section.table))
         if section.note:
             console.print(Text(section.note))
+
+
+def _named_folders(comparison: Comparison) -> list[tuple[str, str]]:
+    return [(name, str(corpus.folder)) for name, corpus in zip(NAMES, comparison.corpora, strict=True)]
 
 
 def _print_facts(lines: Iterable[tuple[str, str]], console: Console) -> None:
@@ -93,48 +101,64 @@ def _print_facts(lines: Iterable[tuple[str, str]], console: Console) -> None:
     console.print(grid)
 
 
-def _rich_table(table: reports.TextTable) -> Table:
-    shown = Table(box=box.SIMPLE)
+def _rich_table(table: tables.TextTable) -> Table:
+    """Return a table for the terminal: columns of words are left-justified and wrapped, those of numbers neither."""
+    rich_table = Table(box=box.SIMPLE)
     for index, name in enumerate(table.columns):
         is_words = index < table.num_words
         justify: Literal["left", "right"] = "left" if is_words else "right"
-        shown.add_column(Text(name), justify=justify, overflow="fold", no_wrap=not is_words, header_style="dim")
+        rich_table.add_column(Text(name), justify=justify, overflow="fold", no_wrap=not is_words, header_style="dim")
     for depth, line in zip(table.depth, table.lines, strict=True):
-        first, *others = (Text(visible(text)) for text in line)
-        shown.add_row(Text("  " * depth) + first, *others)
-    return shown
+        name, *values = (Text(visible(text)) for text in line)
+        indented_name = Text("  " * depth) + name
+        rich_table.add_row(indented_name, *values)
+    return rich_table
 
 
-def _print_dropped(report: reports.DatasetReport, console: Console) -> None:
+def _print_dropped(report: DatasetReport, console: Console) -> None:
     if report.dropped:
-        console.rule(Text("some of the documents left out; --html shows more"), align="left", style="dim")
+        _print_heading("some of the documents left out; --html shows more", console)
     for reason, documents in report.dropped.items():
-        console.print(Text(visible(reports.dropped_title(report, reason)), style="bold"), soft_wrap=True)
+        console.print(Text(visible(tables.dropped_title(report, reason)), style="bold"), soft_wrap=True)
         for document in documents[:_SHOWN_DROPPED]:
-            head = f"  {document.place}: {document.detail}" if document.detail else f"  {document.place}"
-            console.print(Text(visible(head), style=_UNSUPERVISED), soft_wrap=True)
-            console.print(Padding(Text(visible(document.text[:_DROPPED_CHARACTERS])), (0, 0, 0, 4)))
+            title = f"  {document.place}"
+            if document.detail:
+                title += f": {document.detail}"
+            console.print(Text(visible(title), style=_UNSUPERVISED), soft_wrap=True)
+            excerpt = Text(visible(document.text[:_DROPPED_CHARACTERS]))
+            console.print(Padding(excerpt, (0, 0, 0, 4)))
 
 
-def _print_lengths(report: reports.DatasetReport, console: Console) -> None:
-    counts = report.counts[report.split]
-    console.rule(Text(f"document lengths in {report.split}, in tokens"), align="left", style="dim")
-    if counts.lengths is None:
+def _print_lengths(report: DatasetReport, console: Console) -> None:
+    """Print the histogram of the documents' lengths, percentiles and notes."""
+    lengths = report.counts[report.split].lengths
+    _print_heading(f"document lengths in {report.split}, in tokens", console)
+    if lengths is None:
         console.print("unknown: this dataset does not store where documents begin")
         return
-    bars = reports.histogram(counts.lengths)
-    most = max((bar.count for bar in bars), default=1) or 1
-    width = max((len(bar.name) for bar in bars), default=0)
+    bars = tables.histogram(lengths)
+    largest_count = _largest_count(bars)
+    name_width = max((len(bar.name) for bar in bars), default=0)
     for bar in bars:
-        block = "█" * max(round(_BAR_WIDTH * bar.count / most), 1 if bar.count else 0)
-        console.print(Text(f"{bar.name:>{width}} ").append(block, "cyan").append(f" {bar.count:,}"), soft_wrap=True)
-    percentiles = "   ".join(f"{name} {value:,}" for name, value in reports.length_facts(counts.lengths))
-    for line in (percentiles, *reports.length_notes(report)):
-        console.print(Text(line))
+        width = round(_BAR_WIDTH * bar.count / largest_count)
+        if bar.count:
+            width = max(width, 1)  # few documents are still visible
+        line = Text(f"{bar.name:>{name_width}} ")
+        line.append("█" * width, "cyan")
+        line.append(f" {bar.count:,}")
+        console.print(line, soft_wrap=True)
+    percentiles = "   ".join(f"{name} {value:,}" for name, value in tables.length_facts(lengths))
+    for note in (percentiles, *tables.length_notes(report)):
+        console.print(Text(note))
 
 
-def _print_legend(report: reports.DatasetReport, console: Console) -> None:
-    console.rule(Text("rows as the model sees them"), align="left", style="dim")
+def _largest_count(bars: Sequence[tables.Bar]) -> int:
+    """Return the count of the largest bar, at least 1, by which others are divided."""
+    return max([1, *(bar.count for bar in bars)])
+
+
+def _print_legend(report: DatasetReport, console: Console) -> None:
+    _print_heading("rows as the model sees them", console)
     signs = [
         Text("supervised", _SUPERVISED),
         Text("‹not supervised›", _UNSUPERVISED),
@@ -143,109 +167,134 @@ def _print_legend(report: reports.DatasetReport, console: Console) -> None:
         Text("<bos or eos>", _STYLES["bos"]),
         Text("<other special>", _STYLES["special"]),
         Text("░ padding", _PADDING),
-        *([Text("▸ first token that differs", _DIFFERENT)] if report.manifest and report.manifest.has_pairs else []),
-        Text("↵ line break  ⇥ tab  ⋯ left out here"),
     ]
+    if report.manifest and report.manifest.has_pairs:
+        signs.append(Text("▸ first token that differs", _DIFFERENT))
+    signs.append(Text("↵ line break  ⇥ tab  ⋯ left out here"))
     console.print(Text("  ").join(signs))
 
 
 def _print_row(row: RowView, split: str, console: Console) -> None:
+    """Print a row: its counts, its pieces or pairs, its padding, and where its documents come from."""
     console.print()
-    head = f"{split}, row {row.index:,}: {row.num_tokens:,} tokens, {row.num_supervised:,} supervised"
-    console.print(Text(head + (f", {row.num_padding:,} of padding" if row.num_padding else ""), style="bold"))
-    for pair in row.pairs:
-        _print_pair(pair, console)
-    shown = Text()
-    for piece in () if row.pairs else row.pieces:
-        if piece.begins is not None:
-            shown.append("┃" if piece.begins else "┆", _BORDER)
-        _append_tokens(shown, piece.tokens)
-    if row.continues:
-        shown.append("┆", _BORDER)
+    title = f"{split}, row {row.index:,}: {row.num_tokens:,} tokens, {row.num_supervised:,} supervised"
     if row.num_padding:
-        shown.append(f"░ {row.num_padding:,} × {visible(row.padding)}", _PADDING)
-    console.print(shown)
-    for line in row.origins[:_SHOWN_ORIGINS]:
-        console.print(Text(f"  {visible(line)}", style=_UNSUPERVISED), soft_wrap=True)
-    if len(row.origins) > _SHOWN_ORIGINS:
-        more = len(row.origins) - _SHOWN_ORIGINS
-        console.print(Text(f"  and {more:,} more documents; --html lists all", style=_UNSUPERVISED))
+        title += f", {row.num_padding:,} of padding"
+    console.print(Text(title, style="bold"))
+
+    content = Text()
+    if row.pairs:
+        for pair in row.pairs:
+            _print_pair(pair, console)
+    else:
+        for piece in row.pieces:
+            if piece.begins is not None:
+                content.append("┃" if piece.begins else "┆", _BORDER)
+            _append_tokens(content, piece.tokens)
+    if row.continues:
+        content.append("┆", _BORDER)
+    if row.num_padding:
+        content.append(f"░ {row.num_padding:,} × {visible(row.padding)}", _PADDING)
+    console.print(content)
+
+    for origin in row.origins[:_SHOWN_ORIGINS]:
+        console.print(Text(f"  {visible(origin)}", style=_UNSUPERVISED), soft_wrap=True)
+    num_hidden = len(row.origins) - _SHOWN_ORIGINS
+    if num_hidden > 0:
+        console.print(Text(f"  and {num_hidden:,} more documents; --html lists all", style=_UNSUPERVISED))
 
 
 def _print_pair(pair: PairView, console: Console) -> None:
     """Print the prompt of a pair, and its two answers side by side."""
-    begins = Text("┃", _BORDER)
-    _append_tokens(begins, pair.prompt.tokens)
-    console.print(begins)
+    prompt = Text("┃", _BORDER)
+    _append_tokens(prompt, pair.prompt.tokens)
+    console.print(prompt)
     table = Table(box=box.MINIMAL, padding=(0, 1))
     for name, position in zip(("chosen", "rejected"), pair.differs_at, strict=True):
         table.add_column(Text(f"{name}, differs from position {position:,} on"), overflow="fold", header_style="dim")
-    answers = [Text(), Text()]
-    for shown, tokens in zip(answers, (pair.chosen, pair.rejected), strict=True):
-        _append_tokens(shown, tokens, pair)
-    table.add_row(*answers)
+    chosen = Text()
+    rejected = Text()
+    _append_tokens(chosen, pair.chosen, pair)
+    _append_tokens(rejected, pair.rejected, pair)
+    table.add_row(chosen, rejected)
     console.print(table)
 
 
-def _append_tokens(shown: Text, all_tokens: Sequence[Token], pair: PairView | None = None) -> None:
-    for is_supervised, tokens in groupby(all_tokens, lambda token: token.is_supervised):
-        stretch = list(tokens)
-        shown.append("" if is_supervised else "‹", _UNSUPERVISED)
-        for token in stretch if len(stretch) <= _LONGEST_STRETCH else stretch[:_SHOWN_BEFORE]:
-            _append_token(shown, token, pair)
-        if len(stretch) > _LONGEST_STRETCH:
-            left_out = sum(len(token.ids) for token in stretch[_SHOWN_BEFORE:-_SHOWN_AFTER])
-            shown.append(f" ⋯ {left_out:,} tokens ⋯ ", "italic")
-            for token in stretch[-_SHOWN_AFTER:]:
-                _append_token(shown, token)
-        shown.append("" if is_supervised else "›", _UNSUPERVISED)
+def _append_tokens(text: Text, tokens: Sequence[Token], pair: PairView | None = None) -> None:
+    """Append tokens to ``text``; of many with the same supervision, the middle is left out.
+
+    ``pair`` is the pair that the tokens belong to, whose first token that differs is marked.
+    """
+    for is_supervised, group in groupby(tokens, lambda token: token.is_supervised):
+        run = list(group)
+        if not is_supervised:
+            text.append("‹", _UNSUPERVISED)
+        if len(run) <= _LONGEST_RUN:
+            for token in run:
+                _append_token(text, token, pair)
+        else:
+            for token in run[:_SHOWN_BEFORE]:
+                _append_token(text, token, pair)
+            num_left_out = sum(len(token.ids) for token in run[_SHOWN_BEFORE:-_SHOWN_AFTER])
+            text.append(f" ⋯ {num_left_out:,} tokens ⋯ ", "italic")
+            for token in run[-_SHOWN_AFTER:]:
+                _append_token(text, token)
+        if not is_supervised:
+            text.append("›", _UNSUPERVISED)
 
 
-def _append_token(shown: Text, token: Token, pair: PairView | None = None) -> None:
+def _append_token(text: Text, token: Token, pair: PairView | None = None) -> None:
     if pair is not None and pair.begins_to_differ(token):
-        shown.append("▸", _DIFFERENT)
-    shown.append(visible(token.text), _STYLES.get(token.role, _SUPERVISED if token.is_supervised else _UNSUPERVISED))
+        text.append("▸", _DIFFERENT)
+    style = _SUPERVISED if token.is_supervised else _UNSUPERVISED
+    text.append(visible(token.text), _STYLES.get(token.role, style))
 
 
-def report_to_html(report: reports.DatasetReport) -> str:
-    """Return the page, with every text of the dataset escaped."""
-    manifest = report.manifest
+def report_to_html(report: DatasetReport) -> str:
+    """Return the page of a report, with every text of the dataset escaped."""
     lengths = report.counts[report.split].lengths
-    bars = None if lengths is None else reports.histogram(lengths)
+    bars = None if lengths is None else tables.histogram(lengths)
+    sources = None
+    if report.manifest and report.manifest.sources:
+        sources = tables.source_table(report.manifest)
     return _render(
         "report.html.j2",
         title=f"token dataset {report.folder.name or report.folder}",
         report=report,
-        success=reports.success_line(report),
-        names=reports.facts(report),
-        ledger=reports.ledger_table(report),
-        sources=reports.source_table(manifest) if manifest and manifest.sources else None,
-        dropped_title=reports.dropped_title,
+        success=tables.success_line(report),
+        names=tables.facts(report),
+        ledger=tables.ledger_table(report),
+        sources=sources,
+        dropped_title=tables.dropped_title,
         bars=bars,
-        most=max((bar.count for bar in bars or ()), default=1) or 1,
-        lengths=reports.length_facts(lengths or {}),
-        notes=reports.length_notes(report),
+        most=_largest_count(bars or []),
+        lengths=tables.length_facts(lengths or {}),
+        notes=tables.length_notes(report),
     )
 
 
 def comparison_to_html(comparison: Comparison) -> str:
-    """Return the page, with every text of the datasets escaped."""
-    names = (visible(corpus.folder.name or str(corpus.folder)) for corpus in comparison.corpora)
+    """Return the page of a comparison, with every text of the datasets escaped."""
+    names = [visible(corpus.folder.name or str(corpus.folder)) for corpus in comparison.corpora]
     return _render(
         "comparison.html.j2",
         title=f"{' and '.join(names)} compared",
-        folders=[(name, str(one.folder)) for name, one in zip(NAMES, comparison.corpora, strict=True)],
+        folders=_named_folders(comparison),
         sections=sections(comparison),
     )
 
 
 def _title(token: Token) -> str:
-    first = token.position
-    last = token.position + len(token.ids) - 1
-    position = f"position {first:,}" if first == last else f"positions {first:,} to {last:,}"
+    """Return what the page shows when the mouse is over a token: position, ids, role, text and label."""
+    last_position = token.position + len(token.ids) - 1
+    if last_position == token.position:
+        position = f"position {token.position:,}"
+    else:
+        position = f"positions {token.position:,} to {last_position:,}"
     label = "supervised, label as the id" if token.is_supervised else "not supervised, label -100"
-    name = {"text": "", "bos": ", BOS", "eos": ", EOS", "special": ", special"}[token.role]
-    return f"{position}, id {' '.join(map(str, token.ids))}{name}: {visible(token.text)!r}\n{label}"
+    role = {"text": "", "bos": ", BOS", "eos": ", EOS", "special": ", special"}[token.role]
+    ids = " ".join(map(str, token.ids))
+    return f"{position}, id {ids}{role}: {visible(token.text)!r}\n{label}"
 
 
 _TEMPLATES = page_templates(Path(__file__).with_name("templates"), keep_trailing_newline=True)
@@ -258,27 +307,32 @@ def _render(template: str, **values: Any) -> str:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a comparison: its title, a table, and sentences about it; either may be missing."""
+    """A section of a comparison: a table, and sentences about it; either may be missing."""
 
     title: str
-    table: reports.TextTable | None
+    table: tables.TextTable | None
     note: str = ""
 
 
 def sections(comparison: Comparison) -> list[Section]:
     """Return the tables that compare two token datasets, for the terminal and the page."""
-    languages = _languages(comparison) if comparison.no_languages is None else None
-    words = (
+    languages = None
+    note_on_languages = _about_sample(comparison)
+    if comparison.no_languages is None:
+        languages = _language_table(comparison)
+    else:
+        note_on_languages = f"{comparison.no_languages} {note_on_languages}"
+    note_on_words = (
         f"Times per million words of the sample, in lower case. Listed are words in {IN_DOCUMENTS} documents or more "
         f"that are at least {TIMES_MORE} times as frequent as in the other, the largest difference first."
     )
     return [
-        Section("Totals", _totals(comparison), _about_totals(comparison)),
-        Section("Sources", _sources(comparison)),
-        Section("Lengths of documents", _lengths(comparison)),
-        Section("Languages", languages, " ".join(filter(None, (comparison.no_languages, _about_sample(comparison))))),
-        Section("Words that A has more often", _words(comparison, 0)),
-        Section("Words that B has more often", _words(comparison, 1), words),
+        Section("Totals", _totals_table(comparison), _about_totals(comparison)),
+        Section("Sources", _source_table(comparison)),
+        Section("Lengths of documents", _length_table(comparison)),
+        Section("Languages", languages, note_on_languages),
+        Section("Words that A has more often", _word_table(comparison, 0)),
+        Section("Words that B has more often", _word_table(comparison, 1), note_on_words),
     ]
 
 
@@ -286,13 +340,19 @@ def amount(value: float) -> str:
     """Return a number exactly, or from 100,000 on with three digits: 1,234, 123 k, 1.23 M."""
     if value < 100_000:
         return f"{value:,.0f}"
+    # 999.5 is rounded to 1000, which needs the next unit
     power = min(int(math.log10(value * 1000 / 999.5) // 3), len(_UNITS))
     scaled = value / 1000**power
-    return f"{scaled:.{0 if scaled >= 99.95 else 1 if scaled >= 9.995 else 2}f} {_UNITS[power - 1]}"
+    unit = _UNITS[power - 1]
+    if scaled >= 99.95:
+        return f"{scaled:.0f} {unit}"
+    if scaled >= 9.995:
+        return f"{scaled:.1f} {unit}"
+    return f"{scaled:.2f} {unit}"
 
 
-def _totals(comparison: Comparison) -> reports.TextTable:
-    shown: dict[str, Callable[[CorpusSummary], str]] = {
+def _totals_table(comparison: Comparison) -> tables.TextTable:
+    values: dict[str, Callable[[CorpusSummary], str]] = {
         "split": lambda corpus: corpus.split,
         "tokenizer": lambda corpus: corpus.manifest.tokenizer.name,
         "vocabulary": lambda corpus: f"{corpus.manifest.tokenizer.vocab_size:,} tokens",
@@ -302,82 +362,126 @@ def _totals(comparison: Comparison) -> reports.TextTable:
         "tokens per byte": lambda corpus: _tokens_per_byte(corpus.totals.all),
         "tokens per word": lambda corpus: _tokens_per_word(corpus.sample),
     }
-    return _table(("", *NAMES), ((name, *map(value, comparison.corpora)) for name, value in shown.items()), 3)
+    lines = [(name, *map(value, comparison.corpora)) for name, value in values.items()]
+    return _flat_table(("", *NAMES), lines, num_words=3)
 
 
 def _about_totals(comparison: Comparison) -> str:
-    lines = []
+    """Return sentences that say what can be compared, and what is counted."""
+    sentences = []
     if not comparison.same_tokenizer:
-        lines.append(
+        sentences.append(
             "The tokenizers differ: numbers of tokens cannot be compared. Compare bytes, and tokens per byte or word."
         )
-    lines.append("Tokens include BOS and EOS. Bytes are of the text in UTF-8, or of a chat's messages.")
-    if any(source.epochs != 1 for corpus in comparison.corpora for source in corpus.manifest.sources):
-        lines.append("A document that --weights repeats counts as often as it is packed.")
-    return " ".join(lines)
+    sentences.append("Tokens include BOS and EOS. Bytes are of the text in UTF-8, or of a chat's messages.")
+    for corpus in comparison.corpora:
+        if any(source.epochs != 1 for source in corpus.manifest.sources):
+            sentences.append("A document that --weights repeats counts as often as it is packed.")
+            break
+    return " ".join(sentences)
 
 
-def _sources(comparison: Comparison) -> reports.TextTable:
-    def values(corpus: CorpusSummary, name: str) -> tuple[float, tuple[str, ...]]:
-        one = corpus.totals.sources[name]
-        total = corpus.totals.all.bytes
-        shown = (amount(one.documents), amount(one.tokens), amount(one.bytes), _share(one.bytes, total))
-        return one.bytes / max(total, 1), (*shown, _tokens_per_byte(one))
-
-    columns = ("documents", "tokens", "bytes", "share of bytes", "tokens per byte")
-    names = [list(corpus.totals.sources) for corpus in comparison.corpora]
-    return _table(("source", "", *columns), _pairs(comparison, names, values))
-
-
-def _languages(comparison: Comparison) -> reports.TextTable:
-    def values(corpus: CorpusSummary, name: str) -> tuple[float, tuple[str, ...]]:
-        one = corpus.languages[name]
-        all_of = corpus.sample
-        shares = (_share(one.documents, all_of.documents), _share(one.bytes, all_of.bytes))
-        shown = (f"{one.documents:,}", *shares, _tokens_per_byte(one), _tokens_per_word(one))
-        return one.documents / all_of.documents, shown
-
-    columns = ("documents", "share of documents", "share of bytes", "tokens per byte", "tokens per word")
-    names = [list(corpus.languages) for corpus in comparison.corpora]
-    return _table(("language", "", *columns), _pairs(comparison, names, values)[: 2 * _LANGUAGES_SHOWN])
+def _source_table(comparison: Comparison) -> tables.TextTable:
+    cells = []
+    for corpus in comparison.corpora:
+        total_bytes = corpus.totals.all.bytes
+        cells_by_source = {}
+        for name, source in corpus.totals.sources.items():
+            texts = (
+                amount(source.documents),
+                amount(source.tokens),
+                amount(source.bytes),
+                _share(source.bytes, total_bytes),
+                _tokens_per_byte(source),
+            )
+            cells_by_source[name] = _SharedCells(source.bytes / max(total_bytes, 1), texts)
+        cells.append(cells_by_source)
+    columns = ("source", "", "documents", "tokens", "bytes", "share of bytes", "tokens per byte")
+    return _flat_table(columns, _side_by_side(cells), num_words=2)
 
 
-def _pairs(
-    comparison: Comparison, names: list[list[str]], values: Callable[[CorpusSummary, str], tuple[float, Cells]]
-) -> list[Cells]:
-    """Return lines for A and B under each name that one has; ``values`` gives a name's share in a corpus, and cells."""
-    found = [{name: values(one, name) for name in own} for one, own in zip(comparison.corpora, names, strict=True)]
-    shares = {name: max(own[name][0] for own in found if name in own) for own in found for name in own}
-    absent = (_NONE,) * max(len(cells) for own in found for _, cells in own.values())
-    return [
-        (name if letter == "A" else "", letter, *(own[name][1] if name in own else absent))
-        for name in sorted(shares, key=lambda name: (-shares[name], name))
-        for letter, own in zip(NAMES, found, strict=True)
-    ]
+def _language_table(comparison: Comparison) -> tables.TextTable:
+    cells = []
+    for corpus in comparison.corpora:
+        sample = corpus.sample
+        cells_by_language = {}
+        for name, language in corpus.languages.items():
+            texts = (
+                f"{language.documents:,}",
+                _share(language.documents, sample.documents),
+                _share(language.bytes, sample.bytes),
+                _tokens_per_byte(language),
+                _tokens_per_word(language),
+            )
+            cells_by_language[name] = _SharedCells(language.documents / sample.documents, texts)
+        cells.append(cells_by_language)
+    columns = (
+        "language",
+        "",
+        "documents",
+        "share of documents",
+        "share of bytes",
+        "tokens per byte",
+        "tokens per word",
+    )
+    return _flat_table(columns, _side_by_side(cells)[: 2 * _LANGUAGES_SHOWN], num_words=2)
 
 
-def _lengths(comparison: Comparison) -> reports.TextTable:
+@dataclass(frozen=True)
+class _SharedCells:
+    """The cells of a source or language in one corpus."""
+
+    share: float  # of the corpus, by which sources and languages are sorted
+    texts: tuple[str, ...]
+
+
+def _side_by_side(cells: Sequence[Mapping[str, _SharedCells]]) -> list[tuple[str, ...]]:
+    """Return a line for A and one for B under each name, those with the largest share in a corpus first.
+
+    ``cells`` has the cells by name of each of the two corpora; a name may be in one of them only.
+    """
+    largest_shares: dict[str, float] = {}
+    num_cells = 0
+    for cells_of_corpus in cells:
+        for name, shared_cells in cells_of_corpus.items():
+            largest_shares[name] = max(shared_cells.share, largest_shares.get(name, 0.0))
+            num_cells = len(shared_cells.texts)
+    absent = _SharedCells(0.0, (_NONE,) * num_cells)
+    lines = []
+    for name in sorted(largest_shares, key=lambda name: (-largest_shares[name], name)):
+        for letter, cells_of_corpus in zip(NAMES, cells, strict=True):
+            label = name if letter == "A" else ""
+            lines.append((label, letter, *cells_of_corpus.get(name, absent).texts))
+    return lines
+
+
+def _length_table(comparison: Comparison) -> tables.TextTable:
     columns: list[str] = []
     lines: list[tuple[str, ...]] = []
     for unit in ("bytes", "tokens"):
-        for label, letter, corpus in zip((unit, ""), NAMES, comparison.corpora, strict=True):
-            facts = reports.length_facts(corpus.totals.byte_lengths if unit == "bytes" else corpus.totals.token_lengths)
+        for letter, corpus in zip(NAMES, comparison.corpora, strict=True):
+            lengths = corpus.totals.byte_lengths if unit == "bytes" else corpus.totals.token_lengths
+            facts = tables.length_facts(lengths)
             columns = [name for name, _ in facts]
+            label = unit if letter == "A" else ""
             lines.append((label, letter, *(amount(value) for _, value in facts)))
-    return _table(("length", "", *columns), lines)
+    return _flat_table(("length", "", *columns), lines, num_words=2)
 
 
-def _words(comparison: Comparison, which: int) -> reports.TextTable:
-    lines = [(one.word, *map(_rate, one.per_million), f"{one.documents:,}") for one in comparison.words[which]]
-    return _table(("word", *NAMES, f"documents of {NAMES[which]}"), lines or [(_NONE,) * 4], 1)
+def _word_table(comparison: Comparison, corpus: int) -> tables.TextTable:
+    """Return the words that a corpus, 0 or 1, has more often."""
+    lines = [(word.word, *map(_rate, word.per_million), f"{word.documents:,}") for word in comparison.words[corpus]]
+    columns = ("word", *NAMES, f"documents of {NAMES[corpus]}")
+    return _flat_table(columns, lines or [(_NONE,) * 4], num_words=1)
 
 
 def _about_sample(comparison: Comparison) -> str:
-    sizes = [
-        f"{corpus.sample.documents:,} of {corpus.totals.all.documents:,} documents of {name} "
-        f"({amount(corpus.sample.tokens_read)} tokens, {amount(corpus.sample.words)} words)"
-        for name, corpus in zip(NAMES, comparison.corpora, strict=True)
-    ]
+    """Return sentences that say how the sample was taken."""
+    sizes = []
+    for name, corpus in zip(NAMES, comparison.corpora, strict=True):
+        sample = corpus.sample
+        num_documents = f"{sample.documents:,} of {corpus.totals.all.documents:,} documents of {name}"
+        sizes.append(f"{num_documents} ({amount(sample.tokens_read)} tokens, {amount(sample.words)} words)")
     note = (
         f"Languages and words are counted in a sample that is spread evenly: {sizes[0]} and {sizes[1]}. Long documents "
         "are cut, so that a sample has at most 2^20 tokens."
@@ -389,17 +493,19 @@ def _about_sample(comparison: Comparison) -> str:
     return note
 
 
-def _table(columns: tuple[str, ...], lines: Iterable[tuple[str, ...]], num_words: int = 2) -> reports.TextTable:
-    lines = tuple(lines)
-    return reports.TextTable(columns, lines, (0,) * len(lines), num_words)
+def _flat_table(columns: tuple[str, ...], lines: Sequence[tuple[str, ...]], num_words: int) -> tables.TextTable:
+    """Return a table without indentation, with ``num_words`` columns of words."""
+    return tables.TextTable(columns, tuple(lines), depth=(0,) * len(lines), num_words=num_words)
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else _NONE
+def _share(count: int, total: int) -> str:
+    return f"{count / total:.1%}" if total else _NONE
 
 
 def _rate(per_million: float) -> str:
-    return f"{per_million:,.0f}" if per_million >= 10 or not per_million else f"{per_million:.1f}"
+    if per_million == 0 or per_million >= 10:
+        return f"{per_million:,.0f}"
+    return f"{per_million:.1f}"
 
 
 def _tokens_per_byte(totals: TextTotals) -> str:

@@ -1,13 +1,9 @@
-"""Report on a token dataset: one pass over its rows, and the tables that terminal and page show."""
+"""Check a token dataset: read all rows of its splits once, count them, and compare them with the manifest."""
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from fabric_train.cleaning.dropped import DROPPED_FILE, SampledDrop, read_sample
 from fabric_train.cli.errors import InputError
@@ -21,387 +17,246 @@ from fabric_train.inspection.row_view import (
 )
 from fabric_train.inspection.split_check import Counts, IndexCheck, Problem, SplitCheck
 from fabric_train.token_dataset.document_index import DocumentIndex, open_index
-from fabric_train.token_dataset.manifest import Manifest, Settings, SourceRecord, load_manifest
+from fabric_train.token_dataset.manifest import Manifest, Settings, load_manifest
 from fabric_train.token_dataset.token_folder import Split, open_splits
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
-_SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid")}
-_PERCENTILES = (5, 25, 50, 75, 95)
-_BARS = 10
+_SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid")}  # older folders have valid
 
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """The content of a token dataset; ``rows``, lengths of documents are of ``split``, ``dropped`` by reason."""
+    """The content of a token dataset, and what is wrong with it."""
 
     folder: Path
-    manifest: Manifest | None
-    counts: dict[str, Counts]
+    manifest: Manifest | None  # None for an older folder
+    counts: dict[str, Counts]  # by split
     problems: list[Problem]
-    split: str
-    rows: list[RowView]
-    dropped: dict[str, list[SampledDrop]]
+    split: str  # the split that is shown
+    rows: list[RowView]  # some rows of the split that is shown
+    dropped: dict[str, list[SampledDrop]]  # some documents that cleaning dropped, by reason
+
+
+def make_report(folder: Path, split_name: str, rows: range, advance: Callable[[int, int], None]) -> DatasetReport:
+    """Read and check all splits of a token dataset.
+
+    Args:
+        folder: the token dataset.
+        split_name: the split that is shown, "train" or "validation".
+        rows: the rows of that split that are shown, numbered from 0.
+        advance: called with the number of rows read so far, and the number of all rows.
+
+    Raises:
+        InputError: the folder cannot be read, or has no such split or rows.
+    """
+    splits = open_splits(folder)
+    shown_split = choose_split(folder, splits, split_name)
+    if rows and rows.start >= shown_split.num_rows:
+        last_rows = f"{shown_split.name} has {shown_split.num_rows:,} rows, numbered from 0"
+        raise InputError(f"--start {rows.start}: {last_rows}")
+    manifest = load_manifest(folder)
+    vocabulary = load_vocabulary(folder / "tokenizer")
+
+    # the files beside the rows
+    num_skipped = manifest.ledger.documents_skipped if manifest else {}
+    dropped, sample_faults = read_sample(folder, num_skipped)
+    problems = [Problem(DROPPED_FILE, fault) for fault in sample_faults]
+    if manifest is not None:
+        problems += _check_tokenizer_files(folder, manifest)
+
+    # the rows
+    num_rows = sum(split.num_rows for split in splits.values())
+    num_rows_read = 0
+
+    def advance_by(num_rows_of_batch: int) -> None:
+        nonlocal num_rows_read
+        num_rows_read += num_rows_of_batch
+        advance(num_rows_read, num_rows)
+
+    counts: dict[str, Counts] = {}
+    views: list[RowView] = []
+    for name, split in splits.items():
+        viewed_rows = rows if name == shown_split.name else range(0)
+        checked_split = _check_split(split, folder, manifest, vocabulary, viewed_rows, advance_by)
+        counts[name] = checked_split.counts
+        problems += checked_split.problems
+        views += checked_split.views
+
+    if manifest is not None:
+        problems += _check_ledger(manifest, counts)
+        problems += [Problem("chats", loss) for loss in manifest.losses()]
+    return DatasetReport(folder, manifest, counts, problems, shown_split.name, views, dropped)
+
+
+def choose_split(folder: Path, splits: Mapping[str, Split], split_name: str) -> Split:
+    """Return the split "train" or "validation" (in older folders, "valid"); InputError if there is none."""
+    for name in _SPLIT_NAMES[split_name]:
+        if name in splits:
+            return splits[name]
+    raise InputError(f"{folder}: no {split_name} split, only {', '.join(splits)}; give --split")
 
 
 @dataclass(frozen=True)
-class TextTable:
-    """A table of texts: ``num_words`` columns of words, then numbers. ``depth`` is the indentation of each line."""
-
-    columns: tuple[str, ...]
-    lines: tuple[tuple[str, ...], ...]
-    depth: tuple[int, ...]
-    num_words: int = 1
+class _CheckedSplit:
+    counts: Counts
+    problems: list[Problem]
+    views: list[RowView]
 
 
-def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, int], None]) -> DatasetReport:
-    """Read all splits of a token dataset; ``split``, "train" or "validation", has the ``rows`` to be shown.
+def _check_split(
+    split: Split,
+    folder: Path,
+    manifest: Manifest | None,
+    vocabulary: Vocabulary | None,
+    viewed_rows: range,
+    advance_by: Callable[[int], None],
+) -> _CheckedSplit:
+    """Read all rows of a split: count and check them, compare them with the document index, and view some."""
+    expectations = _expectations_by_first_row(split.name, manifest, vocabulary)
+    check = SplitCheck(split.name, expectations[0])
+    index, problems = _open_index(folder, manifest, split.name)
+    index_check = None
+    if manifest is not None and index is not None:
+        index_check = IndexCheck(split.name, index, has_pairs=manifest.has_pairs)
 
-    ``advance`` is called with the number of rows read so far and the number of all rows.
-    """
-    splits = open_splits(folder)
-    shown = shown_split(folder, splits, split).name
-    if rows and rows.start >= splits[shown].num_rows:
-        raise InputError(f"--start {rows.start}: {shown} has {splits[shown].num_rows:,} rows, numbered from 0")
-    manifest = load_manifest(folder)
-    vocabulary = load_vocabulary(folder / "tokenizer")
-    total = sum(entry.num_rows for entry in splits.values())
-    counts: dict[str, Counts] = {}
-    dropped, sample_faults = read_sample(folder, manifest.ledger.documents_skipped if manifest else {})
-    problems = [Problem(DROPPED_FILE, fault) for fault in sample_faults]
-    problems += _file_problems(folder, manifest)
+    # the row after those viewed says whether a document continues in it
+    rows_to_read = range(viewed_rows.start, viewed_rows.stop + 1) if viewed_rows else viewed_rows
     views: list[RowView] = []
-    and_next = range(rows.start, rows.stop + 1) if rows else rows
-    done = 0
-    for name, entry in splits.items():
-        parts = _expectations(name, manifest, vocabulary)
-        check = SplitCheck(name, parts[0])
-        index, faults = _open_index(folder, manifest, name)
-        problems += faults
-        index_check = IndexCheck(name, index, manifest.has_pairs) if manifest and index else None
-        for batch in entry.batches():
-            if batch.first_row in parts:  # a file, and so a batch, belongs to one part
-                check.begin_part(parts[batch.first_row])
-            check.add(batch)
-            if index_check:
-                index_check.add(batch, content_ends(batch, check.expected))
-            if name == shown:
-                views += view_rows(batch, and_next, vocabulary, check.expected)
-            done += len(batch.offsets) - 1
-            advance(done, total)
-        counts[name], found = check.finish()
-        problems += found
-        if manifest and index_check:
-            problems += index_check.finish(manifest.ledger.splits[name].sources)
-        if name == shown:
-            views = with_origins(with_continuations(views, rows), index)
-    if manifest:
-        problems += _ledger_problems(manifest, counts)
-        problems += [Problem("chats", loss) for loss in manifest.losses()]
-    return DatasetReport(folder, manifest, counts, problems, shown, views, dropped)
+    for batch in split.batches():
+        if batch.first_row in expectations:  # a file, and so a batch, belongs to one part of a merged dataset
+            check.begin_part(expectations[batch.first_row])
+        check.add(batch)
+        if index_check is not None:
+            index_check.add(batch, content_ends(batch, check.expected))
+        views += view_rows(batch, rows_to_read, vocabulary, check.expected)
+        advance_by(len(batch.offsets) - 1)
 
-
-def shown_split(folder: Path, splits: Mapping[str, Split], wanted: str) -> Split:
-    """Return the split "train" or "validation" (in older folders, "valid"); InputError if there is none."""
-    name = next((name for name in _SPLIT_NAMES[wanted] if name in splits), None)
-    if name is None:
-        raise InputError(f"{folder}: no {wanted} split, only {', '.join(splits)}; give --split")
-    return splits[name]
+    counts, split_problems = check.finish()
+    problems += split_problems
+    if manifest is not None and index_check is not None:
+        problems += index_check.finish(manifest.ledger.splits[split.name].sources)
+    views = with_origins(with_continuations(views, viewed_rows), index)
+    return _CheckedSplit(counts, problems, views)
 
 
 def _open_index(folder: Path, manifest: Manifest | None, split: str) -> tuple[DocumentIndex | None, list[Problem]]:
     """Return the document index of a split, or None and why it cannot be used."""
+    if manifest is None:
+        return None, []
     try:
-        return (open_index(folder, manifest, split) if manifest else None), []
+        return open_index(folder, manifest, split), []
     except InputError as error:
         return None, [Problem(split, fault) for fault in error.faults]
 
 
-def _file_problems(folder: Path, manifest: Manifest | None) -> list[Problem]:
+def _check_tokenizer_files(folder: Path, manifest: Manifest) -> list[Problem]:
     """Compare the tokenizer's files with their hashes in the manifest."""
     problems = []
-    for name, digest in manifest.tokenizer.sha256.items() if manifest else ():
+    for name, sha256 in manifest.tokenizer.sha256.items():
         file = folder / "tokenizer" / name
         if not file.is_file():
             problems.append(Problem("tokenizer", f"{name} is missing"))
-        elif hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+        elif hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
             problems.append(Problem("tokenizer", f"{name} is not the file in the manifest"))
     return problems
 
 
-def _ledger_problems(manifest: Manifest, counts: dict[str, Counts]) -> list[Problem]:
+def _check_ledger(manifest: Manifest, counts_by_split: dict[str, Counts]) -> list[Problem]:
     """Check the ledger's sums, and compare it with the counts."""
+    splits = manifest.ledger.splits
     problems = [Problem("manifest", f"the ledger does not balance: {imbalance}") for imbalance in manifest.imbalances()]
-    for name in sorted({*manifest.ledger.splits} ^ {*counts}):
-        where = "not in the manifest" if name in counts else "only in the manifest"
+    for name in sorted({*splits} ^ {*counts_by_split}):
+        where = "not in the manifest" if name in counts_by_split else "only in the manifest"
         problems.append(Problem(name, f"the split is {where}"))
-    for name, count in counts.items():
-        if name not in manifest.ledger.splits:
+    for name, counts in counts_by_split.items():
+        if name not in splits:
             continue
-        ledger = manifest.ledger.splits[name]
-        compared = [
-            ("rows", ledger.rows, count.rows),
-            ("tokens in rows", ledger.tokens_in_rows, count.tokens),
-            ("tokens of padding", ledger.tokens_padding, count.padding),
-            ("supervised tokens", ledger.tokens_supervised, count.supervised),
+        ledger = splits[name]
+        compared_counts = [
+            ("rows", ledger.rows, counts.rows),
+            ("tokens in rows", ledger.tokens_in_rows, counts.tokens),
+            ("tokens of padding", ledger.tokens_padding, counts.padding),
+            ("supervised tokens", ledger.tokens_supervised, counts.supervised),
         ]
-        problems += [
-            Problem(name, f"the ledger has {in_ledger:,} {what}, the rows have {counted:,}")
-            for what, in_ledger, counted in compared
-            if in_ledger != counted
-        ]
-        whole = (count.documents or 0) - count.pieces
-        if whole > ledger.documents * (2 if manifest.has_pairs else 1):
-            text = f"the ledger has {ledger.documents:,} documents, {whole:,} begin in the rows"
+        for unit, in_ledger, in_rows in compared_counts:
+            if in_ledger != in_rows:
+                text = f"the ledger has {in_ledger:,} {unit}, the rows have {in_rows:,}"
+                problems.append(Problem(name, text))
+        # pieces may belong to one document, and the two sequences of a pair count as two documents here
+        num_documents = (counts.documents or 0) - counts.pieces
+        sequences_per_document = 2 if manifest.has_pairs else 1
+        if num_documents > ledger.documents * sequences_per_document:
+            text = f"the ledger has {ledger.documents:,} documents, {num_documents:,} begin in the rows"
             problems.append(Problem(name, text))
     return problems
 
 
-def _expectations(split: str, manifest: Manifest | None, vocabulary: Vocabulary | None) -> dict[int, Expectation]:
-    """Return the expectation of each part of the split, by the part's first row."""
+def _expectations_by_first_row(
+    split: str, manifest: Manifest | None, vocabulary: Vocabulary | None
+) -> dict[int, Expectation]:
+    """Return the expectation of each part of a merged split, by the part's first row; of others, that of row 0."""
+    expectation = _expectation(manifest, vocabulary)
     if manifest is None or not manifest.parts:
-        return {0: _expectation(manifest.settings if manifest else None, manifest, vocabulary)}
+        return {0: expectation}
     expectations = {}
-    row = 0
+    first_row = 0
     for part in manifest.parts:
-        if part.rows.get(split):
-            expectations[row] = _expectation(part.settings, manifest, vocabulary)
-            row += part.rows[split]
-    return expectations or {0: _expectation(manifest.settings, manifest, vocabulary)}
+        num_rows = part.rows.get(split, 0)
+        if num_rows:
+            expectations[first_row] = _with_settings(expectation, part.settings)
+            first_row += num_rows
+    return expectations or {0: expectation}
 
 
-def _expectation(settings: Settings | None, manifest: Manifest | None, vocabulary: Vocabulary | None) -> Expectation:
-    tokenizer = manifest.tokenizer if manifest else None
-    bos = eos = pad = unk = None
-    size = tokenizer.vocab_size if tokenizer else None
-    if vocabulary:
-        bos = vocabulary.bos_token_id
-        eos = vocabulary.eos_token_id
-        size = vocabulary.size
-        pad = vocabulary.pad_token_id
-        unk = vocabulary.unk_token_id
-    return Expectation(
-        max_length=settings.max_length if settings else None,
-        overlap=settings.overlap if settings else 0,
-        in_sequence=settings is None or settings.packing != "best_fit",
-        vocab_size=size,
-        bos_token_id=tokenizer.bos_token_id if tokenizer else bos,
-        unk_token_id=None if unk in (bos, eos, pad) else unk,
-        ends=tokenizer.stop_token_ids if tokenizer else _known(eos),
+def _expectation(manifest: Manifest | None, vocabulary: Vocabulary | None) -> Expectation:
+    """Return what rows should be, as far as manifest and vocabulary are known."""
+    bos_token_id = None
+    eos_token_ids: tuple[int, ...] = ()
+    vocab_size = None
+    unk_token_id = None
+    padding_token_ids: tuple[int | None, ...] = ()
+    if vocabulary is not None:
+        bos_token_id = vocabulary.bos_token_id
+        eos_token_ids = _without_none(vocabulary.eos_token_id)
+        vocab_size = vocabulary.size
+        padding_token_ids = (vocabulary.pad_token_id, vocabulary.eos_token_id)
+        # an id that also has another role says nothing about unknown text
+        special_token_ids = (vocabulary.bos_token_id, vocabulary.eos_token_id, vocabulary.pad_token_id)
+        if vocabulary.unk_token_id not in special_token_ids:
+            unk_token_id = vocabulary.unk_token_id
+    if manifest is not None:
+        bos_token_id = manifest.tokenizer.bos_token_id
+        eos_token_ids = manifest.tokenizer.stop_token_ids
+        padding_token_ids = (*padding_token_ids, manifest.tokenizer.eos_token_id)
+        if vocabulary is None:
+            vocab_size = manifest.tokenizer.vocab_size
+    expectation = Expectation(
+        max_length=None,
+        overlap=0,
+        in_sequence=True,
+        vocab_size=vocab_size,
+        bos_token_id=bos_token_id,
+        unk_token_id=unk_token_id,
+        end_token_ids=eos_token_ids,
         is_ended=manifest is not None,
-        fillers=_known(pad, eos, tokenizer.eos_token_id if tokenizer else None),
+        padding_token_ids=_without_none(*padding_token_ids),
         has_pairs=manifest is not None and manifest.has_pairs,
-        with_prompts=settings is None or settings.train_on != "last",
     )
-
-
-def success_line(report: DatasetReport) -> str:
-    """Return the line of a report without problems."""
-    counted = f"{sum(count.rows for count in report.counts.values()):,} rows counted"
-    if report.manifest is None:
-        return f"no problems found, {counted}; there is no ledger to compare them with"
-    return f"no problems found, {counted}; the ledger balances and agrees with the rows"
-
-
-def facts(report: DatasetReport) -> list[tuple[str, str]]:
-    """Return the properties of the dataset as names and values."""
-    manifest = report.manifest
-    lines = [("rows", ", ".join(f"{count.rows:,} {name}" for name, count in report.counts.items()))]
     if manifest is None:
-        return [*lines, ("manifest", "none: an older folder; the figures below are counted in its rows")]
-    tokenizer = manifest.tokenizer
-    all_settings = [part.settings for part in manifest.parts] or [manifest.settings]
-
-    def setting(name: str) -> str:
-        return " and ".join(dict.fromkeys(str(getattr(settings, name)) for settings in all_settings))
-
-    begin = f"begins with {tokenizer.bos_token}" if tokenizer.bos_token else "begins without BOS"
-    if manifest.parts:
-        lines.append(("merged from", ", ".join(part.name for part in manifest.parts)))
-    lines += [
-        ("row length", f"{setting('max_length')} tokens, packing {setting('packing')}, overlap {setting('overlap')}"),
-        ("documents", f"data format {setting('data_format')}; text {begin} and ends with {tokenizer.eos_token}"),
-        ("tokenizer", f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens, encoded by {tokenizer.encoder}"),
-    ]
-    splits = manifest.ledger.splits.items()
-    lines += [(f"pairs of {name}", one.pairs.describe(one.documents)) for name, one in splits if one.pairs]
-    lines += [(f"--{name}", _setting_text(settings)) for name, settings in manifest.cleaning.items()]
-    if not manifest.has_index:
-        lines.append(("document index", "none: an older version wrote this dataset, or a part of it"))
-    if tokenizer.chat_template_sha256:
-        template = tokenizer.chat_template_sha256[:12]
-        lines.append(("chats", f"supervised by --train_on {setting('train_on')}; template {template}"))
-    for source in manifest.sources:
-        if source.unused_columns:
-            lines.append(("columns not used", f"{source.name}: {', '.join(source.unused_columns)}"))
-    return [*lines, ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))]
+        return expectation
+    return _with_settings(expectation, manifest.settings)
 
 
-def ledger_table(report: DatasetReport) -> TextTable:
-    """Return the ledger, with a column for each split and one for all; for an older folder, the counts."""
-    names = tuple(report.counts)
-    lines: list[tuple[int, tuple[str, ...]]] = []
-
-    def line(depth: int, name: str, total: int | None, per_split: list[int] | None = None) -> None:
-        values = ["" if total is None else f"{total:,}"]
-        values += ["" for _ in names] if per_split is None else [f"{value:,}" for value in per_split]
-        lines.append((depth, (name, *values)))
-
-    def summed(depth: int, name: str, per_split: list[int]) -> None:
-        line(depth, name, sum(per_split), per_split)
-
-    if report.manifest is None:
-        counts = list(report.counts.values())
-        if all(count.documents is not None for count in counts):
-            summed(0, "documents", [count.documents or 0 for count in counts])
-        summed(0, "tokens in rows", [count.tokens for count in counts])
-        summed(1, "supervised", [count.supervised for count in counts])
-        summed(0, "padding", [count.padding for count in counts])
-        summed(0, "rows", [count.rows for count in counts])
-    else:
-        ledger = report.manifest.ledger
-        splits = [ledger.splits[name] for name in names if name in ledger.splits]
-        names = tuple(name for name in names if name in ledger.splits)
-        line(0, "documents read", ledger.documents_read)
-        for reason, count in ledger.documents_skipped.items():
-            line(1, f"skipped: {_words_of(reason)}", count)
-            for name, of_source in _skipped_by_source(report.manifest.sources, reason).items():
-                line(2, name, of_source)
-        line(1, "kept", ledger.documents_kept)
-        if ledger.documents_repeated or ledger.documents_unsampled:
-            line(1, "repeated by --weights", ledger.documents_repeated)
-            line(1, "left out by --weights", ledger.documents_unsampled)
-        for kind, count in ledger.edits.items():
-            line(0, f"changed by cleaning: {_words_of(kind)}", count)
-        for task, count in ledger.contaminated.items():
-            line(0, f"share words with the task {task}", count)
-        for reason, count in ledger.tokens_cut.items():
-            line(0, f"tokens cut off chats: {_words_of(reason)}", count)
-        summed(0, "documents in the split", [split.documents for split in splits])
-        summed(0, "characters", [split.characters for split in splits])
-        summed(0, "tokens in", [split.tokens_in for split in splits])
-        summed(1, "repeated for --overlap", [split.tokens_repeated for split in splits])
-        for reason in sorted({reason for split in splits for reason in split.tokens_dropped}):
-            summed(1, f"dropped: {_words_of(reason)}", [split.tokens_dropped.get(reason, 0) for split in splits])
-        summed(0, "tokens in rows", [split.tokens_in_rows for split in splits])
-        summed(1, "supervised", [split.tokens_supervised for split in splits])
-        if pairs := [split.pairs for split in splits if split.pairs]:
-            summed(2, "chosen answers", [one.chosen_tokens for one in pairs])
-            summed(2, "rejected answers", [one.rejected_tokens for one in pairs])
-        summed(0, "padding", [split.tokens_padding for split in splits])
-        summed(0, "rows", [split.rows for split in splits])
-    return TextTable(("", "all", *names), tuple(texts for _, texts in lines), tuple(depth for depth, _ in lines))
-
-
-def _skipped_by_source(sources: Sequence[SourceRecord], reason: str) -> dict[str, int]:
-    """Return the documents of each source that were skipped for a reason; none if there is one source."""
-    counts: Counter[str] = Counter()
-    for source in sources:
-        counts[source.name] += (source.documents_skipped or {}).get(reason, 0)
-    return {name: count for name, count in counts.items() if count} if len(counts) > 1 else {}
-
-
-def source_table(manifest: Manifest) -> TextTable:
-    """Return the sources, with the numbers of documents that were read, and of documents and tokens that were kept."""
-    columns = ("source", "kind", "files", "read", "documents", "tokens", "weight", "epochs")
-    lines = tuple(
-        (
-            source.name,
-            _words_of(source.kind),
-            f"{len(source.files):,}" if source.files else "",
-            "" if source.documents_read is None else f"{source.documents_read:,}",
-            f"{source.documents:,}",
-            f"{source.tokens:,}",
-            "" if source.weight is None else f"{source.weight:g}",
-            f"{source.epochs:.3g}",
-        )
-        for source in manifest.sources
+def _with_settings(expectation: Expectation, settings: Settings) -> Expectation:
+    return replace(
+        expectation,
+        max_length=settings.max_length,
+        overlap=settings.overlap,
+        in_sequence=settings.packing != "best_fit",
+        with_prompts=settings.train_on != "last",
     )
-    return TextTable(columns, lines, (0,) * len(lines), num_words=2)
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A bar of the histogram: the number of documents of ``low`` to ``high`` tokens."""
-
-    low: int
-    high: int
-    count: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.low:,}–{self.high:,}" if self.high > self.low else f"{self.low:,}"
-
-
-def histogram(lengths: Mapping[int, int]) -> list[Bar]:
-    """Return bars for numbers of documents by length: powers of two if lengths differ widely, else ten equal steps."""
-    if not lengths:
-        return []
-    low = min(lengths)
-    high = max(lengths)
-    if high >= 32 * max(low, 1):
-        edges = [1 << power for power in range(max(low, 1).bit_length() - 1, high.bit_length() + 1)]
-        edges = edges if low else [0, *edges]
-    else:
-        width = -(-(high - low + 1) // _BARS)
-        edges = list(range(low, high + 1 + width, width))
-    found, _ = np.histogram(list(lengths), bins=edges, weights=list(lengths.values()))
-    bars = zip(edges, edges[1:], found, strict=False)
-    return [Bar(first, min(stop - 1, high), int(count)) for first, stop, count in bars if first <= high]
-
-
-def length_facts(lengths: Mapping[int, int]) -> list[tuple[str, int]]:
-    """Return shortest, percentiles, longest and mean of numbers of documents by length."""
-    documents = sum(lengths.values())
-    if not documents:
-        return []
-    numbers = np.array(sorted(lengths))
-    running = np.cumsum([lengths[int(number)] for number in numbers])
-    ranks = [max(1, -(-documents * percentile // 100)) for percentile in _PERCENTILES]
-    at = [int(numbers[np.searchsorted(running, rank)]) for rank in ranks]
-    total = sum(length * count for length, count in lengths.items())
-    names = [f"{percentile} %" for percentile in _PERCENTILES]
-    return [
-        ("shortest", int(numbers[0])),
-        *zip(names, at, strict=True),
-        ("longest", int(numbers[-1])),
-        ("mean", round(total / documents)),
-    ]
-
-
-def length_notes(report: DatasetReport) -> list[str]:
-    """Return sentences about the documents that lie in several rows, for the split that is shown."""
-    counts = report.counts[report.split]
-    ledger = report.manifest.ledger.splits.get(report.split) if report.manifest else None
-    documents = counts.documents or 0
-    if ledger and ledger.pairs:
-        return [f"{documents:,} sequences, two of each of {ledger.documents:,} preference pairs."]
-    if counts.pieces and ledger and documents != ledger.documents:
-        return [f"best_fit splits documents longer than a row; these are {documents:,} pieces of documents."]
-    notes = [f"{counts.documents_over_rows:,} of {documents:,} documents continue in the next row."]
-    if counts.documents_cut:
-        notes.append(f"Cut off at the end of the split or of a merged part: {counts.documents_cut:,}.")
-    return notes
-
-
-def dropped_title(report: DatasetReport, reason: str) -> str:
-    """Return a reason with how many documents were left out for it, and how many of them are shown."""
-    shown = len(report.dropped[reason])
-    total = report.manifest.ledger.documents_skipped.get(reason, 0) if report.manifest else 0
-    return f"{_words_of(reason)}: {shown:,} of {total:,} documents"
-
-
-def _setting_text(settings: Any) -> str:
-    """Return the settings of a cleaning step in one line: names with numbers, words or lists of them."""
-    if isinstance(settings, dict):
-        return ", ".join(f"{_words_of(str(name))} {_setting_text(value)}" for name, value in settings.items())
-    if isinstance(settings, list):
-        return " ".join(map(_setting_text, settings))
-    return str(settings)
-
-
-def _words_of(key: str) -> str:
-    return key.replace("_", " ")
-
-
-def _known(*ids: int | None) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(token for token in ids if token is not None))
+def _without_none(*token_ids: int | None) -> tuple[int, ...]:
+    """Return the token ids that are known, each once."""
+    return tuple(dict.fromkeys(token_id for token_id in token_ids if token_id is not None))

@@ -1,4 +1,4 @@
-"""Show a row as the model sees it: pieces of documents with their tokens as text; and say what rows should be."""
+"""View rows as the model sees them: pieces of documents with their tokens as text, without padding."""
 
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
@@ -13,77 +13,76 @@ from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary
 
 Role = Literal["text", "bos", "eos", "special", "gap"]
 IGNORED_LABEL = -100  # as in fabric_train.data.batch, which imports torch
+# tokens at both ends of a row that are shown; the middle of a longer row is left out, except of preference pairs
 SHOWN_BEGIN = 8192
 SHOWN_END = 256
-"""Tokens at both ends of a row that are shown. The middle of a longer row is left out, except of preference pairs."""
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the rows should be according to the manifest and the tokenizer; None if unknown.
+    """What the rows should be according to the manifest and the tokenizer; None or empty if unknown."""
 
-    With ``in_sequence``, a row can only continue the document of the row before. Otherwise any row can continue a long
-    document, so only pieces can be counted. ``ends`` are the ids that end a document: EOS, and in chats the end of a
-    turn, after which a template may write one more token, a line break.
-    """
-
-    max_length: int | None  # of each row
+    max_length: int | None  # tokens of each row
     overlap: int  # tokens that a row repeats when it continues a document
     in_sequence: bool
+    """Whether a row can only continue the document of the previous row. Otherwise any row can continue a long document,
+    so only pieces can be counted.
+    """
     vocab_size: int | None
     bos_token_id: int | None
     unk_token_id: int | None
-    ends: tuple[int, ...]
+    end_token_ids: tuple[int, ...]
+    """The ids that end a document: EOS, and in chats the end of a turn, after which a template may write one more
+    token, a line break.
+    """
     is_ended: bool  # whether the documents are known to have been written with such an end
-    fillers: tuple[int, ...]  # ids that padding may consist of
+    padding_token_ids: tuple[int, ...]  # ids that padding may consist of
     has_pairs: bool = False  # whether two sequences in a row are a preference pair
     with_prompts: bool = True  # whether all that follows the prompt of a pair is supervised
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token, or several that share a character. ``position`` is where the first one is in the row.
+    """A token, or several that share a character."""
 
-    One with the role "gap" stands for the middle of a long row; its text says how many tokens are missing.
-    """
-
-    position: int
+    position: int  # of the first token, in the row
     ids: tuple[int, ...]
     text: str
-    role: Role
+    role: Role  # "gap" stands for the middle of a long row; its text says how many tokens are missing
     is_supervised: bool
 
 
 @dataclass(frozen=True)
 class RowPiece:
-    """The part of a document in one row. ``begins``: whether the document begins there; None if unknown."""
+    """The piece of a document that is in one row."""
 
-    position: int
-    begins: bool | None
+    position: int  # of its first token, in the row
+    begins: bool | None  # whether the document begins with it; None if unknown
     tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True)
 class PairView:
-    """A preference pair in one row: the prompt, which both sequences begin with, and the other tokens of each.
-
-    ``differs_at`` has the positions in the row of the first tokens that differ, of the chosen sequence and of the
-    rejected one; each may be where the sequence ends.
-    """
+    """A preference pair in one row: the prompt, which both sequences begin with, and the remaining tokens of each."""
 
     prompt: RowPiece
     chosen: tuple[Token, ...]
     rejected: tuple[Token, ...]
     differs_at: tuple[int, int]
+    """Positions in the row of the first tokens that differ, in the chosen sequence and in the rejected one; a position
+    may be the end of its sequence.
+    """
 
     def begins_to_differ(self, token: Token) -> bool:
-        """Return whether the first token that differs is this one, or a part of it."""
+        """Return whether ``token`` contains the first token that differs."""
         return any(0 <= position - token.position < len(token.ids) for position in self.differs_at)
 
 
 @dataclass(frozen=True)
 class RowView:
-    index: int  # its number in the split, from 0
+    """A row as it is shown."""
+
+    index: int  # of the row in the split, from 0
     num_tokens: int
     num_supervised: int
     pieces: tuple[RowPiece, ...]
@@ -95,146 +94,234 @@ class RowView:
 
 
 def content_ends(batch: RowBatch, expected: Expectation) -> np.ndarray:
-    """Return where the padding of each of the R rows begins, int64 [R], counted from the batch's first token.
+    """Return where the padding of each of the R rows begins, int64 [R], as positions in the batch.
 
-    Padding is the last run of one unsupervised filler. With filler ``P`` and unsupervised tokens in lower case, the row
-    ``A B C p p`` has two tokens of padding, and ``A B P P P`` has none. If the filler is EOS and the token before the
-    run does not end a document, the first token of the run ends it and is not padding.
+    Padding is the last run of one unsupervised padding token. With the padding token ``P`` and unsupervised tokens in
+    lower case, the row ``A B C p p`` has two tokens of padding, and ``A B P P P`` has none. If the padding token is EOS
+    and the token before the run does not end a document, the first token of the run ends it and is not padding.
     """
-    begins = batch.offsets[:-1]
-    ends = batch.offsets[1:]
-    result = ends.copy()
-    filled = np.flatnonzero(ends > begins)
-    if batch.labels is None or not len(filled):
-        return result
-    last = np.full(len(ends), -1, dtype=batch.input_ids.dtype)
-    last[filled] = batch.input_ids[ends[filled] - 1]
-    if not (np.isin(last[filled], expected.fillers) & (batch.labels[ends[filled] - 1] == IGNORED_LABEL)).any():
-        return result
-    is_padding = (batch.labels == IGNORED_LABEL) & (batch.input_ids == np.repeat(last, ends - begins))
-    content = np.where(is_padding, -1, np.arange(len(batch.input_ids)))
-    is_filler = np.isin(last[filled], expected.fillers)
-    stops = np.maximum(np.maximum.reduceat(content, begins[filled]) + 1, begins[filled])
-    result[filled[is_filler]] = stops[is_filler]
+    row_starts = batch.offsets[:-1]
+    row_ends = batch.offsets[1:]
+    ends = row_ends.copy()
+    rows = np.flatnonzero(row_ends > row_starts)  # that are not empty
+    if batch.labels is None or not len(rows):
+        return ends
+
+    # most batches have no padding: look at the last token of each row first
+    last_positions = row_ends[rows] - 1
+    last_tokens = np.full(len(row_ends), -1, dtype=batch.input_ids.dtype)
+    last_tokens[rows] = batch.input_ids[last_positions]
+    can_be_padding = np.isin(last_tokens[rows], expected.padding_token_ids)
+    is_unsupervised = batch.labels[last_positions] == IGNORED_LABEL
+    if not (can_be_padding & is_unsupervised).any():
+        return ends
+
+    # content ends after the last token that is supervised or differs from the last token of the row
+    is_padding = (batch.labels == IGNORED_LABEL) & (batch.input_ids == np.repeat(last_tokens, row_ends - row_starts))
+    content_positions = np.where(is_padding, -1, np.arange(len(batch.input_ids)))
+    last_content = np.maximum.reduceat(content_positions, row_starts[rows])
+    padding_starts = np.maximum(last_content + 1, row_starts[rows])
+    ends[rows[can_be_padding]] = padding_starts[can_be_padding]
+
+    # padding with EOS: its first token ends the document, unless one of the two tokens before it does
     if expected.is_ended:
-        row = np.flatnonzero((result < ends) & (result > begins) & np.isin(last, expected.ends))
-        before = batch.input_ids[np.stack([result[row] - 1, np.maximum(result[row] - 2, begins[row])])]
-        result[row] += ~np.isin(before, expected.ends).any(axis=0)
-    return result
+        has_both = (ends < row_ends) & (ends > row_starts)  # content and padding
+        padded_rows = np.flatnonzero(has_both & np.isin(last_tokens, expected.end_token_ids))
+        content_end = ends[padded_rows]
+        second_last = np.maximum(content_end - 2, row_starts[padded_rows])
+        tokens_before = batch.input_ids[np.stack([content_end - 1, second_last])]  # [2, padded rows]
+        is_document_ended = np.isin(tokens_before, expected.end_token_ids).any(axis=0)
+        ends[padded_rows] += ~is_document_ended
+    return ends
 
 
-def view_rows(batch: RowBatch, wanted: range, vocabulary: Vocabulary | None, expected: Expectation) -> list[RowView]:
-    """Return the rows of the batch whose numbers in the split are ``wanted``, all with ``continues`` False."""
-    inside = range(max(wanted.start - batch.first_row, 0), min(wanted.stop - batch.first_row, len(batch.offsets) - 1))
-    ends = content_ends(batch, expected) if inside else batch.offsets[1:]
-    views = [_view(batch, row, int(ends[row]), vocabulary, not expected.has_pairs) for row in inside]
-    if not expected.has_pairs:
+def view_rows(batch: RowBatch, rows: range, vocabulary: Vocabulary | None, expected: Expectation) -> list[RowView]:
+    """View those rows of a batch that are in ``rows``, a range of rows of the split.
+
+    ``continues`` of each view is False: only the next row tells, see :func:`with_continuations`.
+    """
+    num_rows = len(batch.offsets) - 1
+    start = max(rows.start - batch.first_row, 0)
+    stop = min(rows.stop - batch.first_row, num_rows)
+    if start >= stop:
+        return []
+    ends = content_ends(batch, expected)
+    views = []
+    for row in range(start, stop):
+        # the middle of a pair is where its second sequence begins, so all of it is shown
+        view = _view_row(batch, row, int(ends[row]), vocabulary, is_shortened=not expected.has_pairs)
+        if expected.has_pairs:
+            view = replace(view, pairs=tuple(map(_view_pair, view.pieces[::2], view.pieces[1::2])))
+        views.append(view)
+    return views
+
+
+def with_continuations(views: list[RowView], rows: range) -> list[RowView]:
+    """Return the views of ``rows`` with ``continues`` set; ``views`` must include the row after the last of them."""
+    continued_rows = set()
+    for view in views:
+        if view.pieces and view.pieces[0].begins is False:
+            continued_rows.add(view.index - 1)
+    return [replace(view, continues=view.index in continued_rows) for view in views if view.index in rows]
+
+
+def with_origins(views: list[RowView], index: DocumentIndex | None) -> list[RowView]:
+    """Return the views with source, file and line of each document; without an index, as they are."""
+    if index is None or not views:
         return views
-    return [replace(view, pairs=tuple(map(_pair, view.pieces[::2], view.pieces[1::2]))) for view in views]
+    pieces = index.pieces(np.array([view.index for view in views]))
+    origins: list[list[str]] = [[] for _ in views]
+    for piece in range(len(pieces.rows)):
+        origin = index.origin(int(pieces.documents[piece]))
+        start = int(pieces.starts[piece])
+        last_token = start + int(pieces.lengths[piece]) - 1
+        tokens = f"tokens {start:,} to {last_token:,} of {origin.num_tokens:,}"
+        line = f"position {int(pieces.positions[piece]):,}: {origin}, {tokens}, {origin.num_bytes:,} bytes"
+        origins[int(pieces.rows[piece])].append(line)
+    return [replace(view, origins=tuple(lines)) for view, lines in zip(views, origins, strict=True)]
 
 
-def with_continuations(rows: list[RowView], wanted: range) -> list[RowView]:
-    """Return the wanted rows with ``continues`` set, for which ``rows`` must have the row after the last one."""
-    followed = {row.index - 1 for row in rows if row.pieces and row.pieces[0].begins is False}
-    return [replace(row, continues=row.index in followed) for row in rows if row.index in wanted]
+def _view_row(
+    batch: RowBatch, row: int, content_end: int, vocabulary: Vocabulary | None, *, is_shortened: bool
+) -> RowView:
+    """View one row of a batch.
 
-
-def with_origins(rows: list[RowView], index: DocumentIndex | None) -> list[RowView]:
-    """Return the rows with source, file and line of each document; as they are without an index."""
-    if index is None or not rows:
-        return rows
-    pieces = index.pieces(np.array([row.index for row in rows]))
-    lines: list[list[str]] = [[] for _ in rows]
-    columns = (pieces.rows, pieces.positions, pieces.documents, pieces.starts, pieces.lengths)
-    for row, position, document, start, length in zip(*(column.tolist() for column in columns), strict=True):
-        origin = index.origin(document)
-        part = f"tokens {start:,} to {start + length - 1:,} of {origin.num_tokens:,}"
-        lines[row].append(f"position {position:,}: {origin}, {part}, {origin.num_bytes:,} bytes")
-    return [replace(row, origins=tuple(own)) for row, own in zip(rows, lines, strict=True)]
-
-
-def _view(batch: RowBatch, row: int, end: int, vocabulary: Vocabulary | None, is_shortened: bool) -> RowView:
-    begin = int(batch.offsets[row])
-    stop = int(batch.offsets[row + 1])
-    ids = batch.input_ids[begin:end].tolist()
+    Args:
+        batch: rows of a split.
+        row: the row in the batch, from 0.
+        content_end: the position in the batch at which the padding of the row begins.
+        vocabulary: the texts of tokens; None shows ids.
+        is_shortened: leave out the middle of a long row.
+    """
+    # the content of the row, and the positions in it at which documents begin
+    row_start = int(batch.offsets[row])
+    row_end = int(batch.offsets[row + 1])
+    token_ids = batch.input_ids[row_start:content_end].tolist()
     labels = batch.input_ids if batch.labels is None else batch.labels
-    supervised = (labels[begin:end] != IGNORED_LABEL).tolist()
-    starts = [] if batch.document_starts is None else batch.document_starts[batch.start_rows == row].tolist()
-    borders = {start for start in starts if 0 <= start < len(ids)}
-    gap = range(SHOWN_BEGIN, max(SHOWN_BEGIN, len(ids) - SHOWN_END)) if is_shortened else range(0)
+    is_supervised = (labels[row_start:content_end] != IGNORED_LABEL).tolist()
+    has_borders = batch.document_starts is not None
+    borders: set[int] = set()
+    if batch.document_starts is not None:
+        document_starts = batch.document_starts[batch.start_rows == row].tolist()
+        borders = {start for start in document_starts if 0 <= start < len(token_ids)}
+
+    # cut the row at the borders, and around the middle that is left out
+    gap = range(0)
+    if is_shortened:
+        gap = range(SHOWN_BEGIN, max(SHOWN_BEGIN, len(token_ids) - SHOWN_END))
+    cuts = {0, *borders}
+    if gap:
+        cuts |= {gap.start, gap.stop}
     pieces = []
-    for start, until in pairwise([*sorted({0, *borders, *gap[:1], *([gap.stop] if gap else [])}), len(ids)]):
-        is_known = batch.document_starts is not None and (start not in (gap.start, gap.stop) or start in borders)
-        if start == gap.start and gap:
-            pieces.append(RowPiece(start, None, (_gap(gap, borders),)))
-        elif start not in gap and until > start:
-            tokens = tuple(_tokens(ids, supervised, start, until, vocabulary))
+    for start, stop in pairwise([*sorted(cuts), len(token_ids)]):
+        if gap and start == gap.start:
+            pieces.append(RowPiece(start, None, (_gap_token(gap, borders),)))
+        elif start not in gap and stop > start:
+            tokens = tuple(_view_tokens(token_ids, is_supervised, start, stop, vocabulary))
+            # a cut around the gap is no border
+            is_known = has_borders and (start in borders or start not in (gap.start, gap.stop))
             pieces.append(RowPiece(start, start in borders if is_known else None, tokens))
-    filler = int(batch.input_ids[stop - 1]) if stop > end else None
+
+    padding = ""
+    if row_end > content_end:
+        padding = _token_text(int(batch.input_ids[row_end - 1]), vocabulary)
     return RowView(
         index=batch.first_row + row,
-        num_tokens=stop - begin,
-        num_supervised=sum(supervised),
+        num_tokens=row_end - row_start,
+        num_supervised=sum(is_supervised),
         pieces=tuple(pieces),
-        num_padding=stop - end,
-        padding="" if filler is None else _text_of(filler, vocabulary),
+        num_padding=row_end - content_end,
+        padding=padding,
         continues=False,
     )
 
 
-def _gap(left_out: range, borders: Set[int]) -> Token:
-    num_borders = len(borders & set(left_out))
-    text = f" ⋯ {len(left_out):,} tokens left out here; documents that begin in them: {num_borders:,} ⋯ "
-    return Token(left_out.start, (), text, "gap", is_supervised=True)
+def _gap_token(gap: range, borders: Set[int]) -> Token:
+    """Return what stands for the positions that are left out."""
+    num_borders = len(borders & set(gap))
+    text = f" ⋯ {len(gap):,} tokens left out here; documents that begin in them: {num_borders:,} ⋯ "
+    return Token(gap.start, (), text, "gap", is_supervised=True)
 
 
-def _pair(chosen: RowPiece, rejected: RowPiece) -> PairView:
-    ids = [[one for token in piece.tokens for one in token.ids] for piece in (chosen, rejected)]
-    shorter = min(map(len, ids))
-    num_common = next((at for at in range(shorter) if ids[0][at] != ids[1][at]), shorter)
-    targets = (token.position - chosen.position for token in chosen.tokens if token.is_supervised)
-    shared = min(num_common, next(targets, num_common))
-    begins = [
-        next(
-            (at for at, token in enumerate(piece.tokens) if token.position - piece.position + len(token.ids) > shared),
-            None,
-        )
-        for piece in (chosen, rejected)
-    ]
+def _view_pair(chosen: RowPiece, rejected: RowPiece) -> PairView:
+    """Divide two sequences into the prompt and two answers.
+
+    The prompt ends at the first supervised token of the chosen sequence, or where the sequences differ if that is
+    earlier.
+    """
+    num_common = _num_common_ids(chosen, rejected)
+    num_prompt_ids = num_common
+    for token in chosen.tokens:
+        if token.is_supervised:
+            num_prompt_ids = min(num_common, token.position - chosen.position)
+            break
+    chosen_prompt, chosen_answer = _split_tokens(chosen, num_prompt_ids)
+    _, rejected_answer = _split_tokens(rejected, num_prompt_ids)
     return PairView(
-        prompt=replace(chosen, tokens=chosen.tokens[: begins[0]]),
-        chosen=() if begins[0] is None else chosen.tokens[begins[0] :],
-        rejected=() if begins[1] is None else rejected.tokens[begins[1] :],
+        prompt=replace(chosen, tokens=chosen_prompt),
+        chosen=chosen_answer,
+        rejected=rejected_answer,
         differs_at=(chosen.position + num_common, rejected.position + num_common),
     )
 
 
-def _tokens(
-    ids: list[int], supervised: list[bool], start: int, stop: int, vocabulary: Vocabulary | None
+def _num_common_ids(chosen: RowPiece, rejected: RowPiece) -> int:
+    """Return the number of token ids with which both sequences begin."""
+    chosen_ids = [token_id for token in chosen.tokens for token_id in token.ids]
+    rejected_ids = [token_id for token in rejected.tokens for token_id in token.ids]
+    num_common = 0
+    for chosen_id, rejected_id in zip(chosen_ids, rejected_ids, strict=False):
+        if chosen_id != rejected_id:
+            break
+        num_common += 1
+    return num_common
+
+
+def _split_tokens(piece: RowPiece, num_ids: int) -> tuple[tuple[Token, ...], tuple[Token, ...]]:
+    """Return the tokens of the first ``num_ids`` ids, and the remaining ones; a token of several ids is not divided."""
+    for index, token in enumerate(piece.tokens):
+        end = token.position - piece.position + len(token.ids)
+        if end > num_ids:
+            return piece.tokens[:index], piece.tokens[index:]
+    return piece.tokens, ()
+
+
+def _view_tokens(
+    token_ids: list[int], is_supervised: list[bool], start: int, stop: int, vocabulary: Vocabulary | None
 ) -> Iterator[Token]:
-    """Yield the tokens of a piece; those that share a character but differ in supervision stay separate."""
+    """Yield the tokens at the positions from ``start`` to ``stop`` of a row.
+
+    Tokens that share a character become one, unless they differ in supervision.
+    """
     position = start
     while position < stop:
-        until = position + 1
-        while until < stop and supervised[until] == supervised[position]:
-            until += 1
-        run = ids[position:until]
-        spans = vocabulary.spans(run) if vocabulary else ((1, f"⟨{token}⟩") for token in run)
+        # a run of tokens with the same supervision
+        run_end = position + 1
+        while run_end < stop and is_supervised[run_end] == is_supervised[position]:
+            run_end += 1
+        run = token_ids[position:run_end]
+        if vocabulary is None:
+            spans = ((1, f"⟨{token_id}⟩") for token_id in run)
+        else:
+            spans = vocabulary.spans(run)
         for count, text in spans:
-            group = tuple(ids[position : position + count])
-            yield Token(position, group, text, _role(group[0], vocabulary), supervised[position])
+            ids = tuple(token_ids[position : position + count])
+            yield Token(position, ids, text, _role(ids[0], vocabulary), is_supervised[position])
             position += count
 
 
-def _role(token: int, vocabulary: Vocabulary | None) -> Role:
+def _role(token_id: int, vocabulary: Vocabulary | None) -> Role:
     if vocabulary is None:
         return "text"
-    if token == vocabulary.eos_token_id:
+    if token_id == vocabulary.eos_token_id:
         return "eos"
-    if token == vocabulary.bos_token_id:
+    if token_id == vocabulary.bos_token_id:
         return "bos"
-    return "special" if token in vocabulary.special else "text"
+    return "special" if token_id in vocabulary.special else "text"
 
 
-def _text_of(token: int, vocabulary: Vocabulary | None) -> str:
-    return next(vocabulary.spans([token]))[1] if vocabulary else f"⟨{token}⟩"
+def _token_text(token_id: int, vocabulary: Vocabulary | None) -> str:
+    if vocabulary is None:
+        return f"⟨{token_id}⟩"
+    _, text = next(vocabulary.spans([token_id]))
+    return text

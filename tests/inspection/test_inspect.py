@@ -116,7 +116,9 @@ def test_document_lengths_do_not_depend_on_rows_and_batches(
             filler = [EOS] * (max_length - len(ids))
             rows.append((ids + filler, labels + [IGNORED] * len(filler), [] if start else [0]))
             start += max_length - overlap
-    expected = Expectation(max_length, overlap, True, 100, BOS, None, ends=(EOS,), is_ended=True, fillers=(EOS,))
+    expected = Expectation(
+        max_length, overlap, True, 100, BOS, None, end_token_ids=(EOS,), is_ended=True, padding_token_ids=(EOS,)
+    )
     check = SplitCheck("train", expected)
     for first in range(0, len(rows), batch_rows):
         part = rows[first : first + batch_rows]
@@ -140,7 +142,7 @@ def test_document_lengths_do_not_depend_on_rows_and_batches(
 
 def problems_of(rows: list[list[int]], starts: list[list[int]], **expected: Any) -> list[str]:
     """Check rows, each in its own batch, with trailing tokens 9 as padding."""
-    defaults: dict[str, Any] = {"overlap": 0, "in_sequence": True, "ends": (EOS,), "fillers": (9,)}
+    defaults: dict[str, Any] = {"overlap": 0, "in_sequence": True, "end_token_ids": (EOS,), "padding_token_ids": (9,)}
     check = SplitCheck(
         "train",
         Expectation(

@@ -19,7 +19,7 @@ from fabric_train.cleaning.dropped import Dropped
 from fabric_train.cleaning.language import LanguageFilter
 from fabric_train.cleaning.personal_data import open_redaction
 from fabric_train.cli.errors import InputError
-from fabric_train.inspection.split_check import pair_faults
+from fabric_train.inspection.split_check import PairSequences, pair_faults
 from fabric_train.reading.documents import BadRowError, EncodedDocument, LeftOut, Pair
 from fabric_train.reading.sources import open_sources
 from fabric_train.token_dataset import manifest
@@ -371,5 +371,6 @@ def test_what_is_wrong_with_pairs_is_found_by_row(change: str | None, fault: str
         supervised[21:23] = True
     stops = np.append(begins[1:], 40)
     batch = RowBatch(0, ids, np.array([0, 20, 40]), np.where(supervised, ids, -100), begins % 20, rows)
-    found = {kind: where.tolist() for kind, where in pair_faults(batch, supervised, begins, stops, rows, True)}
+    sequences = PairSequences(begins, stops, rows)
+    found = {kind: where.tolist() for kind, where in pair_faults(batch, supervised, sequences, with_prompts=True)}
     assert {kind: where for kind, where in found.items() if where} == ({} if fault is None else {fault: [1]})
