@@ -15,7 +15,8 @@ from rich.table import Table
 from benchmarks.measure import ROOT
 from benchmarks.report import Report
 from fabric_train.sample_data import real_data
-from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, load_fast, open_encoder
+from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
+from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 
 CORPORA: dict[str, Callable[[], Path]] = {

@@ -111,7 +111,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 if TYPE_CHECKING:
-    from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer
+    from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer
 
 
 def pytest_sessionfinish() -> None:

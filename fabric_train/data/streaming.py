@@ -27,7 +27,8 @@ from fabric_train.tokenization.chats.formats import columns, read_chat
 from fabric_train.tokenization.corpus import find_kind
 from fabric_train.tokenization.tokenizers import text_encoder
 from fabric_train.tokenization.tokenizers.parity_check import Reference, find_difference
-from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer, set_chat_template
+from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
+from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer, set_chat_template
 
 if TYPE_CHECKING:
     from fabric_train.arguments import DataArguments

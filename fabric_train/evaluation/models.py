@@ -42,7 +42,7 @@ from fabric_train.evaluation.texts import NUM_DIGITS, EncodedText, ScoredPart, d
 from fabric_train.inference.load_model import ModelsInTurn, check_adapter
 from fabric_train.model.hf_model import check_readable, load_hf_tokenizer, read_shape
 from fabric_train.model.rope_frequencies import choose_frequencies, identify_frequencies
-from fabric_train.tokenization.tokenizers.vocabulary import compare_tokenizers
+from fabric_train.tokenization.tokenizers.tokenizer_comparison import compare_tokenizers
 from fabric_train.training.objective import CrossEntropy
 from fabric_train.workers import ThrottledLog
 

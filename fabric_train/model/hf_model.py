@@ -33,7 +33,7 @@ from fabric_train.model.model_folder import check_model_folder
 from fabric_train.model.trained_parts import ALL_PARTS, Parts, choose_trained, describe_parts, names_of_parameters
 from fabric_train.model.weight_files import check_weight_files, shard_names
 from fabric_train.token_dataset.manifest import load_manifest
-from fabric_train.tokenization.tokenizers.text_encoder import panics_as_errors
+from fabric_train.tokenization.tokenizers.fast_tokenizer import panics_as_errors
 
 DEFAULT_LAYER_CLASS = "LlamaDecoderLayer"
 _MOST_LAYERS = 10_000  # a forged number of layers would take hours to build, also on the meta device

@@ -24,9 +24,10 @@ from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.rope import how_to_extend
 from fabric_train.token_dataset.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer
-from fabric_train.tokenization.tokenizers.text_encoder import load_fast
-from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
-from fabric_train.tokenization.tokenizers.vocabulary import ADDED, AddedVocabulary, compare_tokenizers
+from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
+from fabric_train.tokenization.tokenizers.tokenizer_comparison import compare_tokenizers
+from fabric_train.tokenization.tokenizers.tokenizer_folder import read_chat_template
+from fabric_train.tokenization.tokenizers.vocabulary import ADDED, AddedVocabulary
 from fabric_train.training.evaluation import EarlyStopping, parse_early_stopping
 from fabric_train.training.objective import Objective
 

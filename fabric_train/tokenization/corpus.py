@@ -48,7 +48,8 @@ from fabric_train.tokenization.chats.formats import (
 from fabric_train.tokenization.chats.turns import is_speaker
 from fabric_train.tokenization.pairs import PairEncoder
 from fabric_train.tokenization.shards import SIZES, Shard, ShardSizes, split_into_shards
-from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer, set_chat_template
+from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
+from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer, set_chat_template
 
 if TYPE_CHECKING:
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder

@@ -11,7 +11,7 @@ from fabric_train.token_dataset.arrow_folder import PiecesToCopy, SpoolReader
 from fabric_train.token_dataset.document_index import SourceTable
 from fabric_train.token_dataset.manifest import DUPLICATE, NEAR_DUPLICATE
 from fabric_train.tokenization.selection import Collection
-from fabric_train.tokenization.tokenizers.text_encoder import load_fast
+from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 
 
 class _CollectedDocuments:

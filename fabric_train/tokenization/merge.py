@@ -40,7 +40,7 @@ from fabric_train.tokenization.slice_folder import (
     open_slices,
 )
 from fabric_train.tokenization.slices import encode_command, merge_counts, merge_slices
-from fabric_train.tokenization.tokenizers.tokenizer import CHAT_TEMPLATE_FILE
+from fabric_train.tokenization.tokenizers.tokenizer_folder import CHAT_TEMPLATE_FILE
 
 _VERSIONS_OF = ("fabric-train", "pyarrow")
 _MOST_NAMED = 10

@@ -27,10 +27,11 @@ from fabric_train.model import hf_model
 from fabric_train.model.load_weights import build_on_meta, open_stored
 from fabric_train.model.origin import find_origin
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, safetensors_files
+from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
+from fabric_train.tokenization.tokenizers.llama3_ranks import is_rank_file
 from fabric_train.tokenization.tokenizers.parity_check import HARD_STRINGS
-from fabric_train.tokenization.tokenizers.text_encoder import load_fast, open_encoder
+from fabric_train.tokenization.tokenizers.text_encoder import open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
-from fabric_train.tokenization.tokenizers.tokenizer_model import is_rank_file
 from fabric_train.tokenization.tokenizers.vocabulary import ADDED, AddedVocabulary
 from fabric_train.vocabulary.model_files import ExtendableTokenizer, ExtendedMatrix, ExtendedTensors, NewTokens, Norms
 from fabric_train.vocabulary.words import LanguageTexts, cut, hold_out, read_texts, words_of

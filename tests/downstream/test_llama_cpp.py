@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fabric_train.files.atomic_folder import complete_folder
 from fabric_train.sample_data import real_data
 from fabric_train.sample_data.real_data import CACHE
-from fabric_train.tokenization.tokenizers.tokenizer import set_chat_template
+from fabric_train.tokenization.tokenizers.tokenizer_folder import set_chat_template
 from fabric_train.vocabulary.__main__ import main as vocabulary
 from tests.support.checkpoint_examples import CHAT_TEMPLATE, TOKENIZER_FILES, write_full
 from tests.support.downstream_uses import OPTIONS, Checked, Used, assert_same, use_in_llama_cpp, use_in_transformers

@@ -29,7 +29,8 @@ from fabric_train.model.weight_files import shard_names
 from fabric_train.token_dataset.manifest import read_manifest
 from fabric_train.token_dataset.token_folder import open_splits
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
-from fabric_train.tokenization.tokenizers.vocabulary import compare_tokenizers, load_vocabulary
+from fabric_train.tokenization.tokenizers.tokenizer_comparison import compare_tokenizers
+from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.token_datasets import tokenize, write_jsonl
 

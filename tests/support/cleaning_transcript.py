@@ -19,7 +19,7 @@ import numpy as np
 from fabric_train.sample_data.real_data import llama3_tokenizer_model
 from fabric_train.token_dataset.document_index import open_index
 from fabric_train.token_dataset.manifest import Manifest, load_manifest
-from fabric_train.tokenization.tokenizers.text_encoder import load_fast
+from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 from tests.support.dirty_corpus import DirtyCorpus, Planted
 from tests.support.dirty_texts import TASKS
 from tests.support.programs import ROOT

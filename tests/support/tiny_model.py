@@ -67,7 +67,7 @@ def write_llama3_like_tokenizer(folder: Path, small: Path) -> None:
     from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    from fabric_train.tokenization.tokenizers.tokenizer_model import BOS, EOS, SPECIAL_TOKENS, SPLIT_PATTERN
+    from fabric_train.tokenization.tokenizers.llama3_ranks import BOS, EOS, SPECIAL_TOKENS, SPLIT_PATTERN
 
     content = json.loads((small / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]

@@ -23,7 +23,8 @@ from fabric_train.tokenization.chats.chat_template import (
     limited_time,
     read_chosen_template,
 )
-from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
+from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
+from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer
 
 FOR_EVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}" + (
     "{% endfor %}{% endfor %}"

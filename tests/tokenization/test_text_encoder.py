@@ -16,11 +16,11 @@ from tokenizers import Regex, pre_tokenizers
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.tokenizers import text_encoder
+from fabric_train.tokenization.tokenizers.gigatoken_json import CharacterFinder
 from fabric_train.tokenization.tokenizers.parity_check import HARD_STRINGS, Reference, find_different_document
 from fabric_train.tokenization.tokenizers.parity_check import find_difference as find_difference_from
 from fabric_train.tokenization.tokenizers.text_encoder import (
     Borders,
-    CharacterFinder,
     FastEncoder,
     GigatokenEncoder,
     TextEncoder,

@@ -17,10 +17,13 @@ import tiktoken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
+from fabric_train.tokenization.tokenizers.llama3_ranks import SPECIAL_TOKENS, SPLIT_PATTERN, read_ranks
 from fabric_train.tokenization.tokenizers.parity_check import Reference, find_difference
-from fabric_train.tokenization.tokenizers.text_encoder import load_fast, open_encoder
-from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer, read_plain_folder
-from fabric_train.tokenization.tokenizers.tokenizer_model import HARD_STRINGS, SPECIAL_TOKENS, SPLIT_PATTERN, read_ranks
+from fabric_train.tokenization.tokenizers.sentencepiece_model import CONVERSION_TEXTS
+from fabric_train.tokenization.tokenizers.text_encoder import open_encoder
+from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
+from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer, read_plain_folder
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,7 +113,7 @@ def test_sentencepiece_ids_equal_the_librarys_on_real_and_hard_text(
     made_up_texts: list[str],
 ) -> None:
     library = sentencepiece.SentencePieceProcessor(model_file=str(spm_tokenizer_model))
-    texts = [*real_texts, *made_up_texts, *HARD_STRINGS]
+    texts = [*real_texts, *made_up_texts, *CONVERSION_TEXTS]
     for text, ids in zip(texts, ids_in_documents(spm_tokenizer, spm_dir, texts), strict=True):
         assert ids == library.encode(text), text
 
@@ -140,7 +143,7 @@ def test_sentencepiece_model_with_other_settings_has_the_librarys_ids(
     library = sentencepiece.SentencePieceProcessor(model_file=str(model))
     tokenizer = load_tokenizer(str(model))
     tokenizer.save(tmp_path / "saved")
-    texts = [*real_texts[60:70], *made_up_texts, *HARD_STRINGS]
+    texts = [*real_texts[60:70], *made_up_texts, *CONVERSION_TEXTS]
     assert ids_in_documents(tokenizer, tmp_path / "saved", texts) == [library.encode(text) for text in texts]
     assert tokenizer.bos_token_id == (None if kind == "no BOS" else library.bos_id())
 
@@ -171,7 +174,7 @@ def test_llama3_ranks_have_tiktokens_ids(
     special = {token: 128_000 + index for index, token in enumerate(SPECIAL_TOKENS)}
     ranks = read_ranks(llama3_tokenizer_model)
     library = tiktoken.Encoding("llama3", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-    texts = [*real_texts, *made_up_texts, *HARD_STRINGS, *special]
+    texts = [*real_texts, *made_up_texts, *CONVERSION_TEXTS, *special]
     expected = [library.encode(text, allowed_special="all") for text in texts]
     assert ids_in_documents(llama3_tokenizer, llama3_dir, texts) == expected
 
@@ -203,7 +206,7 @@ def test_saved_tokenizer_has_the_same_ids_and_adds_bos_once(
     kind: str, request: pytest.FixtureRequest, real_texts: list[str]
 ) -> None:
     tokenizer, folder, loaded = (request.getfixturevalue(f"{kind}_{name}") for name in ("tokenizer", "dir", "loaded"))
-    texts = [*real_texts[:20], *(text for text in HARD_STRINGS if "s>" not in text and "<unk>" not in text)]
+    texts = [*real_texts[:20], *(text for text in CONVERSION_TEXTS if "s>" not in text and "<unk>" not in text)]
     without = ids_in_documents(tokenizer, folder, texts)
     assert loaded(texts, add_special_tokens=False)["input_ids"] == without
     assert loaded(texts)["input_ids"] == [[tokenizer.bos_token_id, *ids] for ids in without]

@@ -39,10 +39,10 @@ from fabric_train.cli.errors import InputError, first_line
 from fabric_train.reading.documents import BadRowError, Message, check_surrogates
 from fabric_train.tokenization.chats.control_tokens import Span
 from fabric_train.tokenization.chats.lost_text import check_turn_rendered
-from fabric_train.tokenization.tokenizers.tokenizer import read_chat_template
+from fabric_train.tokenization.tokenizers.tokenizer_folder import read_chat_template
 
 if TYPE_CHECKING:
-    from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer
+    from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer
 
 # as in Meta's llama-models, llama3/chat_format.py: contents are stripped, the role of tools is ipython
 LLAMA3_TEMPLATE = Path(__file__).with_name("llama3.jinja").read_text(encoding="utf-8")

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from fabric_train.reading.documents import BadRowError, Message
-from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, load_fast
+from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
+from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder
 
 Span = tuple[int, int]
 
