@@ -7,7 +7,7 @@ from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
 from fabric_train.data.mixture import rows_of_shares, rows_of_token_shares
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.token_dataset.document_index import rows_of_sources
+from fabric_train.token_dataset.document_search import rows_of_sources
 from fabric_train.token_dataset.token_folder import JoinedSplit
 
 

@@ -19,13 +19,7 @@ from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, pad_rows
 from fabric_train.data.stored_split import LoadedSplit, StoredSplit, is_sound, load_splits
 from fabric_train.files.regular_file import check_links
 from fabric_train.token_dataset import token_folder
-from fabric_train.token_dataset.document_index import (
-    DocumentIndex,
-    JoinedIndex,
-    SourceTable,
-    altered_rows,
-    open_index,
-)
+from fabric_train.token_dataset.document_index import DocumentIndex, JoinedIndex, SourceTable, altered_rows, open_index
 from fabric_train.token_dataset.manifest import Manifest, read_manifest
 from fabric_train.token_dataset.parts import is_of_parts, open_parts
 from fabric_train.token_dataset.token_folder import JoinedSplit

@@ -16,7 +16,8 @@ from fabric_train.cleaning.language import DEFAULT_THRESHOLD, identify
 from fabric_train.cli.errors import InputError
 from fabric_train.inspection.report import choose_split
 from fabric_train.reading.sources import open_each
-from fabric_train.token_dataset.document_index import DocumentIndex, chunks, find_rows, num_records, open_index
+from fabric_train.token_dataset.document_index import DocumentIndex, chunks, open_index
+from fabric_train.token_dataset.document_search import find_rows, num_records
 from fabric_train.token_dataset.manifest import Manifest, load_manifest
 from fabric_train.token_dataset.token_folder import Split, open_splits
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary

@@ -104,10 +104,10 @@ def _print_facts(lines: Iterable[tuple[str, str]], console: Console) -> None:
 def _rich_table(table: tables.TextTable) -> Table:
     """Return a table for the terminal: columns of words are left-justified and wrapped, those of numbers neither."""
     rich_table = Table(box=box.SIMPLE)
-    for index, name in enumerate(table.columns):
+    for index, column in enumerate(table.columns):
         is_words = index < table.num_words
         justify: Literal["left", "right"] = "left" if is_words else "right"
-        rich_table.add_column(Text(name), justify=justify, overflow="fold", no_wrap=not is_words, header_style="dim")
+        rich_table.add_column(Text(column), justify=justify, overflow="fold", no_wrap=not is_words, header_style="dim")
     for depth, line in zip(table.depth, table.lines, strict=True):
         name, *values = (Text(visible(text)) for text in line)
         indented_name = Text("  " * depth) + name

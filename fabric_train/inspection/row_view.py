@@ -1,6 +1,6 @@
 """View rows as the model sees them: pieces of documents with their tokens as text, without padding."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -300,8 +300,9 @@ def _view_tokens(
         while run_end < stop and is_supervised[run_end] == is_supervised[position]:
             run_end += 1
         run = token_ids[position:run_end]
+        spans: Iterable[tuple[int, str]]
         if vocabulary is None:
-            spans = ((1, f"⟨{token_id}⟩") for token_id in run)
+            spans = [(1, f"⟨{token_id}⟩") for token_id in run]
         else:
             spans = vocabulary.spans(run)
         for count, text in spans:

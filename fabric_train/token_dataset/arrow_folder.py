@@ -4,12 +4,10 @@ Nothing here imports ``datasets``, which is slow.
 """
 
 import json
-import mmap
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +27,15 @@ from fabric_train.token_dataset.document_index import (
 from fabric_train.token_dataset.document_index import FOLDER as INDEX_FOLDER
 from fabric_train.token_dataset.manifest import SourceLedger
 from fabric_train.token_dataset.rows import RowPlan, joined_ranges
+from fabric_train.token_dataset.spooled_documents import PiecesToCopy, SpooledDocuments, SpoolReader
 from fabric_train.workers import ThrottledLog, WorkerPool
 
 if TYPE_CHECKING:
     import pyarrow
 
 _TOKEN_BYTES = 4
-_MAX_OPEN_FILES = 128
-_Runs = tuple[list[int], list[int], list[int]]  # first positions in the file, lengths, first positions in the target
+
+
 _IGNORED_LABEL = -100
 _TOKENS_PER_BATCH = 1 << 18
 _BYTES_PER_FILE = 512 << 20
@@ -44,98 +43,30 @@ _TICK_SECONDS = 1.0
 _TOKENS_PER_READ = 1 << 22
 
 
-@dataclass(frozen=True)
-class SpooledFile:
-    """Files with joined documents: an int32 per token, and a byte, 1 for a target and 0 for others; None if all are."""
-
-    tokens: Path
-    supervised: Path | None = None
-
-
-@dataclass(frozen=True)
-class SpooledDocuments:
-    """The documents of all files, numbered in order, each in one file; random order is fast for up to 128 files."""
-
-    lengths: np.ndarray  # int64 [documents], tokens in each document; 0 is allowed
-    files: tuple[SpooledFile, ...]  # with as many tokens as ``lengths`` adds up to
-    rejected_at: np.ndarray | None = None  # of preference pairs: where the rejected sequence begins, int64 [documents]
-
-    @property
-    def has_masks(self) -> bool:
-        return any(file.supervised is not None for file in self.files)
-
-
-@dataclass(frozen=True)
-class PiecesToCopy:
-    """Pieces of documents, at least one, from position ``starts`` on, and where to copy them; int64 [pieces] each."""
-
-    documents: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    targets: np.ndarray
-
-
-class SpoolReader:
-    """Copies pieces of documents from the files, and does not keep them in memory."""
-
-    def __init__(self, documents: SpooledDocuments) -> None:
-        self._begins = np.cumsum(documents.lengths) - documents.lengths
-        self._files = documents.files
-        ends = np.cumsum([0, *(file.tokens.stat().st_size // _TOKEN_BYTES for file in self._files)], dtype=np.int64)
-        assert documents.lengths.sum() == ends[-1], "the files hold more or less than the documents"
-        self._file_begins = ends[:-1]
-        self._map = lru_cache(_MAX_OPEN_FILES)(_map)
-
-    def read(self, pieces: PiecesToCopy, input_ids: np.ndarray, supervised: np.ndarray | None) -> None:
-        """Copy the tokens of pieces into ``input_ids``, int32, and masks, if any, into ``supervised``, uint8."""
-        for index, runs in self._runs_by_file(pieces):
-            file = self._files[index]
-            self._copy(file.tokens, runs, input_ids)
-            if supervised is not None and file.supervised is not None:
-                self._copy(file.supervised, runs, supervised)
-
-    def _runs_by_file(self, pieces: PiecesToCopy) -> Iterator[tuple[int, _Runs]]:
-        """Join pieces that are adjacent in a file and in the target, and yield the runs of each file."""
-        sources = self._begins[pieces.documents] + pieces.starts
-        files = np.searchsorted(self._file_begins, sources, side="right") - 1
-        follows = (np.diff(files) == 0) & (np.diff(sources) == pieces.lengths[:-1])
-        follows &= np.diff(pieces.targets) == pieces.lengths[:-1]
-        firsts = np.flatnonzero(np.concatenate([[True], ~follows]))
-        files = files[firsts]
-        begins = sources[firsts] - self._file_begins[files]
-        lengths = np.add.reduceat(pieces.lengths, firsts)
-        targets = pieces.targets[firsts]
-        by_file = np.argsort(files, kind="stable")
-        for group in np.split(by_file, np.flatnonzero(np.diff(files[by_file])) + 1):
-            yield int(files[group[0]]), (begins[group].tolist(), lengths[group].tolist(), targets[group].tolist())
-
-    def _copy(self, file: Path, runs: _Runs, into: np.ndarray) -> None:
-        mapped = self._map(file)
-        target = into.data
-        with memoryview(mapped) as content, content.cast("i" if into.itemsize == _TOKEN_BYTES else "B") as source:
-            for begin, length, at in zip(*runs, strict=True):  # slicing memoryviews takes half as long as numpy arrays
-                target[at : at + length] = source[begin : begin + length]
-        mapped.madvise(mmap.MADV_DONTNEED)  # otherwise the pages of the file count as memory of this process
-
-
-def _map(file: Path) -> mmap.mmap:
-    with file.open("rb") as opened:
-        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-
-
 def check_disk_space(folder: Path, splits: Sequence[tuple[SpooledDocuments, RowPlan]]) -> None:
     """Raise InputError if the disk of ``folder`` has no room for the tokens and labels of some splits."""
-    num_rows = sum(plan.num_rows for _, plan in splits)
-    padding = sum(plan.tokens_padding for _, plan in splits)
-    max_length = splits[0][1].max_length
-    num_bytes = sum(4 * plan.num_rows * max_length * (1 + _has_labels(documents, plan)) for documents, plan in splits)
-    free = shutil.disk_usage(folder).free
-    if num_bytes > free:
+    _, first_plan = splits[0]
+    max_length = first_plan.max_length
+    num_rows = 0
+    num_padding = 0
+    num_bytes = 0
+    for documents, plan in splits:
+        num_rows += plan.num_rows
+        num_padding += plan.tokens_padding
+        num_bytes += plan.num_rows * _bytes_per_row(max_length, with_labels=_has_labels(documents, plan))
+    free_bytes = shutil.disk_usage(folder).free
+    if num_bytes > free_bytes:
+        padding_share = num_padding / (num_rows * max_length)
         raise InputError(
-            f"{num_rows:,} rows of {max_length:,} tokens, {padding / (num_rows * max_length):.0%} of them padding, "
-            f"take {num_bytes / 1e9:,.1f} GB, and {folder} has {free / 1e9:,.1f} GB left; give a smaller --max_length, "
-            "--packing best_fit, or an --output_dir on another disk"
+            f"{num_rows:,} rows of {max_length:,} tokens, {padding_share:.0%} of them padding, "
+            f"take {num_bytes / 1e9:,.1f} GB, and {folder} has {free_bytes / 1e9:,.1f} GB left; give a smaller "
+            "--max_length, --packing best_fit, or an --output_dir on another disk"
         )
+
+
+def _bytes_per_row(max_length: int, *, with_labels: bool) -> int:
+    num_columns = 2 if with_labels else 1
+    return _TOKEN_BYTES * max_length * num_columns
 
 
 def write_split(
@@ -162,34 +93,78 @@ def write_split(
         input_ids  B c d e f    labels     B    c    d    e    f    document_starts  0
         input_ids  f g E P P    labels  -100    g    E -100 -100    document_starts
 
-    The folder's name is the name of the split. ``num_proc`` processes write a file at a time.
+    Args:
+        folder: the folder to write; its name is the name of the split.
+        documents: the encoded documents.
+        plan: the rows.
+        pad_token_id: the token at the end of rows that are not full.
+        num_proc: processes, which write a file at a time.
 
     Returns:
         The number of tokens whose label is not -100, and the checksums of the rows, CHECKSUM [rows].
     """
     folder.mkdir()
+    # divide the rows among files
     with_labels = _has_labels(documents, plan)
-    features = _features(plan.max_length, with_labels)
-    rows_per_file = max(1, _BYTES_PER_FILE // (4 * plan.max_length * (1 + with_labels)))
+    features = _features(plan.max_length, with_labels=with_labels)
+    rows_per_file = max(1, _BYTES_PER_FILE // _bytes_per_row(plan.max_length, with_labels=with_labels))
     num_files = max(1, -(-plan.num_rows // rows_per_file))  # datasets does not load a folder without a file
     names = [f"data-{index:05d}-of-{num_files:05d}.arrow" for index in range(num_files)]
     files = _SplitFiles(
-        folder, names, rows_per_file, plan, SpoolReader(documents), pad_token_id, features, documents.rejected_at
+        folder=folder,
+        names=names,
+        rows_per_file=rows_per_file,
+        plan=plan,
+        reader=SpoolReader(documents),
+        pad_token_id=pad_token_id,
+        features=features,
+        rejected_at=documents.rejected_at,
     )
-    num_supervised = num_written = 0
+
+    # write them
+    num_supervised = 0
+    num_rows_written = 0
     checksums = np.empty(plan.num_rows, dtype=CHECKSUM)
     log = ThrottledLog()
-    for index, (count, of_rows) in _write_files(files, num_proc):
-        num_supervised += count
-        num_written += len(of_rows)
-        checksums[index * rows_per_file :][: len(of_rows)] = of_rows
-        log(f"writing {folder.name}: {num_written:,} of {plan.num_rows:,} rows")
-    digest = xxh3_64(json.dumps(features).encode())
-    digest.update(checksums.data)
+    for index, written_file in _write_files(files, num_proc):
+        num_rows = len(written_file.checksums)
+        first_row = index * rows_per_file
+        checksums[first_row : first_row + num_rows] = written_file.checksums
+        num_supervised += written_file.num_supervised
+        num_rows_written += num_rows
+        log(f"writing {folder.name}: {num_rows_written:,} of {plan.num_rows:,} rows")
+
+    # and the descriptions that datasets needs
+    fingerprint = xxh3_64(json.dumps(features).encode())
+    fingerprint.update(checksums.data)
     info = {"description": "", "citation": "", "homepage": "", "license": "", "features": features}
     write_json(folder / "dataset_info.json", info)
-    write_json(folder / "state.json", _state(folder.name, names, digest.hexdigest()))
+    write_json(folder / "state.json", _state(folder.name, names, fingerprint.hexdigest()))
     return num_supervised, checksums
+
+
+@dataclass(frozen=True)
+class _WrittenFile:
+    """What was counted while a file was written."""
+
+    num_supervised: int  # tokens
+    checksums: np.ndarray  # CHECKSUM [rows of the file]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows, as ``row_checksums`` takes them."""
+
+    input_ids: np.ndarray  # int32 [tokens of all rows]
+    labels: np.ndarray | None  # int32 [tokens of all rows]
+    document_starts: np.ndarray  # int32 [starts of all rows], positions in their rows
+    offsets: np.ndarray  # int32 [rows + 1], where the starts of each row begin
+
+    @property
+    def num_supervised(self) -> int:
+        if self.labels is None:
+            return len(self.input_ids)
+        return int(np.count_nonzero(self.labels != _IGNORED_LABEL))
 
 
 @dataclass(frozen=True)
@@ -202,132 +177,172 @@ class _SplitFiles:
     plan: RowPlan
     reader: SpoolReader
     pad_token_id: int
-    features: dict[str, Any]
-    rejected_at: np.ndarray | None
+    features: dict[str, Any]  # in the JSON form of ``datasets.Features``
+    rejected_at: np.ndarray | None  # int64 [documents], where rejected sequences begin
 
-    def write(self, index: int) -> tuple[int, np.ndarray]:
-        """Write a file; return the number of supervised tokens, and the checksums of its rows, CHECKSUM [rows]."""
+    def write(self, index: int) -> _WrittenFile:
+        """Write the file with this index, in record batches of some 250,000 tokens."""
         import pyarrow
 
         schema = _schema(self.features)
-        max_length = self.plan.max_length
-        row_list = pyarrow.FixedSizeListArray
-        rows = schema.field("input_ids").type
-        first = index * self.rows_per_file
-        last = min((index + 1) * self.rows_per_file, self.plan.num_rows)
-        rows_per_batch = max(1, _TOKENS_PER_BATCH // max_length)
+        first_row = index * self.rows_per_file
+        end_row = min(first_row + self.rows_per_file, self.plan.num_rows)
+        rows_per_batch = max(1, _TOKENS_PER_BATCH // self.plan.max_length)
         num_supervised = 0
-        checksums = np.empty(last - first, dtype=CHECKSUM)
+        checksums = np.empty(end_row - first_row, dtype=CHECKSUM)
         path = str(self.folder / self.names[index])
         with pyarrow.OSFile(path, "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
-            for begin in range(first, last, rows_per_batch):
-                end = min(begin + rows_per_batch, last)
-                input_ids, labels, document_starts, offsets = self._fill(begin, end)
-                columns = [
-                    row_list.from_arrays(_int32(input_ids), type=rows),
-                    pyarrow.ListArray.from_arrays(_int32(offsets), _int32(document_starts)),
-                    *([] if labels is None else [row_list.from_arrays(_int32(labels), type=rows)]),
-                ]
-                writer.write_batch(pyarrow.RecordBatch.from_arrays(columns, schema=schema))
-                checksums[begin - first : end - first] = row_checksums(input_ids, labels, document_starts, offsets)
-                num_ignored = 0 if labels is None else int(np.count_nonzero(labels == _IGNORED_LABEL))
-                num_supervised += len(input_ids) - num_ignored
-        return num_supervised, checksums
+            for batch_start in range(first_row, end_row, rows_per_batch):
+                batch_end = min(batch_start + rows_per_batch, end_row)
+                rows = self._fill(batch_start, batch_end)
+                writer.write_batch(_record_batch(rows, schema))
+                checksums[batch_start - first_row : batch_end - first_row] = row_checksums(
+                    rows.input_ids, rows.labels, rows.document_starts, rows.offsets
+                )
+                num_supervised += rows.num_supervised
+        return _WrittenFile(num_supervised, checksums)
 
-    def _fill(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, np.ndarray]:
-        """Return rows ``first`` to ``last - 1``, at least one, as ``row_checksums`` takes them."""
+    def _fill(self, first_row: int, end_row: int) -> _Rows:
+        """Read the tokens of the rows from ``first_row`` to ``end_row - 1``, at least one row."""
+        # the pieces of these rows, and where they begin in their rows
         plan = self.plan
-        max_length = self.plan.max_length
-        num_rows = last - first
-        row_offsets = plan.row_offsets[first : last + 1]
-        chosen = slice(row_offsets[0], row_offsets[-1])
-        starts = plan.starts[chosen]
-        lengths = plan.lengths[chosen].astype(np.int64)
-        repeated = plan.repeated[chosen]
-        rows = np.repeat(np.arange(num_rows), np.diff(row_offsets))
-        filled = np.bincount(rows, weights=lengths).astype(np.int64)
-        positions = np.cumsum(lengths) - lengths - (np.cumsum(filled) - filled)[rows]
-        pieces = PiecesToCopy(plan.documents(chosen), starts, lengths, targets=rows * max_length + positions)
+        max_length = plan.max_length
+        num_rows = end_row - first_row
+        row_offsets = plan.row_offsets[first_row : end_row + 1]
+        pieces_of_rows = slice(row_offsets[0], row_offsets[-1])
+        starts = plan.starts[pieces_of_rows]
+        lengths = plan.lengths[pieces_of_rows].astype(np.int64)
+        repeated = plan.repeated[pieces_of_rows]
+        rows = np.repeat(np.arange(num_rows), np.diff(row_offsets))  # the row of each piece
+        row_lengths = np.bincount(rows, weights=lengths).astype(np.int64)  # without padding
+        tokens_before_row = np.cumsum(row_lengths) - row_lengths
+        positions = np.cumsum(lengths) - lengths - tokens_before_row[rows]
+        pieces = PiecesToCopy(plan.documents(pieces_of_rows), starts, lengths, targets=rows * max_length + positions)
 
+        # tokens and labels
         input_ids = np.full(num_rows * max_length, self.pad_token_id, dtype=np.int32)
-        supervised = np.ones(len(input_ids), dtype=np.uint8) if "labels" in self.features else None
-        self.reader.read(pieces, input_ids, supervised)
         labels = None
-        if supervised is not None:
+        if "labels" in self.features:
+            supervised = np.ones(len(input_ids), dtype=np.uint8)
+            self.reader.read(pieces, input_ids, supervised)
+            padding_starts = np.arange(num_rows) * max_length + row_lengths
             supervised[joined_ranges(pieces.targets, repeated)] = 0
-            supervised[joined_ranges(np.arange(num_rows) * max_length + filled, max_length - filled)] = 0
+            supervised[joined_ranges(padding_starts, max_length - row_lengths)] = 0
             labels = np.where(supervised, input_ids, np.int32(_IGNORED_LABEL))
-        begins = (positions > 0) | (starts + repeated == 0)
-        if self.rejected_at is not None:  # each piece is a whole pair
-            positions = np.stack([positions, positions + self.rejected_at[pieces.documents]], axis=1).ravel()
-            begins = np.ones(len(positions), dtype=bool)
+        else:
+            self.reader.read(pieces, input_ids, supervised=None)
+
+        # document starts
+        is_start = (positions > 0) | (starts + repeated == 0)
+        if self.rejected_at is not None:  # each piece is a whole pair, with two sequences
+            rejected_positions = positions + self.rejected_at[pieces.documents]
+            positions = np.stack([positions, rejected_positions], axis=1).ravel()
+            is_start = np.ones(len(positions), dtype=bool)
             rows = np.repeat(rows, 2)
-        offsets = np.concatenate([[0], np.cumsum(np.bincount(rows[begins], minlength=num_rows))])
-        return input_ids, labels, positions[begins].astype(np.int32), offsets.astype(np.int32)
+        num_starts = np.bincount(rows[is_start], minlength=num_rows)
+        offsets = np.concatenate([[0], np.cumsum(num_starts)])
+        return _Rows(input_ids, labels, positions[is_start].astype(np.int32), offsets.astype(np.int32))
 
     def describe(self, index: int) -> str:
         """Return what a process reads to write a file."""
         return f"the tokens for {self.names[index]}"
 
 
-def _write_files(files: _SplitFiles, num_proc: int) -> Iterator[tuple[int, tuple[int, np.ndarray]]]:
-    """Write all files of a split, and yield the number of each with what ``write`` returns."""
+def _record_batch(rows: _Rows, schema: "pyarrow.Schema") -> "pyarrow.RecordBatch":
+    import pyarrow
+
+    row_type = schema.field("input_ids").type
+    columns = [
+        pyarrow.FixedSizeListArray.from_arrays(_int32(rows.input_ids), type=row_type),
+        pyarrow.ListArray.from_arrays(_int32(rows.offsets), _int32(rows.document_starts)),
+    ]
+    if rows.labels is not None:
+        columns.append(pyarrow.FixedSizeListArray.from_arrays(_int32(rows.labels), type=row_type))
+    return pyarrow.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _write_files(files: _SplitFiles, num_proc: int) -> Iterator[tuple[int, _WrittenFile]]:
+    """Write all files of a split, and yield the index of each with what was counted."""
     num_files = len(files.names)
-    if min(num_proc, num_files) == 1 or sys.platform != "linux":  # elsewhere each process would get a copy of the plan
-        yield from ((index, files.write(index)) for index in range(num_files))
+    num_proc = min(num_proc, num_files)
+    if num_proc == 1 or sys.platform != "linux":  # elsewhere each process would get a copy of the plan
+        for index in range(num_files):
+            yield index, files.write(index)
         return
-    with WorkerPool(files.write, min(num_proc, num_files), files.describe) as workers:
-        yield from (result for result in workers.run(iter(range(num_files)), _TICK_SECONDS) if result is not None)
+    with WorkerPool(files.write, num_proc, files.describe) as workers:
+        for result in workers.run(iter(range(num_files)), _TICK_SECONDS):
+            if result is not None:  # None is a tick without a result
+                yield result
 
 
 def write_index(folder: Path, plan: RowPlan, documents: np.ndarray, checksums: np.ndarray) -> None:
-    """Write the index of the split ``folder``; ``documents`` are DOCUMENT [entries of ``plan.order``]."""
-    begins = plan.begins
-    begun = plan.entries[begins]
-    is_left = np.ones(len(documents), dtype=bool)
-    is_left[begun] = False
-    in_order = np.concatenate([begun, np.flatnonzero(is_left)])
-    numbers = np.empty(len(documents), dtype=np.int64)
-    numbers[in_order] = np.arange(len(documents))
+    """Write the document index of the split ``folder``.
 
+    Args:
+        folder: the folder of the split.
+        plan: its rows.
+        documents: DOCUMENT [entries of ``plan.order``].
+        checksums: CHECKSUM [rows].
+    """
+    # number the documents in the order in which they begin in the rows, then those that are in no row
+    begins = plan.begins
+    begun_entries = plan.entries[begins]
+    is_in_no_row = np.ones(len(documents), dtype=bool)
+    is_in_no_row[begun_entries] = False
+    order = np.concatenate([begun_entries, np.flatnonzero(is_in_no_row)])
+    numbers = np.empty(len(documents), dtype=np.int64)  # of each entry
+    numbers[order] = np.arange(len(documents))
+
+    # count what is before each row
     rows = np.empty(plan.num_rows + 1, dtype=ROW)
-    rows["documents"] = np.concatenate([[0], np.cumsum(begins)])[plan.row_offsets]
+    num_begun_before = np.concatenate([[0], np.cumsum(begins)])
+    rows["documents"] = num_begun_before[plan.row_offsets]
     rows["continuations"] = plan.row_offsets - rows["documents"].astype(np.int64)
-    continued = np.flatnonzero(~begins)
-    continuations = np.empty(len(continued), dtype=CONTINUATION)
-    continuations["document"] = numbers[plan.entries[continued]]
-    continuations["start"] = plan.starts[continued]
-    continuations["repeated"] = plan.repeated[continued]
-    own_rows = np.searchsorted(plan.row_offsets, continued, side="right") - 1
-    continuations["ordinal"] = continued - plan.row_offsets[own_rows]
-    (folder / INDEX_FOLDER).mkdir()
-    for name, array in zip(ARRAYS, (documents[in_order], rows, continuations), strict=True):
-        np.save(folder / INDEX_FOLDER / f"{name}.npy", array, allow_pickle=False)
-    np.save(folder / INDEX_FOLDER / CHECKSUMS, checksums, allow_pickle=False)
+
+    # list the pieces that continue a document
+    continuing_pieces = np.flatnonzero(~begins)
+    rows_of_pieces = np.searchsorted(plan.row_offsets, continuing_pieces, side="right") - 1
+    continuations = np.empty(len(continuing_pieces), dtype=CONTINUATION)
+    continuations["document"] = numbers[plan.entries[continuing_pieces]]
+    continuations["start"] = plan.starts[continuing_pieces]
+    continuations["repeated"] = plan.repeated[continuing_pieces]
+    continuations["ordinal"] = continuing_pieces - plan.row_offsets[rows_of_pieces]
+
+    index_folder = folder / INDEX_FOLDER
+    index_folder.mkdir()
+    arrays = {"documents": documents[order], "rows": rows, "continuations": continuations}
+    assert list(arrays) == list(ARRAYS)
+    for name, array in arrays.items():
+        np.save(index_folder / f"{name}.npy", array, allow_pickle=False)
+    np.save(index_folder / CHECKSUMS, checksums, allow_pickle=False)
 
 
 def count_sources(plan: RowPlan, documents: np.ndarray, sources: SourceTable) -> dict[str, SourceLedger]:
     """Return the ledger of each source in the plan, by name; ``documents`` are DOCUMENT [entries of ``plan.order``]."""
-    numbers = sources.sources_of(documents["file"])
+    source_of_document = sources.sources_of(documents["file"])
+    source_of_piece = source_of_document[plan.entries]
 
-    def total(of: np.ndarray, values: np.ndarray | None = None) -> list[int]:
-        return np.bincount(of, weights=values, minlength=len(sources.names)).astype(np.int64).tolist()
+    def sum_by_source(source_indices: np.ndarray, values: np.ndarray | None = None) -> list[int]:
+        """Add each value to its source; without values, count."""
+        return np.bincount(source_indices, values, minlength=len(sources.names)).astype(np.int64).tolist()
 
-    of_pieces = numbers[plan.entries]
-    counts = zip(
-        sources.names,
-        total(numbers),
-        total(numbers, documents["bytes"]),
-        total(numbers, documents["tokens"]),
-        total(of_pieces, plan.repeated),
-        total(of_pieces, plan.lengths),
-        strict=True,
-    )
-    return {
-        name: SourceLedger(num, num_bytes, tokens_in, repeated, in_rows, tokens_in + repeated - in_rows)
-        for name, num, num_bytes, tokens_in, repeated, in_rows in counts
-        if num
-    }
+    num_documents = sum_by_source(source_of_document)
+    num_bytes = sum_by_source(source_of_document, documents["bytes"])
+    tokens_in = sum_by_source(source_of_document, documents["tokens"])
+    tokens_repeated = sum_by_source(source_of_piece, plan.repeated)
+    tokens_in_rows = sum_by_source(source_of_piece, plan.lengths)
+    ledgers = {}
+    for source, name in enumerate(sources.names):
+        if num_documents[source]:
+            ledgers[name] = SourceLedger(
+                documents=num_documents[source],
+                bytes=num_bytes[source],
+                tokens_in=tokens_in[source],
+                tokens_repeated=tokens_repeated[source],
+                tokens_in_rows=tokens_in_rows[source],
+                tokens_dropped=tokens_in[source] + tokens_repeated[source] - tokens_in_rows[source],
+            )
+    return ledgers
 
 
 def write_dataset_dict(folder: Path, splits: Iterable[str]) -> None:
@@ -336,6 +351,7 @@ def write_dataset_dict(folder: Path, splits: Iterable[str]) -> None:
 
 
 def _has_labels(documents: SpooledDocuments, plan: RowPlan) -> bool:
+    """Return whether some tokens are not supervised, so that the rows need labels."""
     return documents.has_masks or plan.tokens_repeated > 0 or plan.tokens_padding > 0
 
 
@@ -346,19 +362,23 @@ def _int32(values: np.ndarray) -> "pyarrow.Array":
     return Array.from_buffers(int32(), len(values), [None, py_buffer(np.ascontiguousarray(values))])
 
 
-def _features(max_length: int, with_labels: bool) -> dict[str, Any]:
+def _features(max_length: int, *, with_labels: bool) -> dict[str, Any]:
     """Return the columns in the JSON form of ``datasets.Features``."""
     token = {"dtype": "int32", "_type": "Value"}
     row = {"feature": token, "length": max_length, "_type": "List"}
     features = {"input_ids": row, "document_starts": {"feature": token, "_type": "List"}}
-    return {**features, "labels": row} if with_labels else features
+    if with_labels:
+        features["labels"] = row
+    return features
 
 
 def _schema(features: dict[str, Any]) -> "pyarrow.Schema":
     import pyarrow
 
+    # a list of -1 elements is of variable length
     types = {name: pyarrow.list_(pyarrow.int32(), column.get("length", -1)) for name, column in features.items()}
-    return pyarrow.schema(types, metadata={"huggingface": json.dumps({"info": {"features": features}})})
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    return pyarrow.schema(types, metadata=metadata)
 
 
 def _state(split: str, names: list[str], fingerprint: str) -> dict[str, Any]:
@@ -383,17 +403,20 @@ def count_severed_chats(documents: SpooledDocuments, plan: RowPlan, is_chat: np.
 
     The model learns these tokens without the turns before them. ``is_chat`` is bool [documents].
     """
-    new = plan.starts + plan.repeated  # the first token of each piece that is not repeated
-    pieces = np.flatnonzero(is_chat[plan.order][plan.entries] & (new > 0))
+    new_starts = plan.starts + plan.repeated  # the first token of each piece that is not repeated
+    is_chat_of_piece = is_chat[plan.order][plan.entries]
+    pieces = np.flatnonzero(is_chat_of_piece & (new_starts > 0))
     is_severed = np.zeros(len(is_chat), dtype=bool)
     reader = SpoolReader(documents)
-    step = max(1, _TOKENS_PER_READ // plan.max_length)
-    for begin in range(0, len(pieces), step):
-        batch = pieces[begin : begin + step]
+    pieces_per_read = max(1, _TOKENS_PER_READ // plan.max_length)
+    for first in range(0, len(pieces), pieces_per_read):
+        batch = pieces[first : first + pieces_per_read]
+        chats = plan.documents(batch)
         lengths = (plan.lengths[batch] - plan.repeated[batch]).astype(np.int64)
         targets = np.cumsum(lengths) - lengths
         supervised = np.ones(int(lengths.sum()), dtype=np.uint8)
-        tokens = np.empty(len(supervised), dtype=np.int32)
-        reader.read(PiecesToCopy(plan.documents(batch), new[batch], lengths, targets), tokens, supervised)
-        is_severed[plan.documents(batch)[np.maximum.reduceat(supervised, targets) > 0]] = True
+        token_ids = np.empty(len(supervised), dtype=np.int32)
+        reader.read(PiecesToCopy(chats, new_starts[batch], lengths, targets), token_ids, supervised)
+        has_supervised = np.maximum.reduceat(supervised, targets) > 0
+        is_severed[chats[has_supervised]] = True
     return int(is_severed.sum())

@@ -1,6 +1,6 @@
 """The document index of a split: which documents are in which row, where each comes from, and how to find one.
 
-Four arrays lie beside the rows, in numpy's files, which are memory-mapped and never read as a whole::
+Four arrays are stored next to the rows, in numpy's files, which are memory-mapped and never read as a whole::
 
     train/index/documents.npy      DOCUMENT [documents], in the order in which they begin in the rows, then the others
                 rows.npy           ROW [rows + 1], the documents and continuations before each row
@@ -14,10 +14,8 @@ The names of files and sources are in ``manifest.json``: ``file`` counts the fil
 checksums.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ FOLDER = "index"
 # bytes: of its text in UTF-8; of a chat, of the content of its messages
 DOCUMENT = np.dtype([("file", "<u4"), ("row", "<u4"), ("tokens", "<u4"), ("bytes", "<u4")])
 ROW = np.dtype([("documents", "<u8"), ("continuations", "<u8")])
-# start: position of the piece's first token in the document; the first ``repeated`` tokens are in a row before as well
+# start: position of the piece's first token in the document; ``repeated`` tokens from there are in an earlier row too
 CONTINUATION = np.dtype([("document", "<u8"), ("start", "<u4"), ("repeated", "<u4"), ("ordinal", "<u4")])
 CHECKSUM = np.dtype("<u8")  # of a row
 ARRAYS = {"documents": DOCUMENT, "rows": ROW, "continuations": CONTINUATION}
@@ -53,19 +51,19 @@ class IndexedPieces:
     documents: np.ndarray
     starts: np.ndarray  # position of its first token in the document
     lengths: np.ndarray
-    repeated: np.ndarray  # tokens at its start that are in a row before as well
+    repeated: np.ndarray  # tokens at its start that are in an earlier row as well
     num_bytes: np.ndarray  # UTF-8 bytes of the tokens that are not repeated: the document's bytes, shared by tokens
 
 
 @dataclass(frozen=True)
 class DocumentOrigin:
-    """A document: the name of its source, its file (or split), the row there from 1, its tokens and UTF-8 bytes."""
+    """Where a document comes from, and its size."""
 
     source: str
-    file: str
-    row: int
+    file: str  # of a dataset, a split
+    row: int  # in the file, from 1
     num_tokens: int
-    num_bytes: int
+    num_bytes: int  # of the text in UTF-8
 
     def __str__(self) -> str:
         return f"{self.source}: {self.file}:{self.row}"
@@ -77,8 +75,8 @@ class SourceTable:
     def __init__(self, records: Sequence[SourceRecord]) -> None:
         self.names = tuple(dict.fromkeys(record.name for record in records))
         self._records = tuple(records)
-        numbers = {name: number for number, name in enumerate(self.names)}
-        self._sources = np.array([numbers[record.name] for record in records], dtype=np.int64)
+        indices = {name: index for index, name in enumerate(self.names)}
+        self._source_of_record = np.array([indices[record.name] for record in records], dtype=np.int64)
         self._first_files = np.cumsum([0, *(record.num_files for record in records)])
 
     @property
@@ -89,84 +87,127 @@ class SourceTable:
         """Return the sources of some files, int64, as indices of ``names``; InputError if there is no such file."""
         if (files >= self.num_files).any():
             raise InputError("the document index has a file that manifest.json does not list; tokenize again")
-        return self._sources[np.searchsorted(self._first_files, files, side="right") - 1]
+        records = np.searchsorted(self._first_files, files, side="right") - 1
+        return self._source_of_record[records]
+
+    def source_name(self, file: int) -> str:
+        """Return the name of the source that a file belongs to."""
+        (source,) = self.sources_of(np.array([file]))
+        return self.names[int(source)]
 
     def file_name(self, file: int) -> str:
         """Return the name of a file, with its folder as it was given."""
         record = int(np.searchsorted(self._first_files, file, side="right")) - 1
-        return self._records[record].file_name(file - int(self._first_files[record]))
+        file_of_record = file - int(self._first_files[record])
+        return self._records[record].file_name(file_of_record)
 
     def location(self, file: int, row: int) -> str:
         """Return where a document comes from, as SOURCE: FILE:ROW."""
-        return f"{self.names[int(self.sources_of(np.array([file]))[0])]}: {self.file_name(file)}:{row}"
+        return f"{self.source_name(file)}: {self.file_name(file)}:{row}"
 
 
 class DocumentIndex:
-    """The index of one split, read from disk as it is asked for; opening it takes the same time for any size.
+    """The index of one split, read from disk when it is asked for; opening it takes the same time for any size."""
 
-    ``checksums``, CHECKSUM [rows], are None if an older version wrote the index. ``num_documents`` is from the ledger.
-    InputError if a file is missing or damaged, or not as long as the manifest says.
-    """
-
-    documents: Any  # DOCUMENT [documents], ROW [rows + 1] and CONTINUATION [any number], arrays or joined ones
-    rows: Any
-    continuations: Any
-    checksums: Any
+    documents: Any  # DOCUMENT [documents], as an array or as joined records, like the other two
+    rows: Any  # ROW [rows + 1]
+    continuations: Any  # CONTINUATION [any number]
+    checksums: Any  # CHECKSUM [rows]; None if an older version wrote the index
 
     def __init__(self, folder: Path, sources: SourceTable, max_length: int, num_documents: int, num_rows: int) -> None:
+        """Open the index of the split ``folder``.
+
+        Args:
+            folder: the folder of the split.
+            sources: the names of sources and files.
+            max_length: tokens of a row.
+            num_documents: from the ledger.
+            num_rows: from the ledger.
+
+        Raises:
+            InputError: a file is missing or damaged, or not as long as the manifest says.
+        """
         self.sources = sources
-        self.documents, self.rows, self.continuations = (
-            map_array(folder / FOLDER / f"{name}.npy", dtype) for name, dtype in ARRAYS.items()
-        )
         self._folder = folder
         self._max_length = max_length
-        file = folder / FOLDER / CHECKSUMS
-        self.checksums = map_array(file, CHECKSUM) if file.exists() else None
-        num_sums = num_rows if self.checksums is None else len(self.checksums)
-        found = (len(self.documents), len(self.rows), num_sums)
-        expected = (num_documents, num_rows + 1, num_rows)
-        last = self.rows[-1] if len(self.rows) else np.zeros((), ROW)
-        if found != expected or last["continuations"] != len(self.continuations) or last["documents"] > num_documents:
-            raise InputError(f"{folder / FOLDER}: not the index of these rows and this manifest.json; tokenize again")
+        index_folder = folder / FOLDER
+        self.documents = map_array(index_folder / "documents.npy", DOCUMENT)
+        self.rows = map_array(index_folder / "rows.npy", ROW)
+        self.continuations = map_array(index_folder / "continuations.npy", CONTINUATION)
+        checksums_file = index_folder / CHECKSUMS
+        self.checksums = map_array(checksums_file, CHECKSUM) if checksums_file.exists() else None
+
+        lengths_match = len(self.documents) == num_documents and len(self.rows) == num_rows + 1
+        if self.checksums is not None:
+            lengths_match = lengths_match and len(self.checksums) == num_rows
+        end = self.rows[-1] if len(self.rows) else np.zeros((), ROW)
+        ends_match = end["continuations"] == len(self.continuations) and end["documents"] <= num_documents
+        if not lengths_match or not ends_match:
+            raise InputError(f"{index_folder}: not the index of these rows and this manifest.json; tokenize again")
 
     def pieces(self, rows: np.ndarray) -> IndexedPieces:
         """Return the pieces of documents in some rows, integers [R]; InputError if the index is damaged."""
+        # how many documents begin in each row, and how many are continued
         self._check((rows >= 0) & (rows + 1 < len(self.rows)))  # a file of rows may be another's
-        first = self.rows[rows]
-        last = self.rows[rows + 1]
-        for name, array in (("documents", self.documents), ("continuations", self.continuations)):
-            self._check((first[name] <= last[name]) & (last[name] <= len(array)))
-        num_begun, num_continued = (
-            last[name].astype(np.int64) - first[name].astype(np.int64) for name in ("documents", "continuations")
-        )
+        starts_of_rows = self.rows[rows]
+        ends_of_rows = self.rows[rows + 1]
+        first_documents, num_begun = self._ranges(starts_of_rows, ends_of_rows, "documents")
+        first_continuations, num_continued = self._ranges(starts_of_rows, ends_of_rows, "continuations")
         num_pieces = num_begun + num_continued
-        owners = np.repeat(np.arange(len(rows)), num_pieces)
+        rows_of_pieces = np.repeat(np.arange(len(rows)), num_pieces)
         first_pieces = np.cumsum(num_pieces) - num_pieces
-        found = self.continuations[joined_ranges(first["continuations"].astype(np.int64), num_continued)]
-        self._check(found["ordinal"] < np.repeat(num_pieces, num_continued))
-        self._check(found["document"] < len(self.documents))
-        at = np.repeat(first_pieces, num_continued) + found["ordinal"].astype(np.int64)
-        documents, starts, repeated = np.zeros((3, len(owners)), dtype=np.int64)
-        begins = np.ones(len(owners), dtype=bool)
-        begins[at] = False
-        self._check(begins.sum() == num_begun.sum())
-        documents[begins] = joined_ranges(first["documents"].astype(np.int64), num_begun)
-        documents[at] = found["document"]
-        starts[at] = found["start"]
-        repeated[at] = found["repeated"]
-        stored = self.documents[documents]
-        self._check(starts < stored["tokens"])
-        lengths = np.minimum(stored["tokens"] - starts, self._max_length)
-        before = np.cumsum(lengths) - lengths
-        positions = before - before[first_pieces][owners] if len(owners) else before
-        lengths = np.minimum(lengths, self._max_length - positions)  # concat cuts documents at the end of the row
-        ends = [position.astype(np.uint64) for position in (starts + repeated, starts + lengths)]
-        shares = [stored["bytes"].astype(np.uint64) * end // stored["tokens"] for end in ends]
-        num_bytes = (shares[1] - shares[0]).astype(np.int64)
-        return IndexedPieces(owners, positions, documents, starts, lengths, repeated, num_bytes)
 
-    def _check(self, are_right: np.ndarray) -> None:
-        if not np.all(are_right):
+        # put each continuation at its ordinal in its row, and the documents that begin between them
+        continuations = self.continuations[joined_ranges(first_continuations, num_continued)]
+        self._check(continuations["ordinal"] < np.repeat(num_pieces, num_continued))
+        self._check(continuations["document"] < len(self.documents))
+        continuing_pieces = np.repeat(first_pieces, num_continued) + continuations["ordinal"].astype(np.int64)
+        is_begun = np.ones(len(rows_of_pieces), dtype=bool)
+        is_begun[continuing_pieces] = False
+        self._check(is_begun.sum() == num_begun.sum())
+        documents = np.zeros(len(rows_of_pieces), dtype=np.int64)
+        starts = np.zeros(len(rows_of_pieces), dtype=np.int64)
+        repeated = np.zeros(len(rows_of_pieces), dtype=np.int64)
+        documents[is_begun] = joined_ranges(first_documents, num_begun)
+        documents[continuing_pieces] = continuations["document"]
+        starts[continuing_pieces] = continuations["start"]
+        repeated[continuing_pieces] = continuations["repeated"]
+
+        # a piece is as long as the document and the row allow
+        records = self.documents[documents]
+        self._check(starts < records["tokens"])
+        lengths = np.minimum(records["tokens"] - starts, self._max_length)
+        tokens_before = np.cumsum(lengths) - lengths
+        positions = tokens_before
+        if len(rows_of_pieces):
+            positions = tokens_before - tokens_before[first_pieces][rows_of_pieces]
+        lengths = np.minimum(lengths, self._max_length - positions)  # concat cuts documents at the end of the row
+
+        # the bytes up to a token are in proportion to its position
+        tokens_up_to_start = (starts + repeated).astype(np.uint64)
+        tokens_up_to_end = (starts + lengths).astype(np.uint64)
+        document_bytes = records["bytes"].astype(np.uint64)
+        bytes_up_to_start = document_bytes * tokens_up_to_start // records["tokens"]
+        bytes_up_to_end = document_bytes * tokens_up_to_end // records["tokens"]
+        num_bytes = (bytes_up_to_end - bytes_up_to_start).astype(np.int64)
+        return IndexedPieces(rows_of_pieces, positions, documents, starts, lengths, repeated, num_bytes)
+
+    def _ranges(self, starts_of_rows: np.ndarray, ends_of_rows: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first document or continuation of each row, and their number, int64 [R] each.
+
+        Args:
+            starts_of_rows: ROW [R].
+            ends_of_rows: ROW [R], of the rows after these.
+            name: "documents" or "continuations".
+        """
+        starts = starts_of_rows[name]
+        ends = ends_of_rows[name]
+        records = self.documents if name == "documents" else self.continuations
+        self._check((starts <= ends) & (ends <= len(records)))
+        return starts.astype(np.int64), ends.astype(np.int64) - starts.astype(np.int64)
+
+    def _check(self, is_right: np.ndarray) -> None:
+        if not np.all(is_right):
             raise InputError(f"{self._folder}: the document index is damaged; tokenize again")
 
     def source_numbers(self, documents: np.ndarray) -> np.ndarray:
@@ -176,24 +217,36 @@ class DocumentIndex:
     def count_by_source(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens and the bytes of each source in some rows, int64 [R, sources], without repeated tokens."""
         pieces = self.pieces(rows)
-        shape = (len(rows), len(self.sources.names))
-        cells = pieces.rows * shape[1] + self.source_numbers(pieces.documents)
-        tokens, num_bytes = (
-            np.bincount(cells, weights=values, minlength=shape[0] * shape[1]).astype(np.int64).reshape(shape)
-            for values in (pieces.lengths - pieces.repeated, pieces.num_bytes)
-        )
-        return tokens, num_bytes
+        num_sources = len(self.sources.names)
+        # a cell of the result as one number, so that one bincount fills it
+        cells = pieces.rows * num_sources + self.source_numbers(pieces.documents)
+        num_cells = len(rows) * num_sources
+        num_tokens = np.bincount(cells, weights=pieces.lengths - pieces.repeated, minlength=num_cells)
+        num_bytes = np.bincount(cells, weights=pieces.num_bytes, minlength=num_cells)
+        shape = (len(rows), num_sources)
+        return num_tokens.astype(np.int64).reshape(shape), num_bytes.astype(np.int64).reshape(shape)
 
     def main_sources(self) -> np.ndarray:
         """Return the source that has the most tokens of each row, int64 [rows]; reads the index of the whole split."""
-        rows = np.arange(len(self.rows) - 1)
-        parts = (rows[begin : begin + _ROWS_AT_ONCE] for begin in range(0, len(rows), _ROWS_AT_ONCE))
-        return np.concatenate([np.empty(0, int), *(self.count_by_source(part)[0].argmax(axis=1) for part in parts)])
+        num_rows = len(self.rows) - 1
+        main_sources = [np.empty(0, int)]
+        for start in range(0, num_rows, _ROWS_AT_ONCE):
+            rows = np.arange(start, min(start + _ROWS_AT_ONCE, num_rows))
+            num_tokens, _ = self.count_by_source(rows)
+            main_sources.append(num_tokens.argmax(axis=1))
+        return np.concatenate(main_sources)
 
     def origin(self, document: int) -> DocumentOrigin:
-        file, row, num_tokens, num_bytes = (int(value) for value in self.documents[document])
-        source = self.sources.names[int(self.sources.sources_of(np.array([file]))[0])]
-        return DocumentOrigin(source, self.sources.file_name(file), row, num_tokens, num_bytes)
+        """Return where a document comes from."""
+        record = self.documents[document]
+        file = int(record["file"])
+        return DocumentOrigin(
+            source=self.sources.source_name(file),
+            file=self.sources.file_name(file),
+            row=int(record["row"]),
+            num_tokens=int(record["tokens"]),
+            num_bytes=int(record["bytes"]),
+        )
 
 
 class JoinedIndex(DocumentIndex):
@@ -206,26 +259,34 @@ class JoinedIndex(DocumentIndex):
         self.sources = sources
         self._folder = parts.folder / split
         self._max_length = parts.record.max_length
-        placed: list[Segment] = []
-        left: list[Segment] = []
-        rows = []
-        continuations = []
-        checksums = []
-        file = document = continuation = 0
-        for number, part in enumerate(parts.record.parts):
+
+        # the segments of each array: a part's records, whose numbers continue those of earlier parts
+        documents_in_rows: list[Segment] = []
+        documents_in_no_row: list[Segment] = []
+        rows: list[Segment] = []
+        continuations: list[Segment] = []
+        checksums: list[Segment] = []
+        num_files = 0  # of earlier parts, as the next two
+        num_documents = 0
+        num_continuations = 0
+        for part_index, part in enumerate(parts.record.parts):
             if split in part.splits:
-                own = part.splits[split]
-                to_files = {"file": file, "row": part.rows_before}
-                placed.append(Segment(number, 0, own.placed, to_files))
-                left.append(Segment(number, own.placed, own.documents, to_files))
-                rows.append(Segment(number, 0, own.rows, {"documents": document, "continuations": continuation}))
-                continuations.append(Segment(number, 0, own.continuations, {"document": document}))
-                checksums.append(Segment(number, 0, own.rows, {}))
-                document = document + own.placed
-                continuation = continuation + own.continuations
-            file += part.num_files
-        rows[-1] = replace(rows[-1], end=rows[-1].end + 1)  # what comes before the end
-        self.documents = JoinedRecords(parts, split, "documents", DOCUMENT, [*placed, *left])
+                part_split = part.splits[split]
+                num_in_rows = part_split.placed
+                file_offsets = {"file": num_files, "row": part.rows_before}
+                row_offsets = {"documents": num_documents, "continuations": num_continuations}
+                documents_in_rows.append(Segment(part_index, 0, num_in_rows, file_offsets))
+                documents_in_no_row.append(Segment(part_index, num_in_rows, part_split.documents, file_offsets))
+                rows.append(Segment(part_index, 0, part_split.rows, row_offsets))
+                continuations.append(Segment(part_index, 0, part_split.continuations, {"document": num_documents}))
+                checksums.append(Segment(part_index, 0, part_split.rows, {}))
+                num_documents += num_in_rows
+                num_continuations += part_split.continuations
+            num_files += part.num_files
+        # the last record of the rows says where the last row ends
+        rows[-1] = replace(rows[-1], end=rows[-1].end + 1)
+
+        self.documents = JoinedRecords(parts, split, "documents", DOCUMENT, [*documents_in_rows, *documents_in_no_row])
         self.rows = JoinedRecords(parts, split, "rows", ROW, rows, begins_with_zeros=True)
         self.continuations = JoinedRecords(parts, split, "continuations", CONTINUATION, continuations)
         self.checksums = None
@@ -263,7 +324,8 @@ def altered_rows(
     rows: Iterable[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]], checksums: np.ndarray
 ) -> np.ndarray:
     """Return the indices of the rows, as :func:`row_checksum` takes them, that do not have these CHECKSUM [rows]."""
-    return np.flatnonzero(np.array([row_checksum(*row) for row in rows], dtype=CHECKSUM) != checksums)
+    current_checksums = np.array([row_checksum(*row) for row in rows], dtype=CHECKSUM)
+    return np.flatnonzero(current_checksums != checksums)
 
 
 def row_checksums(
@@ -274,90 +336,22 @@ def row_checksums(
     ``offsets`` are integers [R + 1]; row r has ``document_starts[offsets[r] : offsets[r + 1]]``.
     """
     num_rows = len(offsets) - 1
-    rows = input_ids.reshape(num_rows, -1)
-    of_labels = [None] * num_rows if labels is None else labels.reshape(num_rows, -1)
-    starts = (document_starts[begin:end] for begin, end in pairwise(offsets))
-    return np.array([row_checksum(*row) for row in zip(rows, of_labels, starts, strict=True)], dtype=CHECKSUM)
+    input_ids_of_rows = input_ids.reshape(num_rows, -1)
+    labels_of_rows = None if labels is None else labels.reshape(num_rows, -1)
+    checksums = np.empty(num_rows, dtype=CHECKSUM)
+    for row in range(num_rows):
+        row_labels = None if labels_of_rows is None else labels_of_rows[row]
+        row_starts = document_starts[offsets[row] : offsets[row + 1]]
+        checksums[row] = row_checksum(input_ids_of_rows[row], row_labels, row_starts)
+    return checksums
 
 
 def chunks(records: np.ndarray, show: ShowSearched) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the number of the first record and the records of one part of an array after another."""
-    for first in range(0, len(records), _RECORDS_PER_CHUNK):
-        part = records[first : first + _RECORDS_PER_CHUNK]
-        yield first, part
-        show(len(part))
+    """Yield the records of an array chunk by chunk, each with the number of its first record.
 
-
-def num_records(index: DocumentIndex) -> int:
-    """Return how many records a search for a document and for its rows reads."""
-    return len(index.documents) + len(index.continuations)
-
-
-def files_named(sources: SourceTable, name: str) -> dict[str, list[int]]:
-    """Return, by whole name, the numbers of files called ``name`` or else ending with ``/name``; one may come again."""
-    exact: dict[str, list[int]] = {}
-    ending: dict[str, list[int]] = {}
-    for file in range(sources.num_files):
-        whole = sources.file_name(file)
-        if whole == name or whole.endswith(f"/{name.removeprefix('./')}"):
-            (exact if whole == name else ending).setdefault(whole, []).append(file)
-    return exact or ending
-
-
-def find_documents(index: DocumentIndex, files: Sequence[int], row: int, show: ShowSearched) -> list[int]:
-    """Return the numbers of the documents at a row, from 1, of some files: several if it is packed several times."""
-    found: list[int] = []
-    for first, part in chunks(index.documents, show):
-        places = np.flatnonzero(part["row"] == row)
-        found += (first + places[np.isin(part["file"][places], files)]).tolist()
-    return found
-
-
-def find_rows(index: DocumentIndex, documents: Sequence[int], show: ShowSearched) -> dict[int, tuple[int, int]]:
-    """Return the rows that hold tokens of some documents, each with the number of these tokens and of repeated ones."""
-    rows = {_row_with(index.rows["documents"], document) for document in documents}
-    for first, part in chunks(index.continuations, show):
-        places = np.flatnonzero(np.isin(part["document"], np.array(documents, dtype=np.uint64)))
-        rows |= {_row_with(index.rows["continuations"], place) for place in (first + places).tolist()}
-    chosen = np.array(sorted(rows - {len(index.rows) - 1}), dtype=np.int64)  # those in no row follow the last one
-    pieces = index.pieces(chosen)
-    own = np.isin(pieces.documents, documents)
-    tokens, repeated = (
-        np.bincount(pieces.rows[own], weights=values[own], minlength=len(chosen)).astype(int).tolist()
-        for values in (pieces.lengths, pieces.repeated)
-    )
-    return dict(zip(chosen.tolist(), zip(tokens, repeated, strict=True), strict=True))
-
-
-def _row_with(first_of_rows: np.ndarray, number: int) -> int:
-    return bisect_right(first_of_rows, number) - 1  # reads only a few records; numpy's search may copy all
-
-
-def rows_of_sources(index: DocumentIndex, manifest: Manifest) -> dict[str, list[range]] | None:
-    """Return the rows that each source has, as ranges in their order; None if ``--weights`` mixed the sources.
-
-    A row is one of the source of its first token. Documents are in the order of the sources and their files, so the
-    file of a row's first document never decreases, and binary search finds where each source begins.
+    ``show`` is called with the length of each chunk after it was used.
     """
-    settings = [part.settings for part in manifest.parts] or [manifest.settings]
-    if any(one.weights for one in settings):
-        return None
-    rows: dict[str, list[range]] = {name: [] for name in index.sources.names}
-    first_files = np.cumsum([0, *(record.num_files for record in manifest.sources)])
-    for record, borders in zip(manifest.sources, pairwise(_first_rows(index, first_files)), strict=True):
-        if borders[0] < borders[1]:
-            rows[record.name].append(range(*borders))
-    return {name: ranges for name, ranges in rows.items() if ranges}
-
-
-def _first_rows(index: DocumentIndex, files: np.ndarray) -> list[int]:
-    """Return the first row whose first document is in a file or one after it, for each of some files [n]."""
-    low = np.zeros(len(files), np.int64)
-    high = np.full(len(files), len(index.rows) - 1)
-    while (open_ := low < high).any():
-        middle = (low + high)[open_] // 2
-        pieces = index.pieces(middle)
-        is_before = index.documents["file"][pieces.documents[pieces.positions == 0]] < files[open_]
-        low[open_] = np.where(is_before, middle + 1, low[open_])
-        high[open_] = np.where(is_before, high[open_], middle)
-    return low.tolist()
+    for start in range(0, len(records), _RECORDS_PER_CHUNK):
+        chunk = records[start : start + _RECORDS_PER_CHUNK]
+        yield start, chunk
+        show(len(chunk))

@@ -16,8 +16,8 @@ Packing = Literal["concat", "best_fit", "none"]
 class RowPlan:
     """The pieces of documents that make up rows of ``max_length`` tokens; 24 bytes per piece and 8 per row.
 
-    Row r holds the pieces ``row_offsets[r] : row_offsets[r + 1]``, joined from position 0 on. The rest of the row is
-    padding. The ``concat`` example of :func:`plan_rows`, three rows of five pieces::
+    Row r holds the pieces ``row_offsets[r] : row_offsets[r + 1]``, joined from position 0 on. What follows in the row
+    is padding. The ``concat`` example of :func:`plan_rows`, three rows of five pieces::
 
         row_offsets  0     2  3     5
         entries      0  1  1  1  2      abcd e | efghi | ij klm
@@ -33,9 +33,9 @@ class RowPlan:
     entries: np.ndarray  # int64 [pieces], the entry of ``order`` that the piece is cut from
     starts: np.ndarray  # int64 [pieces], the position of the piece's first token in its document
     lengths: np.ndarray  # int32 [pieces]
-    repeated: np.ndarray  # int32 [pieces], tokens at the piece's start that are also in the row or window before it
-    tokens_in: int
-    tokens_dropped: dict[str, int]  # tokens of these that are in no row, by reason
+    repeated: np.ndarray  # int32 [pieces], tokens at the piece's start that are also in the previous row or window
+    tokens_in: int  # tokens of the documents
+    tokens_dropped: dict[str, int]  # tokens of the documents that are in no row, by reason
 
     @property
     def num_rows(self) -> int:
@@ -78,8 +78,8 @@ def plan_rows(
     - ``best_fit`` fills rows with whole documents, and ``none`` gives each document a row of its own. Both first cut a
       document that is longer than a row into windows, and pad rows at the end.
 
-    A row or window that continues a document first repeats the ``overlap`` tokens before it, or fewer if the row before
-    holds fewer tokens of the document. Empty documents are skipped.
+    A row or window that continues a document first repeats the ``overlap`` tokens before it, or fewer if the previous
+    row holds fewer tokens of the document. Empty documents are skipped.
 
     Documents a b c d, e f g h i j and k l m in rows of 5, ``overlap`` 1, where ``·`` is padding::
 
@@ -92,9 +92,11 @@ def plan_rows(
     Args:
         lengths: int64 [documents], tokens in each document.
         order: int64 [any number], the documents to pack, in this order; a document may come several times.
+        packing: see above.
+        max_length: tokens of a row.
         overlap: less than ``max_length``.
-        sources: int64 [documents], the number of each document's source: ``best_fit`` puts no two into one row if a
-            source's documents follow each other in ``order``; None does not tell them apart. A row of ``none`` has one
+        sources: int64 [documents], the number of each document's source. ``best_fit`` does not mix sources in a row if
+            the documents of each source follow each other in ``order``; None allows it. A row of ``none`` has one
             document, and ``concat`` joins the last row of a source with the next one.
     """
     order = order[lengths[order] > 0]
@@ -103,13 +105,46 @@ def plan_rows(
     windows = _cut_windows(lengths, order, max_length, overlap)
     if packing == "none":
         return windows
-    return _fill_best(windows, np.zeros(len(windows.entries)) if sources is None else sources[order][windows.entries])
+    if sources is None:
+        sources_of_windows = np.zeros(len(windows.entries))
+    else:
+        sources_of_windows = sources[order][windows.entries]
+    return _pack_best_fit(windows, sources_of_windows)
 
 
 def joined_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the joined ranges ``start, start + 1, ..., start + length - 1``, int64 [sum of the lengths]."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+    ends = np.cumsum(lengths, dtype=np.int64)  # in the result
+    total = ends[-1] if len(ends) else 0
+    begins = ends - lengths
+    return np.arange(total) + np.repeat(starts - begins, lengths)
+
+
+class _RowsByRoom:
+    """Rows that are not full, in groups with equal room."""
+
+    def __init__(self, max_length: int) -> None:
+        self._groups: dict[int, list[np.ndarray]] = defaultdict(list)  # by room
+        self._has_room = np.zeros(max_length + 1, dtype=bool)  # whether there are rows with this room
+
+    def add(self, rows: np.ndarray, room: int) -> None:
+        """Add rows that each have ``room`` tokens left; full rows are forgotten."""
+        if len(rows) and room:
+            self._groups[room].append(rows)
+            self._has_room[room] = True
+
+    def pop_fullest(self, length: int) -> tuple[np.ndarray, int] | None:
+        """Take a group of the fullest rows with room for ``length`` tokens.
+
+        Returns:
+            The rows and their room; None if no row has enough.
+        """
+        room = length + int(self._has_room[length:].argmax())
+        if not self._has_room[room]:
+            return None
+        rows = self._groups[room].pop()
+        self._has_room[room] = bool(self._groups[room])
+        return rows, room
 
 
 def best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
@@ -120,82 +155,95 @@ def best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
     not depend on the order of the pieces. Pieces of one length are placed together in all rows with equal room, so the
     number of steps depends on the number of different lengths and hardly on the number of pieces.
 
-    ``lengths`` are integers [pieces] from 1 to ``max_length``.
+    Args:
+        lengths: integers [pieces] from 1 to ``max_length``.
+        max_length: tokens of a row.
     """
     max_length = min(max_length, int(lengths.sum()))  # a longer row would hold no more
-    by_length = np.argsort((max_length - lengths).astype(np.min_scalar_type(max_length)), kind="stable")  # radix sort
+    # small unsigned integers are sorted by radix sort, in linear time
+    sort_keys = (max_length - lengths).astype(np.min_scalar_type(max_length))
+    longest_first = np.argsort(sort_keys, kind="stable")
     counts = np.bincount(lengths)
     rows = np.empty(len(lengths), dtype=np.int64)
-    with_room: dict[int, list[np.ndarray]] = defaultdict(list)  # room → rows, in groups
-    is_room = np.zeros(max_length + 1, dtype=bool)
-    num_rows = placed = 0
-
-    def keep(group: np.ndarray, room: int) -> None:
-        if len(group) and room:
-            with_room[room].append(group)
-            is_room[room] = True
-
+    open_rows = _RowsByRoom(max_length)
+    num_rows = 0
+    num_placed = 0
     for length in np.flatnonzero(counts)[::-1].tolist():
-        left = int(counts[length])
-        while left:
-            room = length + int(is_room[length:].argmax())
-            if is_room[room]:
-                group = with_room[room].pop()
-                is_room[room] = bool(with_room[room])
+        num_remaining = int(counts[length])  # pieces of this length
+        while num_remaining:
+            # the fullest rows with room for such a piece, or new ones
+            fullest = open_rows.pop_fullest(length)
+            if fullest is not None:
+                group, room = fullest
             else:
                 room = max_length
-                group = np.arange(num_rows, num_rows - (-left // (max_length // length)))
-                num_rows += len(group)
+                pieces_per_new_row = max_length // length
+                num_new_rows = -(-num_remaining // pieces_per_new_row)  # rounded up
+                group = np.arange(num_rows, num_rows + num_new_rows)
+                num_rows += num_new_rows
+
             # a row that has just received a piece stays the best fit for the next one, as long as that fits
-            each = room // length
-            num_full = min(len(group), left // each)
-            rest = left % each if num_full < len(group) else 0
-            taken = num_full * each + rest
-            rows[by_length[placed : placed + taken]] = np.repeat(group[: num_full + (rest > 0)], each)[:taken]
-            keep(group[:num_full], room - each * length)
-            keep(group[num_full : num_full + 1] if rest else group[:0], room - rest * length)
-            keep(group[num_full + (rest > 0) :], room)
-            placed += taken
-            left -= taken
-    return _number_by_first(rows, num_rows)
+            pieces_per_row = room // length
+            num_full = min(len(group), num_remaining // pieces_per_row)  # rows that get as many as fit
+            num_in_next = 0  # pieces in the row after those, if pieces remain
+            if num_full < len(group):
+                num_in_next = num_remaining % pieces_per_row
+            num_used = num_full + (num_in_next > 0)
+            num_taken = num_full * pieces_per_row + num_in_next
+            pieces = longest_first[num_placed : num_placed + num_taken]
+            rows[pieces] = np.repeat(group[:num_used], pieces_per_row)[:num_taken]
+
+            open_rows.add(group[:num_full], room - pieces_per_row * length)
+            open_rows.add(group[num_full:num_used], room - num_in_next * length)
+            open_rows.add(group[num_used:], room)
+            num_placed += num_taken
+            num_remaining -= num_taken
+    return _number_by_first_piece(rows, num_rows)
 
 
-def _number_by_first(rows: np.ndarray, num_rows: int) -> np.ndarray:
-    first = np.empty(num_rows, dtype=np.int64)
-    first[rows[::-1]] = np.arange(len(rows))[::-1]  # of several assignments, numpy keeps the last
-    number = np.empty(num_rows, dtype=np.int64)
-    number[np.argsort(first)] = np.arange(num_rows)
-    return number[rows]
+def _number_by_first_piece(rows: np.ndarray, num_rows: int) -> np.ndarray:
+    """Return the row of each piece, int64 [pieces], after rows are renumbered in the order of their first pieces."""
+    first_pieces = np.empty(num_rows, dtype=np.int64)
+    pieces = np.arange(len(rows))
+    first_pieces[rows[::-1]] = pieces[::-1]  # of several assignments, numpy keeps the last
+    new_numbers = np.empty(num_rows, dtype=np.int64)
+    new_numbers[np.argsort(first_pieces)] = np.arange(num_rows)
+    return new_numbers[rows]
 
 
 def _cut_windows(lengths: np.ndarray, order: np.ndarray, max_length: int, overlap: int) -> RowPlan:
     """Give each document a row, or several windows if it is too long; each window has at least one new token."""
+    lengths = lengths[order]
     stride = max_length - overlap
-    num_windows = 1 + np.maximum(-((max_length - lengths[order]) // stride), 0)
+    num_additional = -((max_length - lengths) // stride)  # rounded up
+    num_windows = 1 + np.maximum(num_additional, 0)  # of each document
     entries = np.repeat(np.arange(len(order)), num_windows)
-    starts = np.arange(len(entries)) - np.repeat(np.cumsum(num_windows) - num_windows, num_windows)
-    starts *= stride
+    first_windows = np.cumsum(num_windows) - num_windows
+    window_in_document = np.arange(len(entries)) - np.repeat(first_windows, num_windows)
+    starts = window_in_document * stride
     return RowPlan(
         max_length=max_length,
         row_offsets=np.arange(len(entries) + 1),
         order=order,
         entries=entries,
         starts=starts,
-        lengths=np.minimum(lengths[order][entries] - starts, max_length).astype(np.int32),
+        lengths=np.minimum(lengths[entries] - starts, max_length).astype(np.int32),
         repeated=np.where(starts > 0, np.int32(overlap), np.int32(0)),
-        tokens_in=int(lengths[order].sum()),
+        tokens_in=int(lengths.sum()),
         tokens_dropped={},
     )
 
 
-def _fill_best(windows: RowPlan, sources: np.ndarray) -> RowPlan:
-    """Pack the windows of each stretch of one source, ``sources`` [windows], on their own."""
+def _pack_best_fit(windows: RowPlan, sources: np.ndarray) -> RowPlan:
+    """Pack several windows into each row; windows of different sources, ``sources`` [windows], are packed apart."""
     num_rows = 0
-    packed = [np.zeros(0, dtype=np.int64)]
-    for lengths in np.split(windows.lengths, np.flatnonzero(np.diff(sources)) + 1):
-        packed.append(num_rows + best_fit_decreasing(lengths, windows.max_length))
-        num_rows = int(packed[-1].max(initial=num_rows - 1)) + 1
-    rows = np.concatenate(packed)
+    rows_by_source = [np.zeros(0, dtype=np.int64)]
+    source_borders = np.flatnonzero(np.diff(sources)) + 1
+    for lengths in np.split(windows.lengths, source_borders):
+        rows = num_rows + best_fit_decreasing(lengths, windows.max_length)
+        rows_by_source.append(rows)
+        num_rows = int(rows.max(initial=num_rows - 1)) + 1
+    rows = np.concatenate(rows_by_source)
     row_offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))])
     by_row = np.argsort(rows, kind="stable")
     return replace(
@@ -209,50 +257,66 @@ def _fill_best(windows: RowPlan, sources: np.ndarray) -> RowPlan:
 
 
 def _plan_joined(lengths: np.ndarray, order: np.ndarray, max_length: int, overlap: int) -> RowPlan:
-    document_begins = np.cumsum(lengths[order])
-    tokens_in = int(document_begins[-1]) if len(order) else 0
-    document_begins -= lengths[order]
+    """Join the documents and cut the result into rows."""
+    # positions in the joined documents, in which no token is repeated
+    document_ends = np.cumsum(lengths[order])
+    tokens_in = int(document_ends[-1]) if len(order) else 0
+    document_begins = document_ends - lengths[order]
     row_begins, row_repeats = _cut_joined(document_begins, tokens_in, max_length, overlap)
+    end_of_rows = row_begins[-1]
+
     # a piece begins where a document or a row begins; a stable sort merges two sorted arrays in linear time
-    in_rows = document_begins[: np.searchsorted(document_begins, row_begins[-1])]
-    borders = np.sort(np.concatenate([in_rows, row_begins]), kind="stable")
+    documents_in_rows = document_begins[: np.searchsorted(document_begins, end_of_rows)]
+    borders = np.sort(np.concatenate([documents_in_rows, row_begins]), kind="stable")
     borders = borders[np.diff(borders, prepend=-1) > 0]
+    piece_begins = borders[:-1]
     piece_lengths = np.diff(borders).astype(np.int32)
     row_offsets = np.searchsorted(borders, row_begins)
-    entries = np.searchsorted(document_begins, borders[:-1], side="right") - 1
-    starts = borders[:-1] - document_begins[entries]
-    repeated = np.zeros(len(starts), dtype=np.int32)
+    entries = np.searchsorted(document_begins, piece_begins, side="right") - 1
+
+    # the first piece of a row begins earlier by the tokens that it repeats
+    repeated = np.zeros(len(piece_begins), dtype=np.int32)
     repeated[row_offsets[:-1]] = row_repeats
-    starts -= repeated
-    piece_lengths += repeated
     return RowPlan(
         max_length=max_length,
         row_offsets=row_offsets,
         order=order,
         entries=entries,
-        starts=starts,
-        lengths=piece_lengths,
+        starts=piece_begins - document_begins[entries] - repeated,
+        lengths=piece_lengths + repeated,
         repeated=repeated,
         tokens_in=tokens_in,
-        tokens_dropped={LAST_INCOMPLETE_ROW: tokens_in - int(row_begins[-1])},
+        tokens_dropped={LAST_INCOMPLETE_ROW: tokens_in - int(end_of_rows)},
     )
 
 
 def _cut_joined(
     document_begins: np.ndarray, num_tokens: int, max_length: int, overlap: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return where rows' new tokens begin and the last ends, int64 [rows + 1], and what rows repeat, int64 [rows]."""
+    """Cut joined documents into rows.
+
+    Args:
+        document_begins: int64 [documents], positions in the joined documents.
+        num_tokens: tokens of the joined documents.
+        max_length: tokens of a row.
+        overlap: the most tokens that a row repeats.
+
+    Returns:
+        The positions at which the new tokens of rows begin, and at which the last row ends, int64 [rows + 1]; and the
+        number of tokens that each row repeats, int64 [rows].
+    """
     if not overlap:
-        begins = np.arange(0, num_tokens + 1, max_length)
-        return begins, np.zeros(len(begins) - 1, dtype=np.int64)
-    row_begins = [0]
-    row_repeats = []
-    position = repeated = 0
-    while position + max_length - repeated <= num_tokens:
-        row_repeats.append(repeated)
-        position += max_length - repeated
-        row_begins.append(position)
+        row_begins = np.arange(0, num_tokens + 1, max_length)
+        return row_begins, np.zeros(len(row_begins) - 1, dtype=np.int64)
+    begins = [0]
+    repeats = []
+    position = 0
+    num_repeated = 0
+    while position + max_length - num_repeated <= num_tokens:
+        repeats.append(num_repeated)
+        position += max_length - num_repeated
+        begins.append(position)
         document = document_begins.searchsorted(position, side="right") - 1
-        # a document that began before this row has filled the whole row, and overlap is less than a row
-        repeated = min(overlap, position - int(document_begins[document]))
-    return np.array(row_begins), np.array(row_repeats, dtype=np.int64)
+        # a document that began in an earlier row has filled all of this row, and overlap is less than a row
+        num_repeated = min(overlap, position - int(document_begins[document]))
+    return np.array(begins), np.array(repeats, dtype=np.int64)

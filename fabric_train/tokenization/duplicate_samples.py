@@ -7,9 +7,9 @@ import numpy as np
 
 from fabric_train.cleaning.dropped import TEXT_CHARACTERS, DroppedText, Location, evenly_spaced
 from fabric_train.cleaning.near_duplicates import NearDuplicates
-from fabric_train.token_dataset.arrow_folder import PiecesToCopy, SpoolReader
 from fabric_train.token_dataset.document_index import SourceTable
 from fabric_train.token_dataset.manifest import DUPLICATE, NEAR_DUPLICATE
+from fabric_train.token_dataset.spooled_documents import PiecesToCopy, SpoolReader
 from fabric_train.tokenization.selection import Collection
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 

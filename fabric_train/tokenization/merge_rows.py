@@ -21,16 +21,9 @@ from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.regular_file import read_json
 from fabric_train.token_dataset.arrow_folder import write_dataset_dict, write_json
 from fabric_train.token_dataset.check_parts import check_parts
-from fabric_train.token_dataset.document_index import (
-    ARRAYS,
-    CHECKSUMS,
-    DocumentIndex,
-    SourceTable,
-    chunks,
-    open_index,
-    rows_of_sources,
-)
+from fabric_train.token_dataset.document_index import ARRAYS, CHECKSUMS, DocumentIndex, SourceTable, chunks, open_index
 from fabric_train.token_dataset.document_index import FOLDER as INDEX_FOLDER
+from fabric_train.token_dataset.document_search import rows_of_sources
 from fabric_train.token_dataset.manifest import FILE_NAME as MANIFEST_NAME
 from fabric_train.token_dataset.manifest import Manifest, MergedPart
 from fabric_train.token_dataset.parts import (

@@ -19,8 +19,8 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console, visible
 from fabric_train.data.row_documents import documents_in
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.token_dataset import document_index
-from fabric_train.token_dataset.document_index import DocumentIndex
+from fabric_train.token_dataset import document_search
+from fabric_train.token_dataset.document_index import DocumentIndex, open_index
 from fabric_train.token_dataset.manifest import Manifest
 from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
 from fabric_train.trace.run_history import RunHistory, Stretch
@@ -180,7 +180,7 @@ class _IndexedSplit:
 def _open_splits(dataset: TokenDataset) -> Iterator[_IndexedSplit]:
     manifest = dataset.manifest
     for name in manifest.ledger.splits if manifest else ("train",):
-        index = document_index.open_index(dataset.folder, manifest, name) if manifest else None
+        index = open_index(dataset.folder, manifest, name) if manifest else None
         if manifest is None or index is None:
             raise InputError(
                 f"{dataset.folder} has no document index, so its rows cannot be traced to documents: an older version "
@@ -192,7 +192,7 @@ def _open_splits(dataset: TokenDataset) -> Iterator[_IndexedSplit]:
 def _choose_files(splits: list[_IndexedSplit], name: str) -> dict[Path, tuple[str, list[int]]]:
     """Return by token dataset the whole name and the numbers of the file that ``name`` means."""
     tables = {split.dataset.folder: split.index.sources for split in splits}
-    matching = {folder: document_index.files_named(table, name) for folder, table in tables.items()}
+    matching = {folder: document_search.files_named(table, name) for folder, table in tables.items()}
     names = sorted({whole for files in matching.values() for whole in files})
     names = [name] if name in names else names
     if not names:
@@ -214,14 +214,14 @@ def _search(
     splits: list[_IndexedSplit], chosen: dict[Path, tuple[str, list[int]]], line: int, progress: Progress
 ) -> Iterator[IndexedDocument]:
     splits = [split for split in splits if split.dataset.folder in chosen]
-    task = progress.add_task("", total=sum(document_index.num_records(split.index) for split in splits))
+    task = progress.add_task("", total=sum(document_search.num_records(split.index) for split in splits))
     advance = partial(progress.advance, task)
     for split in splits:
         _, files = chosen[split.dataset.folder]
-        numbers = document_index.find_documents(split.index, files, line, advance)
+        numbers = document_search.find_documents(split.index, files, line, advance)
         if numbers:
             origin = split.index.origin(numbers[0])
-            rows = document_index.find_rows(split.index, numbers, advance)
+            rows = document_search.find_rows(split.index, numbers, advance)
             yield IndexedDocument(
                 dataset=str(split.dataset.folder),
                 split=split.name,

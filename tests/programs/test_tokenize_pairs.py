@@ -16,7 +16,7 @@ from fabric_train.data.token_dataset import open_dataset
 from fabric_train.inspection import __main__ as inspect
 from fabric_train.inspection.report import make_report
 from fabric_train.programs import tokenize_dataset
-from fabric_train.token_dataset.document_index import files_named, find_documents, find_rows
+from fabric_train.token_dataset.document_search import files_named, find_documents, find_rows
 from fabric_train.tokenization import merge as merging
 from fabric_train.tokenization.shards import ShardSizes
 from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary

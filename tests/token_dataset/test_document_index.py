@@ -24,13 +24,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.inspection import __main__ as inspect
 from fabric_train.reading.sources import split_names
 from fabric_train.token_dataset.arrow_folder import count_sources, write_index
-from fabric_train.token_dataset.document_index import (
-    DOCUMENT,
-    DocumentIndex,
-    SourceTable,
-    open_index,
-    row_checksums,
-)
+from fabric_train.token_dataset.document_index import DOCUMENT, DocumentIndex, SourceTable, open_index, row_checksums
 from fabric_train.token_dataset.manifest import SourceLedger, SourceRecord
 from fabric_train.tokenization import build, encoding, merge
 from fabric_train.tokenization.merge_rows import join_indexes

@@ -10,13 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from fabric_train.token_dataset import document_index
-from fabric_train.token_dataset.document_index import (
-    SourceTable,
-    files_named,
-    find_documents,
-    find_rows,
-    num_records,
-)
+from fabric_train.token_dataset.document_index import SourceTable
+from fabric_train.token_dataset.document_search import files_named, find_documents, find_rows, num_records
 from fabric_train.token_dataset.manifest import SourceFile, SourceRecord
 from tests.token_dataset.test_document_index import number_of_rows
 from tests.token_dataset.test_rows import Task, tasks

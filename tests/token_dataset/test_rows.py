@@ -14,15 +14,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from fabric_train.cli.errors import InputError
-from fabric_train.token_dataset.arrow_folder import (
-    SpooledDocuments,
-    SpooledFile,
-    write_dataset_dict,
-    write_split,
-)
+from fabric_train.token_dataset.arrow_folder import write_dataset_dict, write_split
 from fabric_train.token_dataset.document_index import row_checksum
 from fabric_train.token_dataset.manifest import LAST_INCOMPLETE_ROW
 from fabric_train.token_dataset.rows import Packing, RowPlan, best_fit_decreasing, plan_rows
+from fabric_train.token_dataset.spooled_documents import SpooledDocuments, SpooledFile
 from fabric_train.token_dataset.token_folder import open_splits
 
 PACKINGS: tuple[Packing, ...] = ("concat", "best_fit", "none")
@@ -338,7 +334,7 @@ def document_of(task: Task, token: int) -> int:
 
 
 def test_more_files_are_read_than_may_be_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fabric_train.token_dataset.arrow_folder._MAX_OPEN_FILES", 1)
+    monkeypatch.setattr("fabric_train.token_dataset.spooled_documents._MAX_OPEN_FILES", 1)
     documents = spool(tmp_path, [4] * 6, [(2, False), (2, False)])
     order = np.array([5, 0, 3, 1, 4, 2])
     write_split(tmp_path / "train", documents, plan_rows(documents.lengths, order, "concat", 4, 0), PAD)

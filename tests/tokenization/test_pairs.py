@@ -23,13 +23,9 @@ from fabric_train.inspection.split_check import PairSequences, pair_faults
 from fabric_train.reading.documents import BadRowError, EncodedDocument, LeftOut, Pair
 from fabric_train.reading.sources import open_sources
 from fabric_train.token_dataset import manifest
-from fabric_train.token_dataset.arrow_folder import (
-    SpooledDocuments,
-    SpooledFile,
-    write_dataset_dict,
-    write_split,
-)
+from fabric_train.token_dataset.arrow_folder import write_dataset_dict, write_split
 from fabric_train.token_dataset.rows import plan_rows
+from fabric_train.token_dataset.spooled_documents import SpooledDocuments, SpooledFile
 from fabric_train.token_dataset.token_folder import RowBatch
 from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 from fabric_train.tokenization.chats.formats import columns, detect_format, read_chat, read_pair

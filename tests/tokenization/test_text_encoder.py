@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.tokenizers import text_encoder
+from fabric_train.tokenization.tokenizers import gigatoken_json
 from fabric_train.tokenization.tokenizers.gigatoken_json import CharacterFinder
 from fabric_train.tokenization.tokenizers.parity_check import HARD_STRINGS, Reference, find_different_document
 from fabric_train.tokenization.tokenizers.parity_check import find_difference as find_difference_from
@@ -203,7 +203,7 @@ NFC = {"type": "NFC"}
 def test_nfc_gives_the_tokenizers_ids_also_for_new_marks(tmp_path: Path) -> None:
     file = byte_tokenizer(tmp_path / "tokenizer.json", "<eos>", normalizer=NFC)
     marks = {chr(code) for code in range(0x300, 0x1F000) if unicodedata.combining(chr(code))}
-    marks |= {chr(code) for code in text_encoder._NEW_IN_NFC}
+    marks |= {chr(code) for code in gigatoken_json._NEW_IN_NFC}
     composed = ["\U00011935\U00011930", "\U000105d2\u0307", "\U00016d69\U00016d67", "\u1100\u1161\u11a8"]
     texts = [f"a{mark}\u0338b\u0301{mark}" for mark in sorted(marks)]
     check_documents(file, Borders(None, 256), *texts, *composed, "e\u0301", "\u0338")
@@ -226,7 +226,7 @@ def test_symbols_of_the_newest_unicode_are_split_as_by_the_tokenizer(tmp_path: P
     splits += [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]
     pre_tokenizer = {"type": "Sequence", "pretokenizers": splits}
     file = byte_tokenizer(tmp_path / "tokenizer.json", "<eos>", pre_tokenizer=pre_tokenizer)
-    codes = [*text_encoder._NEW_SYMBOLS, *range(0x2000, 0x2C00), *range(0x1F000, 0x1FC00), *range(0xFB50, 0xFE00)]
+    codes = [*gigatoken_json._NEW_SYMBOLS, *range(0x2000, 0x2C00), *range(0x1F000, 0x1FC00), *range(0xFB50, 0xFE00)]
     check_documents(file, Borders(None, 256), *(f"{chr(code)}'S {chr(code)} 'S" for code in codes))
 
 
@@ -288,8 +288,8 @@ def test_the_libraries_differ_only_in_the_characters_that_are_set_apart() -> Non
     pattern = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     codes = [*range(0x80, 0x3000), *range(0xA000, 0xD800, 7), *range(0xE000, 0x20000, 3), *range(0x2A6D0, 0x34000, 41)]
-    known = CharacterFinder(text_encoder._NEW_CHARACTERS)
-    for code in {*codes, *text_encoder._NEW_CHARACTERS}:
+    known = CharacterFinder(gigatoken_json._NEW_CHARACTERS)
+    for code in {*codes, *gigatoken_json._NEW_CHARACTERS}:
         letter = chr(code)
         text = f"a{letter}a1{letter}1.{letter}."
         if not known.is_in(text.encode()):

@@ -113,10 +113,10 @@ def load_vocabulary(folder: Path) -> Vocabulary | None:
     named_tokens |= _read_named_tokens(folder / "tokenizer_config.json")
     named_ids: dict[str, int | None] = dict.fromkeys(_ROLES)
     for role, token_text in named_tokens.items():
-        token_id = tokenizer.token_to_id(token_text)
-        named_ids[role] = token_id
-        if token_id is not None:
-            special_tokens[token_id] = token_text
+        named_id = tokenizer.token_to_id(token_text)
+        named_ids[role] = named_id
+        if named_id is not None:
+            special_tokens[named_id] = token_text
     return Vocabulary(
         tokenizer=tokenizer,
         size=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
