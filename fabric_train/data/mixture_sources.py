@@ -8,7 +8,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.mixture import rows_of_shares, rows_of_token_shares
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.token_dataset.document_search import rows_of_sources
-from fabric_train.token_dataset.token_folder import JoinedSplit
+from fabric_train.token_dataset.joined_split import JoinedSplit
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from fabric_train.data.stored_split import LoadedSplit, StoredSplit, is_sound, l
 from fabric_train.files.regular_file import check_links
 from fabric_train.token_dataset import token_folder
 from fabric_train.token_dataset.document_index import DocumentIndex, JoinedIndex, SourceTable, altered_rows, open_index
+from fabric_train.token_dataset.joined_split import JoinedSplit, check_joined_splits
 from fabric_train.token_dataset.manifest import Manifest, read_manifest
 from fabric_train.token_dataset.parts import is_of_parts, open_parts
-from fabric_train.token_dataset.token_folder import JoinedSplit
 
 if TYPE_CHECKING:
     import datasets
@@ -337,7 +337,7 @@ def _open_dataset_of_parts(folder: Path, isolate_documents: bool) -> TokenDatase
     if manifest is None:
         raise InputError(f"{folder}: no manifest.json; merge the parts again")
     if global_rank() == 0:
-        token_folder.check_joined_splits(parts)
+        check_joined_splits(parts)
     sources = SourceTable(manifest.sources)
 
     def rows(name: str) -> Rows:

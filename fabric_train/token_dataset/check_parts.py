@@ -1,7 +1,7 @@
-"""Check that the files of all parts are as long as the merge read them, before anything is made of their rows.
+"""Check that the files of all parts are as long as they were when they were merged, before their rows are used.
 
-Sizes are in ``parts.json``, so no row is read: of each part its manifest, the sizes of its files of rows, and the
-heads of its index are. Changed content of the same size is found by the checksum of a row, when the row is read.
+Sizes are in ``parts.json``, so no row is read. Of each part, only its manifest, the sizes of its files of rows and the
+headers of its index are read. Changed content of the same size is found by the checksum of a row, when the row is read.
 """
 
 import os
@@ -16,12 +16,12 @@ from fabric_train.token_dataset.parts import TOKENIZE_AGAIN, Parts, PartSplit, m
 
 def check_parts(parts: Parts) -> None:
     """Raise an InputError that names the first file of a part that is missing, of another size, or damaged."""
-    for number, part in enumerate(parts.record.parts):
-        parts.check(number)
-        for name, split in part.splits.items():
-            folder = parts.folder_of(number) / name
-            for listed in split.files:
-                _check_size(folder / listed.name, listed.bytes)
+    for part_index, part in enumerate(parts.record.parts):
+        parts.check(part_index)
+        for split_name, split in part.splits.items():
+            folder = parts.folder_of(part_index) / split_name
+            for file in split.files:
+                _check_size(folder / file.name, file.bytes)
             _check_index(folder / FOLDER, split, has_checksums=parts.record.has_checksums)
 
 

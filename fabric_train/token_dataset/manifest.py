@@ -39,11 +39,11 @@ _TOLERATED_CUT = 0.05  # of all tokens
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that was read: path relative to its source's folder, size in bytes, SHA-256 in hexadecimal."""
+    """A file that was read."""
 
-    path: str
+    path: str  # relative to the folder of its source
     bytes: int
-    sha256: str
+    sha256: str  # in hexadecimal
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,9 @@ class SourceRecord:
     @property
     def documents_read(self) -> int | None:
         """The documents kept and skipped; None if an older version has not counted those."""
-        return None if self.documents_skipped is None else self.documents + sum(self.documents_skipped.values())
+        if self.documents_skipped is None:
+            return None
+        return self.documents + sum(self.documents_skipped.values())
 
     @property
     def hub_name(self) -> str:
@@ -92,10 +94,12 @@ class SourceRecord:
 
     def file_name(self, number: int) -> str:
         """Return the name of a file or split of it, counted from 0."""
-        if self.kind == "files":
-            path = self.files[number].path
-            return path if self.folder in (None, ".") else os.path.join(self.folder or "", path)
-        return f"{self.place} ({self.splits[number]})"
+        if self.kind != "files":
+            return f"{self.place} ({self.splits[number]})"
+        path = self.files[number].path
+        if self.folder in (None, "."):
+            return path
+        return os.path.join(self.folder or "", path)
 
 
 @dataclass(frozen=True)
@@ -117,8 +121,11 @@ class TokenizerRecord:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens at which generation has to stop: EOS, and those that end the turns of chats."""
-        of_template = () if self.end_of_turn_token_id is None else (self.end_of_turn_token_id,)
-        return tuple(dict.fromkeys((self.eos_token_id, *of_template, *self.turn_end_token_ids)))
+        token_ids = [self.eos_token_id]
+        if self.end_of_turn_token_id is not None:
+            token_ids.append(self.end_of_turn_token_id)
+        token_ids += self.turn_end_token_ids
+        return tuple(dict.fromkeys(token_ids))
 
 
 @dataclass(frozen=True)
@@ -172,18 +179,20 @@ class PairLedger:
 
     def describe(self, num_pairs: int) -> str:
         """Return the means over the ``num_pairs`` pairs of the split, in one line."""
-        chosen = self.chosen_tokens / num_pairs
-        rejected = self.rejected_tokens / num_pairs
-        parts = [
-            f"{num_pairs:,} with answers of {chosen:,.1f} tokens (chosen) and {rejected:,.1f} (rejected)",
-            f"the chosen one is longer in {self.chosen_longer / num_pairs:.1%}, as long in "
-            f"{self.equal_lengths / num_pairs:.1%}",
+        mean_chosen = self.chosen_tokens / num_pairs
+        mean_rejected = self.rejected_tokens / num_pairs
+        longer_share = self.chosen_longer / num_pairs
+        equal_share = self.equal_lengths / num_pairs
+        phrases = [
+            f"{num_pairs:,} with answers of {mean_chosen:,.1f} tokens (chosen) and {mean_rejected:,.1f} (rejected)",
+            f"the chosen one is longer in {longer_share:.1%}, as long in {equal_share:.1%}",
         ]
         if self.prefixes:
-            parts.append(f"one begins the other in {self.prefixes:,}")
+            phrases.append(f"one begins the other in {self.prefixes:,}")
         if self.rated:
-            parts.append(f"it is rated {self.rating_margin / self.rated:+.3g} above the other, {self.rated:,} rated")
-        return "; ".join(parts)
+            mean_margin = self.rating_margin / self.rated
+            phrases.append(f"it is rated {mean_margin:+.3g} above the other, {self.rated:,} rated")
+        return "; ".join(phrases)
 
 
 @dataclass(frozen=True)
@@ -220,47 +229,68 @@ class Ledger:
 
     def imbalances(self, max_length: int) -> list[str]:
         """Return one line for each sum that does not balance, in rows of ``max_length`` tokens."""
-        sampled = self.documents_kept + self.documents_repeated - self.documents_unsampled
-        sums = [
-            ("documents read", self.documents_read, self.documents_kept + sum(self.documents_skipped.values())),
-            ("documents sampled", sampled, sum(split.documents for split in self.splits.values())),
+        num_sampled = self.documents_kept + self.documents_repeated - self.documents_unsampled
+        num_packed = sum(split.documents for split in self.splits.values())
+        num_kept_or_skipped = self.documents_kept + sum(self.documents_skipped.values())
+        balances = [
+            _Balance("documents read", self.documents_read, num_kept_or_skipped),
+            _Balance("documents sampled", num_sampled, num_packed),
         ]
         for name, split in self.splits.items():
-            dropped = sum(split.tokens_dropped.values())
-            filled = split.tokens_in_rows + split.tokens_padding
-            placed = split.tokens_in_rows + dropped
-            sums.append((f"tokens into {name}", split.tokens_in + split.tokens_repeated, placed))
-            sums.append((f"tokens in rows of {name}", filled, split.rows * max_length))
+            tokens_in = split.tokens_in + split.tokens_repeated
+            tokens_out = split.tokens_in_rows + sum(split.tokens_dropped.values())
+            balances.append(_Balance(f"tokens into {name}", tokens_in, tokens_out))
+            num_filled = split.tokens_in_rows + split.tokens_padding
+            balances.append(_Balance(f"tokens in rows of {name}", num_filled, split.rows * max_length))
             if split.pairs is not None:
-                answers = split.pairs.chosen_tokens + split.pairs.rejected_tokens
-                sums.append((f"supervised tokens of {name}", split.tokens_supervised, answers))
-            sums += _sums_of_sources(name, split)
-        return [f"{name}: {total:,} is not {parts:,}" for name, total, parts in sums if total != parts]
+                num_answers = split.pairs.chosen_tokens + split.pairs.rejected_tokens
+                balances.append(_Balance(f"supervised tokens of {name}", split.tokens_supervised, num_answers))
+            balances += _balances_of_sources(name, split)
+        return [str(balance) for balance in balances if balance.left != balance.right]
 
 
-def _sums_of_sources(name: str, split: SplitLedger) -> list[tuple[str, int, int]]:
-    """Return what, a total of the split and its sum over the sources; nothing without a document index."""
+@dataclass(frozen=True)
+class _Balance:
+    """Two counts that have to be equal."""
+
+    name: str
+    left: int
+    right: int
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.left:,} is not {self.right:,}"
+
+
+def _balances_of_sources(split_name: str, split: SplitLedger) -> list[_Balance]:
+    """Return what must balance for each source of a split, and in the sums over them; nothing without an index."""
     if not split.sources:
         return []
-    sums = []
-    for source, one in split.sources.items():
-        placed = one.tokens_in_rows + one.tokens_dropped
-        sums.append((f"tokens of {source} into {name}", one.tokens_in + one.tokens_repeated, placed))
-    totals = {what: getattr(split, what) for what in ("documents", "tokens_in", "tokens_repeated", "tokens_in_rows")}
-    totals["tokens_dropped"] = sum(split.tokens_dropped.values())
-    for what, total in totals.items():
-        parts = sum(getattr(one, what) for one in split.sources.values())
-        sums.append((f"{what.replace('_', ' ')} of the sources of {name}", total, parts))
-    return sums
+    balances = []
+    for source_name, source in split.sources.items():
+        tokens_in = source.tokens_in + source.tokens_repeated
+        tokens_out = source.tokens_in_rows + source.tokens_dropped
+        balances.append(_Balance(f"tokens of {source_name} into {split_name}", tokens_in, tokens_out))
+    totals = {
+        "documents": split.documents,
+        "tokens_in": split.tokens_in,
+        "tokens_repeated": split.tokens_repeated,
+        "tokens_in_rows": split.tokens_in_rows,
+        "tokens_dropped": sum(split.tokens_dropped.values()),
+    }
+    for unit, total in totals.items():
+        sum_over_sources = sum(getattr(source, unit) for source in split.sources.values())
+        name = f"{unit.replace('_', ' ')} of the sources of {split_name}"
+        balances.append(_Balance(name, total, sum_over_sources))
+    return balances
 
 
 @dataclass(frozen=True)
 class MergedPart:
-    """A token dataset that was merged into this one; ``rows`` has its number of rows in each split."""
+    """A token dataset that was merged into this one."""
 
     name: str
     manifest_sha256: str
-    rows: dict[str, int]
+    rows: dict[str, int]  # by split
     settings: Settings
     versions: dict[str, str]
     cleaning: dict[str, Any] = field(default_factory=dict)
@@ -285,61 +315,69 @@ class Manifest:
     def imbalances(self) -> list[str]:
         """Return one line for each sum of the ledger, or of the documents skipped of the sources, that is wrong."""
         faults = self.ledger.imbalances(self.settings.max_length)
-        of_sources: Counter[str] = Counter()
+        skipped_by_reason: Counter[str] = Counter()
         for source in self.sources:
-            if source.documents_skipped is None:
+            if source.documents_skipped is None:  # an older version has not counted them
                 return faults
-            of_sources.update(source.documents_skipped)
-        for reason in {**self.ledger.documents_skipped, **of_sources}:
+            skipped_by_reason.update(source.documents_skipped)
+        for reason in {**self.ledger.documents_skipped, **skipped_by_reason}:
             total = self.ledger.documents_skipped.get(reason, 0)
-            if total != of_sources[reason]:
-                faults.append(f"documents skipped of the sources, {reason}: {total:,} is not {of_sources[reason]:,}")
+            balance = _Balance(f"documents skipped of the sources, {reason}", total, skipped_by_reason[reason])
+            if balance.left != balance.right:
+                faults.append(str(balance))
         return faults
 
     def losses(self) -> list[str]:
         """Return a line if more than 5 % of the tokens were cut off, and one if chats are cut by rows."""
-        cut = sum(self.ledger.tokens_cut.values())
-        total = cut + sum(source.tokens for source in self.sources)
-        severed = sum(split.chats_severed for split in self.ledger.splits.values())
-        documents = sum(split.documents for split in self.ledger.splits.values())
         losses = []
-        kind = "preference pairs" if self.has_pairs else "chats"
-        if cut > _TOLERATED_CUT * total:
+        num_cut = sum(self.ledger.tokens_cut.values())
+        num_tokens = num_cut + sum(source.tokens for source in self.sources)
+        if num_cut > _TOLERATED_CUT * num_tokens:
+            kind = "preference pairs" if self.has_pairs else "chats"
             losses.append(
-                f"{cut:,} of {total:,} tokens ({cut / total:.0%}) were cut off because {kind} are longer than a row of "
-                f"{self.settings.max_length:,}; give a larger --max_length"
+                f"{num_cut:,} of {num_tokens:,} tokens ({num_cut / num_tokens:.0%}) were cut off because {kind} are "
+                f"longer than a row of {self.settings.max_length:,}; give a larger --max_length"
             )
-        if severed:
+        num_severed = sum(split.chats_severed for split in self.ledger.splits.values())
+        num_documents = sum(split.documents for split in self.ledger.splits.values())
+        if num_severed:
             losses.append(
-                f"{severed:,} of {documents:,} documents are chats that continue in another row, where the model "
-                "learns turns without those before them; use --packing best_fit"
+                f"{num_severed:,} of {num_documents:,} documents are chats that continue in another row, where the "
+                "model learns turns without those before them; use --packing best_fit"
             )
         return losses
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest.json`` into ``folder``; the ledger of ``manifest`` must balance."""
+    """Write ``manifest.json`` into ``folder``; the ledger of ``manifest`` must balance.
+
+    In the file, the ledger has its splits and its totals side by side.
+    """
     imbalances = manifest.imbalances()
     assert not imbalances, imbalances
-    version = FORMAT_OF_PAIRS if manifest.has_pairs else FORMAT
-    content = {"format": version, **vars(manifest)}
+    format_version = FORMAT_OF_PAIRS if manifest.has_pairs else FORMAT
+    content = {"format": format_version, **vars(manifest)}
     totals = dict(vars(manifest.ledger))
     splits = {name: dict(vars(split)) for name, split in totals.pop("splits").items()}
+    # older versions know neither pairs nor parts
     if not manifest.has_pairs:
         del content["has_pairs"]
         for split in splits.values():
             del split["pairs"]
-    content["ledger"] = {**splits, **totals}
     if not manifest.parts:
         del content["parts"]
+    content["ledger"] = {**splits, **totals}
     (folder / FILE_NAME).write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 
 def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of ``folder``, None if it has none; InputError if it is damaged or does not balance."""
     manifest = load_manifest(folder)
-    if manifest and (imbalances := manifest.imbalances()):
-        raise InputError(*(f"{folder / FILE_NAME} is damaged: {one}; tokenize again" for one in imbalances))
+    if manifest is None:
+        return None
+    imbalances = manifest.imbalances()
+    if imbalances:
+        raise InputError(*(f"{folder / FILE_NAME} is damaged: {fault}; tokenize again" for fault in imbalances))
     return manifest
 
 
@@ -349,14 +387,16 @@ def load_manifest(folder: Path) -> Manifest | None:
     if not file.exists():
         return None
     content = read_json(file, dict, "tokenize again")
-    known = FORMAT_OF_PAIRS if content.get("has_pairs") is True else FORMAT
-    if (found := content.get("format")) != known:
-        raise InputError(f"{file} has format {found!r}, this version reads {known}; tokenize again")
+    expected_format = FORMAT_OF_PAIRS if content.get("has_pairs") is True else FORMAT
+    file_format = content.get("format")
+    if file_format != expected_format:
+        raise InputError(f"{file} has format {file_format!r}, this version reads {expected_format}; tokenize again")
     try:
-        ledger = content["ledger"]
-        of_totals = {one.name for one in fields(Ledger)} - {"splits"}
-        totals = {name: ledger.pop(name) for name in of_totals & ledger.keys()}
-        content["ledger"] = {"splits": ledger, **totals}
+        # in the file, the ledger has its splits and its totals side by side
+        splits = content["ledger"]
+        names_of_totals = {ledger_field.name for ledger_field in fields(Ledger)} - {"splits"}
+        totals = {name: splits.pop(name) for name in names_of_totals & splits.keys()}
+        content["ledger"] = {"splits": splits, **totals}
         manifest = parse_json(json.dumps(content), Manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{file}: damaged ({type(error).__name__}: {error}); tokenize again") from None

@@ -5,7 +5,7 @@
     whole/manifest.json            the ledger, the sources and the settings of all parts, as a full merge writes it
           parts.json               ``PartsRecord``: where the parts are, relative to this folder, and their counts
           tokenizer/
-          train/batches.npy        BATCH [record batches of all parts]: where each lies in its file
+          train/batches.npy        BATCH [record batches of all parts]: where each is in its file
           validation/batches.npy
           validation/sources.npy   uint32 [rows], the main source of each row; only with several sources
 
@@ -49,44 +49,38 @@ class PartFile:
 
 @dataclass(frozen=True)
 class PartSplit:
-    """A split of a part.
-
-    ``placed`` documents begin in its rows, and ``documents`` are in its index, which has so many ``continuations``.
-    ``source_rows`` are the rows of each source, as ranges; None if the sources are mixed in the rows.
-    """
+    """A split of a part."""
 
     rows: int
     tokens: int
-    documents: int
-    placed: int
-    continuations: int
+    documents: int  # in its index
+    placed: int  # documents that begin in its rows
+    continuations: int  # in its index
     has_labels: bool
     files: tuple[PartFile, ...]
     source_rows: dict[str, list[tuple[int, int]]] | None
+    """The rows of each source, as ranges; None if the sources are mixed in the rows."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A token dataset; ``path`` is relative to the folder of the parts.
+    """A token dataset that is part of another one."""
 
-    ``num_files`` are the files of its sources. The first one goes on with a file of a part before, and
-    ``rows_before`` of that file's rows are in parts before; 0 if it does not.
-    """
-
-    path: str
+    path: str  # relative to the folder of the parts
     manifest_sha256: str
-    num_files: int
+    num_files: int  # of its sources
     rows_before: int
+    """If the first of these files continues one of an earlier part: its rows in earlier parts; else 0."""
     splits: dict[str, PartSplit]
 
 
 @dataclass(frozen=True)
 class PartsRecord:
-    """The content of ``parts.json``; all rows have ``max_length`` tokens."""
+    """The content of ``parts.json``."""
 
-    max_length: int
-    has_borders: bool
-    has_checksums: bool
+    max_length: int  # tokens of each row
+    has_borders: bool  # whether rows have ``document_starts``
+    has_checksums: bool  # whether the indexes of all parts have checksums
     parts: tuple[Part, ...]
     format: int = _FORMAT
 
@@ -102,30 +96,37 @@ class Parts:
         return self.folder / self.record.parts[part].path
 
     def moved_to(self, folder: str) -> PartsRecord:
-        """Return the record of a copy whose parts lie in ``folder`` of it."""
-        parts = (replace(part, path=f"{folder}/{number:05d}") for number, part in enumerate(self.record.parts, 1))
-        return replace(self.record, parts=tuple(parts))
+        """Return the record of a copy whose parts are in its folder ``folder``."""
+        moved_parts = []
+        for number, part in enumerate(self.record.parts, start=1):
+            moved_parts.append(replace(part, path=f"{folder}/{number:05d}"))
+        return replace(self.record, parts=tuple(moved_parts))
 
     def check(self, part: int) -> None:
         """Raise an InputError if a part is missing or has another manifest. ``check_parts.py`` checks all of them."""
-        folder = self.folder_of(part)
-        wanted = self.record.parts[part].manifest_sha256
+        file = self.folder_of(part) / "manifest.json"
         try:
-            found = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
+            manifest_sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
         except (OSError, ValueError) as error:  # a ValueError for a path that no file can have
             raise_reached_limit(error)
-            reason = f"{folder / 'manifest.json'}: {error.strerror if isinstance(error, OSError) else error}"
-            raise InputError(f"{self._name(part)} is missing ({reason}); put it back, or {MERGE_AGAIN}") from None
-        if found != wanted:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise InputError(
-                f"{self._name(part)} has changed since the merge: {folder / 'manifest.json'} is another; put it back "
-                f"as it was, or {MERGE_AGAIN}"
+                f"{self._describe(part)} is missing ({file}: {reason}); put it back, or {MERGE_AGAIN}"
+            ) from None
+        if manifest_sha256 != self.record.parts[part].manifest_sha256:
+            raise InputError(
+                f"{self._describe(part)} has changed since the merge: {file} is another; put it back as it was, or "
+                f"{MERGE_AGAIN}"
             )
 
     def split_names(self) -> list[str]:
-        return list(dict.fromkeys(name for part in self.record.parts for name in part.splits))
+        """Return the names of all splits, in the order in which they first occur."""
+        names: dict[str, None] = {}
+        for part in self.record.parts:
+            names |= dict.fromkeys(part.splits)
+        return list(names)
 
-    def _name(self, part: int) -> str:
+    def _describe(self, part: int) -> str:
         return f"{self.folder}: part {part + 1} of {len(self.record.parts):,}, {self.record.parts[part].path},"
 
 
@@ -158,25 +159,23 @@ class _MappedIndex:
 
     def __init__(self, parts: Parts, split: str, part: int) -> None:
         self._parts = parts
-        self._split = split
         self._part = part
-        self._arrays: dict[str, tuple[np.ndarray, mmap.mmap]] = {}
+        self._folder = parts.folder_of(part) / split / "index"
+        self._arrays: dict[str, _MappedArray] = {}
 
-    def read(self, name: str, dtype: np.dtype, places: np.ndarray) -> np.ndarray:
+    def read(self, name: str, dtype: np.dtype, positions: np.ndarray) -> np.ndarray:
         """Return a copy of some records, so that no page of the file counts as memory of this process for long."""
         if name not in self._arrays:
-            file = self._parts.folder_of(self._part) / self._split / "index" / f"{name}.npy"
             try:
-                self._arrays[name] = _map_records(file, dtype, TOKENIZE_AGAIN)
+                self._arrays[name] = _map_records(self._folder / f"{name}.npy", dtype, TOKENIZE_AGAIN)
             except InputError:
                 self._parts.check(self._part)  # the whole part may be another, or gone
                 raise
-        array, mapped = self._arrays[name]
-        if len(places) and places.max() >= len(array):
-            folder = self._parts.folder_of(self._part) / self._split / "index"
-            raise InputError(f"{folder}: not the index of this part's rows; {TOKENIZE_AGAIN}")
-        records = array[places]
-        mapped.madvise(mmap.MADV_DONTNEED)
+        array = self._arrays[name]
+        if len(positions) and positions.max() >= len(array.records):
+            raise InputError(f"{self._folder}: not the index of this part's rows; {TOKENIZE_AGAIN}")
+        records = array.records[positions]
+        array.mapped.madvise(mmap.MADV_DONTNEED)
         return records
 
 
@@ -188,54 +187,65 @@ def _map_index(parts: Parts, split: str, part: int) -> _MappedIndex:
 def map_file(path: Path) -> mmap.mmap:
     """Return the memory map of a file; InputError if there is none."""
     try:
-        with path.open("rb") as opened:
-            return mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     except (OSError, ValueError) as error:
         raise_reached_limit(error)
         raise InputError(f"{path}: {first_line(error)}; {TOKENIZE_AGAIN}") from None
 
 
 def map_array(file: Path, dtype: np.dtype, fix: str = "tokenize again") -> np.ndarray:
-    """Return the records in a file of numpy, memory-mapped; InputError if it is missing or damaged."""
-    return _map_records(file, dtype, fix)[0]
+    """Return the records in a file of numpy, memory-mapped.
+
+    Raises:
+        InputError: the file is missing or damaged; the message ends with ``fix``.
+    """
+    return _map_records(file, dtype, fix).records
 
 
-def _map_records(file: Path, dtype: np.dtype, fix: str) -> tuple[np.ndarray, mmap.mmap]:
+@dataclass(frozen=True)
+class _MappedArray:
+    """A file of numpy."""
+
+    records: np.ndarray  # a view of the mapped file
+    mapped: mmap.mmap
+
+
+def _map_records(path: Path, dtype: np.dtype, fix: str) -> _MappedArray:
     """Map a file of numpy, which is opened once; ``numpy.load`` opens it twice."""
     try:
-        with file.open("rb") as opened:
-            np.lib.format.read_magic(opened)
-            shape, _, found = np.lib.format.read_array_header_1_0(opened)
-            begin = opened.tell()
-            mapped = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
-        if found != dtype or len(shape) != 1:
+        with path.open("rb") as file:
+            np.lib.format.read_magic(file)
+            shape, _, stored_dtype = np.lib.format.read_array_header_1_0(file)
+            header_length = file.tell()
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        if stored_dtype != dtype or len(shape) != 1:
             raise ValueError("it holds no records of the index")
-        records = np.frombuffer(mapped, dtype, shape[0], begin)
-        if begin + records.nbytes != len(mapped):
+        records = np.frombuffer(mapped, dtype, shape[0], header_length)
+        if header_length + records.nbytes != len(mapped):
             raise ValueError("it goes on after its last record")
-        return records, mapped
+        return _MappedArray(records, mapped)
     except FileNotFoundError:
-        raise InputError(f"{file}: the file is missing; {fix}") from None
+        raise InputError(f"{path}: the file is missing; {fix}") from None
     except (OSError, ValueError, EOFError, SyntaxError, TokenError) as error:  # numpy parses a header as Python
         raise_reached_limit(error)
-        raise InputError(f"{file}: damaged, {first_line(error)}; {fix}") from None
+        raise InputError(f"{path}: damaged, {first_line(error)}; {fix}") from None
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Records ``begin`` to ``end - 1`` of a part's array, to whose fields numbers are added."""
+    """The records ``begin`` to ``end - 1`` of a part's array."""
 
     part: int
     begin: int
     end: int
-    added: dict[str, int]
+    offsets: dict[str, int]  # added to the fields of the records, by name
 
 
 class JoinedRecords:
     """The records of an array in the document indexes of the parts, which are read like one array when asked for.
 
-    Indices are whole numbers, arrays of them, slices, or the name of a field. The first record of each part may be
-    known to be zeros.
+    Indices are integers, arrays of them, slices, or the name of a field.
     """
 
     def __init__(
@@ -245,57 +255,80 @@ class JoinedRecords:
         name: str,
         dtype: np.dtype,
         segments: Sequence[Segment],
+        *,
         begins_with_zeros: bool = False,
     ) -> None:
-        self._begins_with_zeros = begins_with_zeros
+        """Join the arrays of all parts.
+
+        Args:
+            parts: the parts.
+            split: the name of the split.
+            name: the name of the array.
+            dtype: the type of its records.
+            segments: which records of which part follow each other.
+            begins_with_zeros: whether the first record of each part is known to be zeros, and need not be read.
+        """
         self.dtype = dtype
         self._parts = parts
         self._split = split
         self._name = name
         self._segments = tuple(segments)
-        self._starts = np.array([0, *accumulate(one.end - one.begin for one in segments)])
+        self._begins_with_zeros = begins_with_zeros
+        self._segment_starts = np.array([0, *accumulate(segment.end - segment.begin for segment in segments)])
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return int(self._segment_starts[-1])
 
     def __getitem__(self, key: "str | int | slice | Sequence[int] | np.ndarray") -> "np.ndarray | JoinedField":
         return JoinedField(self, key) if isinstance(key, str) else self.at(key)
 
     def at(self, key: "int | slice | Sequence[int] | np.ndarray") -> np.ndarray:
+        """Return the records at some indices, in the shape of the indices."""
         if isinstance(key, slice):
             return self._read(np.arange(*key.indices(len(self))))
         indices = np.asarray(key)
-        found = self._read(indices.reshape(-1).astype(np.int64))
-        whole: np.ndarray = found.reshape(indices.shape) if indices.ndim else found[0]
-        return whole
+        records = self._read(indices.reshape(-1).astype(np.int64))
+        if indices.ndim == 0:
+            record: np.ndarray = records[0]
+            return record
+        return records.reshape(indices.shape)
 
     def _read(self, indices: np.ndarray) -> np.ndarray:
+        """Return the records at ``indices``, int64 [n]."""
         indices = np.where(indices < 0, indices + len(self), indices)
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"record {indices.max()} of {len(self)}")
-        found = np.empty(len(indices), self.dtype)
-        owners = np.searchsorted(self._starts, indices, side="right") - 1
-        for owner in np.unique(owners).tolist():
-            own = np.flatnonzero(owners == owner)
-            one = self._segments[owner]
-            records = self._records_of(one.part, indices[own] - self._starts[owner] + one.begin)
-            first = records["file"] == 0 if "file" in one.added else None
-            for name, number in one.added.items():
-                if name == "row":  # lines of a file that began in a part before
-                    records[name][first] += number
-                else:
-                    records[name] += number
-            found[own] = records
-        return found
+        all_records = np.empty(len(indices), self.dtype)
+        segment_indices = np.searchsorted(self._segment_starts, indices, side="right") - 1
+        for segment_index in np.unique(segment_indices).tolist():
+            segment = self._segments[segment_index]
+            positions = np.flatnonzero(segment_indices == segment_index)  # in the result
+            positions_in_segment = indices[positions] - self._segment_starts[segment_index]
+            records = self._read_part(segment.part, segment.begin + positions_in_segment)
+            _add_offsets(records, segment.offsets)
+            all_records[positions] = records
+        return all_records
 
-    def _records_of(self, part: int, places: np.ndarray) -> np.ndarray:
-        records = np.zeros(len(places), self.dtype)
-        unknown = places > 0 if self._begins_with_zeros else np.ones(len(places), bool)
-        if unknown.any():  # a row ends where the next one begins, which may be the first one of another part
-            own = places[unknown]
+    def _read_part(self, part: int, positions: np.ndarray) -> np.ndarray:
+        """Return the records of a part's array at ``positions``, int64 [n]."""
+        if not self._begins_with_zeros:
+            return _map_index(self._parts, self._split, part).read(self._name, self.dtype, positions)
+        records = np.zeros(len(positions), self.dtype)
+        is_unknown = positions > 0
+        if is_unknown.any():  # a row ends where the next one begins, which may be the first one of another part
             index = _map_index(self._parts, self._split, part)
-            records[unknown] = index.read(self._name, self.dtype, own)
+            records[is_unknown] = index.read(self._name, self.dtype, positions[is_unknown])
         return records
+
+
+def _add_offsets(records: np.ndarray, offsets: dict[str, int]) -> None:
+    """Add numbers to the fields of a part's records; to rows only in the first file, which began in an earlier part."""
+    is_first_file = records["file"] == 0 if "file" in offsets else None
+    for name, offset in offsets.items():
+        if name == "row":
+            records[name][is_first_file] += offset
+        else:
+            records[name] += offset
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,9 @@
-"""Read the rows of a token dataset, in one folder or of parts, without importing ``datasets``.
+"""Open a token dataset and read all rows of a split in batches of flat arrays, without importing ``datasets``."""
 
-``Split`` reads all rows of a split in batches of flat arrays, ``JoinedSplit`` some rows of parts.
-"""
-
-import functools
 import mmap
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +12,8 @@ import pyarrow as pa
 
 from fabric_train.cli.errors import InputError, first_line, missing_folder, raise_reached_limit
 from fabric_train.files.regular_file import check_file_name, read_json
-from fabric_train.token_dataset.check_parts import check_parts
-from fabric_train.token_dataset.parts import (
-    BATCH,
-    BATCHES,
-    FILE_NAME,
-    MAIN_SOURCES,
-    MERGE_AGAIN,
-    MOST_OPEN,
-    TOKENIZE_AGAIN,
-    Parts,
-    is_of_parts,
-    map_array,
-    map_file,
-    open_parts,
-)
+from fabric_train.token_dataset.joined_split import check_joined_splits
+from fabric_train.token_dataset.parts import is_of_parts, open_parts
 
 _TOKENS_PER_BATCH = 1 << 20  # bounds memory, however large the record batches in the files are
 
@@ -42,44 +23,44 @@ def without_read_ahead() -> Iterator[None]:
     """Let ``datasets`` map files by :func:`map_table` here, and the kernel read ahead again afterwards.
 
     pyarrow's own memory map tells the kernel that it will need every batch (``madvise``), so a dataset of 1 TB would be
-    read as a whole when it is opened. ``datasets`` offers no other way to open a file.
+    read as a whole when it is opened. ``datasets`` offers no other way to open a file, so its function is replaced.
     """
     from datasets import table as tables  # slow, and not needed for ``map_table``
 
     maps: list[mmap.mmap] = []
 
-    def map_file(file: str) -> pa.Table:
-        table, mapped = map_table(file)
+    def map_without_read_ahead(path: str) -> pa.Table:
+        table, mapped = map_table(path)
         maps.append(mapped)
         return table
 
-    theirs = tables._memory_mapped_arrow_table_from_file
-    tables._memory_mapped_arrow_table_from_file = map_file
+    original_function = tables._memory_mapped_arrow_table_from_file
+    tables._memory_mapped_arrow_table_from_file = map_without_read_ahead
     try:
         yield
     finally:
-        tables._memory_mapped_arrow_table_from_file = theirs
+        tables._memory_mapped_arrow_table_from_file = original_function
         for mapped in maps:
             mapped.madvise(mmap.MADV_NORMAL)
 
 
-def map_table(file: str | Path) -> tuple[pa.Table, mmap.mmap]:
+def map_table(path: str | Path) -> tuple[pa.Table, mmap.mmap]:
     """Return the table of an Arrow stream file, OSError or ValueError if it is damaged, and its memory map."""
-    with open(file, "rb") as opened:
-        mapped = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     mapped.madvise(mmap.MADV_RANDOM)
-    return pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(mapped))).read_all(), mapped
+    reader = pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(mapped)))
+    return reader.read_all(), mapped
 
 
 @dataclass(frozen=True)
 class RowBatch:
     """Consecutive rows of a split, joined; row i is ``input_ids[offsets[i] : offsets[i + 1]]``.
 
-    ``labels``, ``document_starts`` and ``start_rows`` are None if the split has no such column. Without labels each
-    token is its own label.
+    Columns that the split does not have are None. Without labels each token is its own label.
     """
 
-    first_row: int
+    first_row: int  # the number of the first row in the split
     input_ids: np.ndarray  # integers [N]
     offsets: np.ndarray  # int64 [rows + 1], from 0 to N
     labels: np.ndarray | None  # integers [N]
@@ -99,32 +80,36 @@ class Split:
     def batches(self) -> Iterator[RowBatch]:
         """Yield the rows in batches of about a million tokens; InputError if a file is damaged."""
         columns = [name for name in ("input_ids", "labels", "document_starts") if name in self.schema.names]
-        row = 0
+        first_row = 0
         for file in self.files:
-            for stored in read_arrow(file):
-                there = stored.schema.names  # a part may lack labels
-                batch = stored.select([name for name in columns if name in there])
-                tokens_per_row = max(1, len(batch.column("input_ids").flatten()) // max(1, batch.num_rows))
-                step = max(1, _TOKENS_PER_BATCH // tokens_per_row)
-                for start in range(0, batch.num_rows, step):
-                    part = _row_batch(batch.slice(start, step), row, file)
-                    row += len(part.offsets) - 1
-                    yield part
+            for record_batch in read_arrow(file):
+                # a part may lack labels
+                stored_columns = [name for name in columns if name in record_batch.schema.names]
+                record_batch = record_batch.select(stored_columns)
+                num_tokens = len(record_batch.column("input_ids").flatten())
+                tokens_per_row = max(1, num_tokens // max(1, record_batch.num_rows))
+                rows_per_batch = max(1, _TOKENS_PER_BATCH // tokens_per_row)
+                for start in range(0, record_batch.num_rows, rows_per_batch):
+                    row_batch = _row_batch(record_batch.slice(start, rows_per_batch), first_row, file)
+                    first_row += len(row_batch.offsets) - 1
+                    yield row_batch
 
     def read_rows(self, rows: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield the ``input_ids`` of some rows, whose numbers ascend; the others are not read."""
-        first = 0
+        """Yield the ``input_ids`` of some rows, whose numbers ascend; other rows are not read."""
+        first_row = 0  # of the record batch
         for file in self.files:
             with _naming(file):
                 table, _ = map_table(file)
-            for batch in table.select(["input_ids"]).to_batches():
+            for record_batch in table.select(["input_ids"]).to_batches():
                 with _naming(file):
-                    batch.validate(full=True)
-                inside = rows[slice(*np.searchsorted(rows, (first, first + batch.num_rows)))] - first
-                if len(inside):
-                    ids, offsets = _flat(batch.take(pa.array(inside)), "input_ids", file)
-                    yield from np.split(ids, offsets[1:-1])
-                first += batch.num_rows
+                    record_batch.validate(full=True)
+                end_row = first_row + record_batch.num_rows
+                start, end = np.searchsorted(rows, (first_row, end_row))
+                if start < end:
+                    rows_in_batch = pa.array(rows[start:end] - first_row)
+                    token_ids, offsets = _flatten(record_batch.take(rows_in_batch), "input_ids", file)
+                    yield from np.split(token_ids, offsets[1:-1])
+                first_row = end_row
 
 
 def open_splits(folder: Path) -> dict[str, Split]:
@@ -132,13 +117,14 @@ def open_splits(folder: Path) -> dict[str, Split]:
 
     The splits of a token dataset of parts have the files of all parts.
     """
-    listing = folder / "dataset_dict.json"
     if is_of_parts(folder):
-        parts = open_parts(folder)
-        joined = check_joined_splits(parts)
-        return {name: Split(name, split.files, split.schema(), len(split)) for name, split in joined.items()}
+        splits = {}
+        for name, joined_split in check_joined_splits(open_parts(folder)).items():
+            splits[name] = Split(name, joined_split.files, joined_split.schema(), len(joined_split))
+        return splits
     if not folder.is_dir():
         raise InputError(f"{folder}: {missing_folder(folder)}; give the --output_dir of fabric-train tokenize")
+    listing = folder / "dataset_dict.json"
     if not listing.is_file():
         fault = "no dataset_dict.json in it"
         fix = "give the --output_dir of fabric-train tokenize"
@@ -173,15 +159,17 @@ def check_listed_files(folder: Path, fix: str) -> None:
         splits = [folder / check_file_name(name, listing) for name in _read_list(listing, "splits", fix)]
     for split in splits:
         read_json(split / "dataset_info.json", dict, fix)
-        for file in _read_list(split / "state.json", "_data_files", fix):
-            check_file_name(file.get("filename") if isinstance(file, dict) else file, split / "state.json")
+        state = split / "state.json"
+        for file in _read_list(state, "_data_files", fix):
+            name = file.get("filename") if isinstance(file, dict) else file
+            check_file_name(name, state)
 
 
-def read_arrow(file: Path) -> Iterator[pa.RecordBatch]:
+def read_arrow(path: Path) -> Iterator[pa.RecordBatch]:
     """Yield the record batches of an arrow file, memory-mapped; InputError if the file is missing or damaged."""
-    with _naming(file), pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as reader:
+    with _naming(path), pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as reader:
         for batch in reader:
-            batch.validate(full=True)  # pyarrow would abort the process at a list that lies outside of its values
+            batch.validate(full=True)  # pyarrow would abort the process at a list that is outside of its values
             yield batch
 
 
@@ -198,21 +186,24 @@ def _naming(file: Path) -> Iterator[None]:
 
 
 def _open_split(folder: Path, name: str) -> Split:
-    listing = folder / name / "state.json"
-    _read_json(folder / name / "dataset_info.json", "features")
-    _read_json(listing, "_fingerprint")
-    listed = _read_list(listing, "_data_files")
+    """Open a split of a token dataset; InputError if a file is missing or damaged, or has other columns."""
+    # the files that datasets reads, too
+    state = folder / name / "state.json"
+    _read_key(folder / name / "dataset_info.json", "features")
+    _read_key(state, "_fingerprint")
+    listed_files = _read_list(state, "_data_files")
     try:
-        files = tuple(folder / name / check_file_name(file["filename"], listing) for file in listed)
+        files = tuple(folder / name / check_file_name(file["filename"], state) for file in listed_files)
     except (TypeError, KeyError):
-        raise InputError(f"{listing}: damaged, it lists no files; tokenize again") from None
+        raise InputError(f"{state}: damaged, it lists no files; tokenize again") from None
+    # the files of rows
     schema = pa.schema([])
     num_rows = 0
     for file in files:
         with _naming(file):
             table, _ = map_table(file)
         schema = table.schema
-        num_rows = num_rows + table.num_rows
+        num_rows += table.num_rows
     if not num_rows:
         raise InputError(f"{folder / name}: no rows; leave the split out or tokenize again")
     _check_columns(schema, folder / name)
@@ -225,30 +216,44 @@ def _check_columns(schema: pa.Schema, folder: Path) -> None:
         columns = ", ".join(schema.names)
         raise InputError(f"{folder}: no column input_ids, only {columns}; tokenize with fabric-train tokenize")
     for name in ("input_ids", "labels", "document_starts"):
-        if name in schema.names:
-            kind = schema.field(name).type
-            is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-            if not is_list or not pa.types.is_integer(kind.value_type):
-                raise InputError(
-                    f"{folder}: column {name} holds {kind}, not lists of integers; tokenize with fabric-train tokenize"
-                )
+        if name not in schema.names:
+            continue
+        column_type = schema.field(name).type
+        is_list = (
+            pa.types.is_list(column_type)
+            or pa.types.is_large_list(column_type)
+            or pa.types.is_fixed_size_list(column_type)
+        )
+        if not is_list or not pa.types.is_integer(column_type.value_type):
+            fault = f"column {name} holds {column_type}, not lists of integers"
+            raise InputError(f"{folder}: {fault}; tokenize with fabric-train tokenize")
 
 
 def _row_batch(batch: pa.RecordBatch, first_row: int, file: Path) -> RowBatch:
-    input_ids, offsets = _flat(batch, "input_ids", file)
-    labels = starts = start_rows = None
+    """Return a record batch as flat arrays.
+
+    Args:
+        batch: rows of a split.
+        first_row: the number of its first row in the split.
+        file: the file that it was read from, for errors.
+    """
+    input_ids, offsets = _flatten(batch, "input_ids", file)
+    labels = None
     if "labels" in batch.schema.names:
-        labels, label_offsets = _flat(batch, "labels", file)
-        if not np.array_equal(label_offsets, offsets):
-            row = first_row + int((label_offsets != offsets).argmax()) - 1
+        labels, label_offsets = _flatten(batch, "labels", file)
+        differs = label_offsets != offsets
+        if differs.any():
+            row = first_row + int(differs.argmax()) - 1  # offset i + 1 is the end of row i
             raise InputError(f"{file}: row {row} has more or fewer labels than input_ids; tokenize again")
+    document_starts = None
+    start_rows = None
     if "document_starts" in batch.schema.names:
-        starts, start_offsets = _flat(batch, "document_starts", file)
+        document_starts, start_offsets = _flatten(batch, "document_starts", file)
         start_rows = np.repeat(np.arange(batch.num_rows), np.diff(start_offsets))
-    return RowBatch(first_row, input_ids, offsets, labels, starts, start_rows)
+    return RowBatch(first_row, input_ids, offsets, labels, document_starts, start_rows)
 
 
-def _flat(batch: pa.RecordBatch, name: str, file: Path) -> tuple[np.ndarray, np.ndarray]:
+def _flatten(batch: pa.RecordBatch, name: str, file: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return a column of lists as one joined array, and int64 [rows + 1], where each list begins and the last ends."""
     column = batch.column(name)
     values = column.flatten()
@@ -258,187 +263,21 @@ def _flat(batch: pa.RecordBatch, name: str, file: Path) -> tuple[np.ndarray, np.
         offsets = np.arange(len(column) + 1, dtype=np.int64) * column.type.list_size
     else:
         offsets = column.offsets.to_numpy().astype(np.int64)
-        offsets = offsets - offsets[0]
+        offsets = offsets - offsets[0]  # a slice begins in the middle of the values
     return values.to_numpy(zero_copy_only=False), offsets
 
 
 def _read_list(file: Path, key: str, fix: str = "tokenize again") -> list[Any]:
-    content = _read_json(file, key, fix)
+    """Return the list under ``key`` in a JSON file; InputError, ending with ``fix``, if there is none."""
+    content = _read_key(file, key, fix)
     if not isinstance(content, list):
         raise InputError(f"{file}: damaged, {key} is not a list; {fix}")
     return content
 
 
-def _read_json(file: Path, key: str, fix: str = "tokenize again") -> Any:
+def _read_key(file: Path, key: str, fix: str = "tokenize again") -> Any:
+    """Return the value under ``key`` in a JSON file; InputError, ending with ``fix``, if there is none."""
     content = read_json(file, dict, fix)
     if key not in content:
         raise InputError(f"{file}: damaged (no {key}); {fix}")
     return content[key]
-
-
-def check_joined_splits(parts: Parts) -> "dict[str, JoinedSplit]":
-    """Return the splits of a token dataset of parts; InputError if a file is missing, damaged or of another length."""
-    check_parts(parts)
-    joined = {name: JoinedSplit(parts, name) for name in parts.split_names()}
-    for split in joined.values():
-        split.check()
-    return joined
-
-
-class JoinedSplit:
-    """The rows of a split of all parts, one part after the other."""
-
-    def __init__(self, parts: Parts, name: str) -> None:
-        self.parts = parts
-        self.name = name
-        self._splits = [
-            (number, part.splits[name]) for number, part in enumerate(parts.record.parts) if name in part.splits
-        ]
-        self._files = [(number, listed) for number, split in self._splits for listed in split.files]
-        self._starts = [0, *accumulate(split.rows for _, split in self._splits)]
-        self.row_length: np.ndarray | int = parts.record.max_length
-        labels = ["labels"] * any(split.has_labels for _, split in self._splits)
-        self.column_names = ["input_ids", *(["document_starts"] * parts.record.has_borders), *labels]
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files of the rows, in the order of the rows."""
-        return tuple(self.path(number) for number in range(len(self._files)))
-
-    def check(self) -> None:
-        """Raise an InputError if the list of record batches, or of main sources, is not that of the parts' files."""
-        batches = self._batches
-        files = batches["file"].astype(np.int64)
-        if (np.diff(files) < 0).any():  # the last one is the last of the files, see ``_batches``
-            raise self._damaged()
-        sizes = np.array([listed.bytes for _, listed in self._files], np.uint64)
-        rows = batches["row"]
-        rows_are_right = (rows[1:] >= rows[:-1]).all() and rows[-1] <= len(self)
-        if not rows_are_right or (batches["offset"] >= sizes[files]).any():
-            raise self._damaged()
-        sources = self.main_sources()
-        if sources is not None and len(sources) != len(self):
-            file = self.parts.folder / self.name / MAIN_SOURCES
-            raise InputError(f"{file}: {len(sources):,} records instead of {len(self):,}; {MERGE_AGAIN}")
-
-    def path(self, file: int) -> Path:
-        part, listed = self._files[file]
-        return self.parts.folder_of(part) / self.name / listed.name
-
-    def schema(self) -> pa.Schema:
-        """Return the schema of the first file that has all columns."""
-        has_labels = (split.has_labels for _, split in self._splits for _ in split.files)
-        chosen = next(file for file, has in enumerate(has_labels) if has == ("labels" in self.column_names))
-        return _map_rows(self, chosen).schema
-
-    def place(self, row: int) -> tuple[Path, int]:
-        """Return the file that has a row, and the row's number in it."""
-        batch = self._batch_of(row)
-        file = int(self._batches["file"][batch])
-        first = batch
-        while first and self._batches["file"][first - 1] == file:
-            first -= 1
-        return self.path(file), row - int(self._batches["row"][first])
-
-    def main_sources(self) -> np.ndarray | None:
-        """Return the main source of each row, uint32 [rows]; None if the merge has not written it."""
-        file = self.parts.folder / self.name / MAIN_SOURCES
-        return map_array(file, np.dtype("<u4"), MERGE_AGAIN) if file.is_file() else None
-
-    def source_rows(self) -> dict[str, list[range]] | None:
-        """Return the rows of each source, as ranges in their order; None if some part has its sources mixed."""
-        found: dict[str, list[range]] = {}
-        for start, (_, split) in zip(self._starts, self._splits, strict=False):
-            if split.source_rows is None:
-                return None
-            for name, ranges in split.source_rows.items():
-                found.setdefault(name, []).extend(range(start + begin, start + end) for begin, end in ranges)
-        return found
-
-    def take(self, rows: Sequence[int]) -> pa.Table:
-        """Return some rows in their order; InputError if a part is missing or has changed, or a file is damaged."""
-        columns = self.column_names
-        taken: list[pa.RecordBatch] = []
-        for row in rows:
-            number = self._batch_of(row)
-            first, offset, file = self._batch(number)
-            taken.append(_map_rows(self, file).batch(offset, columns).slice(row - first, 1))
-        return pa.Table.from_batches(taken) if taken else self.schema().empty_table().select(columns)
-
-    def chunks(self, column: str, rows: range) -> Iterator[pa.Array]:
-        """Yield a column of consecutive rows as one array after the other."""
-        for number in range(self._batch_of(rows.start), self._batch_of(rows[-1]) + 1) if rows else ():
-            first, offset, file = self._batch(number)
-            whole = _map_rows(self, file).batch(offset, [column]).column(0)
-            yield whole[max(rows.start - first, 0) : rows.stop - first]
-
-    def _batch(self, number: int) -> tuple[int, int, int]:
-        """Return the first row of a record batch, its place in its file, and the number of the file."""
-        first, offset, file = (int(value) for value in self._batches[number])
-        if file >= len(self._files):
-            raise self._damaged()
-        return first, offset, file
-
-    def _damaged(self) -> InputError:
-        file = self.parts.folder / self.name / BATCHES
-        return InputError(f"{file}: damaged, it has not the batches of the files in {FILE_NAME}; {MERGE_AGAIN}")
-
-    def _batch_of(self, row: int) -> int:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        return bisect_right(self._batches["row"], row) - 1  # reads only a few records
-
-    @functools.cached_property
-    def _batches(self) -> np.ndarray:
-        batches = map_array(self.parts.folder / self.name / BATCHES, BATCH, MERGE_AGAIN)
-        if not len(batches) or batches["row"][0] or batches["file"][-1] != len(self._files) - 1:
-            raise self._damaged()
-        return batches
-
-    def __getstate__(self) -> dict[str, object]:
-        """Leave the mapped file out, which would be pickled as a whole."""
-        return {name: value for name, value in self.__dict__.items() if name != "_batches"}
-
-
-@dataclass(frozen=True)
-class _MappedRows:
-    """A mapped file of rows."""
-
-    path: Path
-    mapped: mmap.mmap
-    buffer: pa.Buffer
-    schema: pa.Schema
-
-    def batch(self, offset: int, columns: Sequence[str]) -> pa.RecordBatch:
-        """Return columns of the record batch at a place in the file; a part without labels learns all tokens."""
-        if offset >= self.buffer.size:
-            raise InputError(f"{self.path} ends before byte {offset:,}, where rows should begin; {MERGE_AGAIN}")
-        self.mapped.madvise(mmap.MADV_DONTNEED)  # pages of rows read before would count as memory of this process
-        try:
-            batch = pa.ipc.read_record_batch(pa.ipc.read_message(self.buffer.slice(offset)), self.schema)
-        except (ValueError, OSError, EOFError) as error:
-            raise InputError(f"{self.path}: damaged, {first_line(error)}; {TOKENIZE_AGAIN}") from None
-        there = [name if name in batch.schema.names else "input_ids" for name in columns]
-        return pa.RecordBatch.from_arrays([batch.column(name) for name in there], names=list(columns))
-
-
-@functools.lru_cache(maxsize=MOST_OPEN)
-def _map_rows(split: JoinedSplit, file: int) -> _MappedRows:
-    part, listed = split._files[file]
-    path = split.path(file)
-    try:
-        mapped = map_file(path)
-    except InputError:
-        split.parts.check(part)  # the whole part may be gone
-        raise
-    if len(mapped) != listed.bytes:
-        split.parts.check(part)
-        raise InputError(f"{path} has {len(mapped):,} bytes instead of {listed.bytes:,}; {TOKENIZE_AGAIN}")
-    try:
-        buffer = pa.py_buffer(mapped)
-        return _MappedRows(path, mapped, buffer, pa.ipc.open_stream(buffer).schema)
-    except (ValueError, OSError) as error:
-        raise InputError(f"{path}: damaged, {first_line(error)}; {TOKENIZE_AGAIN}") from None
