@@ -131,9 +131,9 @@ def _mix(hashes: np.ndarray) -> np.ndarray:
     return hashes ^ (hashes >> shift)
 
 
-def similarities(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+def similarities(left_signatures: np.ndarray, right_signatures: np.ndarray) -> np.ndarray:
     """Return the estimated Jaccard similarity of each pair of signatures, uint32 [pairs, 112] each; float64 [pairs]."""
-    return (left == right).sum(axis=1) / NUM_HASHES
+    return (left_signatures == right_signatures).sum(axis=1) / NUM_HASHES
 
 
 def choose_bands(threshold: float) -> tuple[int, int]:
@@ -197,10 +197,10 @@ class SignatureFiles:
                 yield document, signatures
                 document += len(signatures)
 
-    def similarities(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    def similarities(self, left_documents: np.ndarray, right_documents: np.ndarray) -> np.ndarray:
         """Return the estimated Jaccard similarity of pairs of documents, int64 [pairs] each, as float64 [pairs]."""
         # read each document's signature once, file by file
-        documents, positions = np.unique(np.concatenate([left, right]), return_inverse=True)
+        documents, positions = np.unique(np.concatenate([left_documents, right_documents]), return_inverse=True)
         signatures = np.empty((len(documents), NUM_HASHES), dtype=np.uint32)
         borders = np.searchsorted(documents, self._first_documents)  # where each file's documents begin
         for file_index, (start, end) in enumerate(pairwise(borders)):
@@ -208,8 +208,8 @@ class SignatureFiles:
                 mapped = np.memmap(self._files[file_index], np.uint32, "r").reshape(-1, NUM_HASHES)
                 rows = documents[start:end] - self._first_documents[file_index]
                 signatures[start:end] = mapped[rows]
-        left_positions = positions[: len(left)]
-        right_positions = positions[len(left) :]
+        left_positions = positions[: len(left_documents)]
+        right_positions = positions[len(left_documents) :]
         return similarities(signatures[left_positions], signatures[right_positions])
 
 
@@ -238,20 +238,22 @@ class _Clusters:
             self.roots(np.arange(start, end))  # makes the root of each its parent
         return self._parents
 
-    def join(self, left: np.ndarray, right: np.ndarray) -> None:
+    def join(self, left_documents: np.ndarray, right_documents: np.ndarray) -> None:
         """Join the clusters of pairs of documents, int64 [pairs] each.
 
         A pass joins all pairs at once. Of several pairs with one root, only one takes effect, so passes are repeated
         until the roots of all pairs agree.
         """
-        while len(left):
-            left = self.roots(left)
-            right = self.roots(right)
-            differ = left != right
-            left = left[differ]
-            right = right[differ]
+        while len(left_documents):
+            left_documents = self.roots(left_documents)
+            right_documents = self.roots(right_documents)
+            differ = left_documents != right_documents
+            left_documents = left_documents[differ]
+            right_documents = right_documents[differ]
             # a parent is never above its child, so no cycle can arise
-            np.minimum.at(self._parents, np.maximum(left, right), np.minimum(left, right))
+            np.minimum.at(
+                self._parents, np.maximum(left_documents, right_documents), np.minimum(left_documents, right_documents)
+            )
 
 
 @dataclass(frozen=True)
@@ -391,14 +393,14 @@ def _join_similar(
     """Join the pairs of documents, int64 [pairs] each, whose similarity is at least ``threshold``."""
     for start in range(0, len(earlier), _SIGNATURES_AT_ONCE):
         end = start + _SIGNATURES_AT_ONCE
-        left = earlier[start:end]
-        right = later[start:end]
-        # signatures are read from disk, so pairs that are in one cluster already are left out
-        is_separate = clusters.roots(left) != clusters.roots(right)
-        left = left[is_separate]
-        right = right[is_separate]
-        is_similar = signatures.similarities(left, right) >= threshold
-        clusters.join(left[is_similar], right[is_similar])
+        left_documents = earlier[start:end]
+        right_documents = later[start:end]
+        # signatures are read from disk, so pairs that are in one cluster already are left_documents out
+        is_separate = clusters.roots(left_documents) != clusters.roots(right_documents)
+        left_documents = left_documents[is_separate]
+        right_documents = right_documents[is_separate]
+        is_similar = signatures.similarities(left_documents, right_documents) >= threshold
+        clusters.join(left_documents[is_similar], right_documents[is_similar])
 
 
 def _read_chunks(file: Path, dtype: np.dtype, count: int) -> Iterator[np.ndarray]:

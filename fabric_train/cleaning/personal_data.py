@@ -218,19 +218,19 @@ def _find_phones(text: str) -> Iterator[_Span]:
             yield match.span()
 
 
-def _is_phone(number: str, region: str = "ES", country: str | None = None) -> bool:
+def _is_phone(phone_number: str, region: str = "ES", country: str | None = None) -> bool:
     """Return whether libphonenumber has this number.
 
     Args:
-        number: the number, as it is in the text.
+        phone_number: the number, as it is in the text.
         region: the country for numbers in national form.
         country: the country code that the number must have; None allows any.
     """
     import phonenumbers
 
-    number = _SPACES.sub(" ", number)  # the library does not know all of them
+    phone_number = _SPACES.sub(" ", phone_number)  # the library does not know all of them
     try:
-        parsed_number = phonenumbers.parse(number, region)
+        parsed_number = phonenumbers.parse(phone_number, region)
     except phonenumbers.NumberParseException:
         return False
     if country is not None and country != str(parsed_number.country_code):
@@ -242,8 +242,8 @@ def _find_identity_numbers(text: str) -> Iterator[_Span]:
     from stdnum.es import dni, nie
 
     for match in _match_near_digits(_DNI, text):
-        number = re.sub(r"\W", "", match[0])
-        if dni.is_valid(number) or nie.is_valid(number):
+        identity_number = re.sub(r"\W", "", match[0])
+        if dni.is_valid(identity_number) or nie.is_valid(identity_number):
             yield match.span()
 
 

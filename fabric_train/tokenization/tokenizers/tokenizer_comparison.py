@@ -53,18 +53,18 @@ def compare_tokenizers(ours: Path, theirs: Path, in_rows: str) -> tuple[str | No
     Raises:
         InputError: a file is damaged.
     """
-    here = _read_content(ours)
-    there = _read_content(theirs)
+    our_content = _read_content(ours)
+    their_content = _read_content(theirs)
     fault = None
     note = None
-    for difference in _find_differences(here, there):
-        description = _describe(difference, here, there)
+    for difference in _find_differences(our_content, their_content):
+        description = _describe(difference, our_content, their_content)
         if difference.is_added and difference.token not in in_rows:
             note = note or description
         else:
             fault = fault or description
     if fault is None:
-        fault = _find_other_ids(ours, theirs, here, there)
+        fault = _find_other_ids(ours, theirs, our_content, their_content)
     return fault, note
 
 
@@ -102,24 +102,24 @@ class _Difference:
     is_added: bool  # whether the tokenizers that have the token or its id have it as an added token
 
 
-def _find_differences(here: _Content, there: _Content) -> Iterator[_Difference]:
-    """Yield the tokens of ``here`` that differ in ``there``, and then the reverse."""
-    for content, compared in ((here, there), (there, here)):
+def _find_differences(our_content: _Content, their_content: _Content) -> Iterator[_Difference]:
+    """Yield the tokens of ``our_content`` that differ in ``their_content``, and then the reverse."""
+    for content, compared in ((our_content, their_content), (their_content, our_content)):
         compared_token_ids = set(compared.ids.values())
         compared_added_ids = set(compared.added_ids.values())
         for token, token_id in content.ids.items():
             if compared.ids.get(token) == token_id:
                 continue
-            is_plain_there = token in compared.ids and token not in compared.added_ids
-            id_is_plain_there = token_id in compared_token_ids and token_id not in compared_added_ids
-            is_added = token in content.added_ids and not is_plain_there and not id_is_plain_there
+            is_plain_token = token in compared.ids and token not in compared.added_ids
+            is_plain_id = token_id in compared_token_ids and token_id not in compared_added_ids
+            is_added = token in content.added_ids and not is_plain_token and not is_plain_id
             yield _Difference(token, token_id, is_added)
 
 
-def _describe(difference: _Difference, here: _Content, there: _Content) -> str:
+def _describe(difference: _Difference, our_content: _Content, their_content: _Content) -> str:
     token = difference.token
-    our_id = here.ids.get(token)
-    their_id = there.ids.get(token)
+    our_id = our_content.ids.get(token)
+    their_id = their_content.ids.get(token)
     if their_id is None:
         return f"token {token!r} is id {difference.token_id} here and missing there"
     if our_id is None:
@@ -127,9 +127,11 @@ def _describe(difference: _Difference, here: _Content, there: _Content) -> str:
     return f"token {token!r} is id {our_id} here and {their_id} there"
 
 
-def _find_other_ids(ours: Path, theirs: Path, here: _Content, there: _Content) -> str | None:
+def _find_other_ids(ours: Path, theirs: Path, our_content: _Content, their_content: _Content) -> str | None:
     """Return a description of a text that gets other ids, or None; encode texts only if settings differ."""
-    different_settings = [name for name in _COMPARED_SETTINGS if here.settings[name] != there.settings[name]]
+    different_settings = [
+        name for name in _COMPARED_SETTINGS if our_content.settings[name] != their_content.settings[name]
+    ]
     if not different_settings:
         return None
     our_tokenizer = load_fast(ours, special_text_is_plain=False)
@@ -138,9 +140,9 @@ def _find_other_ids(ours: Path, theirs: Path, here: _Content, there: _Content) -
     # with other merges, a token's own text may be encoded differently
     candidates = list(_TEXTS)
     if "merges" in different_settings:
-        candidates += our_tokenizer.decode_batch([[token_id] for token_id in here.ids.values()])
+        candidates += our_tokenizer.decode_batch([[token_id] for token_id in our_content.ids.values()])
     # added tokens were compared before, and a part of a character is no text
-    added_tokens = {*here.added_ids, *there.added_ids}
+    added_tokens = {*our_content.added_ids, *their_content.added_ids}
     texts = [text for text in candidates if "\ufffd" not in text and text not in added_tokens]
 
     our_encodings = our_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
