@@ -49,6 +49,8 @@ class Boilerplate:
 
         A blank line after a removed line is removed too if nothing or another blank line precedes the removed one. So
         are blank lines at the end of the text if only boilerplate preceded them.
+
+        ``edits`` counts the removed lines.
         """
         lines = text.split("\n")
         repeated = self._find_repeated(lines)

@@ -440,7 +440,10 @@ class Decontamination:
     description: dict[str, Any]  # the rules, the files with their SHA-256, and the counts of each task
 
     def clean(self, text: str, edits: Counter[str]) -> str | Marked | Dropped:
-        """Return the text if it has no n-gram of a task; else mark or drop it, with the items that share n-grams."""
+        """Return the text if it has no n-gram of a task; else mark or drop it, with the items that share n-grams.
+
+        The text is not changed, so nothing is added to ``edits``.
+        """
         hits = self.index.find(text)
         if not hits:
             return text

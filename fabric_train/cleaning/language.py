@@ -131,7 +131,10 @@ class LanguageFilter:
     by: Literal["document", "paragraph"]
 
     def clean(self, text: str, edits: Counter[str]) -> str | Dropped:
-        """Return the text, without paragraphs in other languages, or why it is dropped."""
+        """Return the text, without paragraphs in other languages, or why it is dropped.
+
+        ``edits`` counts the removed paragraphs by language.
+        """
         if self.by == "paragraph":
             text = self._remove_paragraphs(text, edits)
             if not text:

@@ -145,6 +145,7 @@ def open_redaction(kinds: Sequence[str]) -> Redaction:
 
 
 def _find_emails(text: str) -> Iterator[_Span]:
+    """Yield where e-mail addresses are: at each @ and domain, the local part before it."""
     previous_end = 0
     for domain in _DOMAIN.finditer(text):
         at_sign = domain.start()
@@ -157,6 +158,7 @@ def _find_emails(text: str) -> Iterator[_Span]:
 
 
 def _find_ibans(text: str) -> Iterator[_Span]:
+    """Yield where account numbers with valid check digits are; words may follow a number in capitals."""
     from stdnum import iban
 
     for match in _IBAN.finditer(text):
@@ -201,6 +203,10 @@ def _match_near_digits(pattern: re.Pattern[str], text: str) -> Iterator[re.Match
 
 
 def _find_phones(text: str) -> Iterator[_Span]:
+    """Yield where telephone numbers are that the library knows.
+
+    A number that may be anything counts only after a word for telephone, and none that is an amount of something.
+    """
     for match in _match_near_digits(_PHONE, text):
         start = match.start()
         kind = match.lastgroup  # the alternative of the pattern
@@ -239,6 +245,7 @@ def _is_phone(phone_number: str, region: str = "ES", country: str | None = None)
 
 
 def _find_identity_numbers(text: str) -> Iterator[_Span]:
+    """Yield where Spanish identity numbers (DNI, NIE) with a valid check letter are."""
     from stdnum.es import dni, nie
 
     for match in _match_near_digits(_DNI, text):
@@ -248,6 +255,7 @@ def _find_identity_numbers(text: str) -> Iterator[_Span]:
 
 
 def _find_ips(text: str) -> Iterator[_Span]:
+    """Yield where public IP addresses are, except numbers that look like a version or a section."""
     # candidates with the pattern of what precedes them if they are the end of something longer
     candidates = []
     for match in _IPV4.finditer(text):

@@ -352,7 +352,10 @@ class QualityFilter:
     rules: tuple[str, ...]  # names of published sets of rules, keys of ``_RULES``
 
     def clean(self, text: str, edits: Counter[str]) -> str | Dropped:
-        """Return the text, without the lines that C4's rules remove, or why it is dropped."""
+        """Return the text, without the lines that C4's rules remove, or why it is dropped.
+
+        ``edits`` counts the removed lines by rule.
+        """
         document = MeasuredText(text)
         if "gopher" in self.rules:
             fault = find_gopher_fault(document) or find_repetition(document)

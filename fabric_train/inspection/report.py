@@ -111,7 +111,16 @@ def _check_split(
     viewed_rows: range,
     advance_by: Callable[[int], None],
 ) -> _CheckedSplit:
-    """Read all rows of a split: count and check them, compare them with the document index, and view some."""
+    """Read all rows of a split: count and check them, compare them with the document index, and view some.
+
+    Args:
+        split: the split.
+        folder: the token dataset.
+        manifest: its manifest; None for an older folder.
+        vocabulary: its tokenizer; None if unknown.
+        viewed_rows: the rows to view.
+        advance_by: called with the number of rows that were just read.
+    """
     expectations = _expectations_by_first_row(split.name, manifest, vocabulary)
     check = SplitCheck(split.name, expectations[0])
     index, problems = _open_index(folder, manifest, split.name)

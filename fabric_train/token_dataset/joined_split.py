@@ -222,6 +222,7 @@ class _MappedRows:
 
 @functools.lru_cache(maxsize=MOST_OPEN)
 def _map_rows(split: JoinedSplit, file_index: int) -> _MappedRows:
+    """Map a file of rows; a process has at most 64 of them mapped, and closes the one unused for longest."""
     file = split._files[file_index]
     try:
         mapped = map_file(file.path)

@@ -212,7 +212,10 @@ def _number_by_first_piece(rows: np.ndarray, num_rows: int) -> np.ndarray:
 
 
 def _cut_windows(lengths: np.ndarray, order: np.ndarray, max_length: int, overlap: int) -> RowPlan:
-    """Give each document a row, or several windows if it is too long; each window has at least one new token."""
+    """Give each document a row, or several windows if it is too long; each window has at least one new token.
+
+    Arguments are as for :func:`plan_rows`; ``order`` has no empty documents.
+    """
     lengths = lengths[order]
     stride = max_length - overlap
     num_additional = -((max_length - lengths) // stride)  # rounded up
@@ -257,7 +260,7 @@ def _pack_best_fit(windows: RowPlan, sources: np.ndarray) -> RowPlan:
 
 
 def _plan_joined(lengths: np.ndarray, order: np.ndarray, max_length: int, overlap: int) -> RowPlan:
-    """Join the documents and cut the result into rows."""
+    """Join the documents and cut the result into rows; arguments are as for :func:`plan_rows`."""
     # positions in the joined documents, in which no token is repeated
     document_ends = np.cumsum(lengths[order])
     tokens_in = int(document_ends[-1]) if len(order) else 0

@@ -75,18 +75,21 @@ class SpoolReader:
 
     def _runs_by_file(self, pieces: PiecesToCopy) -> Iterator[tuple[int, _Runs]]:
         """Join pieces that are adjacent in a file and in the target; yield the index of each file with its runs."""
-        begins = self._document_begins[pieces.documents] + pieces.starts
+        # find the pieces that continue the previous piece
+        begins = self._document_begins[pieces.documents] + pieces.starts  # positions in all files
         files = np.searchsorted(self._file_begins, begins, side="right") - 1
         is_same_file = np.diff(files) == 0
         is_adjacent = (np.diff(begins) == pieces.lengths[:-1]) & (np.diff(pieces.targets) == pieces.lengths[:-1])
         starts_run = np.concatenate([[True], ~(is_same_file & is_adjacent)])
 
+        # join them to runs
         first_pieces = np.flatnonzero(starts_run)
         files = files[first_pieces]
         begins_in_file = begins[first_pieces] - self._file_begins[files]
         lengths = np.add.reduceat(pieces.lengths, first_pieces)
         targets = pieces.targets[first_pieces]
 
+        # group the runs by file
         by_file = np.argsort(files, kind="stable")
         file_borders = np.flatnonzero(np.diff(files[by_file])) + 1
         for runs in np.split(by_file, file_borders):
