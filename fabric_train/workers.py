@@ -11,18 +11,13 @@ import queue
 import signal
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from multiprocessing.connection import Connection
+from typing import Any, Generic, TypeVar
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn, TaskID
-
-_SECONDS_BETWEEN_LINES = 3.0
-ShowShare = Callable[..., None]  # of the work, and perhaps more about it
 _ITEMS_AHEAD = 2  # per process: the one it works on and the next one
 _NO_MORE = object()
 Item = TypeVar("Item")
@@ -31,90 +26,39 @@ Result = TypeVar("Result")
 _CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 
 
-@contextmanager
-def progress_of(what: str) -> Iterator[ShowShare]:
-    """Yield the function that shows which share of a step, such as ``near duplicates``, is done; call it often.
-
-    It may also be given more words, which show the current work and how long the rest may take.
-    """
-    started = time.monotonic()
-    log = ThrottledLog()
-
-    def show_line(share: float, more: str = "") -> None:
-        seconds = time.monotonic() - started
-        left = f", about {seconds * (1 - share) / share:.0f} s left" if more and share else ""
-        log(f"{what}: {share:.0%}{', ' if more else ''}{more}{left}")
-
-    if not sys.stderr.isatty():
-        yield show_line
-        return
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    from fabric_train.cli.output import open_console
-
-    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, console=open_console(stderr=True)) as bar:
-        task = bar.add_task(what, total=1)
-        yield lambda share, more="": bar.update(task, completed=share, description=more or what)
-
-
-@contextmanager
-def transient_bar(what: str, *columns: "ProgressColumn") -> Iterator[tuple["Progress", "TaskID"]]:
-    """Show a progress bar with one task on standard error, if that is a terminal, until the block ends."""
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    from fabric_train.cli.output import open_console
-
-    console = open_console(stderr=True)
-    shown = (TextColumn(what), BarColumn(), *columns)
-    with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield bar, bar.add_task("")
-
-
-class ThrottledLog:
-    """A log on standard error that prints at most one line every few seconds."""
-
-    def __init__(self) -> None:
-        self._last_printed = time.monotonic()
-
-    def __call__(self, line: str) -> None:
-        now = time.monotonic()
-        if now - self._last_printed >= _SECONDS_BETWEEN_LINES:
-            self._last_printed = now
-            print(line, file=sys.stderr, flush=True)
-
-
 class Worker(Generic[Item, Result]):
     """A process that applies ``function`` to the items it is sent."""
 
     def __init__(self, function: Callable[[Item], Result]) -> None:
-        self.connection, other = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_serve, args=(function, other), daemon=True)
+        self.connection, process_connection = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(target=_serve, args=(function, process_connection), daemon=True)
         self.process.start()
-        other.close()
+        process_connection.close()  # the process has a copy
 
     def send(self, item: Item) -> None:
         """Send the next item, which returns soon also while a result is sent; ChildProcessError if it was killed."""
         try:
             self.connection.send(item)
         except (BrokenPipeError, ConnectionResetError):
-            raise self._killed() from None
+            raise self._killed_error() from None
 
     def receive(self) -> Result:
         """Return the next result, or raise the exception of ``function``; ChildProcessError if it was killed."""
         try:
             result, error = self.connection.recv()
         except (EOFError, ConnectionResetError):
-            raise self._killed() from None
+            raise self._killed_error() from None
         if error is not None:
             raise error
         return result
 
-    def _killed(self) -> ChildProcessError:
+    def _killed_error(self) -> ChildProcessError:
         self.process.join(timeout=5)
-        code = self.process.exitcode or 0
-        by = f" by {signal.Signals(-code).name}" if code < 0 else ""
-        return ChildProcessError(f"a tokenizing process was killed{by}; if memory ran out, use a smaller --num_proc")
+        exit_code = self.process.exitcode or 0
+        killer = f" by {signal.Signals(-exit_code).name}" if exit_code < 0 else ""
+        return ChildProcessError(
+            f"a tokenizing process was killed{killer}; if memory ran out, use a smaller --num_proc"
+        )
 
     def kill(self) -> None:
         """Kill the process without waiting for its end."""
@@ -123,7 +67,10 @@ class Worker(Generic[Item, Result]):
 
 
 class WorkerPool(Generic[Item, Result]):
-    """A context manager of ``num_proc`` processes; ``describe`` names what one reads, if it is killed meanwhile."""
+    """A context manager of ``num_proc`` processes that apply ``function`` to items.
+
+    ``describe`` names what a process reads for an item, in the error if the process is killed meanwhile.
+    """
 
     def __init__(self, function: Callable[[Item], Result], num_proc: int, describe: Callable[[Item], str]) -> None:
         self._describe = describe
@@ -145,49 +92,69 @@ class WorkerPool(Generic[Item, Result]):
         """Yield items with their results in the order in which they finish.
 
         Yields None too: once after the first items are sent, and whenever ``tick_seconds`` pass without a result. Items
-        are taken in order, as processes become free; none of them is None. An exception of the function is raised
-        again; ChildProcessError if a process was killed.
+        are taken in order, as processes become free; none of them is None.
+
+        Raises:
+            Exception: the exception that the function raised.
+            ChildProcessError: a process was killed.
         """
-        queues: dict[Any, tuple[Worker[Item, Result], deque[Item]]] = {
-            worker.connection: (worker, deque()) for worker in self._workers
-        }
+        # the items that each process has been sent and has not finished, by connection
+        workers = {worker.connection: worker for worker in self._workers}
+        sent_items: dict[Any, deque[Item]] = {worker.connection: deque() for worker in self._workers}
 
-        def send() -> None:
+        def send_items() -> None:
+            # first one item to each process, then the next ones
             for _ in range(_ITEMS_AHEAD):
-                for worker, sent in queues.values():
-                    if len(sent) < _ITEMS_AHEAD and (item := next(items, None)) is not None:
-                        sent.append(item)
-                        with self._naming(sent[0]):
-                            worker.send(item)
+                for worker_connection, worker in workers.items():
+                    queued_items = sent_items[worker_connection]
+                    if len(queued_items) == _ITEMS_AHEAD:
+                        continue
+                    item = next(items, None)
+                    if item is None:
+                        continue
+                    queued_items.append(item)
+                    with self._naming(queued_items[0]):
+                        worker.send(item)
 
-        send()
+        send_items()
         yield None
-        while busy := [one for one, (_, sent) in queues.items() if sent]:
+        while True:
+            busy = [worker_connection for worker_connection, queued_items in sent_items.items() if queued_items]
+            if not busy:
+                return
             ready = connection.wait(busy, timeout=tick_seconds)
-            for one in ready:
-                worker, sent = queues[one]
-                with self._naming(sent[0]):
-                    result = worker.receive()
-                yield sent.popleft(), result
+            for worker_connection in ready:
+                queued_items = sent_items[worker_connection]
+                with self._naming(queued_items[0]):
+                    result = workers[worker_connection].receive()
+                yield queued_items.popleft(), result
             if not ready:
                 yield None
-            send()
+            send_items()
 
     @contextmanager
     def _naming(self, item: Item) -> Iterator[None]:
+        """Name what was read for an item in the error of a process that was killed."""
         try:
             yield
         except ChildProcessError as error:
             raise ChildProcessError(f"while reading {self._describe(item)}, {error}") from None
 
 
-def _serve(function: Callable[[Any], Any], pipe: Any) -> None:
+def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
+    """Answer each item that comes through the pipe with the result of ``function`` and None, or None and its exception.
+
+    This is the main function of a worker process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent kills this one
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     items: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(pipe, items), daemon=True).start()
-    while (item := items.get()) is not _NO_MORE:
+    while True:
+        item = items.get()
+        if item is _NO_MORE:
+            return
         answer: tuple[Any, Exception | None]
         try:
             answer = (function(item), None)
@@ -196,8 +163,11 @@ def _serve(function: Callable[[Any], Any], pipe: Any) -> None:
         pipe.send(answer)
 
 
-def _receive(pipe: Any, items: "queue.SimpleQueue[Any]") -> None:
-    """Put what comes through the pipe into ``items``; a thread does, as both ends could be sending for ever."""
+def _receive(pipe: Connection, items: "queue.SimpleQueue[Any]") -> None:
+    """Put what comes through the pipe into ``items``.
+
+    A thread does this all the time. Otherwise both ends could be sending, and each would wait for the other to read.
+    """
     while True:
         try:
             items.put(pipe.recv())

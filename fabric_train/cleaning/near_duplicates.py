@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from fabric_train.workers import ShowShare, progress_of
+from fabric_train.cli.progress import ShowShare, progress_of
 
 NUM_HASHES = 112
 SIGNATURE_BYTES = 4 * NUM_HASHES

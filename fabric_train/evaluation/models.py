@@ -36,6 +36,7 @@ from fabric_train.checkpoint.adapter_folder import (
 )
 from fabric_train.cli.errors import InputError, RunError, naming_option
 from fabric_train.cli.output import open_console
+from fabric_train.cli.progress import ThrottledLog
 from fabric_train.data.batch import Batch
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.evaluation.texts import NUM_DIGITS, EncodedText, ScoredPart, device_kind, full_digest
@@ -44,7 +45,6 @@ from fabric_train.model.hf_model import check_readable, load_hf_tokenizer, read_
 from fabric_train.model.rope_frequencies import choose_frequencies, identify_frequencies
 from fabric_train.tokenization.tokenizers.tokenizer_comparison import compare_tokenizers
 from fabric_train.training.objective import CrossEntropy
-from fabric_train.workers import ThrottledLog
 
 FOLDER = "token_losses"
 ShowScored = Callable[[str, int], None]  # the model, and further tokens scored

@@ -15,6 +15,7 @@ from fabric_train.cli.argument_types import POSITIONAL, NonNegativeInt, NonNegat
 from fabric_train.cli.errors import FAILURE, InputError, run_program
 from fabric_train.cli.output import open_console
 from fabric_train.cli.parser import parse_arguments
+from fabric_train.cli.progress import transient_bar
 from fabric_train.files.regular_file import open_to_write
 from fabric_train.inspection.comparison import Comparison, amount_of_work, compare, open_corpora
 from fabric_train.inspection.rendering import (
@@ -24,7 +25,6 @@ from fabric_train.inspection.rendering import (
     report_to_html,
 )
 from fabric_train.inspection.report import DatasetReport, make_report
-from fabric_train.workers import transient_bar
 
 
 @dataclass(frozen=True)

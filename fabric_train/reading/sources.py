@@ -13,11 +13,11 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.cli.output import redact
+from fabric_train.cli.progress import ThrottledLog
 from fabric_train.reading import hf_datasets
 from fabric_train.reading import listing as listings
 from fabric_train.reading.files import FileReader, is_readable, readable_suffixes, split_file
 from fabric_train.token_dataset.manifest import SourceRecord
-from fabric_train.workers import ThrottledLog
 
 Given = TypeVar("Given")
 Opened = TypeVar("Opened")

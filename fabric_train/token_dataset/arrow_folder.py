@@ -15,6 +15,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.progress import ThrottledLog
 from fabric_train.token_dataset.document_index import (
     ARRAYS,
     CHECKSUM,
@@ -28,7 +29,7 @@ from fabric_train.token_dataset.document_index import FOLDER as INDEX_FOLDER
 from fabric_train.token_dataset.manifest import SourceLedger
 from fabric_train.token_dataset.rows import RowPlan, joined_ranges
 from fabric_train.token_dataset.spooled_documents import PiecesToCopy, SpooledDocuments, SpoolReader
-from fabric_train.workers import ThrottledLog, WorkerPool
+from fabric_train.workers import WorkerPool
 
 if TYPE_CHECKING:
     import pyarrow

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from fabric_train.cleaning.cleaner import text_without_system
+from fabric_train.cli.progress import progress_of
 from fabric_train.cli.tables import load_extensions
 from fabric_train.reading.documents import (
     BadRowError,
@@ -47,7 +48,7 @@ from fabric_train.tokenization.shards import (
 )
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.text_encoder import Borders, FastEncoder, TextEncoder, open_encoder
-from fabric_train.workers import WorkerPool, progress_of
+from fabric_train.workers import WorkerPool
 
 _TICK_SECONDS = 0.2
 _BATCH_BYTES = 2 << 20  # of text passed to the encoder at once

@@ -21,12 +21,13 @@ import numpy as np
 
 from fabric_train.cleaning import boilerplate
 from fabric_train.cleaning.boilerplate import Boilerplate, hash_lines
+from fabric_train.cli.progress import progress_of
 from fabric_train.reading.documents import BadRowError, text_of
 from fabric_train.reading.files import memory_errors_name
 from fabric_train.reading.sources import Source
 from fabric_train.tokenization.corpus import OpenedCorpus
 from fabric_train.tokenization.shards import Shard, part_name, split_into_shards
-from fabric_train.workers import WorkerPool, progress_of
+from fabric_train.workers import WorkerPool
 
 LINE = np.dtype([("hash", np.uint64), ("documents", np.uint32)])
 _LINES_AT_ONCE = 1 << 23  # 100 MB

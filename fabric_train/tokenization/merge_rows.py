@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from rich.progress import DownloadColumn, TimeRemainingColumn
 
 from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.progress import ThrottledLog, transient_bar
 from fabric_train.files.regular_file import read_json
 from fabric_train.token_dataset.arrow_folder import write_dataset_dict, write_json
 from fabric_train.token_dataset.check_parts import check_parts
@@ -41,7 +42,6 @@ from fabric_train.token_dataset.parts import (
 )
 from fabric_train.token_dataset.token_folder import Split, read_arrow
 from fabric_train.tokenization.slice_folder import count_rows_before
-from fabric_train.workers import ThrottledLog, transient_bar
 
 
 @dataclass(frozen=True)

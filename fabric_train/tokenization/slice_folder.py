@@ -21,6 +21,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.progress import ThrottledLog
 from fabric_train.cli.yaml_core import dump
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken
 from fabric_train.files.regular_file import read_json
@@ -29,7 +30,6 @@ from fabric_train.token_dataset.manifest import Manifest, SourceFile
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.corpus import OpenedCorpus, open_corpus
 from fabric_train.tokenization.shards import InputSlice, Shard, ShardSizes, slice_numbers
-from fabric_train.workers import ThrottledLog
 
 FILE_NAME = "slice.json"
 _ARGUMENTS = "config.yaml"

@@ -19,6 +19,7 @@ import numpy as np
 from fabric_train.cleaning.boilerplate import Boilerplate, write_repeated_lines
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import command_from_here
+from fabric_train.cli.progress import ThrottledLog
 from fabric_train.files.atomic_folder import complete_folder
 from fabric_train.reading.listing import SHA256_BYTES
 from fabric_train.reading.sources import Source
@@ -46,7 +47,6 @@ from fabric_train.tokenization.slice_folder import (
     write_slice,
 )
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
-from fabric_train.workers import ThrottledLog
 
 
 def count_slice(arguments: TokenizeArguments, sizes: ShardSizes = SIZES) -> list[str]:

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.progress import progress_of
 from fabric_train.export.hub_format import blocks
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.weight_files import StoredTensors
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 from fabric_train.tokenization.tokenizers.tokenizer_folder import CONFIG, CorpusTokenizer
 from fabric_train.vocabulary.words import Learned, learn_merges
-from fabric_train.workers import progress_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

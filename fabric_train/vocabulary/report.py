@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.progress import progress_of
 from fabric_train.files.regular_file import open_to_write
 from fabric_train.pages.charts import COLOURS, TEXT, write_png
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.training.statistics import FEWEST_DOCUMENTS, LEVEL, Interval, interval_of, resample
 from fabric_train.vocabulary.words import LanguageTexts, words_of
-from fabric_train.workers import progress_of
 
 CONTEXT = 8192
 """The tokens of the context whose words are counted."""

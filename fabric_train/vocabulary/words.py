@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 
 from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.progress import progress_of
 from fabric_train.reading.documents import text_of
 from fabric_train.reading.sources import Source, open_sources, split_names
 from fabric_train.tokenization.corpus import find_kind
-from fabric_train.workers import progress_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
