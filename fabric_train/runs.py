@@ -165,7 +165,7 @@ def _try(damage: list[str], instead: Any, file: Path, read: Any) -> Any:
     """Return what ``read`` finds in a file, or add to ``damage`` why it cannot."""
     try:
         return read(file)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else "damaged"
         damage.append(f"{file.name}: {reason}")
         return instead
@@ -188,8 +188,13 @@ def read_last_rows(file: Path) -> list[dict[str, float]]:
         opened.seek(max(begin, end - _TAIL))
         text = opened.read(_TAIL).decode()
     tail = text[: text.rfind("\n") + 1].splitlines()[int(end - begin > _TAIL) :]
-    rows = [dict(zip(names, row, strict=True)) for row in csv.reader(tail)]
-    return [{name: float(cell) for name, cell in row.items() if cell and name != "rows_hash"} for row in rows]
+    cells_by_name = [dict(zip(names, row, strict=True)) for row in csv.reader(tail)]
+    rows = [
+        {name: float(cell) for name, cell in cells.items() if cell and name != "rows_hash"} for cells in cells_by_name
+    ]
+    if not all(math.isfinite(row.get("step", math.nan)) for row in rows):
+        raise ValueError(f"{file}: a row without a step")
+    return rows
 
 
 def _read_checkpoints(folder: Path, damage: list[str]) -> list[dict[str, Any]]:

@@ -127,6 +127,13 @@ DAMAGES: dict[str, tuple[str, bytes | None, str]] = {
     "absent": (f"{NEWEST}/trainer.json", None, "step-00000004/trainer.json: "),
     "metrics": ("metrics.csv", b"\x89PNG\0\n\xff\xfe\n", "metrics.csv: damaged"),
     "words": ("metrics.csv", b"step,epoch,val_loss\n1,0,low\n", "metrics.csv: damaged"),
+    "other header": ("metrics.csv", b"\0step,epoch\n1,0\n", "metrics.csv: damaged"),
+    "endless step": ("metrics.csv", b"step,epoch\n1e999,0\n", "metrics.csv: damaged"),
+    "endless step of a checkpoint": (
+        f"{NEWEST}/trainer.json",
+        b'{"step": 1e999, "arguments": {}}',
+        "step-00000004/trainer.json: damaged",
+    ),
     "config": ("config.yaml", b"a: [", "config.yaml: damaged"),
     "gone": ("config.yaml", None, "config.yaml: No such file or directory"),
 }
