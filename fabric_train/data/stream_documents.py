@@ -181,9 +181,9 @@ class StreamedSource:
             chat = read_chat(row, self.kind)
         except BadRowError as error:
             raise fault_of(str(error) if self.kind == "text" else f"{place()}: {error}") from None
-        self._name_unused(chat.unused, place)
         if why_left_out(chat, TRAIN_ON) is not None:
             return None
+        self._name_unused(chat.unused, place)
         num_bytes = sum(utf8_length(message["content"]) for message in chat.messages)
         content = {name: row[name] for name in self.columns if name in row}
         return Document(number, self.kind, content, max(1, num_bytes), place)  # else, one lane would get all empty ones

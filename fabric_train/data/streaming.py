@@ -21,7 +21,7 @@ from fabric_train.data.stream_documents import (
 from fabric_train.data.token_dataset import IndexedRows, TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.files.regular_file import read_json
-from fabric_train.reading.documents import BadRowError, EncodedDocument, Row, columns_beside_text
+from fabric_train.reading.documents import BadRowError, EncodedDocument, Row, columns_beside_text, why_left_out
 from fabric_train.reading.sources import open_sources, split_names
 from fabric_train.tokenization.chats.formats import columns, read_chat
 from fabric_train.tokenization.corpus import find_kind
@@ -238,7 +238,7 @@ def _unused_columns(row: Row, place: StreamedSource, encoder: "ChatEncoder | Non
     except BadRowError:  # which is reported when it is read
         return set()
     if encoder is None:
-        return chat.unused
+        return set() if why_left_out(chat, TRAIN_ON) else chat.unused
     (encoded,) = encoder.encode_all([chat])
     return encoded.unused if isinstance(encoded, EncodedDocument) else set()
 

@@ -103,7 +103,7 @@ def test_the_loss_of_a_router_is_refused_unless_it_is_off(
 
 BIDIRECTIONAL: list[tuple[dict[str, object], str]] = [
     ({"is_causal": False}, "is_causal false"),
-    ({"model_type": "gemma2", "use_bidirectional_attention": True, "head_dim": 16}, "use_bidirectional_attention true"),
+    ({"model_type": "gemma", "use_bidirectional_attention": True, "head_dim": 16}, "use_bidirectional_attention true"),
     ({"model_type": "bert", "max_position_embeddings": 256}, "is_decoder false"),
 ]
 
