@@ -194,8 +194,8 @@ def _translate_model(translation: Translation) -> None:
     if revision not in (None, "main"):
         folder = f"models/{PurePath(model).name}"
         advice = f"fabric-train download --model_name {model} --revision {revision} --output_dir {folder}"
-        names = ("model_revision", "revision_of_model")
-        translation.leave_out(f"download it first, and give the folder as model_name: {advice}", *names)
+        words = f"download it first, and give the folder as model_name: {advice}"
+        translation.leave_out(words, "model_revision", "revision_of_model")
     else:
         translation.ignore(*file.names("model_revision", "revision_of_model"))
     from_scratch = [name for name in ("reinit_weights", "train_from_scratch") if file.is_on(name)]
