@@ -33,7 +33,7 @@ from fabric_train.programs import convert_to_hf, tokenize_dataset
 from fabric_train.tokenization.arguments import TokenizeArguments
 
 if TYPE_CHECKING:
-    from fabric_train.export.verification import VerificationReport
+    from fabric_train.export.verification_report import VerificationReport
     from fabric_train.token_dataset.manifest import Ledger, Manifest
 
 ARGUMENTS: dict[str, type] = {

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.checkpoint import Description, TrainerState
 from fabric_train.checkpoint.manager import CheckpointManager
-from fabric_train.data import DataOrder
 from fabric_train.data.batch import Batch
+from fabric_train.data.data_order import DataOrder
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed.gradients import clip_grad_norm
 from fabric_train.distributed.ranks import StepSync, named_parameters, sync_step

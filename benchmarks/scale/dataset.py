@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.measure import ROOT, Command, Measurement, run
 from benchmarks.scale.series import Point, Series
-from fabric_train.data import DataOrder
+from fabric_train.data.data_order import DataOrder
 from fabric_train.data.step_sampler import TrainBatches, WindowOrder
 from fabric_train.data.token_dataset import open_dataset
 
@@ -183,14 +183,14 @@ def start(folder: str, step: int, *, imports_all: bool) -> None:
     seconds = time.monotonic()
     cpu = time.process_time()
     dataset = open_dataset(folder)
-    order = DataOrder.of_one(dataset.fingerprint, len(dataset.train), ROWS_PER_STEP, seed=0)
+    order = DataOrder.for_dataset(dataset.fingerprint, len(dataset.train), ROWS_PER_STEP, seed=0)
     rank = int(os.environ.get("RANK", "0"))
     windows = WindowOrder(
         order.num_rows, ROWS_PER_STEP, ROWS_PER_RANK, NUM_RANKS, rank, order.seed, version=order.version
     )
     dataset.train.pieces([0])
-    known = (step, "00" * 16)  # of the checkpoint
-    batches = TrainBatches(dataset.train, windows, 0, False, known=known).windows(step, step + 1 + _STEPS)
+    train_batches = TrainBatches(dataset.train, windows, 0, False, known_step=step, known_hash="00" * 16)
+    batches = train_batches.windows(step, step + 1 + _STEPS)
     next(batches)
     seconds = time.monotonic() - seconds
     cpu = time.process_time() - cpu

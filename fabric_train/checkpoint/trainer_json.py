@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, create_model
 from fabric_train.cli.argument_types import HIGHER_IS_BETTER, planned_steps
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.tables import PROJECT, Component
-from fabric_train.data import DataOrder, PhaseRows, StreamOrder, describe_changes
+from fabric_train.data.data_order import DataOrder, PhaseRows, StreamOrder, describe_changes
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.origin import AdapterBase, ModelOrigin, ReferenceModel, TrainingSession, TrainingStage
 

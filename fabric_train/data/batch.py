@@ -29,19 +29,35 @@ class TensorRecord:
     """
 
     def __reduce__(self) -> tuple[Any, tuple[type, list[Any]]]:
-        return _rebuild, (type(self), self._mapped(torch.Tensor.numpy))
+        return _record_of_arrays, (type(self), self._converted_values(torch.Tensor.numpy))
 
-    def _mapped(self, change: Callable[[torch.Tensor], Any]) -> list[Any]:
-        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
-        return [change(value) if isinstance(value, torch.Tensor) else value for value in values]
+    def _converted_values(self, convert: Callable[[torch.Tensor], Any]) -> list[Any]:
+        """Return the values of all fields in order, with each tensor converted."""
+        values = []
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                value = convert(value)
+            values.append(value)
+        return values
 
     def pin_memory(self) -> "Self":
-        """Return a copy in page-locked memory (the DataLoader calls this of a batch)."""
-        return type(self)(*self._mapped(torch.Tensor.pin_memory))
+        """Return a copy in page-locked memory; the DataLoader calls this for each batch."""
+        return type(self)(*self._converted_values(torch.Tensor.pin_memory))
 
     def to(self, device: torch.device) -> "Self":
         """Return a copy on a device; the host does not wait for page-locked memory."""
-        return type(self)(*self._mapped(lambda value: value.to(device, non_blocking=True)))
+        return type(self)(*self._converted_values(lambda tensor: tensor.to(device, non_blocking=True)))
+
+
+def _record_of_arrays(record_type: type, values: list[Any]) -> Any:
+    """Return a ``TensorRecord`` whose tensors were pickled as arrays."""
+    tensors_and_values = []
+    for value in values:
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value)
+        tensors_and_values.append(value)
+    return record_type(*tensors_and_values)
 
 
 @dataclass(frozen=True)
@@ -85,21 +101,29 @@ class Pieces(TensorRecord):
         """Return a copy whose ``num_targets``, which a device needs, are in page-locked memory."""
         return replace(self, num_targets=self.num_targets.pin_memory())
 
-    def count_by_source(self, num_sources: int, as_wholes: bool = False) -> torch.Tensor:
-        """Return the targets and the bytes of each source, fp64 [2, sources]; ``as_wholes`` its pieces, and NaN."""
-        ones = torch.ones_like(self.num_bytes)
-        weights = (ones, ones * torch.nan) if as_wholes else (self.num_targets.double(), self.num_bytes.double())
-        return torch.zeros(2, num_sources).double().index_add(1, self.sources, torch.stack(weights))
+    def count_by_source(self, num_sources: int, *, counts_pieces: bool = False) -> torch.Tensor:
+        """Return the number of targets and of bytes of each source, fp64 [2, sources].
+
+        With ``counts_pieces``, for objectives whose loss is not a sum over tokens, return the number of pieces and NaN.
+        """
+        if counts_pieces:
+            counts = torch.ones_like(self.num_bytes)
+            num_bytes = torch.full_like(self.num_bytes, torch.nan)
+        else:
+            counts = self.num_targets.double()
+            num_bytes = self.num_bytes
+        totals = torch.zeros(2, num_sources, dtype=torch.float64)
+        return totals.index_add(1, self.sources, torch.stack([counts, num_bytes]).double())
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens ``begin`` to ``end`` of a slice that follow one another in the rows, and the keys that they see.
+    """Tokens ``begin`` to ``end`` of a slice, which are consecutive in the rows, and the keys that they see.
 
-    These are the tokens ``first_key`` to ``last_key`` of the rows: from the start of the first token's document to the
-    last token. ``borders`` and ``key_borders``, int32 [documents + 1], are of the documents among the tokens and among
-    the keys. A document has as many keys as tokens, and the first one those before its tokens too. ``lengths`` and
-    ``key_lengths`` are the documents' numbers of them.
+    The keys are the tokens ``first_key`` to ``last_key`` of the rows: from the start of the first token's document to
+    the last token. ``lengths`` are the tokens of each document in the slice, and ``borders``, int32 [documents + 1],
+    their cumulative sums from 0. ``key_lengths`` and ``key_borders`` are those of the keys. They differ only in the
+    first document: its keys begin before the slice if its tokens do.
     """
 
     begin: int
@@ -112,8 +136,11 @@ class Stretch:
     key_borders: torch.Tensor
 
     def to(self, device: torch.device) -> "Stretch":
-        borders, key_borders = (to_device_async(part, device) for part in (self.borders, self.key_borders))
-        return replace(self, borders=borders, key_borders=key_borders)
+        return replace(
+            self,
+            borders=to_device_async(self.borders, device),
+            key_borders=to_device_async(self.key_borders, device),
+        )
 
 
 @dataclass(frozen=True)
@@ -178,33 +205,45 @@ class Batch(TensorRecord):
         return 0 if self.documents is None else (len(self.documents.borders) - 1) // 2
 
     def pin_memory(self) -> "Batch":
-        documents = self.documents and self.documents.pin_memory()
-        targets = (self.targets or find_targets(self.labels)).pin_memory()
-        pieces = self.pieces and self.pieces.pin_memory()
-        reference = None if self.reference is None else self.reference.pin_memory()
-        ids = self.input_ids.pin_memory()
-        labels = self.labels.pin_memory()
-        return Batch(ids, labels, documents, targets, self.lengths, pieces, reference)
+        targets = self.targets or find_targets(self.labels)
+        return Batch(
+            input_ids=self.input_ids.pin_memory(),
+            labels=self.labels.pin_memory(),
+            documents=self.documents.pin_memory() if self.documents else None,
+            targets=targets.pin_memory(),
+            lengths=self.lengths,
+            pieces=self.pieces.pin_memory() if self.pieces else None,
+            reference=None if self.reference is None else self.reference.pin_memory(),
+        )
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch on a device; for XLA, which compiles for each shape, every position has a target."""
-        input_ids, labels = (part.to(device, non_blocking=True) for part in (self.input_ids, self.labels))
-        targets = self.targets or find_targets(self.labels)
-        if device.type == "xla":  # -100 where none is supervised, which cross entropy leaves out
+        """Return the batch on a device; the host does not wait for page-locked memory."""
+        if device.type == "xla":
+            # XLA compiles for each shape, so every position has a target: -100, which cross entropy ignores, where
+            # nothing is supervised
             targets = Targets(torch.arange(self.labels.numel()), next_token_labels(self.labels).flatten())
-        documents = self.documents and self.documents.to(device)
-        reference = None if self.reference is None else self.reference.to(device, non_blocking=True)
-        return Batch(input_ids, labels, documents, targets.to(device), self.lengths, self.pieces, reference)
+        else:
+            targets = self.targets or find_targets(self.labels)
+        return Batch(
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            labels=self.labels.to(device, non_blocking=True),
+            documents=self.documents.to(device) if self.documents else None,
+            targets=targets.to(device),
+            lengths=self.lengths,
+            pieces=self.pieces,
+            reference=None if self.reference is None else self.reference.to(device, non_blocking=True),
+        )
 
 
 def pad_rows(
     input_ids: Sequence[np.ndarray], labels: Sequence[np.ndarray], document_starts: Sequence[np.ndarray]
 ) -> Batch:
-    """Make a batch of rows, with shorter rows padded at the end by unsupervised tokens; for ``document_starts`` see
-    ``isolate``.
+    """Make a batch of rows; shorter rows are padded at the end by unsupervised tokens.
 
-    Without rows, return the batch of a rank that has no row left. Without ``document_starts``, each row is one
-    document.
+    Args:
+        input_ids: The token ids of each row. Without rows, return the batch of a rank that has no row left.
+        labels: Its labels, -100 where nothing is supervised.
+        document_starts: The positions in each row at which documents begin, ascending; empty: each row is one document.
     """
     if not input_ids:
         empty = torch.zeros(1, 2, dtype=torch.int64)
@@ -216,27 +255,39 @@ def pad_rows(
 def make_batch(
     input_ids: np.ndarray, labels: np.ndarray, document_starts: Sequence[np.ndarray], ends: Sequence[int]
 ) -> Batch:
-    """Make a batch as ``isolate`` does if any row has several documents; padding begins at ``ends`` [B]."""
+    """Make a batch of rows of one length, whose documents are isolated if any row has several.
+
+    Args:
+        input_ids: int64 [B, T].
+        labels: int64 [B, T]; changed in place, see :func:`isolate`.
+        document_starts: The positions in each row at which documents begin, ascending; empty: each row is one document.
+        ends: Where the padding of each row begins [B].
+    """
     lengths = document_lengths(document_starts, ends)
-    if any(start for row in document_starts for start in row[:2]):  # the first may be 0, the second may not
+    # only the first position of a row can be 0, so a row with a start above 0 has one among its first two
+    has_borders = any(starts[:2].any() for starts in document_starts)
+    if has_borders:
         return replace(isolate(input_ids, labels, document_starts), lengths=lengths)
     return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), lengths=lengths)
 
 
 def content_end(input_ids: np.ndarray, labels: np.ndarray) -> int:
     """Return where a row's padding begins: a run of two or more equal, unsupervised tokens at its end."""
-    differ = np.flatnonzero((labels != IGNORED_LABEL) | (input_ids != input_ids[-1:]))
-    end = int(differ[-1]) + 1 if len(differ) else 0
-    return end if len(input_ids) - end > 1 else len(input_ids)
+    is_content = (labels != IGNORED_LABEL) | (input_ids != input_ids[-1:])
+    content_positions = np.flatnonzero(is_content)
+    end = int(content_positions[-1]) + 1 if len(content_positions) else 0
+    num_padding = len(input_ids) - end
+    return end if num_padding > 1 else len(input_ids)
 
 
 def document_lengths(document_starts: Sequence[np.ndarray], ends: Sequence[int]) -> tuple[int, ...]:
     """Return the number of tokens of each document in rows of ``ends`` [B] tokens; without starts, of each row."""
     if not len(document_starts):
         return tuple(ends)
-    lengths = []
+    lengths: list[int] = []
     for starts, end in zip(document_starts, ends, strict=True):
-        lengths += np.diff([0, *starts[(starts > 0) & (starts < end)], end]).tolist()
+        inner_borders = starts[(starts > 0) & (starts < end)]
+        lengths += np.diff([0, *inner_borders, end]).tolist()
     return tuple(lengths)
 
 
@@ -251,19 +302,29 @@ def isolate(input_ids: np.ndarray, labels: np.ndarray, document_starts: Sequence
                       0 0 1 2 0                                     . -100 . . -100
     """
     num_rows, length = input_ids.shape
+    # the row and the column of each document start
     rows = np.repeat(np.arange(num_rows), [len(starts) for starts in document_starts])
     columns = np.concatenate(document_starts)
-    begins = np.zeros((num_rows, length), dtype=np.int64)
-    begins[rows, columns] = columns  # a token's document begins at the largest of these up to the token
-    position_ids = np.arange(length) - np.maximum.accumulate(begins, axis=1)
-    labels[rows[columns > 0], columns[columns > 0]] = IGNORED_LABEL
+
+    # a token's document begins at the largest start up to the token
+    starts_so_far = np.zeros((num_rows, length), dtype=np.int64)
+    starts_so_far[rows, columns] = columns
+    starts_so_far = np.maximum.accumulate(starts_so_far, axis=1)
+    position_ids = np.arange(length) - starts_so_far  # [B, T]
+
+    # the first token of a row has no prediction anyway, and its label stays
+    is_inside_row = columns > 0
+    labels[rows[is_inside_row], columns[is_inside_row]] = IGNORED_LABEL
+
     borders = np.append(np.flatnonzero(position_ids == 0), num_rows * length).astype(np.int32)
-    documents = Documents(torch.from_numpy(position_ids), torch.from_numpy(borders), int(np.diff(borders).max()))
+    longest = int(np.diff(borders).max())
+    documents = Documents(torch.from_numpy(position_ids), torch.from_numpy(borders), longest)
     return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), documents)
 
 
 def _padded(rows: Sequence[np.ndarray], filler: int) -> np.ndarray:
-    longest = max(1, *(len(row) for row in rows))
+    """Return rows as int64 [B, T], filled up to the longest one, but at least one token."""
+    longest = max(1, *map(len, rows))
     padded = np.full((len(rows), longest), filler, dtype=np.int64)
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row
@@ -287,24 +348,20 @@ def count_supervised(labels: torch.Tensor) -> torch.Tensor:
     return (labels[:, 1:] != IGNORED_LABEL).sum()
 
 
-def _rebuild(kind: type, values: list[Any]) -> Any:
-    return kind(*(torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values))
-
-
-def hash_of(numbers: np.ndarray, before: str = "") -> str:
-    """Return the XXH3-128 hash of numbers, as int64, and of those before them, whose hash is ``before``."""
-    return xxhash.xxh3_128_hexdigest(bytes.fromhex(before) + numbers.astype("<i8").tobytes())
+def hash_numbers(numbers: np.ndarray, previous_hash: str = "") -> str:
+    """Return the XXH3-128 hash of the bytes of ``previous_hash`` and then of numbers, as little-endian int64."""
+    return xxhash.xxh3_128_hexdigest(bytes.fromhex(previous_hash) + numbers.astype("<i8").tobytes())
 
 
 def hash_supervised(input_ids: torch.Tensor, labels: torch.Tensor) -> int:
     """Return a hash of rows that does not depend on their order: a sum, modulo ``SUM_OF_HASHES``, of the rows' XXH3-64.
 
-    What follows a row's last supervised token does not count. Ids and labels are int64 [B, T] on the CPU.
+    Tokens after a row's last supervised token do not count. Ids and labels are int64 [B, T] on the CPU.
     """
     total = 0
-    for ids, of_row in zip(input_ids.numpy(), labels.numpy(), strict=True):
-        supervised = np.flatnonzero(of_row != IGNORED_LABEL)
-        if len(supervised):
-            end = int(supervised[-1]) + 1
-            total += xxhash.xxh3_64_intdigest(ids[:end].tobytes() + of_row[:end].tobytes())
+    for row_ids, row_labels in zip(input_ids.numpy(), labels.numpy(), strict=True):
+        supervised_positions = np.flatnonzero(row_labels != IGNORED_LABEL)
+        if len(supervised_positions):
+            end = int(supervised_positions[-1]) + 1
+            total += xxhash.xxh3_64_intdigest(row_ids[:end].tobytes() + row_labels[:end].tobytes())
     return total % SUM_OF_HASHES

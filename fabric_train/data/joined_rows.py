@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -32,11 +32,14 @@ class JoinedRows(IndexedRows):
         self._ranges = tuple(ranges)
         self._starts = np.array([0, *accumulate(len(split_range.rows) for split_range in self._ranges)])
         self.isolates = splits[0].isolates
-        self.source_names = tuple(dict.fromkeys(name for split in splits for name in split.source_names))
+        # sources of one name are one source, also in several splits
+        names = chain.from_iterable(split.source_names for split in splits)
+        self.source_names = tuple(dict.fromkeys(names))
         # for each split, the index in self.source_names of each of the split's own sources
-        self._joined_sources = [
-            np.array([self.source_names.index(name) for name in split.source_names]) for split in splits
-        ]
+        self._joined_sources: list[np.ndarray] = []
+        for split in splits:
+            joined_indices = [self.source_names.index(name) for name in split.source_names]
+            self._joined_sources.append(np.array(joined_indices))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -47,14 +50,14 @@ class JoinedRows(IndexedRows):
     def lengths(self) -> set[int]:
         return set[int]().union(*(split.lengths() for split in self._splits))
 
-    def place(self, row: int) -> tuple[int, int]:
+    def locate(self, row: int) -> tuple[int, int]:
         """Return the index of the split that has a row, and the row's number in the split."""
         range_index = int(np.searchsorted(self._starts, row, side="right")) - 1
         split_range = self._ranges[range_index]
         return split_range.split, split_range.rows[row - int(self._starts[range_index])]
 
     def row_at(self, split: int, row_of_split: int) -> int:
-        """Return the row that is row ``row_of_split`` of a split: the inverse of ``place``.
+        """Return the row that is row ``row_of_split`` of a split: the inverse of ``locate``.
 
         Raises:
             ValueError: no range has that row.
@@ -101,7 +104,7 @@ class JoinedRows(IndexedRows):
         """Yield what is asked of each split that has some of the rows."""
         requests: dict[int, RowsOfSplit] = {}
         for position, index in enumerate(indices):
-            split, row = self.place(index)
+            split, row = self.locate(index)
             request = requests.setdefault(split, RowsOfSplit(split, [], []))
             request.positions.append(position)
             request.rows.append(row)

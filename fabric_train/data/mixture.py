@@ -90,23 +90,21 @@ class Mixture:
             return [self.rows_per_epoch[source] for source in chosen]
         # The offset of window i is step × i minus a multiple of M. The multiples are the same in both sums of a source
         # and cancel out.
-        num_extra = [
-            floor_sum(window, self._num_full_windows, self._step, extra)
-            for extra in self._extra_sums[chosen.start : chosen.stop + 1]
+        extra_rows_up_to = [
+            floor_sum(window, self._num_full_windows, self._step, extra_sum)
+            for extra_sum in self._extra_sums[chosen.start : chosen.stop + 1]
         ]
-        return [
-            window * self._base_counts[source] + after - before
-            for source, (before, after) in zip(chosen, pairwise(num_extra), strict=True)
-        ]
+        extra_rows = [end - begin for begin, end in pairwise(extra_rows_up_to)]
+        return [window * self._base_counts[source] + extra for source, extra in zip(chosen, extra_rows, strict=True)]
 
     def rows_until(self, step: int) -> list[int]:
         """Return how many rows of each source are read after ``step`` windows, including ``already_read``."""
         epochs, window = divmod(step, self.windows_per_epoch)
         totals = []
-        for read, per_epoch, before in zip(
+        for already_read, per_epoch, rows_in_epoch in zip(
             self._already_read_or_none(), self.rows_per_epoch, self.rows_before(window), strict=True
         ):
-            totals.append(read + epochs * per_epoch + before)
+            totals.append(already_read + epochs * per_epoch + rows_in_epoch)
         return totals
 
     def steps_of(self, row: int, num_steps: int) -> list[int]:
@@ -147,10 +145,9 @@ class Mixture:
         if window == self._num_full_windows:
             return list(self._counts_of_last_window)
         offset = self._step * window % self._num_full_windows
-        num_extra = [(extra + offset) // self._num_full_windows for extra in self._extra_sums]
-        return [
-            base + after - before for base, (before, after) in zip(self._base_counts, pairwise(num_extra), strict=True)
-        ]
+        extra_rows_up_to = [(extra_sum + offset) // self._num_full_windows for extra_sum in self._extra_sums]
+        extra_rows = [end - begin for begin, end in pairwise(extra_rows_up_to)]
+        return [base + extra for base, extra in zip(self._base_counts, extra_rows, strict=True)]
 
     @functools.cached_property
     def windows_per_epoch(self) -> int:
@@ -178,7 +175,7 @@ class Mixture:
 
     @functools.cached_property
     def _rows_in_full_windows(self) -> list[int]:
-        return [rows - last for rows, last in zip(self.rows_per_epoch, self._counts_of_last_window, strict=True)]
+        return [rows - count for rows, count in zip(self.rows_per_epoch, self._counts_of_last_window, strict=True)]
 
     @functools.cached_property
     def _base_counts(self) -> list[int]:
@@ -197,9 +194,9 @@ class Mixture:
 
 def apportion(weights: Sequence[int | Fraction], total: int) -> list[int]:
     """Return whole numbers with the sum ``total``: each is ``total × weight / sum of weights``, rounded up or down."""
-    sums = [0, *accumulate(weights)]
-    borders = [math.floor(total * Fraction(weight_sum) / Fraction(sums[-1])) for weight_sum in sums]
-    return [after - before for before, after in pairwise(borders)]
+    weight_sums = [0, *accumulate(weights)]
+    borders = [math.floor(total * Fraction(weight_sum) / Fraction(weight_sums[-1])) for weight_sum in weight_sums]
+    return [end - begin for begin, end in pairwise(borders)]
 
 
 def rows_of_shares(num_rows: Sequence[int], shares: Sequence[float]) -> list[int]:
@@ -224,11 +221,11 @@ def floor_sum(count: int, modulus: int, step: int, start: int) -> int:
         total += count * (count - 1) // 2 * (step // modulus) + count * (start // modulus)
         step %= modulus
         start %= modulus
-        last = step * count + start
-        if last < modulus:
+        line_end = step * count + start
+        if line_end < modulus:
             return total
         # count the lattice points below the line from the other axis
-        count, start = divmod(last, modulus)
+        count, start = divmod(line_end, modulus)
         modulus, step = step, modulus
 
 
@@ -241,9 +238,9 @@ def spreading_step(modulus: int) -> int:
     Generation and Quasi-Monte Carlo Methods, 1992, chapter 3).
     """
     center = round(modulus * _INVERSE_GOLDEN_RATIO)
-    first = max(1, center - _NUM_TRIED_STEPS)
-    last = min(modulus - 1, center + _NUM_TRIED_STEPS)
-    candidates = range(first, max(first, last) + 1)
+    lowest = max(1, center - _NUM_TRIED_STEPS)
+    highest = min(modulus - 1, center + _NUM_TRIED_STEPS)
+    candidates = range(lowest, max(lowest, highest) + 1)
     coprime = [candidate for candidate in candidates if math.gcd(candidate, modulus) == 1]
     return min(coprime, key=lambda candidate: sum(_partial_quotients(candidate, modulus)))
 

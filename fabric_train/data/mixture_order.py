@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fabric_train.data.batch import hash_of
+from fabric_train.data.batch import hash_numbers
 from fabric_train.data.mixture import Mixture
 
 
@@ -28,11 +28,11 @@ class MixtureOrder:
 
         A last phase that would have no step is replaced.
         """
-        *earlier, last = self.mixtures
+        *earlier_mixtures, last_mixture = self.mixtures
         already_read = tuple(self.rows_until(starts_after))
-        phase = replace(last, rows_per_epoch=tuple(rows_per_epoch), already_read=already_read)
+        phase = replace(last_mixture, rows_per_epoch=tuple(rows_per_epoch), already_read=already_read)
         if starts_after == self.starts_after[-1]:
-            return MixtureOrder((*earlier, phase), self.starts_after)
+            return MixtureOrder((*earlier_mixtures, phase), self.starts_after)
         return MixtureOrder((*self.mixtures, phase), (*self.starts_after, starts_after))
 
     @property
@@ -113,4 +113,4 @@ def rows_hash_by_halves(order: StepRows, step: int) -> str:
     """Hash the rows of the steps 1, ..., ``step // 4``, ``step // 2``, ``step``."""
     if step == 0:
         return ""
-    return hash_of(order.rows_of(step), rows_hash_by_halves(order, step // 2))
+    return hash_numbers(order.rows_of(step), rows_hash_by_halves(order, step // 2))

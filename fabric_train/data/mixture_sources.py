@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
@@ -61,21 +62,21 @@ def list_sources(
     for index, (token_dataset, folder) in enumerate(zip(token_datasets, folders, strict=True)):
         if not named_sources[index]:
             all_rows = SplitRange(index, range(len(token_dataset.train)))
-            yield ListedSource(folder, None, (all_rows,))
+            yield ListedSource(folder, source=None, ranges=(all_rows,))
             continue
 
         ranges_by_source = find_source_rows(token_dataset)
         for source, option in named_sources[index].items():
             if source not in ranges_by_source:
-                known = ", ".join(ranges_by_source)
-                raise InputError(f"{option}: {folder} has no rows of a source {source}; it has {known}")
+                names = ", ".join(ranges_by_source)
+                raise InputError(f"{option}: {folder} has no rows of a source {source}; it has {names}")
             ranges = tuple(SplitRange(index, rows) for rows in ranges_by_source.pop(source))
             yield ListedSource(folder, source, ranges)
         if ranges_by_source:
-            remaining = [rows for ranges in ranges_by_source.values() for rows in ranges]
-            remaining.sort(key=lambda rows: rows.start)
-            ranges = tuple(SplitRange(index, rows) for rows in remaining)
-            yield ListedSource(folder, None, ranges, remaining_sources=tuple(ranges_by_source))
+            remaining_rows = list(chain.from_iterable(ranges_by_source.values()))
+            remaining_rows.sort(key=lambda rows: rows.start)
+            ranges = tuple(SplitRange(index, rows) for rows in remaining_rows)
+            yield ListedSource(folder, source=None, ranges=ranges, remaining_sources=tuple(ranges_by_source))
 
 
 def _sources_with_shares(folders: Sequence[str], all_shares: list[Shares]) -> list[dict[str, str]]:
@@ -145,36 +146,35 @@ def rows_per_epoch(shares: Shares, sources: Sequence[ListedSource], folders: Seq
 
 def _resolve_shares(shares: Shares, sources: Sequence[ListedSource], folders: Sequence[str]) -> list[float]:
     """Return the share of each source; a folder's share is for its sources without a share of their own, together."""
-    shares_by_place: dict[tuple[int, str | None], float] = {}
+    # shares by folder and name of the source; the share of a folder has the name None
+    given_shares: dict[tuple[int, str | None], float] = {}
     for name, share in _shares_by_name(shares, folders).items():
-        shares_by_place[split_name(name, folders, shares.option)] = share
+        given_shares[split_name(name, folders, shares.option)] = share
 
-    places = [(folders.index(source.folder), source.source) for source in sources]
+    # the sources without a share of their own, which share that of their folder
     missing = []
-    for source, (folder_index, source_name) in zip(sources, places, strict=True):
-        has_share = (folder_index, source_name) in shares_by_place or (folder_index, None) in shares_by_place
-        if not has_share and source.remaining_sources:
-            missing.append(f"{', '.join(source.remaining_sources)} of {source.folder}")
-        elif not has_share:
-            missing.append(source.name)
+    num_rows_together = dict.fromkeys(range(len(folders)), 0)
+    for source in sources:
+        folder_index = folders.index(source.folder)
+        if source.source is not None and (folder_index, source.source) in given_shares:
+            continue
+        num_rows_together[folder_index] += source.num_rows
+        if (folder_index, None) not in given_shares:
+            names = f"{', '.join(source.remaining_sources)} of {source.folder}"
+            missing.append(names if source.remaining_sources else source.name)
     if missing:
         raise InputError(f"{shares.option} has no number for {'; '.join(missing)}: give each one, 0 to leave it out")
 
     resolved = []
-    for source, place in zip(sources, places, strict=True):
-        folder_index, source_name = place
-        if source_name is not None and place in shares_by_place:
-            resolved.append(shares_by_place[place])
+    for source in sources:
+        folder_index = folders.index(source.folder)
+        if source.source is not None and (folder_index, source.source) in given_shares:
+            resolved.append(given_shares[folder_index, source.source])
             continue
-        folder_share = shares_by_place[folder_index, None]
-        if shares.of_tokens:  # a share of tokens is divided among what it is for; a share of rows holds for each
-            num_rows_together = sum(
-                other.num_rows
-                for other, other_place in zip(sources, places, strict=True)
-                if other_place[0] == folder_index and (other_place[1] is None or other_place not in shares_by_place)
-            )
-            if num_rows_together:
-                folder_share *= source.num_rows / num_rows_together
+        folder_share = given_shares[folder_index, None]
+        # a share of tokens is divided among the sources that it is for; a share of rows holds for each of them
+        if shares.of_tokens and num_rows_together[folder_index]:
+            folder_share *= source.num_rows / num_rows_together[folder_index]
         resolved.append(folder_share)
     return resolved
 

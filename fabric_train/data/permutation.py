@@ -1,4 +1,4 @@
-"""Permute row numbers by index: the place of one row is computed without shuffling all of them.
+"""Permute row numbers by index: where one row moves is computed without shuffling all of them.
 
 A permutation of ``num_rows`` rows takes no memory, so orders of many rows and many passes cost nothing to begin.
 """
@@ -31,9 +31,9 @@ def permute(index: np.ndarray, num_rows: np.ndarray, keys: np.ndarray) -> np.nda
     return _walk_cycles(_feistel, index, num_rows, keys)
 
 
-def unpermute(places: np.ndarray, num_rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return the index that :func:`permute` moves to each place; arguments and result as there."""
-    return _walk_cycles(_inverse_feistel, places, num_rows, keys)
+def unpermute(permuted: np.ndarray, num_rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Return the index that :func:`permute` moves to each of ``permuted``; arguments and result as there."""
+    return _walk_cycles(_inverse_feistel, permuted, num_rows, keys)
 
 
 def permutation_keys(seed: int, sources: np.ndarray, passes: np.ndarray) -> np.ndarray:
@@ -63,20 +63,20 @@ def _walk_cycles(bijection: _Bijection, start: np.ndarray, num_rows: np.ndarray,
 
 def _feistel(values: np.ndarray, width: np.ndarray, height: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Apply a bijection of ``range(width × height)``; all arguments and the result are uint64 [n]."""
-    right, left = np.divmod(values, width)
+    high, low = np.divmod(values, width)
     for round_number in range(0, _NUM_ROUNDS, 2):
-        left = (left + _mix(keys + _round_constant(round_number) ^ right) % width) % width
-        right = (right + _mix(keys + _round_constant(round_number + 1) ^ left) % height) % height
-    return right * width + left
+        low = (low + _mix(keys + _round_constant(round_number) ^ high) % width) % width
+        high = (high + _mix(keys + _round_constant(round_number + 1) ^ low) % height) % height
+    return high * width + low
 
 
 def _inverse_feistel(values: np.ndarray, width: np.ndarray, height: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Undo :func:`_feistel`: the rounds in reverse, each subtracting what was added (modulo width or height)."""
-    right, left = np.divmod(values, width)
+    high, low = np.divmod(values, width)
     for round_number in reversed(range(0, _NUM_ROUNDS, 2)):
-        right = (right + height - _mix(keys + _round_constant(round_number + 1) ^ left) % height) % height
-        left = (left + width - _mix(keys + _round_constant(round_number) ^ right) % width) % width
-    return right * width + left
+        high = (high + height - _mix(keys + _round_constant(round_number + 1) ^ low) % height) % height
+        low = (low + width - _mix(keys + _round_constant(round_number) ^ high) % width) % width
+    return high * width + low
 
 
 def _round_constant(round_number: int) -> np.uint64:

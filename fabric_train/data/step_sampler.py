@@ -3,7 +3,8 @@
 A *window* is the rows that one optimizer step consumes over all ranks; the last one of an epoch may be shorter. A
 *micro-batch* is the rows of one forward pass on one rank; all ranks have equally many in a window. The order of the
 rows is a function of (seed, epoch), and the window is a function of the step. Neither depends on the number of ranks.
-``fabric_train.data`` has what a checkpoint keeps of the order.
+``data_order`` has what a checkpoint stores of the order.
+
 One token dataset without shares has version 1 of the order, numpy's permutation of all rows for each epoch. With more
 than ``MOST_SHUFFLED`` rows it has version 3, a permutation that is computed by index. A mixture has version 2; see
 ``mixture`` for both. Example: a window of 5 rows, micro-batches of 1 row, 2 ranks::
@@ -24,36 +25,40 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from fabric_train.cli.errors import InputError, RunError
-from fabric_train.data import SHUFFLED
-from fabric_train.data.batch import Batch, hash_of
+from fabric_train.data.batch import Batch, hash_numbers
+from fabric_train.data.data_order import SHUFFLED
 from fabric_train.data.mixture_order import MixtureOrder, rows_hash_by_halves
 from fabric_train.data.permutation import permutation_keys, permute, unpermute
 from fabric_train.data.token_dataset import IndexedRows
 from fabric_train.distributed.signals import ignore_signals_in_worker
 
 VALIDATION_VERSION = "3"
-"""Of the rows that ``--eval_iters`` chooses: version 1 took the first of the split, version 2 shares of each source."""
+"""The version of the rows that ``--eval_iters`` chooses, which a resumed run compares.
+
+Version 1 took the first rows of the split. Version 2 took a share of each source.
+"""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The data of one optimizer step on one rank.
-
-    ``step`` counts from 1, ``epoch`` from 0. ``rows``, int64 [rows of all ranks], are the window's rows in order:
-    indices into the train split, or a stream's lanes. ``batches`` are this rank's micro-batches. ``cursors`` are a
-    stream's positions after this window, see ``StreamBatch``; None for a token dataset. ``rows_hash`` is the hash of
-    ``WindowOrder``; None for a stream. ``rows_of_sources`` counts the rows of each source of a mixture.
-    """
+    """The data of one optimizer step on one rank."""
 
     step: int
+    """Counted from 1."""
     epoch: int
+    """Counted from 0."""
     ends_epoch: bool
     rows: np.ndarray
+    """The rows over all ranks in order, int64 [rows]: indices into the train split, or a stream's lanes."""
     micro_batch_size: int
     batches: list[Batch]
+    """This rank's micro-batches."""
     cursors: np.ndarray | None = None
+    """A stream's positions after this window, see ``StreamBatch``; None for a token dataset."""
     rows_hash: str | None = None
+    """The hash of all rows up to this window, see ``WindowOrder.rows_hash``; None for a stream."""
     rows_of_sources: list[int] | None = None
+    """How many rows of each source of a mixture the window has; None without a mixture."""
 
     @property
     def num_rows(self) -> int:
@@ -95,20 +100,21 @@ class RowRead:
 
 @dataclass(frozen=True)
 class WindowOrder:
-    """The rows of every window and micro-batch, as functions of the step (counted from 1), the seed and the rank.
-
-    ``num_rows`` are an epoch's, ``world_size`` and ``rank`` count data ranks. A ``mixture`` decides the rows; without
-    one, the ``version`` of the order does.
-    """
+    """The rows of every window and micro-batch, as functions of the step (counted from 1), the seed and the rank."""
 
     num_rows: int
+    """The rows of an epoch."""
     rows_per_window: int
     micro_batch_size: int
     world_size: int
+    """The number of data ranks."""
     rank: int
+    """This data rank."""
     seed: int
     mixture: MixtureOrder | None = None
+    """Decides the rows, if there is one."""
     version: int = SHUFFLED
+    """Decides the rows without a mixture, see ``DataOrder.version``."""
 
     def rows_of(self, step: int) -> np.ndarray:
         """Return the row indices of a step's window over all ranks, int64 in order."""
@@ -120,60 +126,70 @@ class WindowOrder:
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch of a step, counted from 0."""
-        return self.mixture.epoch_of(step) if self.mixture else (step - 1) // self._windows_per_epoch
+        if self.mixture:
+            return self.mixture.epoch_of(step)
+        return (step - 1) // self._windows_per_epoch
 
     def epoch_order(self, epoch: int) -> np.ndarray:
         """Return the row indices of an epoch without a mixture: a permutation [num_rows] of seed and epoch."""
         return self._rows_at(epoch, 0, self.num_rows)
 
     def _rows_at(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Return the rows at the places ``start`` to ``stop - 1`` of an epoch, int64."""
+        """Return the rows at the positions ``start`` to ``stop - 1`` of an epoch, int64."""
         if self.version == SHUFFLED:
             return _permutation(self.num_rows, self.seed, epoch)[start:stop].astype(np.int64)
-        places = np.arange(start, stop)
-        return permute(places, *self._sizes_and_keys(epoch, len(places)))
+        epoch_positions = np.arange(start, stop)
+        return permute(epoch_positions, *self._sizes_and_keys(epoch, len(epoch_positions)))
 
-    def _places_of(self, epoch: int, rows: np.ndarray) -> list[int]:
-        """Return the places of some rows in an epoch: the inverse of ``_rows_at``."""
+    def _positions_of(self, epoch: int, rows: np.ndarray) -> list[int]:
+        """Return the positions of some rows in an epoch: the inverse of ``_rows_at``."""
         if self.version == SHUFFLED:
-            return np.flatnonzero(np.isin(_permutation(self.num_rows, self.seed, epoch), rows)).tolist()
+            has_row = np.isin(_permutation(self.num_rows, self.seed, epoch), rows)
+            return np.flatnonzero(has_row).tolist()
         return unpermute(rows, *self._sizes_and_keys(epoch, len(rows))).tolist()
 
     def _sizes_and_keys(self, epoch: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the arguments of ``permute`` for ``count`` rows: the rows of the epoch and its key, repeated."""
         key = permutation_keys(self.seed, np.zeros(1, np.int64), np.array([epoch]))
         return np.full(count, self.num_rows), np.repeat(key, count)
 
     def reads_of(self, rows: np.ndarray, num_steps: int) -> list[RowRead]:
         """Return which of the first ``num_steps`` steps read some rows; O(epochs × rows) with version 1."""
+        steps_and_rows: list[tuple[int, int]] = []
         if self.mixture:
-            found = [(step, row) for row in rows.tolist() for step in self.mixture.steps_of(row, num_steps)]
+            for row in rows.tolist():
+                for step in self.mixture.steps_of(row, num_steps):
+                    steps_and_rows.append((step, row))
         else:
-            found = [
-                (epoch * self._windows_per_epoch + place // self.rows_per_window + 1, row)
-                for epoch in range(self.epoch_of(num_steps) + 1)
-                for place in self._places_of(epoch, rows)
-                for row in self._rows_at(epoch, place, place + 1).tolist()
-            ]
-        return [RowRead(step, self.epoch_of(step), row) for step, row in sorted(found) if step <= num_steps]
+            for epoch in range(self.epoch_of(num_steps) + 1):
+                for position in self._positions_of(epoch, rows):
+                    window = position // self.rows_per_window
+                    step = epoch * self._windows_per_epoch + window + 1
+                    row = int(self._rows_at(epoch, position, position + 1)[0])
+                    steps_and_rows.append((step, row))
+        steps_and_rows.sort()
+        return [RowRead(step, self.epoch_of(step), row) for step, row in steps_and_rows if step <= num_steps]
 
-    def rows_hash(self, step: int, known: tuple[int, str] = (0, "")) -> str:
+    def rows_hash(self, step: int, known_step: int = 0, known_hash: str = "") -> str:
         """Hash the rows of all steps up to ``step`` in order; with versions 2 and 3 see ``MixtureOrder.rows_hash``.
 
-        ``known`` is an earlier step and its hash. From the beginning, version 1 shuffles all rows in all epochs.
+        With version 1, this shuffles all rows of every epoch from the beginning. If the hash of an earlier step is
+        known, it begins there.
         """
         if self.mixture:
             return self.mixture.rows_hash(step)
         if self.version != SHUFFLED:
             return rows_hash_by_halves(self, step)
-        last, rows_hash = known
-        for done in range(last + 1, step + 1):
-            rows_hash = hash_of(self.rows_of(done), rows_hash)
+        rows_hash = known_hash
+        for hashed_step in range(known_step + 1, step + 1):
+            rows_hash = hash_numbers(self.rows_of(hashed_step), rows_hash)
         return rows_hash
 
-    def rows_hash_after(self, step: int, rows: np.ndarray, before: str) -> str:
+    def rows_hash_after(self, step: int, rows: np.ndarray, previous_hash: str) -> str:
+        """Return :meth:`rows_hash` of a step from its rows and the hash of the step before it."""
         if self.mixture or self.version != SHUFFLED:
             return self.rows_hash(step)
-        return hash_of(rows, before)
+        return hash_numbers(rows, previous_hash)
 
     def num_batches(self, num_rows: int) -> int:
         """Return the number of micro-batches in a window of ``num_rows``, which is the same on every rank."""
@@ -184,6 +200,7 @@ class WindowOrder:
         for step in range(after_step + 1, last_step + 1):
             rows = self.rows_of(step)
             for batch in range(self.num_batches(len(rows))):
+                # past the end of a shorter window, a slice is shorter or empty
                 indices = positions(batch, self.micro_batch_size, self.world_size, self.rank)
                 yield rows[indices.start : indices.stop].tolist()
 
@@ -195,14 +212,20 @@ class WindowOrder:
 class WorkerLoader(DataLoader):
     """A DataLoader that raises the errors among its items, without the traceback that torch adds to a worker's."""
 
-    def __init__(self, items: Dataset, num_workers: int, pin_memory: bool = False, **more: Any) -> None:
-        more |= {"prefetch_factor": 8 if num_workers else None, "worker_init_fn": ignore_signals_in_worker}
-        more["collate_fn"] = _identity  # items are whole batches
-        super().__init__(items, num_workers=num_workers, pin_memory=pin_memory, **more)
+    def __init__(self, items: Dataset, num_workers: int, pin_memory: bool = False, **loader_arguments: Any) -> None:
+        super().__init__(
+            items,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            collate_fn=_identity,  # items are whole batches
+            prefetch_factor=8 if num_workers else None,  # without workers, torch accepts only None
+            worker_init_fn=ignore_signals_in_worker,
+            **loader_arguments,
+        )
 
     def __iter__(self) -> Any:
         try:
-            return map(_raised, super().__iter__())
+            return map(_raise_error_item, super().__iter__())
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -212,82 +235,105 @@ class WorkerLoader(DataLoader):
 
 @dataclass(frozen=True)
 class TrainBatches:
-    """The windows of a token dataset on this rank after ``starts_after``, prefetched by ``num_workers`` processes.
-
-    ``known`` is a step of the run and the hash of the rows up to it, as in its checkpoint.
-    """
+    """The windows of a token dataset on this rank, prefetched by ``num_workers`` processes."""
 
     rows: IndexedRows
     order: WindowOrder
     num_workers: int
     pin_memory: bool
     starts_after: int = 0
-    known: tuple[int, str] = (0, "")
+    """The step of the run after which the order begins."""
+    known_step: int = 0
+    """The step of the checkpoint that the run resumed from."""
+    known_hash: str = ""
+    """The hash of the rows up to ``known_step``."""
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
+        """Yield the windows of the run's steps ``after_step + 1`` to ``last_step``."""
+        # steps of the order, which begins after step ``starts_after`` of the run
         order = self.order
         begin = after_step - self.starts_after
         end = last_step - self.starts_after
-        last = self.known[0] - self.starts_after
-        known = self.known[1]
-        rows_hash = order.rows_hash(begin, (last, known) if 0 < last <= begin else (0, ""))
+        known_step = self.known_step - self.starts_after
+
+        if 0 < known_step <= begin:
+            rows_hash = order.rows_hash(begin, known_step, self.known_hash)
+        else:
+            rows_hash = order.rows_hash(begin)
         epoch = order.epoch_of(begin + 1)
-        indices = order.batches(begin, end)
-        items = _ErrorsAsItems(self.rows)
-        batches = iter(WorkerLoader(items, self.num_workers, self.pin_memory, batch_sampler=indices))
+        loader = WorkerLoader(
+            _ErrorsAsItems(self.rows), self.num_workers, self.pin_memory, batch_sampler=order.batches(begin, end)
+        )
+        batches = iter(loader)
         for step in range(begin + 1, end + 1):
-            window = order.rows_of(step)
+            rows = order.rows_of(step)
             next_epoch = order.epoch_of(step + 1)
-            rows_hash = order.rows_hash_after(step, window, rows_hash)
+            rows_hash = order.rows_hash_after(step, rows, rows_hash)
             yield Window(
                 step=self.starts_after + step,
                 epoch=epoch,
                 ends_epoch=next_epoch > epoch,
-                rows=window,
+                rows=rows,
                 micro_batch_size=order.micro_batch_size,
-                batches=[next(batches) for _ in range(order.num_batches(len(window)))],
+                batches=[next(batches) for _ in range(order.num_batches(len(rows)))],
                 rows_hash=rows_hash,
-                rows_of_sources=order.mixture.count(window) if order.mixture else None,
+                rows_of_sources=order.mixture.count(rows) if order.mixture else None,
             )
             epoch = next_epoch
 
 
 def validation_rows(sources: np.ndarray, limit: int | None, seed: int) -> np.ndarray:
-    """Return the rows of the validation split that every evaluation reads, int64 in the order of the split.
+    """Return the rows of the validation split that every evaluation reads, ascending.
 
-    Without a ``limit`` these are all. Otherwise each source has equally many of them, as far as it has so many rows:
-    its rows are cut into so many parts of equal size, and the seed chooses one row of each. ``sources``, int64 [rows],
-    has the source of each row of the split.
+    Without a ``limit``, these are all rows. Otherwise each source gets an equal number, or all of its rows if it has
+    fewer. To choose n rows of a source, its rows are cut into n intervals of equal size, and the seed draws one row
+    from each.
+
+    Args:
+        sources: The source of each row of the split, int64 [rows].
+        limit: The number of rows to choose.
+        seed: The seed of the choice.
+
+    Returns:
+        The chosen rows, int64 [limit], or [rows] without a limit.
     """
     if limit is None or limit >= len(sources):
         return np.arange(len(sources))
-    in_order = np.argsort(sources, kind="stable")
-    num_rows = np.bincount(sources)
-    num_chosen = _share_equally(num_rows.tolist(), limit)
-    random = np.random.default_rng(seed)
-    chosen = []
-    first = 0
-    for of_source, number in zip(num_rows.tolist(), num_chosen, strict=True):
-        borders = first + np.arange(number + 1) * of_source // max(number, 1)
-        chosen.append(in_order[random.integers(borders[:-1], borders[1:])])
-        first += of_source
-    return np.sort(np.concatenate(chosen))
+    rows_by_source = np.argsort(sources, kind="stable")  # the rows of source 0, then of source 1, ...
+    rows_of_sources = np.bincount(sources).tolist()
+    chosen_of_sources = _share_equally(rows_of_sources, limit)
+    generator = np.random.default_rng(seed)
+    chosen_rows = []
+    start = 0  # of the source, in ``rows_by_source``
+    for num_rows, num_chosen in zip(rows_of_sources, chosen_of_sources, strict=True):
+        borders = start + np.arange(num_chosen + 1) * num_rows // max(num_chosen, 1)
+        drawn_indices = generator.integers(borders[:-1], borders[1:])
+        chosen_rows.append(rows_by_source[drawn_indices])
+        start += num_rows
+    return np.sort(np.concatenate(chosen_rows))
 
 
-def _share_equally(most: Sequence[int], total: int) -> list[int]:
-    """Return numbers with the sum ``total``, as equal as possible, none above its ``most``; the first ones get more."""
-    shares = [0] * len(most)
-    left = total
-    for taken, index in enumerate(sorted(range(len(most)), key=most.__getitem__)):  # who has few rows comes first
-        shares[index] = min(most[index], left // (len(most) - taken))
-        left -= shares[index]
+def _share_equally(limits: Sequence[int], total: int) -> list[int]:
+    """Return shares with the sum ``total``, as equal as possible, none above its limit.
+
+    Example: limits 2, 10, 10 and the total 9 give the shares 2, 3, 4.
+    """
+    shares = [0] * len(limits)
+    remaining = total
+    # the smallest limit first: what it cannot take is shared among the others
+    ascending = sorted(range(len(limits)), key=lambda index: limits[index])
+    for num_shared, index in enumerate(ascending):
+        num_sharing = len(limits) - num_shared
+        shares[index] = min(limits[index], remaining // num_sharing)
+        remaining -= shares[index]
     return shares
 
 
 def select_validation_rows(rows: IndexedRows, batch_size: int, limit: int | None, seed: int) -> list[int]:
-    """Return the rows of a split that ``limit`` batches of an evaluation read, all without a limit."""
-    sources = rows.main_sources() if limit else np.zeros(len(rows), dtype=np.int64)
-    return validation_rows(sources, limit and limit * batch_size, seed).tolist()
+    """Return the rows of a split that ``limit`` batches of an evaluation read, or all without a limit."""
+    if limit is None:
+        return list(range(len(rows)))
+    return validation_rows(rows.main_sources(), limit * batch_size, seed).tolist()
 
 
 def validation_batches(
@@ -297,15 +343,20 @@ def validation_batches(
 
     The ranks together read each of the :func:`validation_rows` once, so their number does not change the rows.
     """
-    chosen = select_validation_rows(rows, batch_size, limit, seed)
-    num_batches = math.ceil(len(chosen) / (batch_size * world_size))
-    places = [positions(batch, batch_size, world_size, rank) for batch in range(num_batches)]
-    indices = [chosen[place.start : place.stop] for place in places]
-    return WorkerLoader(_ErrorsAsItems(rows), num_workers, batch_sampler=indices)
+    chosen_rows = select_validation_rows(rows, batch_size, limit, seed)
+    num_batches = math.ceil(len(chosen_rows) / (batch_size * world_size))
+    batches = []
+    for batch in range(num_batches):
+        # past the end of the chosen rows, a slice is shorter or empty
+        indices = positions(batch, batch_size, world_size, rank)
+        batches.append(chosen_rows[indices.start : indices.stop])
+    return WorkerLoader(_ErrorsAsItems(rows), num_workers, batch_sampler=batches)
 
 
 @dataclass(frozen=True)
 class _ErrorsAsItems(Dataset):
+    """Rows whose errors are returned as items, since torch adds a traceback to errors that a worker raises."""
+
     rows: IndexedRows
 
     def __getitems__(self, indices: Sequence[int]) -> Batch | InputError | RunError:
@@ -315,7 +366,7 @@ class _ErrorsAsItems(Dataset):
             return error
 
 
-def _raised(item: Any) -> Any:
+def _raise_error_item(item: Any) -> Any:
     if isinstance(item, Exception):
         raise item
     return item
@@ -327,7 +378,8 @@ def _identity(item: Any) -> Any:
 
 @functools.lru_cache(maxsize=2)
 def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Return numpy's permutation of the rows, int32 if they are so few: numpy's generator then draws the same."""
-    rows = np.arange(num_rows, dtype=np.int32 if num_rows < 1 << 31 else np.int64)
+    """Return numpy's permutation of the rows; int32 if possible, from which numpy's generator makes the same one."""
+    dtype = np.int32 if num_rows < 1 << 31 else np.int64
+    rows = np.arange(num_rows, dtype=dtype)
     np.random.default_rng([seed, epoch]).shuffle(rows)
     return rows

@@ -32,8 +32,8 @@ class StoredSplit(Protocol):
     def chunks(self, column: str, rows: range) -> Iterator[pa.Array]:
         """Yield a column of consecutive rows as one array after the other."""
 
-    def place(self, row: int) -> tuple[Path, int]:
-        """Return the file that has a row, and the row's number in it."""
+    def locate(self, row: int) -> tuple[Path, int]:
+        """Return the file that has a row, and the row's number in the file."""
 
 
 class LoadedSplit:
@@ -54,16 +54,18 @@ class LoadedSplit:
     def chunks(self, column: str, rows: range) -> Iterator[pa.Array]:
         yield from self.split.data.column(column).slice(rows.start, len(rows)).chunks
 
-    def place(self, row: int) -> tuple[Path, int]:
-        first = 0
+    def locate(self, row: int) -> tuple[Path, int]:
         file = ""
-        number = row
-        for file in (entry["filename"] for entry in self.split.cache_files):
-            number = row - first
-            first = first + token_folder.map_table(file)[0].num_rows
-            if row < first:
+        row_of_file = row
+        first_row = 0
+        for cache_file in self.split.cache_files:
+            file = cache_file["filename"]
+            row_of_file = row - first_row
+            table, _ = token_folder.map_table(file)
+            first_row += table.num_rows
+            if row < first_row:
                 break
-        return Path(file), number
+        return Path(file), row_of_file
 
 
 def load_splits(folder: str) -> "tuple[datasets.Dataset, datasets.Dataset | None]":
@@ -85,41 +87,53 @@ def load_splits(folder: str) -> "tuple[datasets.Dataset, datasets.Dataset | None
         raise InputError(
             f"--train_data_dir {folder}: no train split, only {', '.join(splits)}; make one with fabric-train tokenize"
         )
+    train = splits["train"]
     validation = next((splits[name] for name in VALIDATION_NAMES if name in splits), None)
-    for name, split in (("train", splits["train"]), ("validation", validation)):
+    for name, split in (("train", train), ("validation", validation)):
         fault = _fault_of_columns(split) if split is not None else None
         if fault:
             raise InputError(
                 f"--train_data_dir {folder}: {name} has {fault}; tokenize again with fabric-train tokenize"
             )
-    if len(splits["train"]) == 0:
+    if len(train) == 0:
         raise InputError(f"--train_data_dir {folder}: the train split has no rows; tokenize again with more documents")
-    return splits["train"], validation
+    return train, validation
 
 
 def _fault_of_columns(split: "datasets.Dataset") -> str | None:
     """Return the fault of a split's columns of tokens, labels and document starts; None if they are right."""
     if "input_ids" not in split.column_names:
         return f"no column input_ids, only {', '.join(split.column_names)}"
-    columns = [name for name in ("input_ids", "labels", "document_starts") if name in split.column_names]
-    for name in columns:
-        kind = split.data.column(name).type
-        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-        if not is_list or not pa.types.is_integer(kind.value_type):
-            return f"a column {name} of {kind}, not of lists of {'positions' if 'start' in name else 'token ids'}"
-        if not is_sound(split.data.column(name), full=False):
+    column_names = [name for name in _COLUMNS if name in split.column_names]
+    for name in column_names:
+        column = split.data.column(name)
+        if not _is_list_of_integers(column.type):
+            contents = "positions" if name == "document_starts" else "token ids"
+            return f"a column {name} of {column.type}, not of lists of {contents}"
+        if not is_sound(column, full=False):
             return f"a damaged column {name}: lists outside of their values"
-        if any(chunk.null_count or chunk.flatten().null_count for chunk in split.data.column(name).chunks):
+        if any(chunk.null_count or chunk.flatten().null_count for chunk in column.chunks):
             return f"gaps (nulls) in its column {name}"
-    lengths = [_row_lengths(split, name) for name in columns if "start" not in name]
-    if len(lengths) == 2 and np.any(lengths[0] != lengths[1]):
-        first = int(np.argmax(lengths[0] != lengths[1]))
-        return f"rows whose labels are not as many as their input_ids, row {first} first"
+
+    if "labels" in column_names:
+        differs = np.atleast_1d(_row_lengths(split, "labels") != _row_lengths(split, "input_ids"))
+        if differs.any():
+            return f"rows whose labels are not as many as their input_ids, row {int(differs.argmax())} first"
     return None
 
 
-def is_sound(lists: pa.Table | pa.ChunkedArray, full: bool = True) -> bool:
-    """Return whether lists lie inside of their values, or only the first and last; else pyarrow aborts the process."""
+def _is_list_of_integers(column_type: pa.DataType) -> bool:
+    is_list = (
+        pa.types.is_list(column_type) or pa.types.is_large_list(column_type) or pa.types.is_fixed_size_list(column_type)
+    )
+    return is_list and pa.types.is_integer(column_type.value_type)
+
+
+def is_sound(lists: pa.Table | pa.ChunkedArray, *, full: bool = True) -> bool:
+    """Return whether all lists are inside of their values; without ``full``, check only the first and the last list.
+
+    To read a list that is not would make pyarrow abort the process.
+    """
     try:
         lists.validate(full=full)
     except pa.ArrowInvalid:
@@ -128,12 +142,12 @@ def is_sound(lists: pa.Table | pa.ChunkedArray, full: bool = True) -> bool:
 
 
 def _row_lengths(split: "datasets.Dataset", column: str) -> np.ndarray | int:
-    """Return the values in each row of a column of lists, integers [rows].
+    """Return the length of each list in a column, integers [rows], or the length of all lists.
 
-    Rows that ``tokenize_dataset.py`` writes have lists of one length, which is in the column's type: it is returned
-    alone, so that opening a dataset takes no longer if it has more rows.
+    Rows that ``tokenize_dataset.py`` writes have lists of one length, which is in the column's type. So opening a
+    dataset takes no longer if it has more rows.
     """
-    values = split.data.column(column)
-    if pa.types.is_fixed_size_list(values.type):
-        return int(values.type.list_size)
-    return pc.list_value_length(values).to_numpy()
+    lists = split.data.column(column)
+    if pa.types.is_fixed_size_list(lists.type):
+        return int(lists.type.list_size)
+    return pc.list_value_length(lists).to_numpy()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -39,69 +38,84 @@ _HASHED_BYTES = 1 << 20  # at each end of a file
 def times_read(document: int, epoch: int, share: Fraction, key: int) -> int:
     """Return how often pass ``epoch`` reads a document of a source with this share: the share, rounded up or down.
 
-    A document has a fixed place u in [0, 1). Before pass p it has been read ``floor(p × share + u)`` times. So a share
-    of 1/n reads each document once in any n passes. The places are the multiples of the golden ratio, modulo 1, so any
-    stretch of the source has about the same share of documents that are read (H. Weyl: Über die Gleichverteilung von
-    Zahlen mod. Eins, 1916). ``key``, below 2**64, is the place of document 0.
+    A document has a fixed point u in [0, 1). Before pass p it has been read ``floor(p × share + u)`` times. So a share
+    of 1/n reads each document once in any n passes. The points are the multiples of the golden ratio, modulo 1, so any
+    interval of the source has about the same share of documents that are read (H. Weyl: Über die Gleichverteilung von
+    Zahlen mod. Eins, 1916). ``key``, below 2**64, is the point of document 0, times 2**64.
     """
-    place = (key + document * _GOLDEN_RATIO_64) % 2**64 * share.denominator
-    one = share.denominator << 64
-    until, after = ((passes * (share.numerator << 64) + place) // one for passes in (epoch, epoch + 1))
-    return after - until
+
+    def times_before(current_epoch: int) -> int:
+        # floor(p × share + u) in integers: with a point below 2**64, both terms are scaled by 2**64 × denominator
+        point = (key + document * _GOLDEN_RATIO_64) % 2**64
+        scaled_times = current_epoch * share.numerator * 2**64 + point * share.denominator
+        return scaled_times // (share.denominator * 2**64)
+
+    return times_before(epoch + 1) - times_before(epoch)
 
 
 def read_share(
     read: Callable[[], Iterable[tuple[float, T]]], share: Fraction, epoch: int, key: int
 ) -> Iterator[tuple[float, T]]:
-    """Yield the documents that a pass reads of a source, each with the part of them that is read after it, up to 1.
+    """Yield the documents that a pass reads of a source with a share, each with the progress after it, from 0 to 1.
 
-    A share above 1 reads the source several times, the last time only the documents that come once more. ``read``
-    yields the source's documents, each with the part of the source that is read after it; see :func:`times_read`.
+    A share above 1 reads the source several times, the last time only the documents that come once more.
+
+    Args:
+        read: Reads the source once: yields its documents, each with the progress after it, from 0 to 1.
+        share: How often the pass reads the source.
+        epoch: The number of the pass.
+        key: See :func:`times_read`.
     """
-    for time in range(math.ceil(share)):
-        of_this_time = min(1.0, float(share - time))
-        for number, (read_part, document) in enumerate(read()):
-            if times_read(number, epoch, share, key) > time:
-                yield (time + of_this_time * read_part) / float(share), document
+    for reading in range(math.ceil(share)):
+        reading_share = min(1.0, float(share - reading))  # the last reading has what remains of the share
+        for document_number, (progress, document) in enumerate(read()):
+            if times_read(document_number, epoch, share, key) > reading:
+                yield (reading + reading_share * progress) / float(share), document
 
 
 def interleave(sources: Sequence[Iterator[tuple[float, T]]]) -> Iterator[T]:
-    """Yield the documents of all sources: the next one is of the source with the smallest part read.
+    """Yield the documents of all sources: the next one comes from the source with the least progress.
 
-    So the parts of any two sources never differ by more than the part that one document is, and all end together.
-    ``sources`` yield documents, each with the part of the source that is read after it.
+    So the progress of any two sources never differs by more than one document adds, and all end together.
+    ``sources`` yield documents, each with the source's progress after it, from 0 to 1.
     """
-    parts = [(0.0, number) for number in range(len(sources))]  # a heap
-    while parts:
-        number = parts[0][1]
-        following = next(sources[number], None)
-        if following is None:
-            heapq.heappop(parts)
+    progress_of_sources = [(0.0, source) for source in range(len(sources))]  # a heap
+    while progress_of_sources:
+        _, source = progress_of_sources[0]
+        try:
+            progress, document = next(sources[source])
+        except StopIteration:
+            heapq.heappop(progress_of_sources)
             continue
-        read_part, document = following
-        heapq.heapreplace(parts, (read_part, number))
+        heapq.heapreplace(progress_of_sources, (progress, source))
         yield document
 
 
 def shuffle(documents: Iterable[T], size: int, seed: int, epoch: int) -> Iterator[T]:
-    """Yield the documents of a pass in a random order: each is drawn from a buffer of ``size``, where the next replaces
-    it.
+    """Yield the documents of a pass in a random order.
+
+    Each is drawn from a buffer of ``size`` documents, where the next document of the source replaces it.
     """
     buffer: list[T] = []
-    drawn = 0
+    num_drawn = 0
     for document in documents:
         if len(buffer) < size:
             buffer.append(document)
             continue
-        place = draw(seed, epoch, drawn) % size
-        drawn += 1
-        document, buffer[place] = buffer[place], document
-        yield document
+        index = draw(seed, epoch, num_drawn) % size
+        num_drawn += 1
+        drawn_document = buffer[index]
+        buffer[index] = document
+        yield drawn_document
+
+    # the source has ended: draw the remaining documents; the last one takes the index of the drawn one
     while buffer:
-        place = draw(seed, epoch, drawn) % len(buffer)
-        drawn += 1
-        buffer[place], buffer[-1] = buffer[-1], buffer[place]
-        yield buffer.pop()
+        index = draw(seed, epoch, num_drawn) % len(buffer)
+        num_drawn += 1
+        drawn_document = buffer[index]
+        buffer[index] = buffer[-1]
+        buffer.pop()
+        yield drawn_document
 
 
 def draw(*numbers: int) -> int:
@@ -110,95 +124,118 @@ def draw(*numbers: int) -> int:
 
 
 class Document(NamedTuple):
-    """A text or a chat.
-
-    ``source`` is an index of ``StreamedDocuments.source_names``, ``kind`` is text or the format of the chat.
-    ``content`` is a text that is not blank, or the columns of a chat in which something is supervised. ``num_bytes``,
-    at least 1, are of the text in UTF-8, or of the chat's messages. ``place`` returns where it is, for messages.
-    """
+    """A text or a chat."""
 
     source: int
+    """An index of ``StreamedDocuments.source_names``."""
     kind: str
+    """``text``, or the format of the chat."""
     content: str | Row
+    """A text that is not blank, or the columns of a chat in which something is supervised."""
     num_bytes: int
-    place: Callable[[], str]
+    """The UTF-8 bytes of the text, or of the chat's messages; at least 1."""
+    locate: Callable[[], str]
+    """Returns the file or split and the line or row, for messages."""
 
 
 @dataclass(frozen=True)
 class StreamedSource:
-    """A place of --streaming_dataset, with the ``kind`` of its documents and the ``columns`` of their parts.
-
-    ``unused`` are the columns, known so far, of which nothing is made.
-    """
+    """An entry of --streaming_dataset."""
 
     name: str
     source: Source
     kind: str
+    """The kind of its documents, see ``Document.kind``."""
     columns: tuple[str, ...]
-    unused: set[str] = field(default_factory=set, compare=False)
+    """The columns of a row that make a document."""
+    unused_columns: set[str] = field(default_factory=set, compare=False)
+    """The columns in the rows so far that are not in any document; reading adds to them."""
 
     @cached_property
     def size(self) -> int:
         """The size in bytes; of a streamed hub dataset in rows. 0 if it is not known."""
         if not isinstance(self.source, StreamSource):
             return self.source.num_bytes
-        counts = [_num_rows(dataset.info, split) for split, dataset in self.source.splits.items()]
-        return sum(counts) if all(counts) else 0
+        rows_of_splits = [_num_rows(dataset.info, split) for split, dataset in self.source.splits.items()]
+        return sum(rows_of_splits) if all(rows_of_splits) else 0
 
     def describe_size(self) -> str:
+        """Return the size with its unit."""
         if not self.size:
             return "unknown"
-        return f"{self.size:,} rows" if isinstance(self.source, StreamSource) else f"{self.size:,} bytes"
+        unit = "rows" if isinstance(self.source, StreamSource) else "bytes"
+        return f"{self.size:,} {unit}"
 
-    def read(self, number: int) -> Iterator[tuple[float, Document]]:
-        """Yield the documents that are not blank, each with the part of the source that is read after it, up to 1.
+    def read(self, source_index: int) -> Iterator[tuple[float, Document]]:
+        """Yield the documents that are not blank, each with the progress after it, from 0 to 1.
 
-        That part is exact for texts in lines, else see ``files.FileReader.position``. ``number`` is their ``source``.
+        The progress is exact for texts in lines; for other files see ``files.FileReader.position``.
+
+        Args:
+            source_index: The ``source`` of the documents.
         """
+        # a streamed hub dataset is measured in rows, everything else in bytes
+        counts_rows = isinstance(self.source, StreamSource)
         size = max(1, self.size)
-        before = 0
-        for part in self.source.parts(WHOLE_FILES):
-            reader = self.source.reader(part, self.columns)
-            part_size = part.file.size if isinstance(part, FilePart) else part.num_bytes
+        done_before_part = 0
+        for file_part in self.source.parts(WHOLE_FILES):
+            reader = self.source.reader(file_part, self.columns)
+            # a compressed file has another size than its content
+            part_size = file_part.file.size if isinstance(file_part, FilePart) else file_part.num_bytes
             for row_number, row in reader:
-                document = self._document(number, row, partial(reader.place, row_number))
+                document = self._read_document(source_index, row, partial(reader.place, row_number))
                 if document is None:
                     continue
-                in_part = reader.position / max(1, part.num_bytes) * part_size
-                in_part = row_number if isinstance(self.source, StreamSource) else in_part
-                yield min(1.0, (before + in_part) / size), document
-            self._name_unused(reader.unread_columns, partial(reader.place, 1))
-            before += reader.num_counted if isinstance(self.source, StreamSource) else part_size
+                if counts_rows:
+                    done_in_part: float = row_number
+                else:
+                    done_in_part = reader.position / max(1, file_part.num_bytes) * part_size
+                yield min(1.0, (done_before_part + done_in_part) / size), document
+            self._note_unused(reader.unread_columns, partial(reader.place, 1))
+            done_before_part += reader.num_counted if counts_rows else part_size
 
-    def _document(self, number: int, row: Row | BadRowError, place: Callable[[], str]) -> Document | None:
+    def _read_document(self, source_index: int, row: Row | BadRowError, locate: Callable[[], str]) -> Document | None:
+        """Return the document of a row; None for a blank text, or a chat in which nothing is supervised.
+
+        Raises:
+            InputError: the row cannot be used.
+        """
         if isinstance(row, BadRowError):
-            raise fault_of(str(row))
+            raise bad_row_error(str(row))
+        if self.kind == "text":
+            try:
+                text, data = text_of(row, self.columns[0], locate)
+            except BadRowError as error:
+                raise bad_row_error(str(error)) from None
+            self._note_unused(columns_beside_text(row, self.columns[0]), locate)
+            if not text or text.isspace():
+                return None
+            return Document(source_index, self.kind, text, len(data), locate)
+
         try:
-            if self.kind == "text":
-                text, data = text_of(row, self.columns[0], place)
-                self._name_unused(columns_beside_text(row, self.columns[0]), place)
-                return Document(number, self.kind, text, len(data), place) if text and not text.isspace() else None
             chat = read_chat(row, self.kind)
         except BadRowError as error:
-            raise fault_of(str(error) if self.kind == "text" else f"{place()}: {error}") from None
+            raise bad_row_error(f"{locate()}: {error}") from None
         if why_left_out(chat, TRAIN_ON) is not None:
             return None
-        self._name_unused(chat.unused, place)
-        num_bytes = sum(utf8_length(message["content"]) for message in chat.messages)
+        self._note_unused(chat.unused, locate)
         content = {name: row[name] for name in self.columns if name in row}
-        return Document(number, self.kind, content, max(1, num_bytes), place)  # else, one lane would get all empty ones
+        num_bytes = sum(utf8_length(message["content"]) for message in chat.messages)
+        # at least 1, or one lane would get all chats that are empty
+        return Document(source_index, self.kind, content, max(1, num_bytes), locate)
 
-    def _name_unused(self, columns: Set[str], place: Callable[[], str]) -> None:
-        """Name columns on standard error that no row before had, on the first of the processes that read the rows."""
-        if columns <= self.unused:
+    def _note_unused(self, columns: Set[str], locate: Callable[[], str]) -> None:
+        """Print a note on columns that no earlier row had, in the first of the processes that read the rows."""
+        new_columns = columns - self.unused_columns
+        if not new_columns:
             return
         from torch.utils.data import get_worker_info  # slow to import
 
         worker = get_worker_info()
         if global_rank() == 0 and (worker is None or worker.id == 0):
-            shown = ", ".join(sorted(columns - self.unused))
-            print(f"note: {place()}: columns not used, from here on: {shown}", file=sys.stderr)
-        self.unused.update(columns)
+            names = ", ".join(sorted(new_columns))
+            print(f"note: {locate()}: columns not used, from here on: {names}", file=sys.stderr)
+        self.unused_columns.update(new_columns)
 
     def identities(self) -> Iterator[str]:
         """Yield a line per file or split that identifies its content.
@@ -222,63 +259,83 @@ class StreamedSource:
 
 @dataclass(frozen=True)
 class StreamedDocuments:
-    """The documents of all places of --streaming_dataset, in passes.
+    """The documents of all entries of --streaming_dataset, in passes."""
 
-    Without ``shares``, a pass reads the places one after the other. With them, it reads each in its share, and the
-    places take turns so that the same part of each is read, see :func:`interleave`. The next document is drawn from
-    ``shuffle_buffer`` ones; 0 keeps their order. ``seed`` decides this, and the documents of a share that is not whole.
-    """
-
-    places: Sequence[StreamedSource]
+    sources: Sequence[StreamedSource]
     shares: Sequence[float] | None
+    """How often a pass reads each source, while they take turns (see :func:`interleave`).
+
+    None: a pass reads one source after the other.
+    """
     shuffle_buffer: int
+    """The next document is drawn from as many documents; 0 keeps their order."""
     seed: int
+    """Decides what is drawn from the buffer, and which documents a fractional share has."""
 
     @cached_property
     def source_names(self) -> tuple[str, ...]:
-        """The names of the sources; places of one name are one source."""
-        return tuple(dict.fromkeys(place.name for place in self.places))
+        """The distinct names of the sources: for losses and tokens, sources with the same name are one."""
+        return tuple(dict.fromkeys(source.name for source in self.sources))
 
     def read(self, epoch: int) -> Iterator[Document]:
-        documents = self._in_order(epoch)
-        return shuffle(documents, self.shuffle_buffer, self.seed, epoch) if self.shuffle_buffer else documents
-
-    def _in_order(self, epoch: int) -> Iterator[Document]:
-        reads = [partial(place.read, self.source_names.index(place.name)) for place in self.places]
+        """Yield the documents of pass ``epoch``, counted from 0."""
         if self.shares is None:
-            return (document for _, document in chain.from_iterable(read() for read in reads))
-        return interleave(
-            [
-                read_share(read, Fraction(str(share)), epoch, draw(self.seed, number))
-                for number, (read, share) in enumerate(zip(reads, self.shares, strict=True))
-            ]
-        )
+            documents = self._read_in_turn()
+        else:
+            documents = interleave(self._read_shares(epoch, self.shares))
+        if self.shuffle_buffer:
+            return shuffle(documents, self.shuffle_buffer, self.seed, epoch)
+        return documents
+
+    def _read_in_turn(self) -> Iterator[Document]:
+        """Yield the documents of one source after the other."""
+        for source in self.sources:
+            for _, document in source.read(self.source_names.index(source.name)):
+                yield document
+
+    def _read_shares(self, epoch: int, shares: Sequence[float]) -> list[Iterator[tuple[float, Document]]]:
+        """Return for each source an iterator of its share in a pass, see :func:`read_share`."""
+        reads = []
+        for index, (source, share) in enumerate(zip(self.sources, shares, strict=True)):
+            read = partial(source.read, self.source_names.index(source.name))
+            # through text: 0.1 is one tenth, and not the fraction that a float stores
+            exact_share = Fraction(str(share))
+            reads.append(read_share(read, exact_share, epoch, key=draw(self.seed, index)))
+        return reads
 
     def describe_source(self, name: str) -> tuple[str, str]:
-        """Return the size and the share of a source for people; of several places, both for each."""
-        numbers = [number for number, place in enumerate(self.places) if place.name == name]
-        shares = [f"{self.shares[number]:g}" if self.shares is not None else "1" for number in numbers]
-        return ", ".join(self.places[number].describe_size() for number in numbers), ", ".join(shares)
+        """Return the sizes and the shares of the sources with a name, as text."""
+        sizes = []
+        shares = []
+        for index, source in enumerate(self.sources):
+            if source.name == name:
+                sizes.append(source.describe_size())
+                shares.append("1" if self.shares is None else f"{self.shares[index]:g}")
+        return ", ".join(sizes), ", ".join(shares)
 
     def identities(self) -> list[list[str]]:
-        """Return lines that identify the content of each place, see ``StreamedSource.identities``."""
-        return [list(place.identities()) for place in self.places]
+        """Return lines that identify the content of each source, see ``StreamedSource.identities``."""
+        return [list(source.identities()) for source in self.sources]
 
 
-def fault_of(bad_row: str) -> InputError:
+def bad_row_error(message: str) -> InputError:
     """Return the error that ends the run, from a message that names the row and its fault."""
-    return InputError(f"{bad_row}; fix it, or leave such rows out with fabric-train tokenize --on_bad_rows skip")
+    return InputError(f"{message}; fix it, or leave such rows out with fabric-train tokenize --on_bad_rows skip")
 
 
 def _num_rows(info: "DatasetInfo", split: str) -> int:
-    """Return 0 if the number of rows is not known."""
-    found = (info.splits or {}).get(split)
-    return (found.num_examples or 0) if found else 0
+    """Return the number of rows of a split; 0 if it is not known."""
+    if not info.splits or split not in info.splits:
+        return 0
+    return info.splits[split].num_examples or 0
 
 
 def _hash_ends(path: Path) -> str:
+    """Return the start of the SHA-256 of the first and the last MiB of a file, as text."""
     with path.open("rb") as file:
         digest = hashlib.sha256(file.read(_HASHED_BYTES))
-        file.seek(max(file.tell(), path.stat().st_size - _HASHED_BYTES))
+        # a file of less than 2 MiB goes on after its first MiB: no byte is hashed twice
+        last_start = path.stat().st_size - _HASHED_BYTES
+        file.seek(max(file.tell(), last_start))
         digest.update(file.read(_HASHED_BYTES))
     return f"sha256 of its ends {digest.hexdigest()[:16]}"

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from fabric_train.data.stream_documents import (
     Document,
     StreamedDocuments,
     StreamedSource,
-    fault_of,
+    bad_row_error,
 )
 from fabric_train.data.token_dataset import IndexedRows, TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
@@ -42,11 +42,13 @@ _COUNTED_DOCUMENTS = 100  # at the start of a source, to estimate how many it ha
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """An encoder that gives the ids and labels of tokenization, BOS and EOS included; ``chats`` are by format."""
+    """An encoder that gives the ids and labels of tokenization, BOS and EOS included."""
 
     encoder: text_encoder.TextEncoder
+    """Encodes texts."""
     borders: text_encoder.Borders
     chats: Mapping[str, "ChatEncoder"]
+    """The encoders of chats by their format."""
 
     def __call__(self, document: Document) -> EncodedDocument:
         """Return the document's tokens, at least 1."""
@@ -57,8 +59,9 @@ class DocumentEncoder:
         try:
             encoded = self.chats[document.kind].encode(document.content)
         except BadRowError as error:
-            raise fault_of(f"{document.place()}: {error}") from None
-        assert isinstance(encoded, EncodedDocument)  # those that would be left out are not read
+            raise bad_row_error(f"{document.locate()}: {error}") from None
+        # documents that would be left out were not read
+        assert isinstance(encoded, EncodedDocument)
         return encoded
 
 
@@ -77,22 +80,23 @@ class ChatTemplateInUse:
 
 @dataclass(frozen=True)
 class Stream:
-    """The training data of --streaming_dataset.
-
-    The run stores the model's ``tokenizer`` in ``tokenizer_folder``, and the encoder is opened from there.
-    ``chat_template`` is None without chats. A row has ``max_length`` tokens, and ``isolates`` says whether attention
-    stays within a document. ``held_out`` has the validation split, None without --train_data_dir. ``notes`` name the
-    columns of texts that are not used.
-    """
+    """The training data of --streaming_dataset."""
 
     documents: StreamedDocuments
     tokenizer: CorpusTokenizer
+    """The model's tokenizer."""
     tokenizer_folder: Path
+    """Where the run stores the tokenizer, and from where the encoder is opened."""
     chat_template: ChatTemplateInUse | None
+    """None without chats."""
     max_length: int
+    """The tokens of a row."""
     isolates: bool
+    """Whether attention stays within a document."""
     held_out: TokenDataset | TokenMixture | None
+    """Has the validation split; None without --train_data_dir."""
     notes: tuple[str, ...] = ()
+    """For the user: the columns of texts that are not used."""
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -104,8 +108,10 @@ class Stream:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        end_of_turn = self.chat_template.end_of_turn_token_id if self.chat_template else None
-        return (self.tokenizer.eos_token_id, *([end_of_turn] if end_of_turn is not None else []))
+        """The tokens that end documents, and turns of chats."""
+        if self.chat_template is None or self.chat_template.end_of_turn_token_id is None:
+            return (self.tokenizer.eos_token_id,)
+        return (self.tokenizer.eos_token_id, self.chat_template.end_of_turn_token_id)
 
     @property
     def attachments(self) -> tuple[Path, ...]:
@@ -115,14 +121,14 @@ class Stream:
     @property
     def tokenizer_hash(self) -> str:
         """SHA-256 of everything that decides the ids, BOS and EOS included."""
-        source = self.tokenizer.source
-        if isinstance(source, Path):
-            given = read_json(source / "tokenizer.json", dict, "fetch the file again")
+        tokenizer = self.tokenizer
+        if isinstance(tokenizer.source, Path):
+            vocabulary = read_json(tokenizer.source / "tokenizer.json", dict, "fetch the file again")
         else:
-            given = json.loads(source.backend_tokenizer.to_str())
-        content = json.dumps(given, sort_keys=True)  # independent of the formatting
-        borders = f"{self.tokenizer.bos_token_id} {self.tokenizer.eos_token_id} {self.tokenizer.special_text_is_plain}"
-        return hashlib.sha256(f"{content} {borders}".encode()).hexdigest()
+            vocabulary = json.loads(tokenizer.source.backend_tokenizer.to_str())
+        content = json.dumps(vocabulary, sort_keys=True)  # independent of the formatting
+        settings = f"{tokenizer.bos_token_id} {tokenizer.eos_token_id} {tokenizer.special_text_is_plain}"
+        return hashlib.sha256(f"{content} {settings}".encode()).hexdigest()
 
     def save_tokenizer(self) -> None:
         """Write the tokenizer, with the chat template in use, into ``tokenizer_folder``."""
@@ -138,104 +144,133 @@ class Stream:
         file = self.tokenizer_folder / "tokenizer.json"
         is_plain = self.tokenizer.special_text_is_plain
         encoder, _ = text_encoder.open_encoder(file, is_plain)
+
+        # the fast encoder is used only if it agrees with the tokenizer
         difference = None
         if not isinstance(encoder, text_encoder.FastEncoder):
             difference = self._find_difference(encoder, Reference(file, is_plain))
         if difference:
             encoder, _ = text_encoder.open_encoder(file, is_plain, why_not_gigatoken=difference)
-        kinds = sorted({place.kind for place in self.documents.places} - {"text"})
-        chats = {kind: _chat_encoder(self.tokenizer_folder, kind, by_parts=difference is None) for kind in kinds}
+
+        chat_formats = sorted({source.kind for source in self.documents.sources} - {"text"})
+        chats = {}
+        for chat_format in chat_formats:
+            chats[chat_format] = _chat_encoder(self.tokenizer_folder, chat_format, by_parts=difference is None)
         borders = text_encoder.Borders(self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         return DocumentEncoder(encoder, borders, chats)
 
     def _find_difference(self, encoder: text_encoder.TextEncoder, reference: Reference) -> str | None:
-        """Return how the encoder's ids of hard strings and of the first documents differ from the tokenizer's, if they
-        do.
+        """Return how the encoder's ids differ from the tokenizer's; None if they agree.
+
+        Hard strings are compared, and the first documents.
         """
-        first = islice(replace(self.documents, shuffle_buffer=0).read(0), _COMPARED_DOCUMENTS)
-        texts = [text[:_COMPARED_CHARACTERS] for document in first for text in _texts_in(document)]
-        texts = [*reference.hard_strings(), *texts]
+        texts = list(reference.hard_strings())
+        unshuffled = replace(self.documents, shuffle_buffer=0)
+        for document in islice(unshuffled.read(epoch=0), _COMPARED_DOCUMENTS):
+            for text in _texts_in(document):
+                texts.append(text[:_COMPARED_CHARACTERS])
         return find_difference(texts, reference.encode(texts), encoder.encode_batch(texts))
 
 
 def _texts_in(document: Document) -> list[str]:
+    """Return the text of a document, or the messages of a chat."""
     if isinstance(document.content, str):
         return [document.content]
-    return [message["content"] for message in read_chat(document.content, document.kind).messages]
+    chat = read_chat(document.content, document.kind)
+    return [message["content"] for message in chat.messages]
 
 
-def _chat_encoder(tokenizer_folder: Path, kind: str, by_parts: bool = True) -> "ChatEncoder":
+def _chat_encoder(tokenizer_folder: Path, chat_format: str, *, by_parts: bool = True) -> "ChatEncoder":
     """Return an encoder of chats of any length: they are cut where rows end."""
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder  # slow to import, and texts do not need it
 
-    return ChatEncoder(tokenizer_folder, kind, TRAIN_ON, "drop", max_length=None, by_parts=by_parts)
+    return ChatEncoder(tokenizer_folder, chat_format, TRAIN_ON, "drop", max_length=None, by_parts=by_parts)
 
 
 def open_stream(
-    given: "DataArguments",
+    data_arguments: "DataArguments",
     tokenizer_name: str,
     special_text_is_plain: bool | None,
     tokenizer_folder: Path,
     held_out: TokenDataset | TokenMixture | None,
 ) -> Stream:
-    """Open the sources of --streaming_dataset and the tokenizer, a folder or a hub name; None takes its own default."""
-    assert given.streaming_dataset is not None
-    documents = _open_documents(given, given.streaming_dataset, tokenizer_folder)
+    """Open the sources of --streaming_dataset and the tokenizer.
+
+    Args:
+        data_arguments: Arguments with a ``streaming_dataset``.
+        tokenizer_name: A folder or a hub name.
+        special_text_is_plain: Whether the text of a special token is encoded as plain text; None: as the tokenizer
+            does by default.
+        tokenizer_folder: Where the run will store the tokenizer.
+        held_out: The token dataset with the validation split, if there is one.
+
+    Raises:
+        InputError: a source, its share or the tokenizer cannot be used.
+    """
+    assert data_arguments.streaming_dataset is not None
+    documents = _open_documents(data_arguments, data_arguments.streaming_dataset, tokenizer_folder)
     with naming_option("--model_name", instead_of="--tokenizer_name"):
         tokenizer = load_tokenizer(tokenizer_name)
     if special_text_is_plain is not None:
         tokenizer = replace(tokenizer, special_text_is_plain=special_text_is_plain)
-    template = _open_template(documents, tokenizer)
-    texts = [place for place in documents.places if place.kind == "text"]
+    text_sources = [source for source in documents.sources if source.kind == "text"]
     return Stream(
-        documents,
-        tokenizer,
-        tokenizer_folder,
-        template,
-        given.max_length,
-        given.isolate_documents,
-        held_out,
-        notes=tuple(_notes_of_unused_columns(texts, None)),
+        documents=documents,
+        tokenizer=tokenizer,
+        tokenizer_folder=tokenizer_folder,
+        chat_template=_open_template(documents, tokenizer),
+        max_length=data_arguments.max_length,
+        isolates=data_arguments.isolate_documents,
+        held_out=held_out,
+        notes=tuple(_notes_on_unused_columns(text_sources)),
     )
 
 
 def _open_template(documents: StreamedDocuments, tokenizer: CorpusTokenizer) -> ChatTemplateInUse | None:
-    chats = [place for place in documents.places if place.kind != "text"]
-    if not chats:
+    """Return the chat template of the tokenizer, with notes on columns that it does not use; None without chats."""
+    chat_sources = [source for source in documents.sources if source.kind != "text"]
+    if not chat_sources:
         return None
     with TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         with naming_option("--chat_template of fabric-train tokenize", instead_of="--chat_template"):
-            encoder = _chat_encoder(Path(folder), chats[0].kind)
-        notes = [*encoder.notes, *_notes_of_unused_columns(chats, encoder)]
+            encoder = _chat_encoder(Path(folder), chat_sources[0].kind)
+        notes = [*encoder.notes, *_notes_on_unused_columns(chat_sources, encoder)]
     return ChatTemplateInUse(encoder.chat_template, encoder.end_of_turn_token_id, tuple(notes))
 
 
-def _notes_of_unused_columns(places: Iterable[StreamedSource], encoder: "ChatEncoder | None") -> Iterator[str]:
-    """Yield which columns of the first rows of each place nothing is made of; ``encoder`` is that of chats."""
-    for place in places:
-        _look_at_first_rows(place, encoder)
-        if place.unused:
-            yield f"{place.name}: columns not used (in its first rows): {', '.join(sorted(place.unused))}"
+def _notes_on_unused_columns(sources: Sequence[StreamedSource], encoder: "ChatEncoder | None" = None) -> list[str]:
+    """Return a note for each source whose first rows have unused columns; ``encoder`` is that of chats."""
+    notes = []
+    for source in sources:
+        _look_at_first_rows(source, encoder)
+        if source.unused_columns:
+            names = ", ".join(sorted(source.unused_columns))
+            notes.append(f"{source.name}: columns not used (in its first rows): {names}")
+    return notes
 
 
-def _look_at_first_rows(place: StreamedSource, encoder: "ChatEncoder | None" = None) -> None:
-    """Find the columns of a place's first rows of which nothing is made; with ``encoder``, also keys not shown."""
-    for part in islice(place.source.parts(WHOLE_FILES), 1):
-        reader = place.source.reader(part, place.columns)
+def _look_at_first_rows(source: StreamedSource, encoder: "ChatEncoder | None" = None) -> None:
+    """Add the columns of a source's first rows that are in no document to its ``unused_columns``.
+
+    With the ``encoder`` of chats, keys of turns that its template does not show are added too.
+    """
+    for file_part in islice(source.source.parts(WHOLE_FILES), 1):  # none of a source without files
+        reader = source.source.reader(file_part, source.columns)
         rows = [row for _, row in islice(reader, _ROWS_LOOKED_AT) if not isinstance(row, BadRowError)]
-        place.unused.update(reader.unread_columns)
+        source.unused_columns.update(reader.unread_columns)
         for row in rows:
-            place.unused.update(_unused_columns(row, place, encoder))
+            source.unused_columns.update(_find_unused_columns(row, source, encoder))
 
 
-def _unused_columns(row: Row, place: StreamedSource, encoder: "ChatEncoder | None") -> Set[str]:
-    """Return the columns of a row, and the keys of its turns, of which nothing is made."""
-    if place.kind == "text":
-        return columns_beside_text(row, place.columns[0])
+def _find_unused_columns(row: Row, source: StreamedSource, encoder: "ChatEncoder | None") -> Set[str]:
+    """Return the columns of a row, and the keys of its turns, that are in no document."""
+    if source.kind == "text":
+        return columns_beside_text(row, source.columns[0])
+    calls_as_text = encoder is not None and encoder.calls_as_text
     try:
-        chat = read_chat(row, place.kind, calls_as_text=encoder is not None and encoder.calls_as_text)
-    except BadRowError:  # which is reported when it is read
+        chat = read_chat(row, source.kind, calls_as_text=calls_as_text)
+    except BadRowError:  # reported when the row is read
         return set()
     if encoder is None:
         return set() if why_left_out(chat, TRAIN_ON) else chat.unused
@@ -243,58 +278,77 @@ def _unused_columns(row: Row, place: StreamedSource, encoder: "ChatEncoder | Non
     return encoded.unused if isinstance(encoded, EncodedDocument) else set()
 
 
-def _open_documents(given: "DataArguments", places: list[str], downloads: Path) -> StreamedDocuments:
-    named = split_names(places, "--streaming_dataset")
-    sources = open_sources([place for _, place in named], "--streaming_dataset", stream=True, downloads=downloads)
-    kinds = [find_kind(source, given.text_column, skips_bad_rows=True) for source in sources]
-    streamed = [
-        StreamedSource(name, source, kind, (given.text_column,) if kind == "text" else columns(kind))
-        for (name, _), source, kind in zip(named, sources, kinds, strict=True)
-    ]
-    for place in streamed:  # so that reading names only columns that come later
-        _look_at_first_rows(place)
-    shares = _shares_of(given, [place.name for place in streamed])
-    documents = StreamedDocuments(streamed, shares, given.shuffle_buffer, given.seed)
-    if shares is not None:
-        alone = len(streamed) == 1
-        faults = (_fault_in_share(place, share, alone) for place, share in zip(streamed, shares, strict=True))
-        if found := [*filter(None, faults)]:
-            raise InputError(*found)
-    elif all(next(place.read(0), None) is None for place in streamed):
-        raise InputError("--streaming_dataset: no document with any text in it; give others")
+def _open_documents(data_arguments: "DataArguments", entries: list[str], downloads: Path) -> StreamedDocuments:
+    """Open the entries of --streaming_dataset; files of URLs are downloaded into ``downloads``."""
+    # open all sources, and see what kind of documents they have
+    names_and_locations = split_names(entries, "--streaming_dataset")
+    opened_sources = open_sources(
+        [location for _, location in names_and_locations], "--streaming_dataset", stream=True, downloads=downloads
+    )
+    sources = []
+    for (name, _), opened_source in zip(names_and_locations, opened_sources, strict=True):
+        kind = find_kind(opened_source, data_arguments.text_column, skips_bad_rows=True)
+        used_columns = (data_arguments.text_column,) if kind == "text" else columns(kind)
+        source = StreamedSource(name, opened_source, kind, used_columns)
+        _look_at_first_rows(source)  # so that later notes name only columns that come later
+        sources.append(source)
+
+    # refuse sources without a document, and shares that cannot be read
+    shares = _shares_of_sources(data_arguments, [source.name for source in sources])
+    documents = StreamedDocuments(sources, shares, data_arguments.shuffle_buffer, data_arguments.seed)
+    if shares is None:
+        if not any(_has_documents(source) for source in sources):
+            raise InputError("--streaming_dataset: no document with any text in it; give others")
+    else:
+        faults = []
+        for source, share in zip(sources, shares, strict=True):
+            fault = _fault_in_share(source, share, is_only_source=len(sources) == 1)
+            if fault is not None:
+                faults.append(fault)
+        if faults:
+            raise InputError(*faults)
     return documents
 
 
-def _shares_of(given: "DataArguments", names: list[str]) -> list[float] | None:
-    """Return the share of each place; those that --shares does not name have 1. None without --shares."""
-    shares = given.shares_of_epochs
+def _has_documents(source: StreamedSource) -> bool:
+    return any(True for _ in source.read(0))
+
+
+def _shares_of_sources(data_arguments: "DataArguments", names: list[str]) -> list[float] | None:
+    """Return the share of each source; sources that --shares does not name have 1. None without --shares."""
+    shares = data_arguments.shares_of_epochs
     if shares.given is None:
         return None
-    by_name = shares.by_name()
-    if by_name is None:
+    shares_by_name = shares.by_name()
+    if shares_by_name is None:
         return [float(share) for share in shares.given if not isinstance(share, dict)]
-    unknown = [name for name in by_name if name not in names]
-    if unknown:
+    unknown_names = [name for name in shares_by_name if name not in names]
+    if unknown_names:
         raise InputError(
-            f"--shares: {unknown[0]} is not a source of --streaming_dataset; there are: {', '.join(names)}"
+            f"--shares: {unknown_names[0]} is not a source of --streaming_dataset; there are: {', '.join(names)}"
         )
-    return [by_name.get(name, 1.0) for name in names]
+    return [shares_by_name.get(name, 1.0) for name in names]
 
 
-def _fault_in_share(place: StreamedSource, share: float, alone: bool) -> str | None:
-    if not alone and not place.size:
+def _fault_in_share(source: StreamedSource, share: float, *, is_only_source: bool) -> str | None:
+    """Return why a source cannot be read with a share, or None if it can."""
+    if not is_only_source and not source.size:
         return (
-            f"--shares: the hub does not say how many rows {place.name} has, so it cannot be mixed evenly; download it "
-            "and give its folder, or tokenize it with fabric-train tokenize"
+            f"--shares: the hub does not say how many rows {source.name} has, so it cannot be mixed evenly; download "
+            "it and give its folder, or tokenize it with fabric-train tokenize"
         )
-    first = list(islice(place.read(0), _COUNTED_DOCUMENTS))
-    if not first:
-        return f"--streaming_dataset {place.name}: no document with any text in it; give others"
-    # all of them if they are few; of a larger source, as many as its size has of the first ones
-    num_documents = len(first) / first[-1][0] if len(first) == _COUNTED_DOCUMENTS and first[-1][0] else len(first)
-    if place.size and 0 < share * num_documents < 1:
+
+    # count the documents of a small source; of a larger one, estimate them from the progress after the first ones
+    progress_of_documents = [progress for progress, _ in islice(source.read(0), _COUNTED_DOCUMENTS)]
+    if not progress_of_documents:
+        return f"--streaming_dataset {source.name}: no document with any text in it; give others"
+    num_documents: float = len(progress_of_documents)
+    if len(progress_of_documents) == _COUNTED_DOCUMENTS and progress_of_documents[-1]:
+        num_documents = len(progress_of_documents) / progress_of_documents[-1]
+
+    if source.size and 0 < share * num_documents < 1:
         return (
-            f"--shares: a pass takes {share:g} of {place.name}, less than one of its {round(num_documents):,} "
+            f"--shares: a pass takes {share:g} of {source.name}, less than one of its {round(num_documents):,} "
             f"documents; give at least {1 / num_documents:.2g}, or leave it out"
         )
     return None

@@ -34,20 +34,20 @@ StoredRow: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 @dataclass(frozen=True)
 class RowPieces:
-    """P pieces of documents: the pieces of some rows in order.
-
-    ``rows``, int64 [P], are indices among the rows asked for; ``positions``, int64 [P], where a piece begins in its
-    row. ``sources``, int64 [P], are indices of ``IndexedRows.source_names``. ``num_tokens``, int64 [P], includes tokens
-    that --overlap repeats. ``num_bytes``, fp64 [P], are the document's UTF-8 bytes, shared by tokens; NaN if not known.
-    ``reference``, fp64 [P, 2], are the reference log-probabilities of preference pairs; None without them.
-    """
+    """P pieces of documents: the pieces of some rows in order."""
 
     rows: np.ndarray
+    """The row of each piece, int64 [P]: its index among the rows that were asked for."""
     positions: np.ndarray
+    """Where each piece begins in its row, int64 [P]."""
     sources: np.ndarray
+    """The source of each piece, int64 [P]: an index of ``IndexedRows.source_names``."""
     num_tokens: np.ndarray
+    """The tokens of each piece, int64 [P], with those that --overlap repeats."""
     num_bytes: np.ndarray
+    """The UTF-8 bytes of each piece, fp64 [P]: its document's bytes, shared by tokens; NaN if they are not known."""
     reference: np.ndarray | None = None
+    """The log-probabilities of preference pairs under the reference model, fp64 [P, 2]; None without them."""
 
 
 class IndexedRows(torch.utils.data.Dataset, abc.ABC):
@@ -82,29 +82,42 @@ class IndexedRows(torch.utils.data.Dataset, abc.ABC):
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the rows as one batch, with shorter rows padded at the end by unsupervised tokens."""
         rows = self.read(indices)
-        starts = [borders for *_, borders in rows if borders is not None]
-        batch = pad_rows([ids for ids, _, _ in rows], [labels for _, labels, _ in rows], starts)
+        document_starts = [starts for _, _, starts in rows if starts is not None]
+        batch = pad_rows([ids for ids, _, _ in rows], [labels for _, labels, _ in rows], document_starts)
         if not rows:
             return batch
-        pieces = self.pieces(indices)
-        reference = None if pieces.reference is None else torch.from_numpy(pieces.reference)
-        return replace(batch, pieces=place_pieces(pieces, batch.labels.numpy()), reference=reference)
+        row_pieces = self.pieces(indices)
+        reference = None if row_pieces.reference is None else torch.from_numpy(row_pieces.reference)
+        return replace(batch, pieces=place_pieces(row_pieces, batch.labels.numpy()), reference=reference)
 
 
-def place_pieces(pieces: RowPieces, labels: np.ndarray) -> Pieces:
-    """Return the targets and the bytes of the pieces in a batch whose labels, int64 [B, T], are given.
+def place_pieces(row_pieces: RowPieces, labels: np.ndarray) -> Pieces:
+    """Return the targets and the bytes of the pieces in a batch.
 
     The bytes of a piece are its document's bytes, shared by tokens, times its supervised share. That is
     ``targets / (tokens - 1)``, at most 1: the first token of a piece is no target, unless the documents of a row see
     each other. Tokens that --overlap repeats count among the tokens and not among the targets. So the bytes
     belong to the text whose loss is summed, and the loss divided by them can be compared between tokenizers.
+
+    Args:
+        row_pieces: The pieces of the rows of the batch.
+        labels: The labels of the batch, int64 [B, T].
     """
     is_target = labels != IGNORED_LABEL
-    is_target[:, 0] = False
-    begins = pieces.rows * labels.shape[1] + pieces.positions
-    num_targets = np.diff(np.searchsorted(np.flatnonzero(is_target), np.append(begins, labels.size)))
-    supervised = np.minimum(num_targets / np.maximum(pieces.num_tokens - 1, 1), 1.0)
-    return Pieces(*map(torch.from_numpy, (num_targets, pieces.sources, pieces.num_bytes * supervised)))
+    is_target[:, 0] = False  # nothing predicts the first token of a row
+    target_positions = np.flatnonzero(is_target)  # in the flattened batch, ascending
+
+    # the number of targets before each piece, and before the end of the batch
+    begins = row_pieces.rows * labels.shape[1] + row_pieces.positions
+    num_targets_before = np.searchsorted(target_positions, np.append(begins, labels.size))
+    num_targets = np.diff(num_targets_before)
+
+    supervised_share = np.minimum(num_targets / np.maximum(row_pieces.num_tokens - 1, 1), 1.0)
+    return Pieces(
+        num_targets=torch.from_numpy(num_targets),
+        sources=torch.from_numpy(row_pieces.sources),
+        num_bytes=torch.from_numpy(row_pieces.num_bytes * supervised_share),
+    )
 
 
 class Rows(IndexedRows):
@@ -128,7 +141,7 @@ class Rows(IndexedRows):
         self.has_labels = "labels" in split.column_names
         self.has_borders = "document_starts" in split.column_names
         self.isolates = isolate_documents and self.has_borders
-        self._lengths = self._stored.row_length
+        self._lengths = self._stored.row_length  # of each row, or of all
         self._reference_file: Path | None = None
 
     def __len__(self) -> int:
@@ -142,7 +155,7 @@ class Rows(IndexedRows):
         return min(self.lengths())
 
     def lengths(self) -> set[int]:
-        return set(np.unique(self._lengths).tolist())  # of all rows, or the one that the column's type gives
+        return set(np.unique(self._lengths).tolist())
 
     def _lengths_of(self, rows: np.ndarray) -> np.ndarray:
         if isinstance(self._lengths, int):
@@ -150,18 +163,24 @@ class Rows(IndexedRows):
         return self._lengths[rows].astype(np.int64)
 
     def chunks(self, column: str, rows: range | None = None) -> Iterator[pa.Array]:
-        """Yield a column, of consecutive rows or all, as one array of lists after the other; InputError for damage."""
-        first = 0 if rows is None else rows.start
-        for chunk in self._stored.chunks(column, range(len(self)) if rows is None else rows):
+        """Yield a column of consecutive rows, or of all, as one array of lists after the other.
+
+        Raises:
+            InputError: an array is damaged.
+        """
+        if rows is None:
+            rows = range(len(self))
+        first_row = rows.start
+        for chunk in self._stored.chunks(column, rows):
             if not is_sound(pa.chunked_array([chunk])):
-                file, _ = self._stored.place(first)
+                file, _ = self._stored.locate(first_row)
                 raise InputError(f"{file}: damaged, {column} has lists outside of their values; tokenize again")
-            first += len(chunk)
+            first_row += len(chunk)
             yield chunk
 
     def id_range(self, column: str = "input_ids") -> tuple[int, int]:
         """Return the lowest and highest token id in a column, without unsupervised labels. Reads the whole column."""
-        extremes = []
+        extremes: list[int] = []
         for chunk in self.chunks(column):
             tokens = chunk.flatten()
             if column == "labels":
@@ -170,45 +189,58 @@ class Rows(IndexedRows):
                 extremes += pc.min_max(tokens).as_py().values()
         return min(extremes, default=0), max(extremes, default=0)
 
-    def row_with_borders_outside(self) -> int | None:
-        """Return the first row whose ``document_starts`` are not ascending or lie outside of the row, or None."""
+    def find_row_with_wrong_borders(self) -> int | None:
+        """Return the first row whose ``document_starts`` are not ascending or outside of the row, or None."""
         if not self.has_borders:
             return None
-        first = 0
+        first_row = 0  # of the chunk
         for chunk in self._stored.chunks("document_starts", range(len(self))):
             if not is_sound(pa.chunked_array([chunk])):
-                return first
+                return first_row
             starts = chunk.flatten().to_numpy()
-            counts = pc.list_value_length(chunk).to_numpy()
-            rows = np.repeat(np.arange(len(counts)), counts)
-            wrong = (starts < 0) | (starts >= self._lengths_of(first + rows))
-            wrong[1:] |= (np.diff(rows) == 0) & (np.diff(starts) <= 0)
-            if wrong.any():
-                return int(first + rows[wrong.argmax()])
-            first += len(counts)
+            num_starts = pc.list_value_length(chunk).to_numpy()
+            row_of_start = np.repeat(np.arange(len(num_starts)), num_starts)  # in the chunk
+            is_wrong = (starts < 0) | (starts >= self._lengths_of(first_row + row_of_start))
+            # within a row, each start is above the one before it
+            is_same_row = np.diff(row_of_start) == 0
+            is_wrong[1:] |= is_same_row & (np.diff(starts) <= 0)
+            if is_wrong.any():
+                return int(first_row + row_of_start[is_wrong.argmax()])
+            first_row += len(num_starts)
         return None
 
     def read(self, indices: Sequence[int]) -> list[StoredRow]:
-        """Raise RunError if a row does not have the checksum that it was written with."""
+        """Return the rows in the order of ``indices``.
+
+        Raises:
+            RunError: a row does not have the checksum that it was written with.
+        """
         table = self._stored.take(indices)
-        nothing = [None] * len(indices)
         if not is_sound(table):
-            unsound = next(row for row in indices if not is_sound(self._stored.take([row])))
-            raise RunError(self._describe_altered(unsound))
+            unsound_row = next(row for row in indices if not is_sound(self._stored.take([row])))
+            raise RunError(self._describe_altered(unsound_row))
+
+        no_values: list[None] = [None] * len(indices)
         ids = _lists(table, "input_ids")
-        labels = _lists(table, "labels") if self.has_labels else None
-        starts = _lists(table, "document_starts") if self.has_borders else None
+        labels = ids  # rows without labels train on all tokens
+        if self.has_labels:
+            labels = _lists(table, "labels")
+        document_starts: Sequence[np.ndarray | None] = no_values
+        if self.has_borders:
+            document_starts = _lists(table, "document_starts")
+
         if self.index is not None and self.index.checksums is not None:
-            rows = zip(ids, labels or nothing, starts or nothing, strict=True)
-            altered = altered_rows(rows, self.index.checksums[list(indices)])
-            if len(altered):
-                raise RunError(self._describe_altered(indices[altered[0]]))
-        return list(zip(ids, labels or ids, (self.isolates and starts) or nothing, strict=True))
+            stored_labels = labels if self.has_labels else no_values
+            stored_rows = zip(ids, stored_labels, document_starts, strict=True)
+            altered_indices = altered_rows(stored_rows, self.index.checksums[list(indices)])
+            if len(altered_indices):
+                raise RunError(self._describe_altered(indices[altered_indices[0]]))
+        return list(zip(ids, labels, document_starts if self.isolates else no_values, strict=True))
 
     def _describe_altered(self, row: int) -> str:
-        file, number = self._stored.place(row)
-        place = f"row {number}" if number == row else f"row {number} ({row} of the split)"
-        return f"{file}: {place} has changed since it was written; copy a sound file in its place, or tokenize again"
+        file, row_of_file = self._stored.locate(row)
+        name = f"row {row}" if row_of_file == row else f"row {row_of_file} ({row} of the split)"
+        return f"{file}: {name} has changed since it was written; copy a sound file in its place, or tokenize again"
 
     @functools.cached_property
     def index(self) -> DocumentIndex | None:
@@ -231,22 +263,40 @@ class Rows(IndexedRows):
     def pieces(self, indices: Sequence[int]) -> RowPieces:
         rows = np.array(indices, dtype=np.int64)
         if self.index is None:
-            nothing = np.zeros_like(rows)
-            return RowPieces(np.arange(len(rows)), nothing, nothing, self._lengths_of(rows), np.full(len(rows), np.nan))
-        found = self.index.pieces(rows)
-        documents = self.index.documents[found.documents]
-        sources = self.index.source_numbers(found.documents)
-        num_bytes = documents["bytes"] * (found.lengths / documents["tokens"])
-        # a pair is one document, so it has the number of its document
-        reference = None if self._reference is None else np.asarray(self._reference[found.documents])
-        return RowPieces(found.rows, found.positions, sources, found.lengths, num_bytes, reference)
+            # without a document index, each row is one piece
+            return RowPieces(
+                rows=np.arange(len(rows)),
+                positions=np.zeros_like(rows),
+                sources=np.zeros_like(rows),
+                num_tokens=self._lengths_of(rows),
+                num_bytes=np.full(len(rows), np.nan),
+            )
+        indexed = self.index.pieces(rows)
+        documents = self.index.documents[indexed.documents]
+        reference = None
+        if self._reference is not None:
+            # a pair is one document, so it has the number of its document
+            reference = np.asarray(self._reference[indexed.documents])
+        return RowPieces(
+            rows=indexed.rows,
+            positions=indexed.positions,
+            sources=self.index.source_numbers(indexed.documents),
+            num_tokens=indexed.lengths,
+            num_bytes=documents["bytes"] * (indexed.lengths / documents["tokens"]),
+            reference=reference,
+        )
 
     def main_sources(self) -> np.ndarray:
-        """Read the index of the whole split, unless a merge has; see ``IndexedRows.main_sources``."""
+        """Return the source that has the most tokens of each row, see ``IndexedRows.main_sources``.
+
+        Reads the index of the whole split, unless a merge has stored the answer.
+        """
         if self.index is None or len(self.source_names) == 1:
             return np.zeros(len(self), dtype=np.int64)
-        if isinstance(self.split, JoinedSplit) and (known := self.split.main_sources()) is not None:
-            return known.astype(np.int64)
+        if isinstance(self.split, JoinedSplit):
+            stored_sources = self.split.main_sources()
+            if stored_sources is not None:
+                return stored_sources.astype(np.int64)
         return self.index.main_sources()
 
 
@@ -317,45 +367,55 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
     train, validation = load_splits(folder)
     check_links(path / "tokenizer")  # checkpoints copy this folder
     manifest = read_manifest(path)
-    names = SourceTable(manifest.sources).names if manifest and manifest.has_index else (folder,)
+    if manifest and manifest.has_index:
+        source_names = SourceTable(manifest.sources).names
+    else:
+        source_names = (folder,)
 
     def rows(split: "datasets.Dataset", name: str) -> Rows:
-        return Rows(split, isolate_documents, names, functools.partial(open_index, path, manifest, name))
+        return Rows(split, isolate_documents, source_names, functools.partial(open_index, path, manifest, name))
 
-    held_out = rows(validation, "validation") if validation is not None and len(validation) else None
+    held_out = None
+    if validation is not None and len(validation):
+        held_out = rows(validation, "validation")
     return TokenDataset(path, rows(train, "train"), held_out, manifest)
 
 
 def _open_dataset_of_parts(folder: Path, isolate_documents: bool) -> TokenDataset:
     """Open a token dataset of parts; a part is opened when one of its rows is read.
 
-    Rank 0 alone looks whether all parts are there, and their files as long as they were.
+    Only rank 0 checks that all parts exist and that their files have the sizes that the merge recorded.
     """
     parts = open_parts(folder)
     manifest = read_manifest(folder)
-    check_links(folder / "tokenizer")
+    check_links(folder / "tokenizer")  # checkpoints copy this folder
     if manifest is None:
         raise InputError(f"{folder}: no manifest.json; merge the parts again")
     if global_rank() == 0:
         check_joined_splits(parts)
     sources = SourceTable(manifest.sources)
 
-    def rows(name: str) -> Rows:
+    def rows(split: JoinedSplit, name: str) -> Rows:
         index = functools.partial(JoinedIndex, parts, name, sources)
-        return Rows(JoinedSplit(parts, name), isolate_documents, sources.names, index)
+        return Rows(split, isolate_documents, sources.names, index)
 
-    if not len(JoinedSplit(parts, "train")):
+    train = JoinedSplit(parts, "train")
+    validation = JoinedSplit(parts, "validation")
+    if not len(train):
         raise InputError(f"--train_data_dir {folder}: the train split has no rows; merge parts with more documents")
-    held_out = rows("validation") if len(JoinedSplit(parts, "validation")) else None
-    return TokenDataset(folder, rows("train"), held_out, manifest)
+    held_out = rows(validation, "validation") if len(validation) else None
+    return TokenDataset(folder, rows(train, "train"), held_out, manifest)
 
 
 def _lists(table: pa.Table, column: str) -> list[np.ndarray]:
-    return [_numbers(row.values) for row in table.column(column)]
+    """Return the integers of each row of a column, without a copy."""
+    return [_as_array(row.values) for row in table.column(column)]
 
 
-def _numbers(values: pa.Array) -> np.ndarray:
-    """Return whole numbers without a copy; ``to_numpy`` would import pandas, 29 MB and a third of a second."""
+def _as_array(values: pa.Array) -> np.ndarray:
+    """Return integers without a copy; ``to_numpy`` would import pandas, 29 MB and a third of a second."""
     if not len(values):
         return np.empty(0, np.int32)
-    return np.frombuffer(values.buffers()[1], np.dtype(str(values.type)), values.offset + len(values))[values.offset :]
+    # the array may be a slice of its buffer
+    buffer = values.buffers()[1]
+    return np.frombuffer(buffer, np.dtype(str(values.type)), count=values.offset + len(values))[values.offset :]

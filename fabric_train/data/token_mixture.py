@@ -4,6 +4,7 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from fabric_train.cli.argument_types import Shares
@@ -88,19 +89,34 @@ class TokenMixture:
 
     def row_name(self, row: int) -> str:
         """Return a row's token dataset and its number there, for messages."""
-        part, row_of_part = self.train.place(row)
+        part, row_of_part = self.train.locate(row)
         return f"{self.parts[part].folder / 'train'}:{row_of_part}"
 
 
 def open_mixture(
-    folders: Sequence[str], shares: Shares, isolate_documents: bool, manifest_folder: Path, later: Sequence[Shares] = ()
+    folders: Sequence[str],
+    shares: Shares,
+    isolate_documents: bool,
+    manifest_folder: Path,
+    phase_shares: Sequence[Shares] = (),
 ) -> TokenMixture:
-    """Open the token datasets of ``--train_data_dir``; ``later`` are the shares of the phases of the run."""
+    """Open the token datasets of ``--train_data_dir``.
+
+    Args:
+        folders: The token datasets.
+        shares: The shares of the command line.
+        isolate_documents: Whether batches keep the documents of a row apart.
+        manifest_folder: Where the run stores the manifest of all token datasets together.
+        phase_shares: The shares of the phases of the run.
+
+    Raises:
+        InputError: a token dataset is damaged, they do not fit together, or a share cannot be taken.
+    """
     parts = tuple(open_dataset(folder, isolate_documents) for folder in folders)
-    by_folder = {part.folder: part for part in parts}
-    manifest = merge_manifests(open_inputs(list(by_folder), lambda folder: by_folder[folder].manifest))
-    sources = tuple(list_sources(parts, folders, [shares, *later]))
-    ranges = [split_range for source in sources for split_range in source.ranges]
+    parts_by_folder = {part.folder: part for part in parts}
+    manifest = merge_manifests(open_inputs(list(parts_by_folder), lambda folder: parts_by_folder[folder].manifest))
+    sources = tuple(list_sources(parts, folders, [shares, *phase_shares]))
+    ranges = list(chain.from_iterable(source.ranges for source in sources))
     held_out = [part.validation for part in parts if part.validation]
     return TokenMixture(
         parts=parts,

@@ -2,6 +2,7 @@
 
 For losses, open ``compare_models.py`` first: ``texts.py`` has the documents and their windows, ``models.py`` finds the
 models and computes losses, ``training/statistics.py`` their intervals, ``loss_table.py`` writes them, and
-``loss_changes.py`` finds where tokens got better and worse. For tasks, open ``watch.py`` first: ``arguments.py`` reads
-which, ``lm_eval_worker.py`` evaluates a model on them, and ``scores.py`` has the results.
+``loss_changes.py`` finds where tokens got better and worse. ``pairs.py`` evaluates preference pairs. For tasks, open
+``watch.py`` first: ``arguments.py`` reads which, ``lm_eval_worker.py`` evaluates a model on them, and ``scores.py`` has
+the results.
 """

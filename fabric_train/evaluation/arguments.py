@@ -21,8 +21,8 @@ from fabric_train.cli.argument_types import (
 )
 from fabric_train.cli.errors import InputError
 
-_SETTINGS: dict[str, Any] = {"num_fewshot": NonNegativeInt, "limit": PositiveInt}
-_OF_TASK = {"task": str, **_SETTINGS, "metric": str}
+_SETTING_TYPES: dict[str, Any] = {"num_fewshot": NonNegativeInt, "limit": PositiveInt}
+_TASK_TYPES = {"task": str, **_SETTING_TYPES, "metric": str}
 _LONGEST_NAME = 1000
 _LISTS = ("models", "texts", "pairs", "needle")
 
@@ -86,18 +86,21 @@ class EvaluateArguments:
         if self.pairs is not None and self.texts is not None:
             faults.append("--pairs and --texts: evaluate one after the other, which may have the same --output_dir")
         if self.needle is not None:
-            others = [f"--{name}" for name in ("pairs", "watch") if getattr(self, name) is not None]
-            faults += [f"--needle and {other}: give one after the other" for other in others]
+            for name in ("pairs", "watch"):
+                if getattr(self, name) is not None:
+                    faults.append(f"--needle and --{name}: give one after the other")
         if self.watch is None:
             faults += [f"--{name} is required" for name in ("models", "output_dir") if getattr(self, name) is None]
-            faults += ["--tasks needs --watch: give the run"] if self.tasks is not None else []
+            if self.tasks is not None:
+                faults.append("--tasks needs --watch: give the run")
         else:
-            faults += ["--pairs and --watch: give --models instead, such as RUN/all"] if self.pairs is not None else []
-            has_none = self.tasks is None and self.texts is None
-            faults += ["--watch needs --tasks or --texts: give one of them"] if has_none else []
+            if self.pairs is not None:
+                faults.append("--pairs and --watch: give --models instead, such as RUN/all")
+            if self.tasks is None and self.texts is None:
+                faults.append("--watch needs --tasks or --texts: give one of them")
         models = self.models or []
-        twice = {model for model in models if models.count(model) > 1}
-        faults += [f"--models {model} is given twice: give it once" for model in sorted(twice)]
+        repeated_models = {model for model in models if models.count(model) > 1}
+        faults += [f"--models {model} is given twice: give it once" for model in sorted(repeated_models)]
         if self.overlap >= self.max_length:
             faults.append(f"--overlap {self.overlap} fills windows of --max_length {self.max_length}: give less")
         return faults
@@ -107,18 +110,26 @@ class EvaluateArguments:
 class TaskSettings:
     """What decides the scores of a task."""
 
-    task: str  # a name of lm_eval, or of a task file without its folder, which may move
-    num_fewshot: int | None = None  # examples in a prompt; None: the task's own number
-    limit: int | None = None  # documents; None: all
-    files: str | None = None  # SHA-256 of a task file and the local files that it names
+    task: str
+    """A name of lm_eval, or of a task file without its folder, which may move."""
+    num_fewshot: int | None = None
+    """Examples in a prompt; None: the task's own number."""
+    limit: int | None = None
+    """Documents; None: all."""
+    files: str | None = None
+    """SHA-256 of a task file and the local files that it names."""
 
 
 @dataclass(frozen=True)
 class LanguageTask:
+    """A task, the language that its score counts for, and the metric to show."""
+
     language: str
-    source: str  # a name of lm_eval, or the absolute path of a task file
+    source: str
+    """A name of lm_eval, or the absolute path of a task file."""
     settings: TaskSettings
-    metric: str | None = None  # the one to show; None: the usual one
+    metric: str | None = None
+    """The metric to show; None: the usual one."""
 
 
 def read_tasks(path: str) -> list[LanguageTask]:
@@ -138,66 +149,90 @@ def read_tasks(path: str) -> list[LanguageTask]:
     if not isinstance(content, dict) or not isinstance(content.get("languages"), dict) or not content["languages"]:
         raise InputError(f"--tasks {path}: expected 'languages:' with tasks, such as 'languages: {{es: [xnli_es]}}'")
     faults: list[str] = []
-    general = _converted({key: content[key] for key in content if key != "languages"}, _SETTINGS, "it", faults)
-    tasks = []
+
+    # the settings of all tasks
+    general_content = {key: value for key, value in content.items() if key != "languages"}
+    general_settings = _convert_values(general_content, _SETTING_TYPES, "it", [*_SETTING_TYPES, "languages"], faults)
+
+    # the tasks of each language
+    tasks: list[LanguageTask] = []
     for language, items in content["languages"].items():
         if not isinstance(items, list) or not items:
             faults.append(f"{language}: expected a list of tasks, such as '{language}: [xnli_es, quiz.yaml]'")
             continue
-        for number, item in enumerate(items, 1):
-            given = {"task": item} if isinstance(item, str) else item
-            if not isinstance(given, dict) or "task" not in given:
-                faults.append(f"{language}: task {number}: expected a name or {{task: NAME, ...}}, got {item!r}")
+        for position, item in enumerate(items, 1):
+            item_values = {"task": item} if isinstance(item, str) else item
+            if not isinstance(item_values, dict) or "task" not in item_values:
+                faults.append(f"{language}: task {position}: expected a name or {{task: NAME, ...}}, got {item!r}")
                 continue
-            values = general | _converted(given, _OF_TASK, f"{language}: task {number}", faults)
-            tasks += list(_build(str(language), values, Path(path).parent, faults))
-    for number, task in enumerate(tasks):
-        if any((task.language, task.settings) == (one.language, one.settings) for one in tasks[:number]):
+            item_name = f"{language}: task {position}"
+            values = general_settings | _convert_values(item_values, _TASK_TYPES, item_name, list(_TASK_TYPES), faults)
+            if values.get("task"):  # else its fault has been found
+                task = _open_task(str(language), values, Path(path).parent, faults)
+                if task is not None:
+                    tasks.append(task)
+
+    # tasks that are given twice
+    distinct_tasks = set()
+    for task in tasks:
+        key = (task.language, task.settings)
+        if key in distinct_tasks:
             faults.append(f"{task.language}: {task.settings.task} is given twice: give it once")
+        distinct_tasks.add(key)
     if faults:
         raise InputError(*(f"--tasks {path}: {fault}" for fault in faults))
     return tasks
 
 
 def is_task_file(task: str) -> bool:
-    """Whether a task is a file, and not a name of lm_eval."""
+    """Return whether a task is a file, and not a name of lm_eval."""
     return task.endswith((".yaml", ".yml"))
 
 
-def _converted(given: Mapping[Any, Any], kinds: Mapping[str, Any], where: str, faults: list[str]) -> dict[str, Any]:
+def _convert_values(
+    content: Mapping[Any, Any], types: Mapping[str, Any], owner: str, known_keys: list[str], faults: list[str]
+) -> dict[str, Any]:
+    """Return the values of a mapping as their ``types``; add a fault for each unknown key and wrong value.
+
+    ``owner`` and ``known_keys`` are for messages: what the mapping belongs to, and the keys that it may have.
+    """
     values = {}
-    for key, value in given.items():
-        if key not in kinds:
-            known = [*kinds, "languages"] if where == "it" else list(kinds)
-            hint = nearest_name(str(key), known) or f"; {where} has {', '.join(known)}"
+    for key, value in content.items():
+        if key not in types:
+            hint = nearest_name(str(key), known_keys) or f"; {owner} has {', '.join(known_keys)}"
             faults.append(f"{key!r}: no such value{hint}")
             continue
         try:
-            values[key] = convert(kinds[key], value)
+            values[key] = convert(types[key], value)
         except WrongValueError as error:
-            faults.append(f"{where}: {key}: expected {error}, got {value!r}")
+            faults.append(f"{owner}: {key}: expected {error}, got {value!r}")
     return values
 
 
-def _build(language: str, values: Mapping[str, Any], folder: Path, faults: list[str]) -> Iterator[LanguageTask]:
-    """Yield the task of these values; add a fault if it is a file that cannot be read."""
-    name = values.get("task")
-    if not name:
-        return  # its fault is known
-    source = name
-    files = None
-    if is_task_file(name):
-        path = Path(os.path.abspath(folder / name))
+def _open_task(language: str, values: Mapping[str, Any], folder: Path, faults: list[str]) -> LanguageTask | None:
+    """Return the task with these values; add a fault and return None if it is a file that cannot be read.
+
+    A task file is named relative to ``folder``.
+    """
+    source = values["task"]
+    files_hash = None
+    if is_task_file(source):
+        path = Path(os.path.abspath(folder / source))
+        source = str(path)
         try:
             digests = sorted(hashlib.sha256(file.read_bytes()).digest() for file in files_of(path))
-            source = str(path)
-            files = hashlib.sha256(b"".join(digests)).hexdigest()
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
             faults.append(f"{language}: {path}: {reason}; give a task file of lm_eval")
-            return
-    settings = TaskSettings(os.path.basename(source), values.get("num_fewshot"), values.get("limit"), files)
-    yield LanguageTask(language, source, settings, values.get("metric"))
+            return None
+        files_hash = hashlib.sha256(b"".join(digests)).hexdigest()
+    settings = TaskSettings(
+        task=os.path.basename(source),
+        num_fewshot=values.get("num_fewshot"),
+        limit=values.get("limit"),
+        files=files_hash,
+    )
+    return LanguageTask(language, source, settings, values.get("metric"))
 
 
 class _TaskFileLoader(yaml.SafeLoader):
@@ -205,7 +240,8 @@ class _TaskFileLoader(yaml.SafeLoader):
 
 
 def _file_of_function(loader: Any, node: Any) -> str:
-    return loader.construct_scalar(node).rpartition(".")[0].replace(".", "/") + ".py"
+    module, _, _ = loader.construct_scalar(node).rpartition(".")
+    return f"{module.replace('.', '/')}.py"
 
 
 _TaskFileLoader.add_constructor("!function", _file_of_function)
@@ -216,25 +252,32 @@ def files_of(task_file: Path) -> list[Path]:
 
     Data is named relative to the working directory, everything else relative to the task file, as in lm_eval.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     unread = [task_file]
     while unread:
         path = unread.pop()
-        if path in found:
+        if path in files:
             continue
-        found.append(path)
+        files.append(path)
         if not is_task_file(path.name):
             continue
-        for text in _texts_in(yaml.load(path.read_text(encoding="utf-8"), Loader=_TaskFileLoader)):
-            places = (path.parent / text, Path(text)) if len(text) < _LONGEST_NAME else ()
-            unread += [Path(os.path.abspath(place)) for place in places if text and os.path.isfile(place)]
-    return found
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_TaskFileLoader)
+        for text in _texts_in(content):
+            if not text or len(text) >= _LONGEST_NAME:
+                continue
+            for candidate in (path.parent / text, Path(text)):
+                if os.path.isfile(candidate):
+                    unread.append(Path(os.path.abspath(candidate)))
+    return files
 
 
 def _texts_in(value: Any) -> Iterator[str]:
     """Yield every text in lists and mappings, at any depth."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _texts_in(item)
+    elif isinstance(value, list):
+        for item in value:
             yield from _texts_in(item)

@@ -1,4 +1,4 @@
-"""Evaluate a model in a process of its own:  python -m fabric_train.evaluation.lm_eval_worker  < REQUEST
+"""Evaluate a model in a separate process:  python -m fabric_train.evaluation.lm_eval_worker  < REQUEST
 
 So the memory of a model is free after its evaluation. A request is the JSON of a :class:`WorkerRequest`.
 """
@@ -29,32 +29,39 @@ from fabric_train.files.regular_file import parse_json
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 _OFFLINE = "; its data is on the hub: load it once on a machine with internet, into the cache (HF_HOME) of this one"
-_SEEDS = (0, 1234)  # of random, and of numpy, torch and the examples in prompts, as in lm_eval's own program
+_PYTHON_SEED = 0  # of random, as in lm_eval's own program
+_SEED = 1234  # of torch and the examples in prompts, as there
 
 
 @dataclass(frozen=True)
 class RequestedTask:
-    """A task to run; ``source`` is a name of lm_eval or a task file, ``metric`` one that it must have, or None."""
+    """A task to run."""
 
     settings: TaskSettings
     source: str
+    """A name of lm_eval or a task file."""
     metric: str | None = None
+    """A metric that it must have."""
 
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """Words of a command line for losses on texts, or tasks to evaluate a model on, or without ``scores`` to check."""
+    """What a worker does: evaluate a model on texts, evaluate it on tasks, or check tasks."""
 
     tasks: list[RequestedTask] = field(default_factory=list)
-    source: str = ""  # the model for ``load_for_inference``
-    file: str = ""  # of the scores
-    scores: ModelScores | None = None  # those so far
+    source: str = ""
+    """The model to evaluate on the tasks, for ``load_for_inference``."""
+    file: str = ""
+    """The file of the scores."""
+    scores: ModelScores | None = None
+    """The scores so far; None: the tasks are only checked."""
     batch_size: int = 1
     words: list[str] = field(default_factory=list)
+    """The words of a command line that evaluates a model on texts; then there are no tasks."""
 
 
 def evaluate_in_worker(request: WorkerRequest) -> int:
-    """Do what a request asks for in a process of its own, and return its exit code; Ctrl-C ends that process too."""
+    """Do what a request asks for in a separate process, and return its exit code; Ctrl-C ends that process too."""
     worker = subprocess.Popen(
         [sys.executable, "-m", __name__],
         stdin=subprocess.PIPE,
@@ -90,35 +97,38 @@ def main() -> None:
         _evaluate(request, request.scores, tasks)
 
 
-def _load_tasks(requested: Sequence[RequestedTask]) -> dict[TaskSettings, Any]:
+def _load_tasks(requested_tasks: Sequence[RequestedTask]) -> dict[TaskSettings, Any]:
     """Return lm_eval's tasks and groups, with their data; raise an InputError with every fault at once."""
     from lm_eval.tasks import TaskManager  # slow
 
-    has_names = any(not is_task_file(one.source) for one in requested)
+    has_names = any(not is_task_file(task.source) for task in requested_tasks)
     manager = TaskManager(include_defaults=has_names)  # lm_eval's own tasks are 14,000 files
-    loaded = {}
+    loaded_tasks: dict[TaskSettings, Any] = {}
     faults = []
-    for one in requested:
-        name = one.source
+    for task in requested_tasks:
+        name = task.source
         if not is_task_file(name) and name not in manager.task_index:
             hint = nearest_name(name, manager.all_tasks)
             faults.append(f"--tasks: {name}: lm_eval {version('lm_eval')} has no such task{hint}")
             continue
         try:
-            loaded[one.settings] = manager.load([name])
+            loaded = manager.load([name])
         except Exception as error:  # noqa: BLE001 - a task's own code, and the hub's and datasets' many errors
             is_offline = isinstance(error, ConnectionError) or "Hub" in str(error)
             faults.append(f"--tasks: {name}: cannot be loaded: {first_line(error)}{_OFFLINE if is_offline else ''}")
             continue
-        tasks = list(loaded[one.settings]["tasks"].values())  # a group has several
-        if any(getattr(task, "UNSAFE_CODE", False) for task in tasks):
+        loaded_tasks[task.settings] = loaded
+        lm_eval_tasks = list(loaded["tasks"].values())  # a group has several
+        if any(getattr(lm_eval_task, "UNSAFE_CODE", False) for lm_eval_task in lm_eval_tasks):
             faults.append(f"--tasks: {name}: it executes code that the model writes; leave it out")
-        metrics = {metric for task in tasks for metric in task.aggregation()}
-        if one.metric is not None and one.metric.split(",")[0] not in metrics:
-            faults.append(f"--tasks: {name}: it has no metric {one.metric}; it has {', '.join(sorted(metrics))}")
+        metrics: set[str] = set()
+        for lm_eval_task in lm_eval_tasks:
+            metrics |= set(lm_eval_task.aggregation())
+        if task.metric is not None and task.metric.split(",")[0] not in metrics:
+            faults.append(f"--tasks: {name}: it has no metric {task.metric}; it has {', '.join(sorted(metrics))}")
     if faults:
         raise InputError(*faults)
-    return loaded
+    return loaded_tasks
 
 
 def _evaluate(request: WorkerRequest, scores: ModelScores, tasks: Mapping[TaskSettings, Any]) -> None:
@@ -132,58 +142,81 @@ def _evaluate(request: WorkerRequest, scores: ModelScores, tasks: Mapping[TaskSe
     lm: Any = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=request.batch_size)
     for settings, loaded in tasks.items():
         started = time.monotonic()
-        random.seed(_SEEDS[0])
-        torch.manual_seed(_SEEDS[1])
+        random.seed(_PYTHON_SEED)
+        torch.manual_seed(_SEED)
         with nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):  # lm_eval's bars would fill a log
-            results = _run(lm, loaded, settings)
+            results = _run_lm_eval(lm, loaded, settings)
         seconds = time.monotonic() - started
         score = _task_score(settings, list(loaded["tasks"]), list(loaded["groups"]), results, seconds)
         scores = add_score(Path(request.file), scores, score)
-        shown = ", ".join(f"{name.removesuffix(',none')} {metric}" for name, metric in score.metrics.items())
-        counted = f"{score.num_documents} documents, {score.num_fewshot}-shot"
-        print(f"{scores.name}: {settings.task}: {shown} ({counted}), {seconds:.0f} s", file=sys.stderr, flush=True)
+        metrics = ", ".join(f"{name.removesuffix(',none')} {metric}" for name, metric in score.metrics.items())
+        counts = f"{score.num_documents} documents, {score.num_fewshot}-shot"
+        print(f"{scores.name}: {settings.task}: {metrics} ({counts}), {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
-def _run(lm: Any, loaded: Any, settings: TaskSettings) -> Any:
+def _run_lm_eval(lm: Any, loaded: Any, settings: TaskSettings) -> Any:
     """Return the results of lm_eval's ``evaluate``; its ``simple_evaluate`` also calls git for each task."""
     from lm_eval import evaluate
 
     for task in loaded["tasks"].values():
-        own = task.get_config("num_fewshot")
-        if own != 0:  # as lm_eval: a task that has 0 is meant without examples
-            task.set_config(key="num_fewshot", value=own or 0 if settings.num_fewshot is None else settings.num_fewshot)
-        task.set_fewshot_seed(seed=_SEEDS[1])
+        task_num_fewshot = task.get_config("num_fewshot")
+        if task_num_fewshot != 0:  # as in lm_eval: a task with 0 never gets examples
+            num_fewshot = settings.num_fewshot
+            if num_fewshot is None:
+                num_fewshot = task_num_fewshot or 0
+            task.set_config(key="num_fewshot", value=num_fewshot)
+        task.set_fewshot_seed(seed=_SEED)
     return evaluate(lm=lm, task_dict=loaded, limit=settings.limit, log_samples=False)
 
 
 def _task_score(
     settings: TaskSettings, tasks: Sequence[str], groups: Sequence[str], results: Any, seconds: float
 ) -> TaskScore:
-    """Return the scores of a task, of a group that lm_eval aggregates, or the means over the tasks of another."""
-    whole = _metrics(results, groups[0]) if groups else {}  # of the group that was asked for, not of those in it
-    parts = [whole] if whole else [_metrics(results, name) for name in tasks]
-    metrics = {key: mean_score([part[key] for part in parts]) for key in parts[0] if all(key in part for part in parts)}
+    """Return the scores of a task or a group.
+
+    Args:
+        settings: The settings of the task.
+        tasks: The names of lm_eval's tasks that were run; a group has several.
+        groups: The names of its groups, the requested one first.
+        results: What lm_eval's ``evaluate`` returned.
+        seconds: The duration.
+    """
+    # a group that lm_eval does not aggregate has the means over its tasks
+    group_metrics = _read_metrics(results, groups[0]) if groups else {}
+    if group_metrics:
+        metrics = group_metrics
+    else:
+        metrics_of_tasks = [_read_metrics(results, name) for name in tasks]
+        metrics = {}
+        for key in metrics_of_tasks[0]:
+            if all(key in task_metrics for task_metrics in metrics_of_tasks):
+                metrics[key] = mean_score([task_metrics[key] for task_metrics in metrics_of_tasks])
     return TaskScore(
-        settings,
-        metrics,
-        sum(results["n-samples"][task]["effective"] for task in tasks),
-        max(results["n-shot"][task] for task in tasks),
-        round(seconds, 2),
-        version("lm_eval"),
+        settings=settings,
+        metrics=metrics,
+        num_documents=sum(results["n-samples"][task]["effective"] for task in tasks),
+        num_fewshot=max(results["n-shot"][task] for task in tasks),
+        seconds=round(seconds, 2),
+        lm_eval=version("lm_eval"),
     )
 
 
-def _metrics(results: Any, name: str) -> dict[str, MetricScore]:
+def _read_metrics(results: Any, name: str) -> dict[str, MetricScore]:
     """Return the metrics of a task or group; a group without an aggregation has none."""
-    found = results["results"].get(name, {})
-    higher = results["higher_is_better"].get(name, {})
+    values = results["results"].get(name, {})
+    higher_is_better = results["higher_is_better"].get(name, {})
     scores = {}
-    for key, value in found.items():
+    for key, value in values.items():
+        # keys are METRIC,FILTER and METRIC_stderr,FILTER, beside names such as alias
         metric, comma, filter_name = key.partition(",")
-        if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
-            stderr = found.get(f"{metric}_stderr,{filter_name}")
-            error = finite(float(stderr)) if isinstance(stderr, int | float) else None
-            scores[key] = MetricScore(finite(float(value)), error, bool(higher.get(metric, True)))
+        if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        stderr = values.get(f"{metric}_stderr,{filter_name}")
+        scores[key] = MetricScore(
+            value=finite(float(value)),
+            stderr=finite(float(stderr)) if isinstance(stderr, int | float) else None,
+            higher_is_better=bool(higher_is_better.get(metric, True)),
+        )
     return scores
 
 

@@ -1,11 +1,11 @@
 """Find where tokens got better and worse between two models of one tokenizer: by source, by frequency, by document."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,100 +31,170 @@ _SHADES = (CLEAR_CHANGE, 0.5, 1.0, 2.0)
 
 @dataclass(frozen=True)
 class TokenGroup:
-    """Some predicted tokens: their mean losses in nats, and the shares that changed by at least ``CLEAR_CHANGE``."""
+    """A group of predicted tokens."""
 
     name: str
     num_tokens: int
     before: float
+    """The mean loss of the first model in nats."""
     after: float
+    """The mean loss of the last model in nats."""
     better: float
+    """The share of tokens whose loss fell by at least ``CLEAR_CHANGE``."""
     worse: float
+    """The share of tokens whose loss rose by at least ``CLEAR_CHANGE``."""
 
 
 @dataclass(frozen=True)
 class ChangedDocument:
-    """A document's predicted tokens: ``ids`` int32 [N], and their losses ``before`` and ``after``, fp32 [N]."""
+    """A document whose mean loss changed."""
 
     source: str
-    place: str
+    location: str
+    """The file and line of the document."""
     ids: np.ndarray
-    before: np.ndarray
-    after: np.ndarray
+    """Its predicted tokens, int32 [N]."""
+    losses_before: np.ndarray
+    """Their losses under the first model, fp32 [N]."""
+    losses_after: np.ndarray
+    """Their losses under the last model, fp32 [N]."""
 
     @property
     def change(self) -> float:
-        return float((self.after.astype(np.float64) - self.before).mean())
+        """The change of the mean loss in nats."""
+        return float((self.losses_after.astype(np.float64) - self.losses_before).mean())
 
 
 @dataclass(frozen=True)
 class LossChanges:
-    """Where the model ``last`` has a lower and a higher loss than ``first``."""
+    """Where the model ``last_model`` has a lower and a higher loss than ``first_model``."""
 
-    first: str
-    last: str
+    first_model: str
+    last_model: str
     sources: tuple[TokenGroup, ...]
+    """The tokens of each source."""
     frequencies: tuple[TokenGroup, ...]
+    """The tokens by how often their id is predicted."""
     improved: tuple[ChangedDocument, ...]
+    """The documents whose mean loss fell most."""
     damaged: tuple[ChangedDocument, ...]
+    """The documents whose mean loss rose most."""
 
 
 def find_changes(
-    names: tuple[str, str], texts: Sequence["EncodedText"], before: Sequence[np.ndarray], after: Sequence[np.ndarray]
+    first_model: str,
+    last_model: str,
+    texts: Sequence["EncodedText"],
+    losses_before: Sequence[np.ndarray],
+    losses_after: Sequence[np.ndarray],
 ) -> LossChanges:
-    """Compare two models of these names token by token; their losses are fp32 [N] for each text."""
+    """Compare two models token by token.
+
+    Args:
+        first_model: The name of the first model.
+        last_model: The name of the model that is compared with it.
+        texts: The texts, as tokens of the tokenizer of both models.
+        losses_before: The losses of the first model, fp32 [N] for each text.
+        losses_after: The losses of the last model.
+    """
+    # all tokens of all texts, [N]
     ids = np.concatenate([text.target_ids for text in texts])
-    old, new = (np.concatenate(losses).astype(np.float64) for losses in (before, after))
-    sources = np.concatenate([np.array(text.source_names)[text.sources][text.owners] for text in texts])
-    of_sources = [_group(name, sources == name, old, new) for name in dict.fromkeys(sources.tolist())]
-    return LossChanges(*names, tuple(of_sources), tuple(_by_frequency(ids, old, new)), *_extremes(texts, before, after))
+    all_before = np.concatenate(losses_before).astype(np.float64)
+    all_after = np.concatenate(losses_after).astype(np.float64)
+    names_of_tokens = []
+    for text in texts:
+        names_of_documents = np.array(text.source_names)[text.sources]
+        names_of_tokens.append(names_of_documents[text.owners])
+    sources = np.concatenate(names_of_tokens)
+
+    source_groups = []
+    for source in dict.fromkeys(sources.tolist()):
+        source_groups.append(_token_group(source, sources == source, all_before, all_after))
+    documents = _rank_documents(texts, losses_before, losses_after)
+    fallen = [document for document in documents if document.change < 0]
+    risen = [document for document in reversed(documents) if document.change > 0]
+    return LossChanges(
+        first_model=first_model,
+        last_model=last_model,
+        sources=tuple(source_groups),
+        frequencies=tuple(_group_by_frequency(ids, all_before, all_after)),
+        improved=tuple(_load_documents(texts, losses_before, losses_after, fallen[:NUM_DOCUMENTS])),
+        damaged=tuple(_load_documents(texts, losses_before, losses_after, risen[:NUM_DOCUMENTS])),
+    )
 
 
-def _group(name: str, chosen: np.ndarray, old: np.ndarray, new: np.ndarray) -> TokenGroup:
-    before = old[chosen]
-    after = new[chosen]
-    change = after - before
-    better = float((change <= -CLEAR_CHANGE).mean())
-    worse = float((change >= CLEAR_CHANGE).mean())
-    return TokenGroup(name, len(before), float(before.mean()), float(after.mean()), better, worse)
+def _token_group(name: str, is_in_group: np.ndarray, losses_before: np.ndarray, losses_after: np.ndarray) -> TokenGroup:
+    """Return the group of the tokens for which ``is_in_group``, bool [N], is true; losses are fp64 [N]."""
+    group_before = losses_before[is_in_group]
+    group_after = losses_after[is_in_group]
+    changes = group_after - group_before
+    return TokenGroup(
+        name=name,
+        num_tokens=len(changes),
+        before=float(group_before.mean()),
+        after=float(group_after.mean()),
+        better=float((changes <= -CLEAR_CHANGE).mean()),
+        worse=float((changes >= CLEAR_CHANGE).mean()),
+    )
 
 
-def _by_frequency(ids: np.ndarray, old: np.ndarray, new: np.ndarray) -> list[TokenGroup]:
+def _group_by_frequency(ids: np.ndarray, losses_before: np.ndarray, losses_after: np.ndarray) -> list[TokenGroup]:
     """Group tokens by how often their id is predicted in these texts, into quantiles: about as many tokens in each."""
-    counts = np.bincount(ids)[ids]
-    limits = np.unique(np.quantile(counts, np.linspace(0, 1, _NUM_BINS + 1)[1:], method="higher"))
-    bins = np.searchsorted(limits, counts)
+    counts = np.bincount(ids)[ids]  # [N]
+    quantiles = np.linspace(0, 1, _NUM_BINS + 1)[1:]
+    # equal limits are one bin: many tokens may have the same count
+    upper_limits = np.unique(np.quantile(counts, quantiles, method="higher"))
+    bins = np.searchsorted(upper_limits, counts)
     groups = []
-    for number in np.unique(bins):
-        chosen = bins == number
-        low = int(counts[chosen].min())
-        high = int(counts[chosen].max())
-        groups.append(_group(f"{low:,}" if low == high else f"{low:,} to {high:,}", chosen, old, new))
+    for bin_index in np.unique(bins):
+        is_in_bin = bins == bin_index
+        lowest = int(counts[is_in_bin].min())
+        highest = int(counts[is_in_bin].max())
+        name = f"{lowest:,}" if lowest == highest else f"{lowest:,} to {highest:,}"
+        groups.append(_token_group(name, is_in_bin, losses_before, losses_after))
     return groups
 
 
-def _extremes(
-    texts: Sequence["EncodedText"], before: Sequence[np.ndarray], after: Sequence[np.ndarray]
-) -> tuple[tuple[ChangedDocument, ...], tuple[ChangedDocument, ...]]:
-    """Return the documents whose mean loss fell most, and those whose mean loss rose most."""
-    ranked = []
-    for number, (text, old, new) in enumerate(zip(texts, before, after, strict=True)):
-        counts = np.bincount(text.owners, minlength=len(text.sources))
-        changes = np.bincount(text.owners, new.astype(np.float64) - old, len(text.sources)) / np.maximum(counts, 1)
-        long_enough = np.flatnonzero(counts >= FEWEST_TOKENS)
-        ranked += [(float(changes[document]), number, int(document)) for document in long_enough]
-    ranked.sort()
+class _RankedDocument(NamedTuple):
+    """A document by the change of its mean loss, by which it is sorted."""
 
-    def take(number: int, document: int) -> ChangedDocument:
-        text = texts[number]
-        own = np.flatnonzero(text.owners == document)
-        source = text.source_names[text.sources[document]]
-        losses = before[number][own], after[number][own]
-        return ChangedDocument(source, text.place(document), text.target_ids[own], *losses)
+    change: float
+    text_index: int
+    document: int
 
-    fallen = [entry for entry in ranked if entry[0] < 0][:NUM_DOCUMENTS]
-    risen = [entry for entry in reversed(ranked) if entry[0] > 0][:NUM_DOCUMENTS]
-    improved, damaged = (tuple(take(*entry[1:]) for entry in entries) for entries in (fallen, risen))
-    return improved, damaged
+
+def _rank_documents(
+    texts: Sequence["EncodedText"], losses_before: Sequence[np.ndarray], losses_after: Sequence[np.ndarray]
+) -> list[_RankedDocument]:
+    """Return the documents of at least ``FEWEST_TOKENS`` tokens, those whose mean loss fell most first."""
+    documents = []
+    for text_index, text in enumerate(texts):
+        num_documents = len(text.sources)
+        counts = np.bincount(text.owners, minlength=num_documents)
+        token_changes = losses_after[text_index].astype(np.float64) - losses_before[text_index]
+        mean_changes = np.bincount(text.owners, token_changes, num_documents) / np.maximum(counts, 1)
+        for document in np.flatnonzero(counts >= FEWEST_TOKENS).tolist():
+            documents.append(_RankedDocument(float(mean_changes[document]), text_index, document))
+    return sorted(documents)
+
+
+def _load_documents(
+    texts: Sequence["EncodedText"],
+    losses_before: Sequence[np.ndarray],
+    losses_after: Sequence[np.ndarray],
+    documents: Sequence[_RankedDocument],
+) -> Iterator[ChangedDocument]:
+    """Yield the tokens and losses of documents."""
+    for _, text_index, document in documents:
+        text = texts[text_index]
+        tokens = np.flatnonzero(text.owners == document)
+        yield ChangedDocument(
+            source=text.source_names[text.sources[document]],
+            location=text.location(document),
+            ids=text.target_ids[tokens],
+            losses_before=losses_before[text_index][tokens],
+            losses_after=losses_after[text_index][tokens],
+        )
 
 
 @dataclass(frozen=True)
@@ -145,7 +215,9 @@ class ShownToken:
         """Its class in the page: better or worse, and how much; empty for a small change."""
         change = self.after - self.before
         level = sum(abs(change) >= limit for limit in _SHADES)
-        return f"{'better' if change < 0 else 'worse'}{level}" * bool(level)
+        if level == 0:
+            return ""
+        return f"better{level}" if change < 0 else f"worse{level}"
 
     @property
     def title(self) -> str:
@@ -179,24 +251,42 @@ class ShownChanges:
 
 def show_changes(changes: LossChanges, tokenizer: Any) -> ShownChanges:
     """Return the changes with the texts of the tokens; both models have the ``tokenizer``."""
-    with TemporaryDirectory() as saved:
-        tokenizer.save_pretrained(saved)
-        vocabulary = load_vocabulary(Path(saved))
-    documents = ([_shown(one, vocabulary) for one in some] for some in (changes.improved, changes.damaged))
-    return ShownChanges(changes.first, changes.last, [*changes.sources], [*changes.frequencies], *documents)
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        vocabulary = load_vocabulary(Path(folder))
+    return ShownChanges(
+        first=changes.first_model,
+        last=changes.last_model,
+        sources=list(changes.sources),
+        frequencies=list(changes.frequencies),
+        improved=[_show_document(document, vocabulary) for document in changes.improved],
+        damaged=[_show_document(document, vocabulary) for document in changes.damaged],
+    )
 
 
-def _shown(document: ChangedDocument, vocabulary: Vocabulary | None) -> ShownDocument:
+def _show_document(document: ChangedDocument, vocabulary: Vocabulary | None) -> ShownDocument:
+    """Return a document with the text of its first tokens; without a vocabulary, with their ids."""
     ids = document.ids[:_SHOWN_TOKENS].tolist()
+    if vocabulary:
+        spans = list(vocabulary.spans(ids))  # number of tokens and their text
+    else:
+        spans = [(1, f"⟨{token}⟩") for token in ids]
     tokens = []
     start = 0
-    for count, text in vocabulary.spans(ids) if vocabulary else ((1, f"⟨{token}⟩") for token in ids):
-        stop = start + count
-        losses = (float(values[start:stop].sum()) for values in (document.before, document.after))
-        tokens.append(ShownToken(text, ids[start:stop], *losses))
+    for num_tokens, text in spans:
+        stop = start + num_tokens
+        loss_before = float(document.losses_before[start:stop].sum())
+        loss_after = float(document.losses_after[start:stop].sum())
+        tokens.append(ShownToken(text, ids[start:stop], loss_before, loss_after))
         start = stop
-    before, after = (float(values.mean()) for values in (document.before, document.after))
-    return ShownDocument(document.source, document.place, len(document.ids), before, after, tokens)
+    return ShownDocument(
+        source=document.source,
+        place=document.location,
+        num_tokens=len(document.ids),
+        before=float(document.losses_before.mean()),
+        after=float(document.losses_after.mean()),
+        tokens=tokens,
+    )
 
 
 def write_changes(folder: Path, changes: ShownChanges) -> None:
@@ -207,30 +297,45 @@ def write_changes(folder: Path, changes: ShownChanges) -> None:
 
 def changes_sections(changes: ShownChanges) -> list[Section]:
     """Return what a page shows: tables of the groups of tokens, and the documents with coloured tokens."""
-    template = page_templates(Path(__file__).with_name("templates")).get_template("changed_documents.html.j2")
-    rows = [("first model", escaped(changes.first)), ("last model", escaped(changes.last))]
-    rows.append(("predicted tokens", sum(group.num_tokens for group in changes.sources)))
-    about = (
+    # the models and all tokens
+    rows = [
+        ("first model", escaped(changes.first)),
+        ("last model", escaped(changes.last)),
+        ("predicted tokens", sum(group.num_tokens for group in changes.sources)),
+    ]
+    explanation = (
         "Loss in nats per token. Better and worse are the shares of tokens whose loss fell or rose by at least "
         f"{CLEAR_CHANGE} nats. By frequency, tokens are grouped by how often their id is predicted in these texts, "
         "into groups of about the same size."
     )
     sections = [
-        Section("changes", "Token changes", f"{table('models | ', rows)}\n\n{about}"),
+        Section("changes", "Token changes", f"{table('models | ', rows)}\n\n{explanation}"),
         Section("changes-sources", "Changes by source", _groups_table("source", changes.sources)),
         Section("changes-frequency", "Changes by frequency", _groups_table("times here", changes.frequencies)),
     ]
+
+    # the documents that changed most
+    template = page_templates(Path(__file__).with_name("templates")).get_template("changed_documents.html.j2")
     for title, documents in (("improved", changes.improved), ("damaged", changes.damaged)):
         html = template.render(title=title, documents=documents, shades=_SHADES, fewest_tokens=FEWEST_TOKENS)
-        found = [(one.source, one.place, one.num_tokens, f"{one.before:.3f}", f"{one.after:.3f}") for one in documents]
-        listing = table("source | document | tokens | first | last", found, 3) if found else f"No document is {title}."
-        sections.append(Section(f"changes-{title}", f"Most {title} documents", listing, html=html))
+        text = f"No document is {title}."
+        if documents:
+            text = _documents_table(documents)
+        sections.append(Section(f"changes-{title}", f"Most {title} documents", text, html=html))
     return sections
+
+
+def _documents_table(documents: Sequence[ShownDocument]) -> Markdown:
+    rows = []
+    for document in documents:
+        losses = (f"{document.before:.3f}", f"{document.after:.3f}")
+        rows.append((document.source, document.place, document.num_tokens, *losses))
+    return table("source | document | tokens | first | last", rows, 3)
 
 
 def _groups_table(name: str, groups: Sequence[TokenGroup]) -> Markdown:
     rows = []
     for group in groups:
-        losses = f"{group.before:.4f}", f"{group.after:.4f}", f"{group.after - group.before:+.4f}"
+        losses = (f"{group.before:.4f}", f"{group.after:.4f}", f"{group.after - group.before:+.4f}")
         rows.append((group.name, group.num_tokens, *losses, f"{group.better:.1%}", f"{group.worse:.1%}"))
     return table(f"{name} | tokens | first | last | change | better | worse", rows, 6)

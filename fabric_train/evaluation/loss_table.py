@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,51 +28,63 @@ COLUMNS = (
     *("to the first", f"{LEVEL} % interval", ""),
 )
 NUM_WORDS = 2
-"""So many columns have words; the others are aligned at the right."""
+"""The number of columns with words, which come first; the others are aligned at the right."""
 _PANELS_IN_A_ROW = 3
 
 
 def print_table(results: Results, are_same_tokens: bool, notes: Sequence[str] = ()) -> None:
-    """Print the losses of each source and model, and what to know to read them; ``notes`` are further lines."""
+    """Print the losses of each source and model, and notes on how to read them; ``notes`` follow these."""
     table = Table(box=None, pad_edge=False)
-    for number, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if number < NUM_WORDS else "right", no_wrap=number >= NUM_WORDS + 2)
-    for source, of_models in results.items():
-        for number, (model, found) in enumerate(of_models.items()):
-            name = visible(source) if number == 0 else ""
-            table.add_row(name, visible(model), *cells(found), end_section=number == len(of_models) - 1)
+    for index, name in enumerate(COLUMNS):
+        # names and counts may be wrapped, losses may not
+        table.add_column(name, justify="left" if index < NUM_WORDS else "right", no_wrap=index >= NUM_WORDS + 2)
+    for source, loss_by_model in results.items():
+        for index, (model, loss) in enumerate(loss_by_model.items()):
+            source_cell = visible(source) if index == 0 else ""
+            is_last = index == len(loss_by_model) - 1
+            table.add_row(source_cell, visible(model), *cells(loss), end_section=is_last)
     console = open_console(width=None if open_console().is_terminal else 200)
     console.print(table)
     for line in (*notes_on(results, are_same_tokens), *notes):
         console.print(line, style="dim")
 
 
-def cells(found: ModelLoss) -> Iterator[str]:
+def cells(loss: ModelLoss) -> Iterator[str]:
     """Yield documents, tokens, loss, perplexity, bits per byte and interval, difference and interval, and a verdict."""
-    total = found.total
-    difference = found.difference
-    yield from (f"{found.num_documents:,}", f"{total.num_tokens:,}", f"{total.loss:.4f}", f"{total.perplexity:.2f}")
+    total = loss.total
+    yield f"{loss.num_documents:,}"
+    yield f"{total.num_tokens:,}"
+    yield f"{total.loss:.4f}"
+    yield f"{total.perplexity:.2f}"
     yield "" if total.bits_per_byte is None else f"{total.bits_per_byte:.4f}"
-    yield "" if found.bits_per_byte is None else "{:.4f} to {:.4f}".format(*found.bits_per_byte)
+    yield "" if loss.bits_per_byte is None else "{:.4f} to {:.4f}".format(*loss.bits_per_byte)
+    difference = loss.difference
     if difference is None:
         yield from ("", "", "")
     else:
         yield f"{difference.value:+.4f}"
         yield "{:+.4f} to {:+.4f}".format(*difference.interval)
-        yield ("better" if difference.value < 0 else "worse") if difference.excludes_0 else ""
+        yield _verdict(loss)
+
+
+def _verdict(loss: ModelLoss) -> str:
+    """Return whether a model is better or worse than the first one; empty if the interval includes 0."""
+    if loss.difference is None or not loss.difference.excludes_0:
+        return ""
+    return "better" if loss.difference.value < 0 else "worse"
 
 
 def notes_on(results: Results, are_same_tokens: bool) -> Iterator[str]:
     """Yield what to know to read a table of these results."""
     yield "loss in nats per token; lower is better"
-    if any(len(of_models) > 1 for of_models in results.values()):
+    if any(len(loss_by_model) > 1 for loss_by_model in results.values()):
         yield "better, worse: the interval of the difference (paired bootstrap over documents) is on one side of 0"
     if not are_same_tokens:
         yield "the models have different tokenizers: compare bits per byte, not loss or perplexity"
-    for source, of_models in results.items():
-        first = next(iter(of_models.values()))
-        if first.num_documents < FEWEST_DOCUMENTS:
-            yield f"{visible(source)}: {first.num_documents} documents are too few for an interval"
+    for source, loss_by_model in results.items():
+        loss = next(iter(loss_by_model.values()))
+        if loss.num_documents < FEWEST_DOCUMENTS:
+            yield f"{visible(source)}: {loss.num_documents} documents are too few for an interval"
 
 
 @dataclass(frozen=True)
@@ -79,13 +92,19 @@ class DocumentLoss:
     """A line of ``documents.jsonl``: the loss of a model on a document."""
 
     model: str
-    weights: str  # what tells the model's weights from others
+    weights: str
+    """Identifies the model's weights."""
     source: str
-    text: str  # what tells the text that the document is of, its windows and the kind of device from others
-    document: str  # where it is: file and line
-    tokens: int  # that are predicted
-    bytes: float | None  # of its text; None if they are not known
-    nats: float  # the sum of the tokens' losses
+    text: str
+    """Identifies the text that the document belongs to, its windows and the kind of device."""
+    document: str
+    """The file and line of the document."""
+    tokens: int
+    """The number of predicted tokens."""
+    bytes: float | None
+    """The bytes of its text; None if they are not known."""
+    nats: float
+    """The sum of the tokens' losses."""
 
 
 Evaluated = dict[str, dict[str, list[DocumentLoss]]]
@@ -96,16 +115,28 @@ def document_losses(
     model: str, weights: str, texts: Sequence["EncodedText"], losses: Sequence[np.ndarray]
 ) -> dict[str, list[DocumentLoss]]:
     """Return a model's losses on each document by source, from the ``losses`` of each text's tokens, fp32 [N]."""
-    found: dict[str, list[DocumentLoss]] = {}
-    for text, of_tokens in zip(texts, losses, strict=True):
-        nats = np.bincount(text.owners, of_tokens.astype(np.float64), len(text.sources)).tolist()
-        tokens = np.bincount(text.owners, minlength=len(text.sources)).tolist()
-        for number, num_bytes in enumerate(text.num_bytes.tolist()):
-            source = text.source_names[text.sources[number]]
-            known = None if np.isnan(num_bytes) else _whole(num_bytes)
-            place = (model, weights, source, text.identity, text.place(number))
-            found.setdefault(source, []).append(DocumentLoss(*place, tokens[number], known, nats[number]))
-    return {source: found[source] for text in texts for source in text.source_names if source in found}
+    lines_by_source: dict[str, list[DocumentLoss]] = {}
+    for text, token_losses in zip(texts, losses, strict=True):
+        num_documents = len(text.sources)
+        nats = np.bincount(text.owners, token_losses.astype(np.float64), num_documents).tolist()
+        num_tokens = np.bincount(text.owners, minlength=num_documents).tolist()
+        for document, num_bytes in enumerate(text.num_bytes.tolist()):
+            source = text.source_names[text.sources[document]]
+            line = DocumentLoss(
+                model=model,
+                weights=weights,
+                source=source,
+                text=text.identity,
+                document=text.location(document),
+                tokens=num_tokens[document],
+                bytes=None if np.isnan(num_bytes) else _int_if_whole(num_bytes),
+                nats=nats[document],
+            )
+            lines_by_source.setdefault(source, []).append(line)
+
+    # in the order of the names, which may be another than that of the documents
+    names = chain.from_iterable(text.source_names for text in texts)
+    return {name: lines_by_source[name] for name in names if name in lines_by_source}
 
 
 def read_evaluated(folder: Path) -> Evaluated:
@@ -114,22 +145,27 @@ def read_evaluated(folder: Path) -> Evaluated:
     evaluated: Evaluated = {}
     if not file.exists():
         return evaluated
-    with open_regular(file, "remove it") as opened:
-        for number, line in enumerate(opened, 1):
+    with open_regular(file, "remove it") as lines:
+        for line_number, line in enumerate(lines, 1):
             try:
                 loss = parse_json(line, DocumentLoss)
             except ValueError:
                 raise InputError(
-                    f"{file}, line {number}: damaged, or written by an earlier version; choose another --output_dir, "
-                    "or remove the file and evaluate again"
+                    f"{file}, line {line_number}: damaged, or written by an earlier version; choose another "
+                    "--output_dir, or remove the file and evaluate again"
                 ) from None
             evaluated.setdefault(loss.model, {}).setdefault(loss.source, []).append(loss)
     return evaluated
 
 
 def outdated_models(earlier: Evaluated, weights: Mapping[str, str]) -> list[str]:
-    """Return the models of earlier evaluations that have other weights now. ``weights`` has those by model."""
-    return [model for model, own in earlier.items() if weights.get(model, _weights(own)) != _weights(own)]
+    """Return the models of earlier evaluations whose weights are not the current ``weights`` of the model."""
+    names = []
+    for model, lines_by_source in earlier.items():
+        earlier_weights = _weights_of(lines_by_source)
+        if weights.get(model, earlier_weights) != earlier_weights:
+            names.append(model)
+    return names
 
 
 def check_same_documents(
@@ -137,20 +173,25 @@ def check_same_documents(
 ) -> None:
     """Raise an InputError if a model in ``folder`` has losses on other documents, windows or another kind of device.
 
-    ``weights`` has the models that are evaluated again, ``documents`` by source the ``DocumentLoss.text`` of each one.
+    Args:
+        earlier: The losses in ``folder``.
+        weights: Has the models that are evaluated again.
+        documents: The ``DocumentLoss.text`` of each document by source.
+        folder: The ``--output_dir``.
     """
     faults = []
     for source, texts in documents.items():
-        others = [
-            model
-            for model, of_sources in earlier.items()
-            if model not in weights and source in of_sources and [line.text for line in of_sources[source]] != texts
-        ]
-        if others:
+        conflicting_models = []
+        for model, lines_by_source in earlier.items():
+            if model in weights or source not in lines_by_source:
+                continue
+            if [line.text for line in lines_by_source[source]] != texts:
+                conflicting_models.append(model)
+        if conflicting_models:
             faults.append(
-                f"--texts {source}: {folder} has losses of {', '.join(others)} on other documents of that name, or "
-                "with another --max_length, --overlap or kind of device; name the text otherwise (NAME=PLACE), give "
-                "all these models, or choose another --output_dir"
+                f"--texts {source}: {folder} has losses of {', '.join(conflicting_models)} on other documents of that "
+                "name, or with another --max_length, --overlap or kind of device; name the text otherwise "
+                "(NAME=PLACE), give all these models, or choose another --output_dir"
             )
     if faults:
         raise InputError(*faults)
@@ -161,117 +202,139 @@ def join_evaluated(earlier: Evaluated, new: Evaluated) -> Evaluated:
 
     The first model, with which the others are compared, stays the first unless it is evaluated again at another place.
     """
-    outdated = outdated_models(earlier, {model: _weights(own) for model, own in new.items()})
-    kept = {model: of_sources for model, of_sources in earlier.items() if model not in outdated}
-    names = [*new, *kept] if next(iter(earlier), None) in new else [*kept, *new]
-    return {model: {**kept.get(model, {}), **new.get(model, {})} for model in dict.fromkeys(names)}
+    outdated = outdated_models(earlier, {model: _weights_of(lines_by_source) for model, lines_by_source in new.items()})
+    current = {model: lines_by_source for model, lines_by_source in earlier.items() if model not in outdated}
+    first_model = next(iter(earlier), None)
+    names = [*new, *current] if first_model in new else [*current, *new]
+    return {name: {**current.get(name, {}), **new.get(name, {})} for name in dict.fromkeys(names)}
 
 
 def compare_evaluated(evaluated: Evaluated, seed: int) -> Results:
     """Return the losses of all models with intervals; within a source, models are compared with its first one."""
     results: dict[str, dict[str, ModelLoss]] = {}
-    for source in dict.fromkeys(source for of_sources in evaluated.values() for source in of_sources):
-        models = [model for model, of_sources in evaluated.items() if source in of_sources]
+    sources = dict.fromkeys(chain.from_iterable(evaluated.values()))  # of all models, each once
+    for source in sources:
+        models = [model for model, lines_by_source in evaluated.items() if source in lines_by_source]
         if len({len(evaluated[model][source]) for model in models}) > 1:
             raise InputError(f"{DOCUMENTS}: damaged, models have other documents of {source}; evaluate again")
-        sums = [_sums(evaluated[model][source]) for model in models]
+        sums = [_document_sums(evaluated[model][source]) for model in models]
         results[source] = dict(zip(models, compare(sums, seed), strict=True))
     return results
 
 
 def have_same_tokens(evaluated: Evaluated) -> bool:
     """Return whether all models have the same number of tokens in each document."""
-    tokens: dict[str, set[tuple[int, ...]]] = {}
-    for of_sources in evaluated.values():
-        for source, lines in of_sources.items():
-            tokens.setdefault(source, set()).add(tuple(line.tokens for line in lines))
-    return all(len(one) == 1 for one in tokens.values())
+    counts_by_source: dict[str, list[int]] = {}
+    for lines_by_source in evaluated.values():
+        for source, lines in lines_by_source.items():
+            counts = [line.tokens for line in lines]
+            if counts_by_source.setdefault(source, counts) != counts:
+                return False
+    return True
 
 
 def write_evaluated(folder: Path, evaluated: Evaluated, results: Results) -> None:
     """Write ``documents.jsonl`` and ``evaluation.json``, which has the figures by model and source."""
-    lines = (line for of_sources in evaluated.values() for own in of_sources.values() for line in own)
-    text = "".join(json.dumps(asdict(line), ensure_ascii=False) + "\n" for line in lines)
-    write_atomically(folder / DOCUMENTS, text)
-    content = {
-        model: {source: _figures(results[source], model) for source in results if source in of_sources}
-        for model, of_sources in evaluated.items()
-    }
+    lines = []
+    content: dict[str, dict[str, Any]] = {}
+    for model, lines_by_source in evaluated.items():
+        for source_lines in lines_by_source.values():
+            lines += [json.dumps(asdict(line), ensure_ascii=False) + "\n" for line in source_lines]
+        content[model] = {}
+        for source, loss_by_model in results.items():
+            if source in lines_by_source:
+                reference = next(iter(loss_by_model))
+                content[model][source] = _figures(loss_by_model[model], reference)
+    write_atomically(folder / DOCUMENTS, "".join(lines))
     write_atomically(folder / "evaluation.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def _figures(of_models: Mapping[str, ModelLoss], model: str) -> dict[str, Any]:
-    found = of_models[model]
+def _figures(loss: ModelLoss, reference: str) -> dict[str, Any]:
+    """Return the figures of a model as ``evaluation.json`` has them; its loss is compared with the ``reference``'s."""
+    total = loss.total
     figures: dict[str, Any] = {
-        **found.total.figures(),
-        "tokens": found.total.num_tokens,
-        "bytes": None if found.total.num_bytes is None else _whole(found.total.num_bytes),
-        "documents": found.num_documents,
+        **total.figures(),
+        "tokens": total.num_tokens,
+        "bytes": None if total.num_bytes is None else _int_if_whole(total.num_bytes),
+        "documents": loss.num_documents,
     }
-    if found.loss:
-        figures["ci"] = {"loss": found.loss, "perplexity": tuple(map(perplexity, found.loss))}
-    if found.bits_per_byte:
-        figures["ci"]["bits_per_byte"] = found.bits_per_byte
-    if found.difference:
-        difference = found.difference
+    if loss.loss:
+        figures["ci"] = {"loss": loss.loss, "perplexity": tuple(map(perplexity, loss.loss))}
+    if loss.bits_per_byte:
+        figures["ci"]["bits_per_byte"] = loss.bits_per_byte
+    if loss.difference:
         figures["difference"] = {
-            "to": next(iter(of_models)),
-            "of": difference.unit,
-            "value": difference.value,
-            "ci": difference.interval,
-            "excludes_0": difference.excludes_0,
+            "to": reference,
+            "of": loss.difference.unit,
+            "value": loss.difference.value,
+            "ci": loss.difference.interval,
+            "excludes_0": loss.difference.excludes_0,
         }
     return figures
 
 
-def _sums(lines: Sequence[DocumentLoss]) -> DocumentSums:
-    num_bytes = np.array([np.nan if line.bytes is None else line.bytes for line in lines], dtype=np.float64)
-    nats, tokens = (np.array([getattr(line, name) for line in lines], dtype=np.float64) for name in ("nats", "tokens"))
-    return DocumentSums(nats, tokens, num_bytes)
+def _document_sums(lines: Sequence[DocumentLoss]) -> DocumentSums:
+    """Return the losses, tokens and bytes of documents as arrays, fp64 [D]; NaN for bytes that are not known."""
+    nats = [line.nats for line in lines]
+    num_tokens = [line.tokens for line in lines]
+    num_bytes = [np.nan if line.bytes is None else line.bytes for line in lines]
+    return DocumentSums(
+        np.array(nats, dtype=np.float64),
+        np.array(num_tokens, dtype=np.float64),
+        np.array(num_bytes, dtype=np.float64),
+    )
 
 
-def _weights(of_sources: Mapping[str, Sequence[DocumentLoss]]) -> str:
-    return next(iter(of_sources.values()))[0].weights
+def _weights_of(lines_by_source: Mapping[str, Sequence[DocumentLoss]]) -> str:
+    """Return what identifies the weights of a model: all of its lines have the same."""
+    lines = next(iter(lines_by_source.values()))
+    return lines[0].weights
 
 
-def _whole(number: float) -> float:
-    return int(number) if number.is_integer() else number  # a fraction is of tokens that are predicted in part
+def _int_if_whole(count: float) -> float:
+    """Return a count of bytes; it has a fraction if a document's tokens are predicted only in part."""
+    return int(count) if count.is_integer() else count
 
 
 def draw_losses(file: Path, models: Sequence[str], results: Results) -> None:
     """Write a PNG with a panel for each source: bits per byte of each model, or nats per token if bytes are unknown."""
     panels = []
-    for source, of_models in results.items():
-        in_bits = all(found.total.bits_per_byte is not None for found in of_models.values())
-        rows = [_drawn(model, found, in_bits) for model, found in of_models.items()]
-        x = {
-            "type": "quantitative",
-            "scale": {"zero": False},
-            "title": "bits per byte" if in_bits else "nats per token",
-        }
-        y = {"field": "model", "type": "nominal", "sort": list(models), "title": None}
-        known = {"domain": ["better", "worse", ""], "range": [BETTER, WORSE, TEXT]}
-        encoding = {"y": y, "color": {"field": "verdict", "type": "nominal", "scale": known, "legend": None}}
-        interval = {"x": {**x, "field": "low"}, "x2": {"field": "high"}}
-        value = {"x": {**x, "field": "value"}}
-        shown = {"text": {"field": "value", "format": ".3f"}}
-        layers = [
-            {"mark": {"type": "rule", "strokeWidth": 2}, "encoding": interval},
-            {"mark": {"type": "circle", "size": 50, "opacity": 1}, "encoding": value},
-            {"mark": {"type": "text", "dy": -10}, "encoding": {**value, **shown}},
-        ]
-        panel = {"title": source, "width": 230, "height": {"step": 36}, "data": {"values": rows}, "layer": layers}
-        panels.append({**panel, "encoding": encoding})
+    for source, loss_by_model in results.items():
+        has_bytes = all(loss.total.bits_per_byte is not None for loss in loss_by_model.values())
+        rows = [_picture_row(model, loss, in_bits=has_bytes) for model, loss in loss_by_model.items()]
+        panels.append(_panel(source, list(models), rows, unit="bits per byte" if has_bytes else "nats per token"))
     title = f"Loss with {LEVEL} % intervals; lower is better"
     if len(models) > 1:
         title += ". Green, red: the interval of the difference to the first model excludes 0"
     write_png({"concat": panels, "columns": _PANELS_IN_A_ROW}, file, title)
 
 
-def _drawn(model: str, found: ModelLoss, in_bits: bool) -> dict[str, Any]:
-    interval = found.bits_per_byte if in_bits else found.loss
+def _picture_row(model: str, loss: ModelLoss, *, in_bits: bool) -> dict[str, Any]:
+    """Return the data of a model in a panel."""
+    value = loss.total.bits_per_byte if in_bits else loss.total.loss
+    interval = loss.bits_per_byte if in_bits else loss.loss
     low, high = interval or (None, None)
-    is_known = found.difference is not None and found.difference.excludes_0
-    verdict = ("better" if found.difference.value < 0 else "worse") if is_known and found.difference else ""
-    value = found.total.bits_per_byte if in_bits else found.total.loss
-    return {"model": model, "value": value, "low": low, "high": high, "verdict": verdict}
+    return {"model": model, "value": value, "low": low, "high": high, "verdict": _verdict(loss)}
+
+
+def _panel(source: str, models: list[str], rows: list[dict[str, Any]], unit: str) -> dict[str, Any]:
+    """Return a panel of Vega-Lite: for each model a line for the interval, a point and the number above it."""
+    x = {"type": "quantitative", "scale": {"zero": False}, "title": unit}
+    y = {"field": "model", "type": "nominal", "sort": models, "title": None}
+    colors = {"domain": ["better", "worse", ""], "range": [BETTER, WORSE, TEXT]}
+    color = {"field": "verdict", "type": "nominal", "scale": colors, "legend": None}
+    interval = {"x": {**x, "field": "low"}, "x2": {"field": "high"}}
+    value = {"x": {**x, "field": "value"}}
+    value_text = {"text": {"field": "value", "format": ".3f"}}
+    return {
+        "title": source,
+        "width": 230,
+        "height": {"step": 36},
+        "data": {"values": rows},
+        "layer": [
+            {"mark": {"type": "rule", "strokeWidth": 2}, "encoding": interval},
+            {"mark": {"type": "circle", "size": 50, "opacity": 1}, "encoding": value},
+            {"mark": {"type": "text", "dy": -10}, "encoding": {**value, **value_text}},
+        ],
+        "encoding": {"y": y, "color": color},
+    }

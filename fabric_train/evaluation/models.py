@@ -1,13 +1,13 @@
 """The models of an evaluation: find each before any is loaded, load it, and compute the loss of every predicted token.
 
-Finished parts of a text stay on the disk, so that a stopped evaluation goes on.
+Finished chunks of a text stay on the disk, so that a stopped evaluation goes on.
 """
 
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PretrainedConfig
 
 from fabric_train.checkpoint import (
     checkpoints_of_all,
@@ -39,7 +40,7 @@ from fabric_train.cli.output import open_console
 from fabric_train.cli.progress import ThrottledLog
 from fabric_train.data.batch import Batch
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.evaluation.texts import NUM_DIGITS, EncodedText, ScoredPart, device_kind, full_digest
+from fabric_train.evaluation.texts import NUM_DIGITS, EncodedText, TextChunk, device_kind, full_digest
 from fabric_train.inference.load_model import ModelsInTurn, check_adapter
 from fabric_train.model.hf_model import check_readable, load_hf_tokenizer, read_shape
 from fabric_train.model.rope_frequencies import choose_frequencies, identify_frequencies
@@ -47,7 +48,8 @@ from fabric_train.tokenization.tokenizers.tokenizer_comparison import compare_to
 from fabric_train.training.objective import CrossEntropy
 
 FOLDER = "token_losses"
-ShowScored = Callable[[str, int], None]  # the model, and further tokens scored
+ShowScored = Callable[[str, int], None]
+"""Shows the progress: the model, and the number of tokens that were scored since the last call."""
 
 
 @dataclass(frozen=True)
@@ -55,33 +57,45 @@ class ComparedModel:
     """A model of ``--models``, with the name that was given there."""
 
     name: str
-    source: str  # its folder, or its name on the hub
+    source: str
+    """Its folder, or its name on the hub."""
     checkpoint: bool
-    identity: str  # changes when the weights change
-    tokenizer: Any  # of transformers
-    tokenizer_id: str  # the same for tokenizers that give the same ids
-    max_positions: int | None  # None without a limit
-    vocab_size: int  # rows of its embedding
-    base: str  # the place of its weights, or of those that its adapter is put on
-    config: Any  # of transformers
+    """Whether it is a checkpoint of a run."""
+    identity: str
+    """Changes when the weights change."""
+    tokenizer: Any
+    """A tokenizer of transformers."""
+    tokenizer_id: str
+    """Equal for tokenizers that give the same ids."""
+    max_positions: int | None
+    """None without a limit."""
+    vocab_size: int
+    """The rows of its embedding."""
+    base: str
+    """Where its weights are, or those of the base of an adapter."""
+    config: PretrainedConfig
 
     @property
     def weights(self) -> str:
+        """Identifies the weights in ``documents.jsonl``."""
         return full_digest(self.identity)[:NUM_DIGITS]
 
 
 def find_models(names: Sequence[str]) -> tuple[list[ComparedModel], list[str]]:
     """Find the models of ``--models``, RUN/step-00000500 … for RUN/all, and the names of damaged checkpoints in it."""
-    found: dict[str, ComparedModel] = {}
-    damaged: list[str] = []
+    models: dict[str, ComparedModel] = {}
+    damaged_names: list[str] = []
     for name in names:
-        own = [name]
+        model_names = [name]
         if means_all(Path(name)):
-            checkpoints, left_out = checkpoints_of_all(Path(name))
-            own = [str(Path(name).parent / checkpoint.name) for checkpoint in checkpoints]
-            damaged += [str(Path(name).parent / checkpoint.name) for checkpoint in left_out]
-        found |= {each: find_model(each) for each in own if each not in found}
-    return list(found.values()), damaged
+            run = Path(name).parent
+            checkpoints, damaged_checkpoints = checkpoints_of_all(Path(name))
+            model_names = [str(run / checkpoint.name) for checkpoint in checkpoints]
+            damaged_names += [str(run / checkpoint.name) for checkpoint in damaged_checkpoints]
+        for model_name in model_names:
+            if model_name not in models:
+                models[model_name] = find_model(model_name)
+    return list(models.values()), damaged_names
 
 
 def check_all_evaluated(damaged: Sequence[str]) -> None:
@@ -99,7 +113,7 @@ def find_model(name: str, tokenizer_dir: Path | None = None) -> ComparedModel:
     folder = Path(name)
     with naming_option("--models"):
         if not is_exported_adapter(folder):
-            return _find_whole(name, tokenizer_dir)
+            return _find_whole_model(name, tokenizer_dir)
         check_keeps_documents_apart(folder)
         check_adapter(folder)
         if tokenizer_dir is None and (folder / "tokenizer_config.json").is_file():
@@ -109,7 +123,9 @@ def find_model(name: str, tokenizer_dir: Path | None = None) -> ComparedModel:
         return replace(base, name=name, source=name, checkpoint=False, identity=identity)
 
 
-def _find_whole(name: str, tokenizer_dir: Path | None) -> ComparedModel:
+def _find_whole_model(name: str, tokenizer_dir: Path | None) -> ComparedModel:
+    """Find a model that is not an adapter of peft; see :func:`find_model`."""
+    # a run's folder or short name means one of its checkpoints
     folder = Path(name)
     source = name
     if is_short_name(folder) or (folder.is_dir() and not (folder / "config.json").is_file()):
@@ -119,34 +135,51 @@ def _find_whole(name: str, tokenizer_dir: Path | None) -> ComparedModel:
             print(f"note: {note}", file=sys.stderr)
         source = str(checkpoint)
     is_checkpoint = (Path(source) / "trainer.json").is_file()
+
+    # refuse what cannot be evaluated
     shape = read_shape(source)
     if not is_checkpoint:
         check_readable(source)
-    tokenizer = load_hf_tokenizer(tokenizer_dir or (Path(source, "tokenizer") if is_checkpoint else source))
+    own_tokenizer = Path(source, "tokenizer") if is_checkpoint else source
+    tokenizer = load_hf_tokenizer(tokenizer_dir or own_tokenizer)
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise InputError(f"--models {name}: its tokenizer has neither BOS nor EOS, which begins a text; add one")
-    identity = identity_of_files(Path(source)) if Path(source).is_dir() else f"{source} {shape.config._commit_hash}"
-    of_tokenizer = (tokenizer, _tokenizer_id(tokenizer))
-    saved = None
+    saved_base = None
     if is_checkpoint and is_adapter(Path(source)):
-        trained_adapter(Path(source))  # reports what it needs
-        saved = find_base(None, Path(source))
-    base = saved.place if saved else os.path.realpath(source) if Path(source).is_dir() else source
-    sizes = (shape.max_positions, shape.vocab_size)
-    return ComparedModel(name, source, is_checkpoint, identity, *of_tokenizer, *sizes, base, shape.config)
+        trained_adapter(Path(source))  # reports packages that it needs
+        saved_base = find_base(None, Path(source))
+
+    is_folder = Path(source).is_dir()
+    if saved_base:
+        base = saved_base.place
+    else:
+        base = os.path.realpath(source) if is_folder else source
+    return ComparedModel(
+        name=name,
+        source=source,
+        checkpoint=is_checkpoint,
+        identity=identity_of_files(Path(source)) if is_folder else f"{source} {shape.config._commit_hash}",
+        tokenizer=tokenizer,
+        tokenizer_id=_tokenizer_id(tokenizer),
+        max_positions=shape.max_positions,
+        vocab_size=shape.vocab_size,
+        base=base,
+        config=shape.config,
+    )
 
 
 def check_tokenizer(model: ComparedModel, dataset: TokenDataset) -> None:
     """Raise an InputError if a token dataset says that its tokenizer has other ids than the model's."""
-    ours = dataset.folder / "tokenizer" / "tokenizer.json"
+    dataset_tokenizer = dataset.folder / "tokenizer" / "tokenizer.json"
     backend = getattr(model.tokenizer, "backend_tokenizer", None)
-    if dataset.manifest is None or not ours.is_file() or backend is None:
+    if dataset.manifest is None or not dataset_tokenizer.is_file() or backend is None:
         return
     record = dataset.manifest.tokenizer
+    border_tokens = " ".join(token for token in (record.bos_token, record.eos_token) if token)
     with TemporaryDirectory() as folder:
-        theirs = Path(folder, "tokenizer.json")
-        backend.save(str(theirs))
-        fault, _ = compare_tokenizers(ours, theirs, " ".join(filter(None, (record.bos_token, record.eos_token))))
+        model_tokenizer = Path(folder, "tokenizer.json")
+        backend.save(str(model_tokenizer))
+        fault, _ = compare_tokenizers(dataset_tokenizer, model_tokenizer, border_tokens)
     if fault:
         raise InputError(
             f"{dataset.folder}: not made with the tokenizer of {model.name}: {fault} (here: the token "
@@ -159,35 +192,40 @@ def identity_of_files(folder: Path) -> str:
     checksums = folder / "checksums.json"
     if checksums.is_file():
         return checksums.read_text(encoding="utf-8")
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    listed = [f"{path.relative_to(folder)} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
-    return "\n".join([os.path.realpath(folder), *listed])
+    lines = [os.path.realpath(folder)]
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        status = path.stat()
+        lines.append(f"{path.relative_to(folder)} {status.st_size} {status.st_mtime_ns}")
+    return "\n".join(lines)
 
 
 def _tokenizer_id(tokenizer: Any) -> str:
     """Return a hash of all that decides the ids of a text, and of the tokens around it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        deciding = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+        content = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     else:
-        content = json.loads(backend.to_str())
-        deciding = [content[name] for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")]
-    deciding += [tokenizer.bos_token_id, tokenizer.eos_token_id]
-    return full_digest(json.dumps(deciding, sort_keys=True))
+        backend_content = json.loads(backend.to_str())
+        content = [backend_content[name] for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")]
+    content += [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    return full_digest(json.dumps(content, sort_keys=True))
 
 
 @contextmanager
 def scoring_progress(total: int) -> Iterator[ShowScored]:
-    """Yield the function that shows the progress, on a terminal as a bar; ``total`` are the tokens to score."""
+    """Yield the function that shows the progress, on a terminal as a bar; ``total`` counts the tokens to score."""
     log = ThrottledLog()
     started = time.monotonic()
-    scored = 0
+    num_scored = 0
 
-    def print_line(model: str, tokens: int) -> None:
-        nonlocal scored
-        scored += tokens
-        left = (time.monotonic() - started) * (total - scored) / scored if scored else 0
-        log(f"scoring {model}: {scored:,} of {total:,} tokens, about {max(left, 0):.0f} s left")
+    def print_line(model: str, num_tokens: int) -> None:
+        nonlocal num_scored
+        num_scored += num_tokens
+        seconds_left = 0.0
+        if num_scored:
+            seconds_per_token = (time.monotonic() - started) / num_scored
+            seconds_left = max(seconds_per_token * (total - num_scored), 0)
+        log(f"scoring {model}: {num_scored:,} of {total:,} tokens, about {seconds_left:.0f} s left")
 
     if not sys.stderr.isatty():
         yield print_line
@@ -195,42 +233,77 @@ def scoring_progress(total: int) -> Iterator[ShowScored]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=open_console(stderr=True)) as bar:
         task = bar.add_task("starting", total=total)
-        yield lambda model, tokens: bar.update(task, advance=tokens, description=model)
+        yield lambda model, num_tokens: bar.update(task, advance=num_tokens, description=model)
 
 
 class LossCache:
-    """Finished parts in ``folder``: one file of fp32 losses for each part of a text and model."""
+    """Finished chunks in ``folder``: one file of fp32 losses for each chunk of a text and model."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._device = device_kind()
 
-    def has(self, model: ComparedModel, part: ScoredPart) -> bool:
-        return self._file(model, part).is_file()
+    def has(self, model: ComparedModel, chunk: TextChunk) -> bool:
+        return self._file(model, chunk).is_file()
 
-    def read(self, model: ComparedModel, part: ScoredPart) -> np.ndarray | None:
-        """Return the losses of a part, fp32 [its tokens]; None if it is not finished."""
+    def read(self, model: ComparedModel, chunk: TextChunk) -> np.ndarray | None:
+        """Return the losses of a chunk, fp32 [its tokens]; None if it is not finished."""
         try:
-            losses = np.load(self._file(model, part), allow_pickle=False)
+            losses = np.load(self._file(model, chunk), allow_pickle=False)
         except (OSError, ValueError, EOFError):
             return None
-        is_whole = isinstance(losses, np.ndarray) and losses.dtype == np.float32 and losses.shape == (len(part.tokens),)
-        return losses if is_whole else None
+        if not isinstance(losses, np.ndarray) or losses.dtype != np.float32 or losses.shape != (len(chunk.tokens),):
+            return None  # damaged
+        return losses
 
-    def write(self, model: ComparedModel, part: ScoredPart, losses: np.ndarray) -> None:
-        """Keep the losses of a part; the file is complete or absent."""
+    def write(self, model: ComparedModel, chunk: TextChunk, losses: np.ndarray) -> None:
+        """Store the losses of a chunk; the file is complete or absent."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        file = self._file(model, part)
+        file = self._file(model, chunk)
         unfinished = file.with_suffix(f".{os.getpid()}")
         with unfinished.open("wb") as opened:
             np.save(opened, losses, allow_pickle=False)
         unfinished.replace(file)
 
-    def _file(self, model: ComparedModel, part: ScoredPart) -> Path:
-        key = f"{model.identity}\n{part.content}\n{self._device}"
-        if frequencies := identify_frequencies(model.config, part.longest_input):
+    def _file(self, model: ComparedModel, chunk: TextChunk) -> Path:
+        key = f"{model.identity}\n{chunk.content}\n{self._device}"
+        frequencies = identify_frequencies(model.config, chunk.longest_input)
+        if frequencies:
             key += f"\n{frequencies}"
         return self._folder / f"{full_digest(key)[:32]}.npy"
+
+
+def count_unscored_tokens(
+    models: Sequence[ComparedModel], texts: Mapping[str, Sequence[EncodedText]], cache: LossCache
+) -> int:
+    """Return how many losses of tokens are not in the cache; ``texts`` are by the model's name."""
+    num_tokens = 0
+    for model in models:
+        for text in texts[model.name]:
+            num_tokens += sum(len(chunk.tokens) for chunk in text.chunks() if not cache.has(model, chunk))
+    return num_tokens
+
+
+def score_models(
+    models: Sequence[ComparedModel],
+    texts: Mapping[str, Sequence[EncodedText]],
+    cache: LossCache,
+    batch_tokens: int,
+    num_tokens: int,
+) -> dict[str, list[np.ndarray]]:
+    """Return the losses of each model as :func:`score_texts` does, by the model's name; ``texts`` are by name too.
+
+    Models with the same base are evaluated one after the other, since it stays in memory. The progress is shown;
+    ``num_tokens`` is the result of :func:`count_unscored_tokens`.
+    """
+    bases = [model.base for model in models]
+    models_by_base = sorted(models, key=lambda model: bases.index(model.base))
+    losses: dict[str, list[np.ndarray]] = {}
+    models_in_turn = ModelsInTurn()
+    with scoring_progress(num_tokens) as show:
+        for model in models_by_base:
+            losses[model.name] = score_texts(model, texts[model.name], cache, batch_tokens, show, models_in_turn)
+    return losses
 
 
 def score_texts(
@@ -239,46 +312,69 @@ def score_texts(
     cache: LossCache,
     batch_tokens: int,
     show: ShowScored,
-    in_turn: ModelsInTurn,
+    models_in_turn: ModelsInTurn,
 ) -> list[np.ndarray]:
-    """Return the loss of each predicted token of texts in nats, fp32 [N] for each; a RunError if one is not finite.
+    """Return the loss of each predicted token of texts in nats, fp32 [N] for each text.
 
-    The model is loaded when the first part comes that is not finished. ``show`` is called after each forward pass, of
-    ``batch_tokens`` tokens.
+    The model is loaded before the first chunk that is not in the cache.
+
+    Args:
+        model: The model.
+        texts: The texts, as tokens of the model's tokenizer.
+        cache: Has finished chunks, and gets the others.
+        batch_tokens: The tokens of a forward pass.
+        show: Called after each forward pass.
+        models_in_turn: Loads the model.
+
+    Raises:
+        RunError: a loss is not finite.
     """
-    loaded = None
-    of_texts = []
+    loaded_model = None
+    losses_of_texts = []
     for text in texts:
-        of_parts = [np.zeros(0, dtype=np.float32)]
-        for part in text.parts():
-            losses = cache.read(model, part)
+        losses_of_chunks = [np.zeros(0, dtype=np.float32)]
+        for chunk in text.chunks():
+            losses = cache.read(model, chunk)
             if losses is None:
-                loaded = loaded or in_turn.load(model.source)
-                choose_frequencies(loaded, text.input_tokens)  # by the text, so that the batch size changes nothing
-                losses = score_part(loaded, text, part, batch_tokens, partial(show, model.name))
-                if not (is_finite := np.isfinite(losses)).all():
-                    place = text.place(int(text.owners[part.tokens.start + int(np.argmin(is_finite))]))
-                    fault = f"the loss of a token of {place} is not finite; its weights are damaged or overflow"
-                    raise RunError(f"--models {model.name}: {fault}")
-                cache.write(model, part, losses)
-            of_parts.append(losses)
-        of_texts.append(np.concatenate(of_parts))
-    return of_texts
+                if loaded_model is None:
+                    loaded_model = models_in_turn.load(model.source)
+                # by the whole text, so that the batch size does not change the losses
+                choose_frequencies(loaded_model, text.input_tokens)
+                losses = score_chunk(loaded_model, text, chunk, batch_tokens, partial(show, model.name))
+                _check_finite(losses, model, text, chunk)
+                cache.write(model, chunk, losses)
+            losses_of_chunks.append(losses)
+        losses_of_texts.append(np.concatenate(losses_of_chunks))
+    return losses_of_texts
+
+
+def _check_finite(losses: np.ndarray, model: ComparedModel, text: EncodedText, chunk: TextChunk) -> None:
+    """Raise a RunError that names the document of the first loss that is not finite."""
+    is_finite = np.isfinite(losses)
+    if is_finite.all():
+        return
+    token = chunk.tokens.start + int(np.argmin(is_finite))
+    document = text.location(int(text.owners[token]))
+    fault = f"the loss of a token of {document} is not finite; its weights are damaged or overflow"
+    raise RunError(f"--models {model.name}: {fault}")
 
 
 @torch.no_grad()
-def score_part(
-    model: Any, text: EncodedText, part: ScoredPart, batch_tokens: int, advance: Callable[[int], None]
+def score_chunk(
+    model: Any, text: EncodedText, chunk: TextChunk, batch_tokens: int, advance: Callable[[int], None]
 ) -> np.ndarray:
-    """Return the loss of each predicted token of a part in nats, fp32 [its tokens], by a model of ``ModelsInTurn``."""
-    losses = np.zeros(len(part.tokens), dtype=np.float32)
-    for batch in text.batches(part, batch_tokens):
-        input_ids = batch.input_ids.to(model.device)
-        documents = batch.documents and batch.documents.to(model.device)
-        # labels are not read where the targets are given
-        there = Batch(input_ids, input_ids, documents, batch.targets.to(model.device))
-        of_tokens = CrossEntropy().loss(model, there).of_tokens
-        assert of_tokens is not None
-        losses[batch.places - part.tokens.start] = of_tokens.float().cpu().numpy()
-        advance(len(batch.places))
+    """Return the loss of each predicted token of a chunk in nats, fp32 [its tokens], by a model of ``ModelsInTurn``."""
+    losses = np.zeros(len(chunk.tokens), dtype=np.float32)
+    for predicted in text.batches(chunk, batch_tokens):
+        input_ids = predicted.input_ids.to(model.device)
+        batch = Batch(
+            input_ids=input_ids,
+            labels=input_ids,  # not read, since the targets are given
+            documents=predicted.documents.to(model.device) if predicted.documents else None,
+            targets=predicted.targets.to(model.device),
+        )
+        token_losses = CrossEntropy().loss(model, batch).of_tokens
+        assert token_losses is not None
+        losses[predicted.token_indices - chunk.tokens.start] = token_losses.float().cpu().numpy()
+        advance(len(predicted.token_indices))
     return losses

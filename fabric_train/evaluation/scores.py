@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,8 +39,11 @@ class MetricScore:
     higher_is_better: bool
 
     def __str__(self) -> str:
-        stderr = "" if self.stderr is None else f" ± {self.stderr:.4f}"
-        return "not finite" if self.value is None else f"{self.value:.4f}{stderr}"
+        if self.value is None:
+            return "not finite"
+        if self.stderr is None:
+            return f"{self.value:.4f}"
+        return f"{self.value:.4f} ± {self.stderr:.4f}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class TaskScore:
     settings: TaskSettings
     metrics: dict[str, MetricScore]
     num_documents: int
-    num_fewshot: int  # examples in each prompt; a task may allow none
+    num_fewshot: int
+    """Examples in each prompt; a task may allow none."""
     seconds: float
     lm_eval: str
 
@@ -70,15 +74,17 @@ class ModelScores:
 
     def missing(self, settings: Sequence[TaskSettings]) -> list[TaskSettings]:
         """Return the tasks that have not been evaluated, each once."""
-        return [one for one in dict.fromkeys(settings) if self.of(one) is None]
+        return [task_settings for task_settings in dict.fromkeys(settings) if self.of(task_settings) is None]
 
 
 def read_scores(path: Path, unscored: ModelScores) -> ModelScores:
     """Return the scores of a model so far; scores of other weights do not count, and ``path`` need not exist."""
     if not path.exists():
         return unscored
-    found = read_score_file(path)
-    return replace(found, name=unscored.name) if found.identity == unscored.identity else unscored
+    scores = read_score_file(path)
+    if scores.identity != unscored.identity:
+        return unscored
+    return replace(scores, name=unscored.name)
 
 
 def read_score_file(path: Path) -> ModelScores:
@@ -87,7 +93,7 @@ def read_score_file(path: Path) -> ModelScores:
 
 
 def add_score(path: Path, scores: ModelScores, score: TaskScore) -> ModelScores:
-    """Return the scores with a further task's, after writing them."""
+    """Add the scores of a task, write all, and return them."""
     extended = replace(scores, scores=[*scores.scores, score])
     write_atomically(path, json.dumps(asdict(extended), indent=1, allow_nan=False) + "\n")
     return extended
@@ -130,61 +136,94 @@ def build_table(tasks: Sequence[LanguageTask], models: Iterable[ModelScores]) ->
     columns: list[Column] = []
     cells = {}
     for language in dict.fromkeys(task.language for task in tasks):
-        own = [task for task in tasks if task.language == language]
+        language_tasks = [task for task in tasks if task.language == language]
         for model in rows:
-            found = [(task, score) for task in own if (score := model.of(task.settings))]
-            if len(found) < len(own):
-                continue
-            parts_of: dict[Column, list[MetricScore]] = {}  # scores that are averaged together
-            for task, score in found:
-                key = main_metric(score, task.metric)
-                metric = key.partition(",")[0]
-                shown = score.metrics[key]
-                quantity = "accuracy" if metric in _ACCURACIES else metric
-                parts_of.setdefault(Column(language, quantity, shown.higher_is_better), []).append(shown)
-            for column, parts in parts_of.items():
+            for column, scores in _scores_by_column(language_tasks, model).items():
                 if column not in columns:
                     columns.append(column)
-                cells[model.name, column] = mean_score(parts)
+                cells[model.name, column] = mean_score(scores)
     return ScoreTable(columns, rows, cells)
 
 
-def main_metric(score: TaskScore, wanted: str | None = None) -> str:
-    """Return the key of the wanted metric, or the usual one; of several filters the first, if none is wanted."""
-    for name in (wanted,) if wanted else _USUAL_METRICS:
+def _scores_by_column(tasks: Sequence[LanguageTask], model: ModelScores) -> dict[Column, list[MetricScore]]:
+    """Return a model's scores on the tasks of a language that are averaged together; none unless it has all."""
+    scores_by_column: dict[Column, list[MetricScore]] = {}
+    for task in tasks:
+        task_score = model.of(task.settings)
+        if task_score is None:
+            return {}
+        key = main_metric(task_score, task.metric)
+        metric = key.partition(",")[0]  # without the filter
+        quantity = "accuracy" if metric in _ACCURACIES else metric
+        score = task_score.metrics[key]
+        column = Column(task.language, quantity, score.higher_is_better)
+        scores_by_column.setdefault(column, []).append(score)
+    return scores_by_column
+
+
+def main_metric(score: TaskScore, requested_metric: str | None = None) -> str:
+    """Return the key of the requested metric, or of the usual one; of several filters, the first.
+
+    A requested metric may have a filter, as in ``exact_match,strict``.
+    """
+    names = (requested_metric,) if requested_metric else _USUAL_METRICS
+    for name in names:
         for key in score.metrics:
             if name in (key, key.partition(",")[0]):
                 return key
     return next(iter(score.metrics))
 
 
-def mean_score(parts: Sequence[MetricScore]) -> MetricScore:
+def mean_score(scores: Sequence[MetricScore]) -> MetricScore:
     """Return the mean of independent scores, each with the same weight, and its standard error."""
-    values = [part.value for part in parts if part.value is not None]
-    errors = [part.stderr for part in parts if part.stderr is not None]
-    value = sum(values) / len(values) if len(values) == len(parts) else None
-    stderr = math.sqrt(sum(error**2 for error in errors)) / len(errors) if len(errors) == len(parts) else None
-    return MetricScore(value, stderr, parts[0].higher_is_better)
+    values = [score.value for score in scores if score.value is not None]
+    errors = [score.stderr for score in scores if score.stderr is not None]
+    value = None
+    if len(values) == len(scores):
+        value = sum(values) / len(values)
+    stderr = None
+    if len(errors) == len(scores):
+        stderr = math.sqrt(sum(error**2 for error in errors)) / len(errors)
+    return MetricScore(value, stderr, scores[0].higher_is_better)
 
 
 def to_csv(table: ScoreTable, tasks: Sequence[LanguageTask]) -> str:
     """Return a row for each task and metric of each model, and for each mean over a language's tasks."""
     text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(_CSV_COLUMNS)
+    writer = csv.DictWriter(text, _CSV_COLUMNS, lineterminator="\n")
+    writer.writeheader()
     for model in table.models:
-        start = [model.name, model.step]
         for task in tasks:
-            score = model.of(task.settings)
-            for name, metric in score.metrics.items() if score else ():
-                assert score is not None
-                numbers = [metric.value, metric.stderr, score.num_documents, score.num_fewshot, metric.higher_is_better]
-                lines.writerow([*start, task.language, task.settings.task, name.removesuffix(",none"), *numbers])
+            task_score = model.of(task.settings)
+            if task_score is None:
+                continue
+            for key, score in task_score.metrics.items():
+                writer.writerow(
+                    {
+                        **_csv_cells(model, task.language, score),
+                        "task": task.settings.task,
+                        "metric": key.removesuffix(",none"),
+                        "num_documents": task_score.num_documents,
+                        "num_fewshot": task_score.num_fewshot,
+                    }
+                )
         for column in table.columns:
-            if mean := table.cell(model, column):
-                numbers = [mean.value, mean.stderr, None, None, mean.higher_is_better]
-                lines.writerow([*start, column.language, "mean", column.quantity, *numbers])
+            mean = table.cell(model, column)
+            if mean is not None:
+                writer.writerow({**_csv_cells(model, column.language, mean), "task": "mean", "metric": column.quantity})
     return text.getvalue()
+
+
+def _csv_cells(model: ModelScores, language: str, score: MetricScore) -> dict[str, Any]:
+    """Return the cells that tasks and means have in common."""
+    return {
+        "model": model.name,
+        "step": model.step,
+        "language": language,
+        "value": score.value,
+        "stderr": score.stderr,
+        "higher_is_better": score.higher_is_better,
+    }
 
 
 def read_means(file: Path) -> ScoreTable:
@@ -194,22 +233,28 @@ def read_means(file: Path) -> ScoreTable:
     cells: dict[tuple[str, Column], MetricScore] = {}
     try:
         with file.open(encoding="utf-8", newline="") as lines:
-            for row in (row for row in csv.DictReader(lines) if row["task"] == "mean"):
-                is_higher = {"True": True, "False": False}[row["higher_is_better"]]
-                value, stderr = (float(row[name]) if row[name] else None for name in ("value", "stderr"))
-                column = Column(row["language"], row["metric"], is_higher)
-                models[row["model"]] = ModelScores(row["model"], int(row["step"]) if row["step"] else None, "", [])
+            for row in csv.DictReader(lines):
+                if row["task"] != "mean":
+                    continue
+                name = row["model"]
+                step = int(row["step"]) if row["step"] else None
+                value = float(row["value"]) if row["value"] else None
+                stderr = float(row["stderr"]) if row["stderr"] else None
+                higher_is_better = {"True": True, "False": False}[row["higher_is_better"]]
+                column = Column(row["language"], row["metric"], higher_is_better)
+                models[name] = ModelScores(name, step, "", [])
                 columns[column] = None
-                cells[row["model"], column] = MetricScore(value, stderr, is_higher)
+                cells[name, column] = MetricScore(value, stderr, higher_is_better)
     except (ValueError, KeyError, TypeError, csv.Error):
         raise InputError(f"{file}: damaged, or of an earlier version; evaluate again") from None
-    return ScoreTable([*columns], [*models.values()], cells)
+    return ScoreTable(list(columns), list(models.values()), cells)
 
 
 def to_markdown(table: ScoreTable) -> str:
     """Return the table of scores as Markdown, a row for each model."""
     head = ["model", *(column.title for column in table.columns)]
-    return markdown.table(head, [(model.name, *_cells(table, model)) for model in table.models], len(head) - 1) + "\n"
+    rows = [(model.name, *_cells(table, model)) for model in table.models]
+    return markdown.table(head, rows, len(table.columns)) + "\n"
 
 
 def to_rich(table: ScoreTable) -> "Table":
@@ -217,51 +262,61 @@ def to_rich(table: ScoreTable) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table("model", title="mean score over the tasks of each language, ± its standard error")
+    rich_table = Table("model", title="mean score over the tasks of each language, ± its standard error")
     for column in table.columns:
-        shown.add_column(Text(column.title), justify="right")
+        rich_table.add_column(Text(column.title), justify="right")
     for model in table.models:
-        shown.add_row(Text(model.name), *_cells(table, model))
-    return shown
+        rich_table.add_row(Text(model.name), *_cells(table, model))
+    return rich_table
 
 
 def _cells(table: ScoreTable, model: ModelScores) -> Iterator[str]:
-    yield from (str(table.cell(model, column) or "–") for column in table.columns)
+    for column in table.columns:
+        score = table.cell(model, column)
+        yield "–" if score is None else str(score)
 
 
 def write_picture(table: ScoreTable, path: Path) -> None:
     """Write a PNG, complete or unchanged: a line with errors for the checkpoints, a level one for each other model."""
-    columns = min(len(table.columns), _PANELS_PER_ROW)
+    num_columns = min(len(table.columns), _PANELS_PER_ROW)
     charts = score_charts(table)
-    draw(charts, path, title="Mean scores of each language", heights=[200] * len(charts), columns=columns)
+    draw(charts, path, title="Mean scores of each language", heights=[200] * len(charts), columns=num_columns)
 
 
 def score_charts(table: ScoreTable) -> list[Chart]:
     """Return a chart for each column: the checkpoints by step with one standard error, the other models as levels."""
     charts = []
-    for number, column in enumerate(table.columns):
-        points = np.array(points_of(table, column), dtype=np.float64).reshape(-1, 3)
-        steps, values, errors = points.T
-        curve = Series("checkpoints", steps, values, low=values - errors, high=values + errors, kind="points")
-        others = ((model.name, np.zeros(1), np.array([value])) for model, value in levels_of(table, column))
-        levels = [Series(*other, kind="level") for other in others]
+    for index, column in enumerate(table.columns):
+        series = []
+        points = points_of(table, column)
+        if points:
+            steps, values, errors = np.array(points, dtype=np.float64).T
+            series.append(
+                Series("checkpoints", steps, values, low=values - errors, high=values + errors, kind="points")
+            )
+        for model, value in levels_of(table, column):
+            series.append(Series(model.name, np.zeros(1), np.array([value]), kind="level"))
         better = "higher" if column.higher_is_better else "lower"
         y_title = f"{column.quantity} ({better} is better)"
-        charts.append(Chart(f"score-{number}", column.title, y_title, (*([curve] if len(points) else []), *levels)))
+        charts.append(Chart(f"score-{index}", column.title, y_title, tuple(series)))
     return charts
 
 
 def points_of(table: ScoreTable, column: Column) -> list[tuple[int, float, float]]:
     """Return step, value and standard error (0 if it has none) of each checkpoint that has the score."""
-    scores = ((model.step, table.cell(model, column)) for model in table.models)
-    return [
-        (step, score.value, score.stderr or 0.0)
-        for step, score in scores
-        if step is not None and score is not None and score.value is not None
-    ]
+    points = []
+    for model in table.models:
+        score = table.cell(model, column)
+        if model.step is not None and score is not None and score.value is not None:
+            points.append((model.step, score.value, score.stderr or 0.0))
+    return points
 
 
 def levels_of(table: ScoreTable, column: Column) -> list[tuple[ModelScores, float]]:
     """Return the value of each model without a step that has the score."""
-    scores = ((model, table.cell(model, column)) for model in table.models if model.step is None)
-    return [(model, score.value) for model, score in scores if score is not None and score.value is not None]
+    levels = []
+    for model in table.models:
+        score = table.cell(model, column)
+        if model.step is None and score is not None and score.value is not None:
+            levels.append((model, score.value))
+    return levels

@@ -37,53 +37,65 @@ class WatchedModel:
     """A checkpoint of the run, or a model to compare it with, which has no step."""
 
     name: str
-    source: str  # for ``load_for_inference``
+    source: str
+    """The argument of ``load_for_inference``."""
     step: int | None
-    identity: str  # changes with the weights
+    identity: str
+    """Changes with the weights."""
 
     @property
     def weights(self) -> str:
+        """Identifies the weights in ``documents.jsonl``."""
         return self.identity[:NUM_DIGITS]
 
     @property
     def unscored(self) -> ModelScores:
+        """The scores of a model that has not been evaluated."""
         return ModelScores(self.name, self.step, self.identity, [])
 
     @property
-    def file_name(self) -> str:  # of its scores
+    def file_name(self) -> str:
+        """The name of the file with its scores."""
         if self.step is not None:
             return f"{self.name}.json"
-        plain = re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-")[-60:]
-        return f"model-{plain}-{full_digest(self.name)[:8]}.json"
+        # a name on the hub or a path, shortened; the digest keeps different names apart
+        plain_name = re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-")[-60:]
+        return f"model-{plain_name}-{full_digest(self.name)[:8]}.json"
 
 
 @dataclass(frozen=True)
 class WatchedTexts:
-    """The texts of ``--texts``: what tells them from others, and the words of a command line that evaluates on them."""
+    """The texts of ``--texts``."""
 
     identities: frozenset[str]
+    """What identifies each text, see ``texts.identity_of``."""
     words: tuple[str, ...]
+    """The words of a command line that evaluates a model on them."""
 
     @classmethod
-    def open(cls, arguments: EvaluateArguments, output: Path) -> "WatchedTexts":
-        """Read the texts, and check that models can be evaluated on them and ``output`` can be added to."""
+    def open(cls, arguments: EvaluateArguments, output_dir: Path) -> "WatchedTexts":
+        """Read the texts, and check that models can be evaluated on them and ``output_dir`` can be added to."""
         assert arguments.texts is not None
-        check_output(output)
-        texts = open_texts(arguments.texts, arguments.text_column, output / FOLDER / "downloads")
+        check_output(output_dir)
+        texts = open_texts(arguments.texts, arguments.text_column, output_dir / FOLDER / "downloads")
         identities = [identity_of(text, arguments.max_length, arguments.overlap) for text in texts]
         documents: dict[str, list[str]] = {}
-        for text, own in zip(texts, identities, strict=True):
-            if isinstance(text, DocumentTexts):  # of rows, the worker knows the documents
-                documents.setdefault(text.name, []).extend([own] * len(text.texts))
-        loss_table.check_same_documents(loss_table.read_evaluated(output), {}, documents, output)
-        names = ("text_column", "max_length", "overlap", "batch_tokens", "seed")
-        options = (word for name in names for word in (f"--{name}", str(getattr(arguments, name))))
-        return cls(frozenset(identities), ("--texts", *arguments.texts, "--output_dir", str(output), *options))
+        for text, identity in zip(texts, identities, strict=True):
+            if isinstance(text, DocumentTexts):  # the documents of rows are known to the worker only
+                documents.setdefault(text.name, []).extend([identity] * len(text.texts))
+        loss_table.check_same_documents(loss_table.read_evaluated(output_dir), {}, documents, output_dir)
+
+        words = ["--texts", *arguments.texts, "--output_dir", str(output_dir)]
+        for name in ("text_column", "max_length", "overlap", "batch_tokens", "seed"):
+            words += [f"--{name}", str(getattr(arguments, name))]
+        return cls(frozenset(identities), tuple(words))
 
     def has_all(self, evaluated: loss_table.Evaluated, model: WatchedModel, name: str) -> bool:
         """Return whether a model with these weights has been evaluated on each text, under a name."""
-        lines = [line for lines in evaluated.get(name, {}).values() for line in lines]
-        return self.identities <= {line.text for line in lines if line.weights == model.weights}
+        evaluated_texts = set()
+        for lines in evaluated.get(name, {}).values():
+            evaluated_texts |= {line.text for line in lines if line.weights == model.weights}
+        return self.identities <= evaluated_texts
 
 
 @dataclass
@@ -94,25 +106,33 @@ class Watch:
     output: Path
     tasks: list[LanguageTask]
     models: list[WatchedModel]
+    """The models of ``--models``."""
     batch_size: int
     evaluate: Evaluate
-    texts: WatchedTexts | None = None  # None without --texts
+    texts: WatchedTexts | None = None
+    """None without ``--texts``."""
     failed: dict[str, str] = field(default_factory=dict)
     """The names of models whose evaluation has failed, by identity; they are not tried again."""
     _expected: dict[str, Path] = field(default_factory=dict)
+    """The checkpoints that were pending, by name: a note is printed if the run removes one before its evaluation."""
 
     def pending(self) -> list[WatchedModel]:
         """Return the models to evaluate: first the other models, then the checkpoints by step."""
-        models = [model for model in self._known() if model.identity not in self.failed]
         evaluated = loss_table.read_evaluated(self.output) if self.texts else {}
-        return [model for model in models if self._lacks_texts(model, evaluated) or self._missing(model)]
+        pending = []
+        for model in self._all_models():
+            if model.identity in self.failed:
+                continue
+            if self._lacks_texts(model, evaluated) or self._missing_tasks(model):
+                pending.append(model)
+        return pending
 
     def evaluate_next(self) -> bool:
         """Evaluate the first pending model that no other process evaluates; return False if there is none."""
         pending = self.pending()
-        for name, folder in self._expected.items():
-            if not folder.exists():
-                _say(f"{name}: the run removed it before it was evaluated; --keep_checkpoints keeps more")
+        for name, checkpoint in self._expected.items():
+            if not checkpoint.exists():
+                _print_line(f"{name}: the run removed it before it was evaluated; --keep_checkpoints keeps more")
         self._expected = {model.name: Path(model.source) for model in pending if model.step is not None}
         for model in pending:
             with ExitStack() as lock:
@@ -125,6 +145,7 @@ class Watch:
         return False
 
     def write_table(self) -> ScoreTable:
+        """Write the scores of all models as csv, Markdown and a picture; return the table."""
         if not self.tasks:
             return scores.build_table([], [])
         with wait_for_lock(self.output / "scores.lock"):
@@ -142,40 +163,59 @@ class Watch:
             results = loss_table.compare_evaluated(evaluated, seed)
             loss_table.print_table(results, loss_table.have_same_tokens(evaluated))
         if self.tasks:
-            open_console().print(scores.to_rich(scores.build_table(self.tasks, self._all_scores())))
+            table = scores.build_table(self.tasks, self._all_scores())
+            open_console().print(scores.to_rich(table))
 
-    def _missing(self, model: WatchedModel) -> list[TaskSettings]:
-        settings = [task.settings for task in self.tasks]
-        return scores.read_scores(self._file(model), model.unscored).missing(settings) if settings else []
+    def _missing_tasks(self, model: WatchedModel) -> list[TaskSettings]:
+        """Return the tasks on which a model has not been evaluated."""
+        if not self.tasks:
+            return []
+        model_scores = scores.read_scores(self._file(model), model.unscored)
+        return model_scores.missing([task.settings for task in self.tasks])
 
     def _lacks_texts(self, model: WatchedModel, evaluated: loss_table.Evaluated) -> bool:
         return self.texts is not None and not self.texts.has_all(evaluated, model, self._name_on_texts(model))
 
     def _name_on_texts(self, model: WatchedModel) -> str:
-        """Return the name of a model in ``evaluation.json``; a checkpoint's is as with RUN/all of --models."""
+        """Return the name of a model in ``evaluation.json``; a checkpoint has the name that RUN/all gives it."""
         return model.name if model.step is None else str(self.run / model.name)
 
     def _evaluate(self, model: WatchedModel) -> None:
-        code = 0
+        """Evaluate a model on texts and then on the tasks that it lacks; print why if that fails."""
+        exit_code = 0
         if self.texts is not None and self._lacks_texts(model, loss_table.read_evaluated(self.output)):
-            _say(f"{model.name}: evaluating on texts")
-            code = self.evaluate(WorkerRequest(words=["--models", self._name_on_texts(model), *self.texts.words]))
-        if not code and (missing := self._missing(model)):  # another process may have added to the scores
-            _say(f"{model.name}: evaluating {len(missing)} of {len(self.tasks)} tasks")
-            tasks = {task.settings: task for task in self.tasks}
-            requested = [RequestedTask(settings, tasks[settings].source) for settings in missing]
-            file = self._file(model)
-            so_far = scores.read_scores(file, model.unscored)
-            code = self.evaluate(WorkerRequest(requested, model.source, str(file), so_far, self.batch_size))
+            _print_line(f"{model.name}: evaluating on texts")
+            words = ["--models", self._name_on_texts(model), *self.texts.words]
+            exit_code = self.evaluate(WorkerRequest(words=words))
+        # looked for again, since another process may have added to the scores
+        missing_tasks = [] if exit_code else self._missing_tasks(model)
+        if missing_tasks:
+            _print_line(f"{model.name}: evaluating {len(missing_tasks)} of {len(self.tasks)} tasks")
+            exit_code = self.evaluate(self._task_request(model, missing_tasks))
+
         self._expected.pop(model.name, None)
-        if code and model.step is not None and not Path(model.source).exists():
-            _say(f"{model.name}: the run removed it while it was being loaded; --keep_checkpoints keeps more")
-        elif code:
-            reason = f"signal {-code}; memory may have run out" if code < 0 else f"exit code {code}, see above"
-            _say(f"{model.name}: not evaluated ({reason}); the next start tries again")
+        if exit_code and model.step is not None and not Path(model.source).exists():
+            _print_line(f"{model.name}: the run removed it while it was being loaded; --keep_checkpoints keeps more")
+        elif exit_code:
+            reason = f"exit code {exit_code}, see above"
+            if exit_code < 0:
+                reason = f"signal {-exit_code}; memory may have run out"
+            _print_line(f"{model.name}: not evaluated ({reason}); the next start tries again")
             self.failed[model.identity] = model.name
 
-    def _known(self) -> Iterator[WatchedModel]:
+    def _task_request(self, model: WatchedModel, missing_tasks: list[TaskSettings]) -> WorkerRequest:
+        sources = {task.settings: task.source for task in self.tasks}
+        file = self._file(model)
+        return WorkerRequest(
+            tasks=[RequestedTask(settings, sources[settings]) for settings in missing_tasks],
+            source=model.source,
+            file=str(file),
+            scores=scores.read_scores(file, model.unscored),
+            batch_size=self.batch_size,
+        )
+
+    def _all_models(self) -> Iterator[WatchedModel]:
+        """Yield the models of ``--models``, then the checkpoints of the run by step."""
         yield from self.models
         for step, checkpoint in saved_checkpoints(self.run).items():
             with suppress(FileNotFoundError):
@@ -184,12 +224,14 @@ class Watch:
                     yield WatchedModel(checkpoint.name, str(checkpoint), step, identity)
 
     def _all_scores(self) -> list[ModelScores]:
-        """Return the scores of all models, of ``models`` first; removed checkpoints are among them."""
-        known = {self._file(model): model for model in self._known()}
-        others = [file for pattern in ("model-*.json", "step-*.json") for file in sorted(self.output.glob(pattern))]
-        found = [scores.read_scores(file, model.unscored) for file, model in known.items()]
-        found += [scores.read_score_file(file) for file in others if file not in known]
-        return [one for one in found if one.scores]
+        """Return the scores of all models, those of ``models`` first, with those of removed checkpoints."""
+        models_by_file = {self._file(model): model for model in self._all_models()}
+        all_scores = [scores.read_scores(file, model.unscored) for file, model in models_by_file.items()]
+        for pattern in ("model-*.json", "step-*.json"):
+            for file in sorted(self.output.glob(pattern)):
+                if file not in models_by_file:
+                    all_scores.append(scores.read_score_file(file))
+        return [model_scores for model_scores in all_scores if model_scores.scores]
 
     def _file(self, model: WatchedModel) -> Path:
         return self.output / model.file_name
@@ -198,9 +240,18 @@ class Watch:
 def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_worker, *, prints: bool = True) -> None:
     """Evaluate the checkpoints of ``--watch`` and the models of ``--models`` until nothing is left to evaluate.
 
-    With ``--wait true``, wait for further checkpoints until the run has ended. An InputError comes before anything is
-    written, a RunError at the end if a checkpoint could not be evaluated.
+    With ``--wait true``, wait for further checkpoints until the run has ended.
+
+    Args:
+        arguments: The arguments of ``evaluate.py``.
+        evaluate: Evaluates a model.
+        prints: Whether to print tables.
+
+    Raises:
+        InputError: an argument, a text or a model is wrong; nothing has been written.
+        RunError: a checkpoint could not be evaluated; the others have been.
     """
+    # check everything before anything is evaluated
     assert arguments.watch is not None
     run = Path(arguments.watch)
     if not run.is_dir():
@@ -210,49 +261,72 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
     tasks = read_tasks(arguments.tasks) if arguments.tasks is not None else []
     if tasks:
         check_package("lm_eval", "--tasks")
-    found, damaged = find_models(arguments.models or [])
-    models = [WatchedModel(model.name, model.source, None, full_digest(model.identity)) for model in found]
-    output = Path(arguments.output_dir or run / "evaluation")
-    texts = WatchedTexts.open(arguments, output) if arguments.texts is not None else None
-    watch = Watch(run, output, tasks, models, arguments.batch_size, evaluate, texts)
+    compared_models, damaged = find_models(arguments.models or [])
+    models = []
+    for model in compared_models:
+        models.append(WatchedModel(model.name, model.source, step=None, identity=full_digest(model.identity)))
+    output_dir = Path(arguments.output_dir or run / "evaluation")
+    texts = WatchedTexts.open(arguments, output_dir) if arguments.texts is not None else None
+    watch = Watch(run, output_dir, tasks, models, arguments.batch_size, evaluate, texts)
     if tasks and (watch.pending() or (arguments.wait and not run_has_ended(run))):
-        _say("loading the tasks")  # the worker prints their faults
-        to_load = [RequestedTask(one.settings, one.source, one.metric) for one in tasks]
-        if code := evaluate_in_worker(WorkerRequest(to_load)):
-            if not prints:
-                raise RunError("lm_eval cannot load the tasks: the lines on standard error say why")
-            raise SystemExit(code)
+        _check_tasks(tasks, prints=prints)
+
+    # evaluate
     if texts:
-        (output / FOLDER).mkdir(parents=True, exist_ok=True)  # the mark of an evaluation, for the workers
-    waits = False
-    while True:
-        has_ended = run_has_ended(run)  # before the look: a checkpoint that is saved meanwhile is not the last look's
-        if watch.evaluate_next():
-            waits = False
-            watch.write_table()
-            if prints and sys.stdout.isatty():
-                watch.print_tables(arguments.seed)
-        elif has_ended or not arguments.wait:
-            break
-        else:
-            if not waits:
-                _say(f"waiting for the next checkpoint of {run}; --wait false or Ctrl-C ends this")
-            waits = True
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        (output_dir / FOLDER).mkdir(parents=True, exist_ok=True)  # marks an evaluation, for the workers
+    _evaluate_all(watch, arguments, prints=prints)
+
+    # write and print the results
     watch.write_table()
     if prints:
         watch.print_tables(arguments.seed)
     if tasks:
-        _say(f"written: {output}/scores.csv, scores.md and scores.png")
+        _print_line(f"written: {output_dir}/scores.csv, scores.md and scores.png")
     if texts:
-        _say(f"written: {output}/evaluation.json, evaluation.png and {loss_table.DOCUMENTS}")
+        _print_line(f"written: {output_dir}/evaluation.json, evaluation.png and {loss_table.DOCUMENTS}")
     if watch.failed:
         raise RunError(f"not evaluated, see above: {', '.join(watch.failed.values())}")
     check_all_evaluated(damaged)
 
 
+def _check_tasks(tasks: list[LanguageTask], *, prints: bool) -> None:
+    """Load the tasks in a process of its own, which prints their faults.
+
+    Raises:
+        RunError: a task cannot be loaded, and this program does not print.
+        SystemExit: a task cannot be loaded; with the code of that process.
+    """
+    _print_line("loading the tasks")
+    requested = [RequestedTask(task.settings, task.source, task.metric) for task in tasks]
+    exit_code = evaluate_in_worker(WorkerRequest(requested))
+    if exit_code and not prints:
+        raise RunError("lm_eval cannot load the tasks: the lines on standard error say why")
+    if exit_code:
+        raise SystemExit(exit_code)
+
+
+def _evaluate_all(watch: Watch, arguments: EvaluateArguments, *, prints: bool) -> None:
+    """Evaluate all pending models; with ``--wait true``, also those that the run saves until it ends."""
+    is_waiting = False
+    while True:
+        # looked at before the checkpoints: one that is saved in between is found in the next round
+        has_ended = run_has_ended(watch.run)
+        if watch.evaluate_next():
+            is_waiting = False
+            watch.write_table()
+            if prints and sys.stdout.isatty():
+                watch.print_tables(arguments.seed)
+            continue
+        if has_ended or not arguments.wait:
+            return
+        if not is_waiting:
+            _print_line(f"waiting for the next checkpoint of {watch.run}; --wait false or Ctrl-C ends this")
+        is_waiting = True
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
 def run_has_ended(run: Path) -> bool:
-    """Whether the newest checkpoint of a run is of its last step, or of the step at which early stopping ended it."""
+    """Return whether the newest checkpoint belongs to the last step, or the step at which early stopping ended it."""
     checkpoints = list(saved_checkpoints(run).values())
     if not checkpoints:
         return False
@@ -261,10 +335,14 @@ def run_has_ended(run: Path) -> bool:
     except InputError:  # damaged: a resumed run writes it again
         return False
     state = newest.state
-    given = newest.arguments.get("early_stopping")
+    if state.step >= newest.num_steps:
+        return True
+    early_stopping = newest.arguments.get("early_stopping")
+    if early_stopping is None:
+        return False
     sources = [state.progress.source] if state.progress else []
-    return state.step >= newest.num_steps or (given is not None and parse_early_stopping(given, sources).ends(state))
+    return parse_early_stopping(early_stopping, sources).ends(state)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,12 @@ from fabric_train.pages.markdown import (
     public_value,
 )
 from fabric_train.reading.sources import place_of
-from fabric_train.token_dataset.manifest import Manifest, SourceRecord, read_manifest
+from fabric_train.token_dataset.manifest import Manifest, Settings, SourceRecord, read_manifest
 from fabric_train.training.replay_certificate import StoredCertificate, read_certificate
 
 if TYPE_CHECKING:
-    from fabric_train.export.source import AveragePart, MergeInto
+    from fabric_train.export.average import WeightedCheckpoint
+    from fabric_train.export.merged_adapter import MergeInto
 
 EXPORTS = "exports.jsonl"
 _NATS = "nats per token"
@@ -44,18 +45,27 @@ class PublicNames:
     def __init__(self, manifest: Manifest | None) -> None:
         self._names: dict[str, str] = {}
         for source in manifest.sources if manifest else ():
-            is_plain_hub = source.kind == "hub" and source.place in (None, source.name)
-            self._add(source.name, source.hub_name if is_plain_hub else last_part(source.name))
+            # a dataset on the hub without a name of its own is called as on the hub
+            if source.kind == "hub" and source.place in (None, source.name):
+                self._add(source.name, source.hub_name)
+            else:
+                self._add(source.name, last_part(source.name))
 
     def __getitem__(self, name: str) -> str:
         if name not in self._names:
             self._add(name, last_part(name))
         return self._names[name]
 
-    def _add(self, name: str, public: str) -> None:
-        if name not in self._names:
-            names = (f"{public} ({number})" if number > 1 else public for number in itertools.count(1))
-            self._names[name] = next(one for one in names if one not in self._names.values())
+    def _add(self, name: str, public_name: str) -> None:
+        """Give a source a public name, with a number if another source has it already."""
+        if name in self._names:
+            return
+        numbered_name = public_name
+        for count in itertools.count(2):
+            if numbered_name not in self._names.values():
+                break
+            numbered_name = f"{public_name} ({count})"
+        self._names[name] = numbered_name
 
 
 @dataclass(frozen=True)
@@ -65,120 +75,178 @@ class ModelRecord:
     checkpoint: Path
     saved: checkpoints.TrainerJson
     manifest: Manifest | None
-    origin: ModelOrigin | None  # the model that the run began with
+    origin: ModelOrigin | None
+    """The model that the run began with."""
     certificate: StoredCertificate | None
-    names: PublicNames  # of the sources
-    parts: "tuple[AveragePart, ...]"  # whose average the weights are, this one the last; none if they are its own
-    merges: "MergeInto | None"  # the weights that its adapter is merged into; None for an adapter or a whole model
+    names: PublicNames
+    """The public names of the sources."""
+    averaged: "tuple[WeightedCheckpoint, ...]"
+    """The checkpoints whose average the weights are, this one last; empty if they are its own weights."""
+    merges: "MergeInto | None"
+    """The weights that its adapter is merged into; None for an adapter or a whole model."""
 
-    def part_name(self, part: str) -> str:
-        """Return the public name of a part of the last validation, see ``Evaluation.parts``."""
+    def evaluated_name(self, source: str) -> str:
+        """Return the public name of a source of the last validation, or of "all"; see ``Evaluation.parts``."""
+        if source != "all":
+            return self.names[source]
         evaluation = self.saved.state.evaluation
         sources = list(evaluation.sources) if evaluation else []
-        if part != "all":
-            return self.names[part]
-        return "all sources" if len(sources) > 1 else self.names[sources[0]] if sources and sources[0] else "validation"
+        if len(sources) > 1:
+            return "all sources"
+        return self.names[sources[0]] if sources and sources[0] else "validation"
 
     def training_sources(self) -> list[SourceRecord]:
         """Return the sources of ``--dataset``. One that is also a ``--validation_dataset`` is in ``sources`` twice."""
         if self.manifest is None:
             return []
-        settings = [part.settings for part in self.manifest.parts] or [self.manifest.settings]
-        held_out = Counter(name for one in settings for name in one.validation_dataset or ())
-        times = Counter(source.given for source in self.manifest.sources)
-        return [source for source in self.manifest.sources if times[source.given] > held_out[source.given]]
+        held_out_counts: Counter[str] = Counter()
+        for settings in _all_settings(self.manifest):
+            held_out_counts.update(settings.validation_dataset or ())
+        counts = Counter(source.given for source in self.manifest.sources)
+        return [source for source in self.manifest.sources if counts[source.given] > held_out_counts[source.given]]
 
-    def stream_places(self) -> list[StageSource]:
-        """Return the places that a stream reads, in their order, with the share that a pass reads."""
+    def stream_sources(self) -> list[StageSource]:
+        """Return the sources that a stream reads, in their order, with the share that a pass reads."""
         stream = self.saved.stream
-        identities = [_HUB_IDENTITY.fullmatch(line) for line in (stream.sources if stream else ())]
-        commits = {found[1]: found[2] for found in identities if found}
-        places = []
-        for number, given in enumerate(self.saved.arguments.get("streaming_dataset") or ()):
-            place = place_of(given)
-            repository = re.split("[:@]", place)[0]
-            datasets = [HubDataset(repository, commits[repository])] if repository in commits else []
-            own_name = given.removesuffix(place).rstrip("=")
-            name = own_name or (repository if datasets else last_part(place))
-            shares = stream.shares if stream else None
-            share = shares[number] if shares and number < len(shares) else 1.0
-            places.append(StageSource(name, share, None, None, [], datasets))
-        return places
+        commits = {}  # by the name of a dataset on the hub
+        for identity in stream.sources if stream else ():
+            match = _HUB_IDENTITY.fullmatch(identity)
+            if match:
+                repository, commit = match.groups()
+                commits[repository] = commit
+
+        sources = []
+        for index, entry in enumerate(self.saved.arguments.get("streaming_dataset") or ()):
+            location = place_of(entry)
+            repository = re.split("[:@]", location)[0]  # without subset and revision
+            datasets = []
+            if repository in commits:
+                datasets = [HubDataset(repository, commits[repository])]
+            name = entry.removesuffix(location).rstrip("=")  # entries are NAME=LOCATION or LOCATION
+            if not name:
+                name = repository if datasets else last_part(location)
+            share = 1.0
+            if stream and stream.shares and index < len(stream.shares):
+                share = stream.shares[index]
+            sources.append(StageSource(name, share, tokens=None, documents=None, files=[], datasets=datasets))
+        return sources
 
     def hub_datasets(self) -> list[str]:
         """Return the datasets on the hub that the model was trained on, in any stage, without subset and revision."""
-        streamed = [one.repository for place in self.stream_places() for one in place.datasets]
-        stored = [source.hub_name for source in self.training_sources() if source.kind == "hub"]
-        before = [one.repository for stage in self.saved.stages for source in stage.sources for one in source.datasets]
-        return list(dict.fromkeys([*before, *streamed, *stored]))
+        repositories = []
+        for stage in self.saved.stages:
+            for source in stage.sources:
+                repositories += [dataset.repository for dataset in source.datasets]
+        for source in self.stream_sources():
+            repositories += [dataset.repository for dataset in source.datasets]
+        repositories += [source.hub_name for source in self.training_sources() if source.kind == "hub"]
+        return list(dict.fromkeys(repositories))
+
+
+def _all_settings(manifest: Manifest) -> list[Settings]:
+    """Return the settings of each merged token dataset, or of a single one."""
+    return [dataset.settings for dataset in manifest.parts] or [manifest.settings]
 
 
 def read_record(
-    checkpoint: Path, parts: "Sequence[AveragePart]" = (), merges: "MergeInto | None" = None
+    checkpoint: Path, averaged: "Sequence[WeightedCheckpoint]" = (), merges: "MergeInto | None" = None
 ) -> ModelRecord:
     """Return what a complete checkpoint says about its model."""
     saved = checkpoints.read_trainer_json(checkpoint)
     manifest = read_manifest(checkpoint)
-    certificate = read_certificate(checkpoints.run_of(checkpoint), saved.state.step)
     return ModelRecord(
-        checkpoint, saved, manifest, saved.base_model, certificate, PublicNames(manifest), tuple(parts), merges
+        checkpoint=checkpoint,
+        saved=saved,
+        manifest=manifest,
+        origin=saved.base_model,
+        certificate=read_certificate(checkpoints.run_of(checkpoint), saved.state.step),
+        names=PublicNames(manifest),
+        averaged=tuple(averaged),
+        merges=merges,
     )
 
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """A line of RUN/exports.jsonl: an export of a checkpoint of the run, and what its verification found.
-
-    ``folder`` is the name of the exported folder, ``weights`` has the SHA-256 of its weight files by name.
-    ``faults`` says why it was given up; then the other fields about its content are empty.
-    """
+    """A line of RUN/exports.jsonl: an export of a checkpoint of the run, and what its verification found."""
 
     time: str
     source: str
     folder: str
+    """The name of the exported folder."""
     dtype: str
     num_tensors: int
     logit_difference: float | None
     weights: dict[str, str]
+    """The SHA-256 of the weight files by name."""
     faults: str
+    """Why the export was given up; then the other fields about its content are empty."""
 
 
 def read_exports(run: Path) -> list[ExportRecord]:
-    """Return the exports of a run that :func:`convert.convert` has noted there; an InputError if they are damaged."""
-    return [*read_json_lines(run / EXPORTS, ExportRecord, "move the file away")]
+    """Return the exports of a run that :func:`convert.convert` has recorded; an InputError if they are damaged."""
+    return list(read_json_lines(run / EXPORTS, ExportRecord, "move the file away"))
 
 
 def all_stages(record: ModelRecord) -> tuple[TrainingStage, ...]:
-    """Return the stages, the record's own run last, with shares of the tokens seen, else of the token dataset."""
-    seen = _seen_of_sources(record) or dict(seen_shares(record))
-    sources = stored_sources(record) or record.stream_places()
-    if seen.keys() >= {source.name for source in sources}:
-        sources = [replace(source, share=seen[source.name]) for source in sources]
+    """Return the stages of training, the record's own run last.
+
+    Its sources have shares of the tokens seen, or of the token dataset if that is not known.
+    """
+    shares = _seen_shares_by_tokens(record) or dict(seen_shares(record))
+    sources = stored_sources(record) or record.stream_sources()
+    if all(source.name in shares for source in sources):
+        sources = [replace(source, share=shares[source.name]) for source in sources]
     state = record.saved.state
-    run = last_part(str(checkpoints.run_of(record.checkpoint)))
-    own = TrainingStage(run, state.step, state.num_tokens, record.origin, sources, list(record.saved.sessions))
-    return (*record.saved.stages, own)
+    last_stage = TrainingStage(
+        run=last_part(str(checkpoints.run_of(record.checkpoint))),
+        step=state.step,
+        num_tokens=state.num_tokens,
+        base_model=record.origin,
+        sources=sources,
+        sessions=list(record.saved.sessions),
+    )
+    return (*record.saved.stages, last_stage)
 
 
 def stored_sources(record: ModelRecord) -> list[StageSource]:
     """Return the sources of a token dataset in their order, with shares of its tokens; none without a manifest."""
     if record.manifest is None:
         return []
-    by_name: dict[str, list[SourceRecord]] = {}
+    records_by_name: dict[str, list[SourceRecord]] = {}
     for source in record.training_sources():
-        by_name.setdefault(source.name, []).append(source)
+        records_by_name.setdefault(source.name, []).append(source)
     train = record.manifest.ledger.splits.get("train")
+
     sources: list[StageSource] = []
-    for name, records in by_name.items():
+    for name, records in records_by_name.items():
+        # manifests of earlier versions count nothing by source
         counted = train.sources.get(name) if train else None
-        documents = counted.documents if counted else sum(one.documents for one in records)
-        tokens = counted.tokens_in_rows if counted else sum(one.train_tokens or one.tokens for one in records)
-        public = record.names[name]
-        files = [file for one in records for file in one.files]
-        on_hub = [one for one in records if one.kind == "hub"]
-        lines = [f"{last_part(file.sha256)}  {public}/{last_part(file.path)}" for file in files]
-        datasets = {one.hub_name: HubDataset(one.hub_name, one.revision) for one in on_hub}
-        sources.append(StageSource(public, 0.0, tokens, documents, lines, [*datasets.values()]))
+        if counted:
+            documents = counted.documents
+            tokens = counted.tokens_in_rows
+        else:
+            documents = sum(source.documents for source in records)
+            tokens = sum(source.train_tokens or source.tokens for source in records)
+
+        public_name = record.names[name]
+        file_lines = []
+        hub_datasets = {}
+        for source in records:
+            for file in source.files:
+                file_lines.append(f"{last_part(file.sha256)}  {public_name}/{last_part(file.path)}")
+            if source.kind == "hub":
+                hub_datasets[source.hub_name] = HubDataset(source.hub_name, source.revision)
+        sources.append(
+            StageSource(
+                name=public_name,
+                share=0.0,  # once the total is known
+                tokens=tokens,
+                documents=documents,
+                files=file_lines,
+                datasets=list(hub_datasets.values()),
+            )
+        )
     total = max(sum(source.tokens or 0 for source in sources), 1)
     return [replace(source, share=(source.tokens or 0) / total) for source in sources]
 
@@ -194,94 +262,121 @@ def seen_shares(record: ModelRecord) -> list[tuple[str, float]]:
     names = record.saved.content.get("mixture_sources") or ()
     rows = state.rows_of_sources or ()
     has_rows = bool(names) and len(names) == len(rows)
-    has_all_rows = has_rows and sum(rows) == state.num_samples
-    counts: list[tuple[str, int]] = []
-    if has_all_rows or (has_rows and not state.counted_of_sources):
+    read_only_mixture = has_rows and sum(rows) == state.num_samples  # no other data before it
+    if read_only_mixture or (has_rows and not state.counted_of_sources):
         counts = list(zip(mixture_names(record), rows, strict=True))
     elif state.counted_of_sources:
-        counts = [(record.names[name], number) for name, number in state.counted_of_sources.items()]
+        counts = [(record.names[name], num_tokens) for name, num_tokens in state.counted_of_sources.items()]
     elif not names:
         counts = [(source.name, source.tokens or 0) for source in stored_sources(record)]
-    total = sum(number for _, number in counts)
-    return [(name, number / total) for name, number in counts] if total else []
+    else:
+        counts = []
+    total = sum(count for _, count in counts)
+    return [(name, count / total) for name, count in counts] if total else []
 
 
-def _seen_of_sources(record: ModelRecord) -> dict[str, float]:
-    """Return each source's share of the tokens seen in a mixture, in proportion to its dataset, by public name."""
-    rows = record.saved.state.rows_of_sources
-    tokens = record.saved.content.get("mixture_tokens") or ()
-    if not rows or len(rows) != len(tokens) or not all(map(bool, tokens)):
+def _seen_shares_by_tokens(record: ModelRecord) -> dict[str, float]:
+    """Return each source's share of the tokens seen in a mixture, by public name; empty if that is not known.
+
+    The mixture counts rows of its entries, each of which may have several sources. The rows of an entry are divided
+    in proportion to the tokens of its sources.
+    """
+    rows_of_entries = record.saved.state.rows_of_sources
+    tokens_of_entries = record.saved.content.get("mixture_tokens") or ()  # of each entry, the tokens of its sources
+    if not rows_of_entries or len(rows_of_entries) != len(tokens_of_entries) or not all(tokens_of_entries):
         return {}
-    if sum(rows) != record.saved.state.num_samples:  # it has read other data before
+    total_rows = sum(rows_of_entries)
+    if total_rows != record.saved.state.num_samples:  # the run has read other data before
         return {}
-    seen: dict[str, float] = dict.fromkeys((record.names[name] for one in tokens for name in one), 0.0)
-    for count, one in zip(rows, tokens, strict=True):
-        for name, number in one.items():
-            seen[record.names[name]] += count / sum(rows) * number / max(sum(one.values()), 1)
-    return seen
+    shares: dict[str, float] = {}
+    for num_rows, tokens_by_source in zip(rows_of_entries, tokens_of_entries, strict=True):
+        entry_share = num_rows / total_rows
+        entry_tokens = max(sum(tokens_by_source.values()), 1)
+        for name, num_tokens in tokens_by_source.items():
+            public_name = record.names[name]
+            shares[public_name] = shares.get(public_name, 0.0) + entry_share * num_tokens / entry_tokens
+    return shares
 
 
 def source_row(source: StageSource) -> Row:
     """Return name, share, tokens, documents, number of files, and their hash or the revision on the hub, in short."""
     lines = source.files
     if not lines:
-        revisions = [one.revision[:SHOWN_DIGITS] for one in source.datasets if one.revision]
+        revisions = [dataset.revision[:SHOWN_DIGITS] for dataset in source.datasets if dataset.revision]
         identity = Markdown(", ".join(map(code, dict.fromkeys(revisions))))
     elif len(lines) == 1:
-        identity = code(lines[0].split()[0][:SHOWN_DIGITS])
+        file_hash = lines[0].split()[0]
+        identity = code(file_hash[:SHOWN_DIGITS])
     else:
-        identity = code(hashlib.sha256("\n".join([*lines, ""]).encode()).hexdigest()[:SHOWN_DIGITS])
-    counts = (source.tokens, source.documents, len(lines) or None)
-    return _linked(source.name, source.datasets), f"{source.share:.2%}", *counts, identity
+        text = "\n".join(lines) + "\n"
+        identity = code(hashlib.sha256(text.encode()).hexdigest()[:SHOWN_DIGITS])
+    name = _linked_name(source.name, source.datasets)
+    return name, f"{source.share:.2%}", source.tokens, source.documents, len(lines) or None, identity
 
 
-def _linked(name: str, datasets: Sequence[HubDataset]) -> Markdown:
+def _linked_name(name: str, datasets: Sequence[HubDataset]) -> Markdown:
     """Return the name of a source, with links to its datasets on the hub."""
-    names = [one.repository for one in datasets]
-    links = Markdown(", ".join(map(dataset_link, names)))
-    return links if name in names else Markdown(f"{code(name)}: {links}") if links else code(name)
+    if not datasets:
+        return code(name)
+    repositories = [dataset.repository for dataset in datasets]
+    links = Markdown(", ".join(map(dataset_link, repositories)))
+    return links if name in repositories else Markdown(f"{code(name)}: {links}")
 
 
 def stream_rows(record: ModelRecord) -> list[Row]:
-    """Return name, share of a pass and revision of each place of a stream."""
+    """Return name, share of a pass and revision of each source of a stream."""
     rows = []
-    for place in record.stream_places():
-        revision = ", ".join(code(one.revision[:SHOWN_DIGITS]) for one in place.datasets if one.revision)
-        rows.append((_linked(place.name, place.datasets), f"{place.share:g}", Markdown(revision)))
+    for source in record.stream_sources():
+        revisions = [code(dataset.revision[:SHOWN_DIGITS]) for dataset in source.datasets if dataset.revision]
+        name = _linked_name(source.name, source.datasets)
+        rows.append((name, f"{source.share:g}", Markdown(", ".join(revisions))))
     return rows
 
 
 def stream_files(record: ModelRecord) -> list[str]:
     """Return name, size and hash of each file of a stream."""
-    identities = [line.rsplit(", ", 2) for line in (record.saved.stream.sources if record.saved.stream else ())]
-    return [f"{last_part(one[0])}, {one[1]}, {one[2]}" for one in identities if one[-1].startswith("sha256")]
+    if not record.saved.stream:
+        return []
+    lines = []
+    for identity in record.saved.stream.sources:
+        # "PATH, SIZE bytes, sha256 of its ends HASH" for a file, see ``StreamedSource.identities``
+        *name_and_size, file_hash = identity.rsplit(", ", 2)
+        if file_hash.startswith("sha256"):
+            path, size = name_and_size
+            lines.append(f"{last_part(path)}, {size}, {file_hash}")
+    return lines
 
 
 def left_out_rows(manifest: Manifest, names: PublicNames) -> list[Row]:
     """Return the documents read, kept and left out of each source; of all together if no more is known."""
-    counted: dict[str, tuple[int, Counter[str]]] = {}
+    kept_documents: dict[str, int] = {}
+    left_out: dict[str, Counter[str]] = {}  # by the name of the source and the reason
     if all(source.documents_skipped is not None for source in manifest.sources):
         for source in manifest.sources:
-            own = code(names[source.name])
-            kept, skipped = counted.get(own, (0, Counter[str]()))
-            counted[own] = kept + source.documents, skipped + Counter(source.documents_skipped)
-    if len(counted) != 1:
-        counted["all"] = manifest.ledger.documents_kept, Counter(manifest.ledger.documents_skipped)
+            source_name = code(names[source.name])
+            kept_documents[source_name] = kept_documents.get(source_name, 0) + source.documents
+            # a sum of counters leaves out the reasons that are 0
+            left_out[source_name] = left_out.get(source_name, Counter()) + Counter(source.documents_skipped)
+    if len(kept_documents) != 1:
+        kept_documents["all"] = manifest.ledger.documents_kept
+        left_out["all"] = Counter(manifest.ledger.documents_skipped)
+
     rows: list[Row] = []
-    for name, (kept, skipped) in counted.items():
-        reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in skipped.most_common())
-        rows.append((name, kept + skipped.total(), kept, reasons))
+    for name, num_kept in kept_documents.items():
+        counts = left_out[name]
+        reasons = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in counts.most_common()]
+        rows.append((name, num_kept + counts.total(), num_kept, ", ".join(reasons)))
     return rows
 
 
 def mixture_names(record: ModelRecord) -> list[str]:
     """Return the public names of what has a share: SOURCE for FOLDER:SOURCE, if no two folders have it."""
-    given = record.saved.content["mixture_sources"]
-    sources = [name.rpartition(":")[2] for name in given]
-    known = {source.name for source in record.training_sources()}
-    if known.issuperset(sources) and len(set(sources)) == len(sources):
+    entries = record.saved.content["mixture_sources"]
+    sources = [entry.rpartition(":")[2] for entry in entries]
+    training_names = {source.name for source in record.training_sources()}
+    if training_names.issuperset(sources) and len(set(sources)) == len(sources):
         return [record.names[name] for name in sources]
-    return [last_part(name) for name in given]
+    return [last_part(entry) for entry in entries]
 
 
 def mixture_rows(record: ModelRecord) -> list[Row]:
@@ -289,95 +384,124 @@ def mixture_rows(record: ModelRecord) -> list[Row]:
     if record.manifest is None or not record.saved.content.get("mixture_sources"):
         return []
     names = mixture_names(record)
-    seen = record.saved.state.rows_of_sources or [0] * len(names)
+    rows_of_sources = record.saved.state.rows_of_sources or [0] * len(names)
+    total_rows = max(sum(rows_of_sources), 1)
     tokens_per_row = record.manifest.settings.max_length
-    return [
-        (code(name), f"{count / max(sum(seen), 1):.2%}", count * tokens_per_row)
-        for name, count in zip(names, seen, strict=True)
-    ]
+    table_rows = []
+    for name, num_rows in zip(names, rows_of_sources, strict=True):
+        table_rows.append((code(name), f"{num_rows / total_rows:.2%}", num_rows * tokens_per_row))
+    return table_rows
 
 
 def phase_rows(record: ModelRecord) -> list[Row]:
     """Return first step, shares and learning rate of the phases that have begun; none without phases."""
     content = record.saved.content
-    names = list(map(code, mixture_names(record)))
-    phases = [one for one in content["data"].get("phases", []) if one["first_step"] <= record.saved.state.step]
-    if not phases:
+    names = [code(name) for name in mixture_names(record)]
+    begun_phases = []
+    for phase in content["data"].get("phases", []):
+        if phase["first_step"] <= record.saved.state.step:
+            begun_phases.append(phase)
+    if not begun_phases:
         return []
-    schedules = {one["first_step"]: one["arguments"] for one in content["phase_schedules"]}
-    parts = {one.first_step: one.train_only for one in record.saved.phase_parts}
-    first = checkpoints.data_starts_after(record.saved.lineage) + 1
-    stretches = [{"first_step": first, "rows_per_epoch": content["data"]["rows_per_epoch"]}, *phases]
-    rows = []
-    for one in stretches[phases[0]["first_step"] <= first :]:
-        total = sum(one["rows_per_epoch"])
-        shares = [f"{name} {rows / total:.2%}" for name, rows in zip(names, one["rows_per_epoch"], strict=True) if rows]
-        own = schedules.get(one["first_step"])
-        rate = "as in the run"
-        if own is not None:
-            rate = Markdown(f"{escaped(own['lr_schedule'])}, `lr` {own['lr']:g}, `min_lr` {own['min_lr']:g}")
-        if own_parts := parts.get(one["first_step"]):
-            rate = Markdown(f"{rate}; trains {', '.join(map(code, own_parts))}")
-        rows.append((one["first_step"], Markdown(", ".join(shares)), rate))
-    return rows
+    schedules = {phase["first_step"]: phase["arguments"] for phase in content["phase_schedules"]}
+    trained_parts = {phase.first_step: phase.train_only for phase in record.saved.phase_parts}
+
+    # the shares of the command line, until the first phase begins
+    data_begins = checkpoints.data_starts_after(record.saved.lineage) + 1
+    phases = begun_phases
+    if begun_phases[0]["first_step"] > data_begins:
+        command_line = {"first_step": data_begins, "rows_per_epoch": content["data"]["rows_per_epoch"]}
+        phases = [command_line, *begun_phases]
+
+    table_rows = []
+    for phase in phases:
+        first_step = phase["first_step"]
+        total_rows = sum(phase["rows_per_epoch"])
+        shares = []
+        for name, num_rows in zip(names, phase["rows_per_epoch"], strict=True):
+            if num_rows:
+                shares.append(f"{name} {num_rows / total_rows:.2%}")
+        rate: str = "as in the run"
+        schedule = schedules.get(first_step)
+        if schedule is not None:
+            rate = Markdown(
+                f"{escaped(schedule['lr_schedule'])}, `lr` {schedule['lr']:g}, `min_lr` {schedule['min_lr']:g}"
+            )
+        if trained_parts.get(first_step):
+            rate = Markdown(f"{rate}; trains {', '.join(map(code, trained_parts[first_step]))}")
+        table_rows.append((first_step, Markdown(", ".join(shares)), rate))
+    return table_rows
 
 
 def device_hours(sessions: Sequence[TrainingSession]) -> Markdown:
     """Return the hours of all devices together in words, such as ``98.4 GPU hours on 8 × NVIDIA H100``."""
-    devices = listed([*dict.fromkeys(map(_hardware, sessions))])
-    since = f", without the first {sessions[0].after_step:,} steps" if sessions[0].after_step else ""
-    return Markdown(f"{_totals(sessions)[1]} {hours_unit(sessions)} on {devices}{since}")
+    devices = listed(list(dict.fromkeys(map(_hardware, sessions))))
+    unrecorded = f", without the first {sessions[0].after_step:,} steps" if sessions[0].after_step else ""
+    hours = _shown_hours(sum(session.device_hours for session in sessions))
+    return Markdown(f"{hours} {hours_unit(sessions)} on {devices}{unrecorded}")
 
 
 def hours_unit(sessions: Sequence[TrainingSession]) -> str:
     """Return the unit of the devices' hours; a name of a device that is no GPU begins as ``device_name`` says."""
-    return "device hours" if any(one.device.startswith(("CPU", "xla")) for one in sessions) else "GPU hours"
+    has_other_devices = any(session.device.startswith(("CPU", "xla")) for session in sessions)
+    return "device hours" if has_other_devices else "GPU hours"
 
 
 def compute_rows(record: ModelRecord) -> list[Row]:
     """Return the devices and their hours by steps; the steps of runs that this one branched off are apart."""
     sessions = record.saved.sessions
-    borders = {branch.step for branch in record.saved.lineage}
+    branch_steps = {branch.step for branch in record.saved.lineage}
+    # consecutive sessions of one run on the same hardware are one row
     groups: list[list[TrainingSession]] = []
     for session in sessions:
-        if groups and _hardware(groups[-1][0]) == _hardware(session) and session.after_step not in borders:
+        is_same_run = session.after_step not in branch_steps
+        if groups and is_same_run and _hardware(groups[-1][0]) == _hardware(session):
             groups[-1].append(session)
         else:
             groups.append([session])
+
     ends = [*(group[0].after_step for group in groups[1:]), record.saved.state.step]
-    rows: list[Row] = [
-        (f"{group[0].after_step + 1:,} to {end:,}", _hardware(group[0]), *_totals(group))
-        for group, end in zip(groups, ends, strict=True)
-    ]
-    return [*rows, ("all", "", *_totals(sessions))] if len(rows) > 1 else rows
+    rows: list[Row] = []
+    for group, end in zip(groups, ends, strict=True):
+        steps = f"{group[0].after_step + 1:,} to {end:,}"
+        rows.append((steps, _hardware(group[0]), *_clock_and_device_hours(group)))
+    if len(rows) > 1:
+        rows.append(("all", "", *_clock_and_device_hours(sessions)))
+    return rows
 
 
-def _totals(sessions: Sequence[TrainingSession]) -> tuple[str, str]:
+def _clock_and_device_hours(sessions: Sequence[TrainingSession]) -> tuple[str, str]:
     """Return the hours of the clock, and the hours of all devices together."""
-    of_clock, of_devices = (
-        f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}" if hours >= 0.01 else "under 0.01"
-        for hours in (sum(one.seconds for one in sessions) / 3600, sum(one.device_hours for one in sessions))
-    )
-    return of_clock, of_devices
+    clock_hours = sum(session.seconds for session in sessions) / 3600
+    device_hours = sum(session.device_hours for session in sessions)
+    return _shown_hours(clock_hours), _shown_hours(device_hours)
+
+
+def _shown_hours(hours: float) -> str:
+    if hours >= 10:
+        return f"{hours:,.1f}"
+    return f"{hours:.2g}" if hours >= 0.01 else "under 0.01"
 
 
 def _hardware(session: TrainingSession) -> str:
-    name, _, more = session.device.partition(", ")  # of a CPU, instructions and threads
-    return f"{session.num_devices:,} × {name}" + (f" ({more})" if more else "")
+    """Return the number and the name of a session's devices."""
+    name, _, cpu_details = session.device.partition(", ")  # instructions and threads
+    hardware = f"{session.num_devices:,} × {name}"
+    return f"{hardware} ({cpu_details})" if cpu_details else hardware
 
 
-def lineage_row(branch: checkpoints.BranchPoint, shown: Sequence[str] | None = None) -> Row:
-    """Return the run that was branched off, the step, and the changed arguments, or the ``shown`` ones of these.
+def lineage_row(branch: checkpoints.BranchPoint, shown_arguments: Sequence[str] | None = None) -> Row:
+    """Return the run that was branched off, the step, and the changed arguments, or the ``shown_arguments`` of these.
 
     Paths are shown by their last part.
     """
-    changed = [
-        f"`{name}`: {escaped(public_value(there))} → {escaped(public_value(here))}"
-        for name, (there, here) in branch.changed.items()
-        if shown is None or name in shown
-    ]
-    data = [] if branch.continues_data else ["other data from the start"]
-    return code(last_part(branch.run)), branch.step, Markdown(", ".join([*changed, *data]) or "nothing")
+    changes = []
+    for name, (value_before, value_after) in branch.changed.items():
+        if shown_arguments is None or name in shown_arguments:
+            changes.append(f"`{name}`: {escaped(public_value(value_before))} → {escaped(public_value(value_after))}")
+    if not branch.continues_data:
+        changes.append("other data from the start")
+    return code(last_part(branch.run)), branch.step, Markdown(", ".join(changes) or "nothing")
 
 
 def unit_of_loss(saved: checkpoints.TrainerJson) -> str:
@@ -392,45 +516,66 @@ def unit_of_loss(saved: checkpoints.TrainerJson) -> str:
 
 
 def results_of(record: ModelRecord) -> dict[str, Any]:
-    """Return what the section on the results has: the losses of each source, at the first evaluation and now."""
+    """Return what the section on the results shows: the losses of each source, at the first evaluation and now.
+
+    The names are those of ``templates/model_card.md.j2``.
+    """
+    # the losses of each source, "before → after" if there was an evaluation before
     state = record.saved.state
-    total = sum(part.weight for part in record.parts)
-    now = state.evaluation
-    first = state.first_evaluation or state.evaluation
-    in_nats = unit_of_loss(record.saved) == _NATS
+    evaluation = state.evaluation
+    first_evaluation = state.first_evaluation or evaluation
+    columns = ["source", f"{evaluation.whole.unit if evaluation else 'token'}s evaluated"]
     rows: list[Row] = []
-    columns = ["source", f"{now.whole.unit if now else 'token'}s evaluated"]
-    if now and first:
-        figures = list(now.whole.figures())
+    if evaluation and first_evaluation:
+        figures = list(evaluation.whole.figures())
         columns += [figure.replace("_", " ") for figure in figures]
-        has_before = first.step < now.step
-        columns += ["change of loss"] if has_before else []
-        for name, before, after in checkpoints.compare_evaluations(first, now):
-            pairs = zip(_cells(before, figures), _cells(after, figures), strict=True)
-            cells = [f"{there}\u00a0→\u00a0{here}".strip("\u00a0→") if has_before else here for there, here in pairs]
-            change = [_change(before, after)] if has_before else []
-            rows.append((record.part_name(name), after.num_tokens, *cells, *change))
-    runs = [code(last_part(str(checkpoints.run_of(part.checkpoint)))) for part in record.parts]
+        has_earlier = first_evaluation.step < evaluation.step
+        if has_earlier:
+            columns.append("change of loss")
+        for source, first_loss, loss in checkpoints.compare_evaluations(first_evaluation, evaluation):
+            row = [record.evaluated_name(source), loss.num_tokens]
+            for figure in figures:
+                cell = _figure_cell(loss, figure)
+                first_cell = _figure_cell(first_loss, figure)
+                row.append(f"{first_cell}\u00a0→\u00a0{cell}".strip("\u00a0→") if has_earlier else cell)
+            if has_earlier:
+                row.append(_change_of_loss(first_loss, loss))
+            rows.append(tuple(row))
+
+    # the checkpoints of an average
+    averaged_rows = []
+    total_weight = sum(averaged.weight for averaged in record.averaged)
+    for averaged in record.averaged:
+        run = code(last_part(str(checkpoints.run_of(averaged.checkpoint))))
+        step = checkpoints.read_trainer_json(averaged.checkpoint).state.step
+        averaged_rows.append((run, step, f"{averaged.weight / total_weight:.2%}"))
+
+    perplexity = None
+    if state.val_loss is not None and unit_of_loss(record.saved) == _NATS:
+        perplexity = checkpoints.perplexity(state.val_loss)
     return {
-        "part_rows": [
-            (run, checkpoints.read_trainer_json(part.checkpoint).state.step, f"{part.weight / total:.2%}")
-            for run, part in zip(runs, record.parts, strict=True)
-        ],
-        "now": now,
-        "first": first,
-        "perplexity": None if state.val_loss is None or not in_nats else checkpoints.perplexity(state.val_loss),
+        "averaged_rows": averaged_rows,
+        "now": evaluation,
+        "first": first_evaluation,
+        "perplexity": perplexity,
         "result_columns": " | ".join(columns),
         "result_rows": rows,
     }
 
 
-def _cells(loss: checkpoints.TokenLoss | None, figures: Sequence[str]) -> Iterator[str]:
-    for value in (loss.figures().get(figure) if loss else None for figure in figures):
-        digits = 3 if value is None or value < 100 else 1 if value < 1000 else 0
-        yield "" if value is None else f"{value:,.{digits}f}"
-
-
-def _change(before: checkpoints.TokenLoss | None, after: checkpoints.TokenLoss) -> str:
-    if before is None or not before.loss > 0:
+def _figure_cell(loss: checkpoints.TokenLoss | None, figure: str) -> str:
+    """Return a figure with fewer digits the larger it is; empty if there is none."""
+    value = loss.figures().get(figure) if loss else None
+    if value is None:
         return ""
-    return f"{after.loss / before.loss - 1:+.1%}".replace("-", "−")  # also of the bits per byte
+    if value < 100:
+        return f"{value:,.3f}"
+    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _change_of_loss(first_loss: checkpoints.TokenLoss | None, loss: checkpoints.TokenLoss) -> str:
+    """Return the relative change in percent, which is also that of the bits per byte; empty if there is none."""
+    if first_loss is None or not first_loss.loss > 0:
+        return ""
+    change = loss.loss / first_loss.loss - 1
+    return f"{change:+.1%}".replace("-", "−")

@@ -45,65 +45,86 @@ class PushError(RunError):
 
 @dataclass(frozen=True)
 class PushRequest:
-    repository: str  # OWNER/NAME; a model and a dataset may have the same
+    """Where to push, as the arguments of the command line say."""
+
+    repository: str
+    """OWNER/NAME; a model and a dataset may have the same."""
     repo_type: RepoType
     private: bool = True
-    revision: str | None = None  # a branch, created if it is missing, or refs/pr/N that is open; None is main
+    """Whether a new repository is private."""
+    revision: str | None = None
+    """A branch, created if it is missing, or refs/pr/N of an open pull request; None is main."""
     create_pr: bool = False
+    """Whether to open a pull request."""
 
     @classmethod
-    def of(cls, arguments: PushArguments, repo_type: RepoType) -> "PushRequest":
+    def from_arguments(cls, arguments: PushArguments, repo_type: RepoType) -> "PushRequest":
         assert arguments.push_to_hub is not None
         return cls(arguments.push_to_hub, repo_type, arguments.private, arguments.revision, arguments.create_pr)
 
 
 def push(folder: Path, request: PushRequest, message: str, content: Path | None = None) -> str:
-    """Upload a folder in a commit with ``message``, and return the URL of the files or the pull request.
+    """Upload a folder in one commit.
 
-    What an earlier push of the same content has uploaded is not sent again: pieces of files with ``hf_xet``, whole
-    files without it. ``huggingface_hub`` sends a request again that fails for a moment (a cut connection, 429, 5xx).
-    ``content`` has the files to upload, if they are not in ``folder``, which messages name.
+    Content that an earlier push has uploaded is not sent again: pieces of files with ``hf_xet``, whole files without
+    it. ``huggingface_hub`` repeats a request that fails for a moment (a cut connection, 429, 5xx).
+
+    Args:
+        folder: The folder that messages name.
+        request: Where to push.
+        message: The message of the commit.
+        content: Has the files to upload, if they are not those of ``folder``.
+
+    Returns:
+        The URL of the files or the pull request.
+
+    Raises:
+        PushError: the hub refused the push, or could not be reached.
     """
     api = HfApi()
     name = request.repository
-    kind = request.repo_type
+    repo_type = request.repo_type
     content = content or folder
     files = [file for file in content.rglob("*") if file.is_file()]
     size = show_size(sum(file.stat().st_size for file in files))
-    print(f"pushing {len(files)} files, {size}, to {_page_of(request)}", file=sys.stderr, flush=True)
+    print(f"pushing {len(files)} files, {size}, to {_page_url(request)}", file=sys.stderr, flush=True)
     try:
         with _shown_progress():
-            api.create_repo(name, repo_type=kind, private=request.private, exist_ok=True)
+            api.create_repo(name, repo_type=repo_type, private=request.private, exist_ok=True)
             if request.revision and not request.revision.startswith("refs/"):
-                api.create_branch(name, repo_type=kind, branch=request.revision, exist_ok=True)
+                api.create_branch(name, repo_type=repo_type, branch=request.revision, exist_ok=True)
             commit = api.upload_folder(
                 repo_id=name,
-                repo_type=kind,
+                repo_type=repo_type,
                 folder_path=content,
                 commit_message=message,
                 revision=request.revision,
                 create_pr=request.create_pr,
-                delete_patterns=_REPLACED[kind],
+                delete_patterns=_REPLACED[repo_type],
             )
     # a ValueError if the hub refuses the card's metadata, a RuntimeError around the failure of one file
     except (errors.HTTPError, OSError, ValueError, RuntimeError) as error:
-        further = "; if a pull request was opened, give --revision refs/pr/N with its number instead of --create_pr"
+        advice = "the same command pushes the missing files"
+        if request.create_pr:
+            advice += "; if a pull request was opened, give --revision refs/pr/N with its number instead of --create_pr"
         raise PushError(
-            f"{folder} is complete, but pushing it to {name} failed: {_reason_of(error)}; the same command pushes "
-            f"the missing files{further if request.create_pr else ''}"
+            f"{folder} is complete, but pushing it to {name} failed: {_failure_reason(error)}; {advice}"
         ) from error
-    return commit.pr_url or _page_of(request)
+    return commit.pr_url or _page_url(request)
 
 
-def _page_of(request: PushRequest) -> str:
+def _page_url(request: PushRequest) -> str:
+    """Return the address of the repository, its branch or its pull request on the hub."""
     prefix = "" if request.repo_type == "model" else f"{request.repo_type}s/"
     page = f"{constants.ENDPOINT}/{prefix}{request.repository}"
-    if request.revision and request.revision.startswith("refs/pr/"):
+    if not request.revision:
+        return page
+    if request.revision.startswith("refs/pr/"):
         return f"{page}/discussions/{request.revision.removeprefix('refs/pr/')}"
-    return f"{page}/tree/{request.revision}" if request.revision else page
+    return f"{page}/tree/{request.revision}"
 
 
-def _reason_of(error: BaseException) -> str:
+def _failure_reason(error: BaseException) -> str:
     """Return in one line, without the token, what the hub answered or why there was no answer."""
     while isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
@@ -112,14 +133,16 @@ def _reason_of(error: BaseException) -> str:
     elif isinstance(error, errors.RepositoryNotFoundError):
         reason = "the name is taken by a repository that this token cannot see or write"
     elif isinstance(error, errors.HfHubHTTPError):
-        said = " ".join((error.server_message or error.response.reason_phrase).split())
-        reason = f"the hub answered {error.response.status_code} ({said})"
+        answer = error.server_message or error.response.reason_phrase
+        reason = f"the hub answered {error.response.status_code} ({' '.join(answer.split())})"
     elif isinstance(error, errors.HTTPError):
         reason = f"no answer from {constants.ENDPOINT} ({first_line(error)})"
     else:
         reason = " ".join(str(error).split()) or type(error).__name__
     token = get_token()
-    return redact(reason.replace(token, "***") if token else reason)
+    if token:
+        reason = reason.replace(token, "***")
+    return redact(reason)
 
 
 class _WithoutSecrets(logging.Filter):
@@ -134,37 +157,45 @@ class _WithoutSecrets(logging.Filter):
 @contextmanager
 def _shown_progress() -> Iterator[None]:
     """Let huggingface_hub show its progress, as bars on a terminal and else as lines, and its retries."""
-    is_free = constants.HF_HUB_DISABLE_PROGRESS_BARS is None  # else the user's variable decides about bars
-    were_disabled = are_progress_bars_disabled()
+    is_terminal = sys.stderr.isatty()
+    user_decides = constants.HF_HUB_DISABLE_PROGRESS_BARS is not None  # the environment variable decides about bars
+    had_progress_bars = not are_progress_bars_disabled()
     verbosity = hub_logging.get_verbosity()
-    pipeline = logging.getLogger("huggingface_hub._upload_pipeline")
-    hidden = _WithoutSecrets()
+    pipeline_log = logging.getLogger("huggingface_hub._upload_pipeline")
+    secrets_filter = _WithoutSecrets()
     handlers = logging.getLogger("huggingface_hub").handlers
     hub_logging.set_verbosity_warning()
-    if not sys.stderr.isatty():
-        pipeline.setLevel(logging.INFO)  # a line every half a minute
-    if is_free:
-        (enable_progress_bars if sys.stderr.isatty() else disable_progress_bars)()
+    if not is_terminal:
+        pipeline_log.setLevel(logging.INFO)  # a line every half a minute
+    if not user_decides:
+        _set_progress_bars(is_terminal)
     for handler in handlers:
-        handler.addFilter(hidden)
+        handler.addFilter(secrets_filter)
     try:
         yield
     finally:
         for handler in handlers:
-            handler.removeFilter(hidden)
-        pipeline.setLevel(logging.NOTSET)
+            handler.removeFilter(secrets_filter)
+        pipeline_log.setLevel(logging.NOTSET)
         hub_logging.set_verbosity(verbosity)
-        if is_free:
-            (disable_progress_bars if were_disabled else enable_progress_bars)()
+        if not user_decides:
+            _set_progress_bars(had_progress_bars)
+
+
+def _set_progress_bars(enabled: bool) -> None:
+    if enabled:
+        enable_progress_bars()
+    else:
+        disable_progress_bars()
 
 
 def check_push(request: PushRequest) -> None:
     """Raise an InputError if the hub says that the token may not push to ``request.repository``; create nothing there.
 
-    So who lacks the right hears it before hours of tokenization or conversion. What the user should know about a
-    repository that exists is printed as notes on standard error.
+    So a user without the right learns it before hours of tokenization or conversion. What the user should know about
+    a repository that exists is printed as notes on standard error.
     """
-    asked = f"--push_to_hub {request.repository}"
+    option = f"--push_to_hub {request.repository}"
     api = HfApi()
     try:
         validate_repo_id(request.repository)
@@ -174,90 +205,133 @@ def check_push(request: PushRequest) -> None:
                 f"({_NEW_TOKEN})"
             )
         account = api.whoami()
-        repository = _find(api, request, request.repo_type)
-        missing = _missing_right(account, request) if repository is None else _refusal(api, account, request)
-        notes = _notes(api, request, repository)
+        repository = _find_repository(api, request, request.repo_type)
+        if repository is None:
+            refusal = _refusal_to_create(account, request)
+        else:
+            refusal = _refusal_to_write(api, account, request)
+        notes = _push_notes(api, request, repository)
     except errors.HFValidationError as error:
-        raise InputError(f"{asked}: {error}") from error
+        raise InputError(f"{option}: {error}") from error
     except errors.HfHubHTTPError as error:
         if error.response.status_code == 401:
             raise InputError(
-                f"{asked}: the hub does not accept the token (HF_TOKEN, else the one of `hf auth login`); {_NEW_TOKEN}"
+                f"{option}: the hub does not accept the token (HF_TOKEN, else the one of `hf auth login`); {_NEW_TOKEN}"
             ) from error
-        raise InputError(f"{asked}: {_reason_of(error)}; try again later") from error
+        raise InputError(f"{option}: {_failure_reason(error)}; try again later") from error
     except (errors.OfflineModeIsEnabled, errors.HTTPError, OSError) as error:
         raise InputError(
-            f"{asked}: {_reason_of(error)}; without internet, leave out --push_to_hub here, and give the same command "
-            "with it on a machine that reaches the hub (HF_ENDPOINT, HF_HUB_OFFLINE): it pushes the finished folder"
+            f"{option}: {_failure_reason(error)}; without internet, leave out --push_to_hub here, and give the same "
+            "command with it on a machine that reaches the hub (HF_ENDPOINT, HF_HUB_OFFLINE): it pushes the finished "
+            "folder"
         ) from error
-    if missing:
-        raise InputError(f"{asked}: {missing}")
+    if refusal:
+        raise InputError(f"{option}: {refusal}")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
 
 
-def _find(api: HfApi, request: PushRequest, repo_type: str) -> ModelInfo | DatasetInfo | None:
+def _find_repository(api: HfApi, request: PushRequest, repo_type: str) -> ModelInfo | DatasetInfo | None:
     try:
         return api.repo_info(request.repository, repo_type=repo_type)  # type: ignore[return-value]
     except errors.RepositoryNotFoundError:
         return None
 
 
-def _refusal(api: HfApi, account: dict[str, Any], request: PushRequest) -> str | None:
+def _refusal_to_write(api: HfApi, account: dict[str, Any], request: PushRequest) -> str | None:
     """Return why the token cannot write to a repository that exists, by the hub's own check; None if it can."""
-    shown, role, _ = _token(account)
-    if (request.revision or "").startswith("refs/pr/"):  # the token may be its author, with no other right to write
-        is_there = api.revision_exists(request.repository, request.revision or "", repo_type=request.repo_type)
-        return None if is_there else f"--revision {request.revision}: there is no such pull request"
+    token = _read_token(account)
+    if request.revision and request.revision.startswith("refs/pr/"):
+        # the token may belong to the author of the pull request, who may have no other right to write
+        if api.revision_exists(request.repository, request.revision, repo_type=request.repo_type):
+            return None
+        return f"--revision {request.revision}: there is no such pull request"
     if request.create_pr:  # anyone may propose a change
-        return f"{shown} can only read; {_NEW_TOKEN}" if role == "read" else None
+        return f"{token.description} can only read; {_NEW_TOKEN}" if token.role == "read" else None
     try:
         api.auth_check(request.repository, repo_type=request.repo_type, write=True)
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
-            return f"it exists, and {shown} cannot write to it; {_NEW_TOKEN}, or propose a change with --create_pr true"
+            return (
+                f"it exists, and {token.description} cannot write to it; {_NEW_TOKEN}, or propose a change with "
+                "--create_pr true"
+            )
         if status != 404:  # 404: a mirror without this call; the push itself will show it
             raise
     return None
 
 
-def _missing_right(account: dict[str, Any], request: PushRequest) -> str | None:
-    """Return why the token cannot create the repository, None if nothing that is known here speaks against it."""
+def _refusal_to_create(account: dict[str, Any], request: PushRequest) -> str | None:
+    """Return why the token cannot create the repository; None if nothing in its account speaks against it."""
     name = account.get("name")
     owner = request.repository.split("/")[0]
-    shown, role, scopes = _token(account)
-    if role == "read":
-        return f"{shown} can only read; {_NEW_TOKEN}"
-    organizations = {org["name"]: org.get("roleInOrg") for org in account.get("orgs") or ()}
-    if name and owner.casefold() not in map(str.casefold, (name, *organizations)):
-        places = ", ".join([name, *organizations])
+    token = _read_token(account)
+    if token.role == "read":
+        return f"{token.description} can only read; {_NEW_TOKEN}"
+
+    # names on the hub do not depend on the case of letters
+    organization_roles = {org["name"]: org.get("roleInOrg") for org in account.get("orgs") or ()}
+    if name:
+        owner_names = [name, *organization_roles]
+        if owner.casefold() not in map(str.casefold, owner_names):
+            return (
+                f"{name} cannot create a repository of {owner}; give the name of the account or an organization: "
+                f"{', '.join(owner_names)}"
+            )
+    for organization, role in organization_roles.items():
+        if organization.casefold() == owner.casefold() and role == "read":
+            return f"{name} can only read in the organization {owner}; ask for the role write or contributor"
+
+    if token.role == "fineGrained" and "repo.write" not in token.permissions_for(owner):
         return (
-            f"{name} cannot create a repository of {owner}; give the name of the account or an organization: {places}"
+            f"{token.description} has no write access to the repositories of {owner}; add it (repo.write), or "
+            f"{_NEW_TOKEN}"
         )
-    if "read" in [role for org, role in organizations.items() if org.casefold() == owner.casefold()]:
-        return f"{name} can only read in the organization {owner}; ask for the role write or contributor"
-    if role == "fineGrained" and "repo.write" not in {*scopes.get("", ()), *scopes.get(owner.casefold(), ())}:
-        return f"{shown} has no write access to the repositories of {owner}; add it (repo.write), or {_NEW_TOKEN}"
     return None
 
 
-def _token(account: dict[str, Any]) -> tuple[str, str | None, dict[str, list[str]]]:
-    """Return a token's name in a message, its role, and the permissions of a fine-grained one by owner ("": all)."""
-    token = (account.get("auth") or {}).get("accessToken") or {}  # other kinds, such as a CI job's, have none
-    grained = token.get("fineGrained") or {}
-    scopes = {"": list(grained.get("global") or ())}
-    for scope in grained.get("scoped") or ():
-        owner = str((scope.get("entity") or {}).get("name")).casefold()
-        scopes.setdefault(owner, []).extend(scope.get("permissions") or ())
-    return f"the token {token.get('displayName')!r} of {account.get('name')}", token.get("role"), scopes
+@dataclass(frozen=True)
+class _Token:
+    """What the hub says about a token."""
+
+    description: str
+    """Its name and account, for messages."""
+    role: str | None
+    """read, write or fineGrained; None if the hub does not say it."""
+    permissions_by_owner: dict[str, list[str]]
+    """The permissions of a fine-grained token, by owner in lower case; "" has those for all owners."""
+
+    def permissions_for(self, owner: str) -> set[str]:
+        return {*self.permissions_by_owner.get("", ()), *self.permissions_by_owner.get(owner.casefold(), ())}
 
 
-def _notes(api: HfApi, request: PushRequest, repository: ModelInfo | DatasetInfo | None) -> list[str]:
+def _read_token(account: dict[str, Any]) -> _Token:
+    """Return the token that ``HfApi.whoami`` describes."""
+    auth = account.get("auth") or {}
+    token = auth.get("accessToken") or {}  # other kinds, such as a CI job's, have none
+    fine_grained = token.get("fineGrained") or {}
+    permissions_by_owner = {"": list(fine_grained.get("global") or ())}
+    for scope in fine_grained.get("scoped") or ():
+        entity = scope.get("entity") or {}
+        owner = str(entity.get("name")).casefold()
+        permissions_by_owner.setdefault(owner, []).extend(scope.get("permissions") or ())
+    return _Token(
+        description=f"the token {token.get('displayName')!r} of {account.get('name')}",
+        role=token.get("role"),
+        permissions_by_owner=permissions_by_owner,
+    )
+
+
+def _push_notes(api: HfApi, request: PushRequest, repository: ModelInfo | DatasetInfo | None) -> list[str]:
+    """Return what the user should know before a push to ``repository``, which is None if it does not exist."""
     if repository is None:
-        other: RepoType = "dataset" if request.repo_type == "model" else "model"
-        own = f"{request.repository} is a {other} on the hub; the {request.repo_type} gets a repository of its own"
-        return [own] if _find(api, request, other) else []
+        other_type: RepoType = "dataset" if request.repo_type == "model" else "model"
+        if _find_repository(api, request, other_type) is None:
+            return []
+        return [
+            f"{request.repository} is a {other_type} on the hub; the {request.repo_type} gets a repository of its own"
+        ]
     notes = []
     if request.private and not repository.private:
         notes.append(f"{request.repository} exists and is public: --private true is only for new repositories")
@@ -270,64 +344,93 @@ def _notes(api: HfApi, request: PushRequest, repository: ModelInfo | DatasetInfo
     return notes
 
 
-def download(
-    name: str, folder: Path, revision: str = "main", tokenizer_only: bool = False, pickles: bool = False
-) -> tuple[str, dict[str, int]]:
-    """Download the model ``name`` into ``folder``, which is complete or absent; return its commit, and bytes by file.
+@dataclass(frozen=True)
+class DownloadedModel:
+    """A model that :func:`download` has fetched."""
 
-    ``hub_source.json`` there says which repository and commit it is. Files that an interrupted download has left are
-    not fetched again. ``pickles`` allows weights that are not safetensors.
+    commit: str
+    file_sizes: dict[str, int]
+    """The bytes of each file."""
+
+
+def download(
+    name: str, folder: Path, revision: str = "main", *, tokenizer_only: bool = False, pickles: bool = False
+) -> DownloadedModel:
+    """Download a model into ``folder``, which is complete or absent.
+
+    ``hub_source.json`` in the folder names the repository and commit. Files that an interrupted download has left are
+    not fetched again.
+
+    Args:
+        name: The model's repository.
+        folder: The folder to write; it must not exist or be empty.
+        revision: A branch, tag or commit.
+        tokenizer_only: Whether to leave out the weights.
+        pickles: Whether weights that are not safetensors are allowed.
+
+    Raises:
+        InputError: the model cannot be downloaded.
     """
     check_not_taken(folder)
     unfinished = folder.absolute().with_name(f".{folder.absolute().name}.unfinished")
     check_no_links_in(unfinished)
-    asked = f"--model_name {name}"
+    option = f"--model_name {name}"
+
+    # choose and fetch the files
     try:
         info = HfApi().model_info(name, revision=revision, files_metadata=True)
-        there = {file.rfilename for file in info.siblings or ()}
         assert info.sha is not None  # the hub sends it for every revision
-        names = sorted(text_files(there))
+        hub_files = info.siblings or []
+        hub_names = {file.rfilename for file in hub_files}
+        names = sorted(text_files(hub_names))
         if not tokenizer_only:
-            names += _weights(name, there, info.sha, unfinished, pickles)
-        needed = sum(file.size or 0 for file in info.siblings or () if file.rfilename in names)
-        check_room(folder, needed, name)
+            names += _choose_weights(name, hub_names, info.sha, unfinished, pickles=pickles)
+        num_bytes = sum(file.size or 0 for file in hub_files if file.rfilename in names)
+        check_room(folder, num_bytes, name)
         snapshot_download(name, revision=info.sha, allow_patterns=names, local_dir=unfinished)
     except errors.GatedRepoError as error:
         raise InputError(
-            f"{asked}: its owner asks you to accept its terms: do so on the hub, then run hf auth login"
+            f"{option}: its owner asks you to accept its terms: do so on the hub, then run hf auth login"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise InputError(f"--revision {revision}: {name} has no such branch, tag or commit") from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise InputError(f"{asked}: the hub has no such model; for a private one, run hf auth login") from error
+        raise InputError(f"{option}: the hub has no such model; for a private one, run hf auth login") from error
     except (OSError, errors.HTTPError) as error:
-        raise InputError(f"{asked}: cannot be downloaded: {first_line(error).rstrip('.')}; start again") from error
-    shutil.rmtree(unfinished / ".cache", ignore_errors=True)  # of huggingface_hub; it does not name the repository
-    write_atomically(unfinished / HUB_SOURCE, json.dumps(asdict(HubSource(name, info.sha)), indent=2) + "\n")
+        raise InputError(f"{option}: cannot be downloaded: {first_line(error).rstrip('.')}; start again") from error
+
+    # complete the folder, and only then give it its name
+    shutil.rmtree(unfinished / ".cache", ignore_errors=True)  # huggingface_hub's; it does not name the repository
+    source = HubSource(name, info.sha)
+    write_atomically(unfinished / HUB_SOURCE, json.dumps(asdict(source), indent=2) + "\n")
     if not tokenizer_only:
         check_weight_files(unfinished)
     if folder.is_dir():
         folder.rmdir()
     sync_and_rename(unfinished, folder.absolute())
-    return info.sha, {file: (folder / file).stat().st_size for file in names}
+    return DownloadedModel(info.sha, {file: (folder / file).stat().st_size for file in names})
 
 
-def text_files(there: Iterable[str]) -> list[str]:
+def text_files(names: Iterable[str]) -> list[str]:
     """Return the files of configuration, tokenizer, template and licence; an index belongs to the weights."""
-    return [name for name in there if _TEXTS.fullmatch(name) and not _INDEX.fullmatch(name)]
+    return [name for name in names if _TEXTS.fullmatch(name) and not _INDEX.fullmatch(name)]
 
 
-def _weights(name: str, there: set[str], commit: str, unfinished: Path, pickles: bool) -> list[str]:
-    """Return the files of the weights: safetensors, or pickles if they are requested and nothing else exists."""
-    kinds = [(SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)]
-    kinds += [(WEIGHTS_INDEX_NAME, WEIGHTS_NAME)] if pickles else []
-    for index, single in kinds:
-        if index in there:
-            file = hf_hub_download(name, index, revision=commit, local_dir=unfinished)
-            return [index, *shard_names(Path(file))]
-        if single in there:
-            return [single]
-    if {WEIGHTS_NAME, WEIGHTS_INDEX_NAME} & there:
+def _choose_weights(name: str, hub_names: set[str], commit: str, unfinished: Path, *, pickles: bool) -> list[str]:
+    """Return the files of the weights: safetensors, or pickles if they are requested and nothing else exists.
+
+    An index is fetched into ``unfinished``, since it lists the files.
+    """
+    formats = [(SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)]
+    if pickles:
+        formats.append((WEIGHTS_INDEX_NAME, WEIGHTS_NAME))
+    for index_name, single_name in formats:
+        if index_name in hub_names:
+            index_file = hf_hub_download(name, index_name, revision=commit, local_dir=unfinished)
+            return [index_name, *shard_names(Path(index_file))]
+        if single_name in hub_names:
+            return [single_name]
+    if {WEIGHTS_NAME, WEIGHTS_INDEX_NAME} & hub_names:
         raise InputError(
             f"--model_name {name}: its weights are pickles, not safetensors; use --pickles true "
             "(they are loaded without running code), or another model"

@@ -23,9 +23,10 @@ from fabric_train.files.regular_file import read_json
 from fabric_train.model.weight_files import StoredTensors, Weights
 
 _ADVICE = "convert again"
-_GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+_GPT_NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 INDEX_NAME = "model.safetensors.index.json"
 BLOCK_BYTES = 4 << 20
+"""Bytes in fp32 of a block that is read and written at once."""
 
 
 def published(model: PreTrainedModel, tensors: StoredTensors) -> StoredTensors:
@@ -41,36 +42,46 @@ class PublishedTensors(StoredTensors):
 
     def __init__(self, model: PreTrainedModel, tensors: StoredTensors) -> None:
         self._tensors = tensors
-        self._in_memory: dict[str, str] = {}
+        self._memory_names: dict[str, str] = {}
+        """The name in memory of each published tensor."""
         self._shapes: dict[str, torch.Size] = {}
-        self._renamed: set[str] = set()
-        for name in tensors:
-            outline = torch.empty(tensors.shape(name), device="meta")
-            for published, part in revert_weight_conversion(model, {name: outline}).items():
-                self._in_memory[published] = name
-                self._shapes[published] = part.shape
-                if part is outline:
-                    self._renamed.add(published)
-        self._convert = functools.lru_cache(maxsize=1)(
-            lambda name: revert_weight_conversion(model, {name: tensors.read(name)})
-        )
+        self._only_renamed: set[str] = set()
+        """The published names of tensors whose content stays as it is in memory."""
+        for memory_name in tensors:
+            meta_tensor = torch.empty(tensors.shape(memory_name), device="meta")
+            for published_name, published_tensor in revert_weight_conversion(model, {memory_name: meta_tensor}).items():
+                self._memory_names[published_name] = memory_name
+                self._shapes[published_name] = published_tensor.shape
+                if published_tensor is meta_tensor:
+                    self._only_renamed.add(published_name)
+
+        # the last tensor that was converted: the blocks of its published tensors are read one after the other
+        @functools.lru_cache(maxsize=1)
+        def convert(memory_name: str) -> dict[str, torch.Tensor]:
+            converted: dict[str, torch.Tensor] = revert_weight_conversion(
+                model, {memory_name: tensors.read(memory_name)}
+            )
+            return converted
+
+        self._convert = convert
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._in_memory)
+        return iter(self._memory_names)
 
     def shape(self, name: str) -> torch.Size:
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._tensors.dtype(self._in_memory[name])
+        return self._tensors.dtype(self._memory_names[name])
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Return the block of ``shape`` that begins at ``offsets`` of the published tensor."""
-        if name in self._renamed:
-            return self._tensors.read_block(self._in_memory[name], offsets, shape)
+        memory_name = self._memory_names[name]
+        if name in self._only_renamed:
+            return self._tensors.read_block(memory_name, offsets, shape)
+        published_tensor = self._convert(memory_name)[name]
         block = tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))
-        converted: dict[str, torch.Tensor] = self._convert(self._in_memory[name])
-        return converted[name][block]
+        return published_tensor[block]
 
 
 def add_former_names(folder: Path) -> None:
@@ -78,46 +89,56 @@ def add_former_names(folder: Path) -> None:
 
     config.json stays as it is if transformers 5 would then read one of the settings differently.
     """
-    file = folder / "config.json"
-    written = file.read_bytes()
-    config = read_json(file, dict, _ADVICE)
+    # config.json
+    config_file = folder / "config.json"
+    original_content = config_file.read_bytes()
+    config = read_json(config_file, dict, _ADVICE)
+    original_settings = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+    _write_json(config_file, {**former_names(config), **config})
     settings = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
-    _write_json(file, {**former_names(config), **config})
-    found = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
-    if any(found.get(name) != value for name, value in settings.items()):
-        file.write_bytes(written)
-    file = folder / "tokenizer_config.json"
-    if file.is_file():
-        config = read_json(file, dict, _ADVICE)
-        if config.get("tokenizer_class") == "TokenizersBackend":
-            config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        if isinstance(config.get("extra_special_tokens"), list):
-            config["additional_special_tokens"] = config.pop("extra_special_tokens")
-        if config.get("chat_template", "") is None:
-            del config["chat_template"]  # llama.cpp's converter would take it, and not chat_template.jinja
-        _write_json(file, config)
+    if any(settings.get(name) != value for name, value in original_settings.items()):
+        config_file.write_bytes(original_content)
+
+    # tokenizer_config.json
+    tokenizer_file = folder / "tokenizer_config.json"
+    if not tokenizer_file.is_file():
+        return
+    config = read_json(tokenizer_file, dict, _ADVICE)
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if config.get("chat_template", "") is None:
+        del config["chat_template"]  # llama.cpp's converter would take it, and not chat_template.jinja
+    _write_json(tokenizer_file, config)
 
 
 def raise_tokenizer_limit(folder: Path, longest_row: int, positions: int) -> None:
-    """Let an export's tokenizer take as many tokens as the model, if it was trained on longer rows than that takes."""
+    """Let an export's tokenizer take as many tokens as the model, if training rows were longer than its limit."""
     file = folder / "tokenizer_config.json"
-    config = read_json(file, dict, _ADVICE) if file.is_file() else {}
-    if isinstance(limit := config.get("model_max_length"), int) and limit < longest_row:
+    if not file.is_file():
+        return
+    config = read_json(file, dict, _ADVICE)
+    limit = config.get("model_max_length")
+    if isinstance(limit, int) and limit < longest_row:
         _write_json(file, config | {"model_max_length": positions})
 
 
 def former_names(config: dict[str, Any]) -> dict[str, Any]:
     """Return the former names of the dtype and of rotary positions in config.json, with their values."""
     former = {"torch_dtype": config["dtype"]}
-    rope = dict(config.get("rope_parameters") or {})
-    if any(isinstance(value, dict) for value in rope.values()):
-        return former  # one set for each type of layer, for which there was no common form
-    renamed = _GPT_NEOX if config["model_type"].startswith("gpt_neox") else {}
+    rope_parameters = dict(config.get("rope_parameters") or {})
+    if any(isinstance(value, dict) for value in rope_parameters.values()):
+        return former  # parameters for each type of layer, which transformers 4 had no common form for
+
+    # theta and the rotated part had names of their own, and the other parameters were the scaling
+    is_gpt_neox = config["model_type"].startswith("gpt_neox")
     for name in ("rope_theta", "partial_rotary_factor"):
-        if name in rope:
-            former[renamed.get(name, name)] = rope.pop(name)
-    if rope.get("rope_type", "default") != "default":
-        former["rope_scaling"] = rope
+        if name in rope_parameters:
+            former_name = _GPT_NEOX_NAMES[name] if is_gpt_neox else name
+            former[former_name] = rope_parameters.pop(name)
+    if rope_parameters.get("rope_type", "default") != "default":
+        former["rope_scaling"] = rope_parameters
     return former
 
 
@@ -130,27 +151,35 @@ def write_weights(
 ) -> None:
     """Write ``model.safetensors``, or shards with an index. One block of rows of one tensor is in memory at a time.
 
-    Without a ``dtype``, each tensor keeps its own. A tensor that is larger than ``max_shard_size``, such as 5GB, gets a
-    file of its own.
+    Args:
+        tensors: The tensors to write.
+        folder: The folder to write them into.
+        dtype: The type to round them to; None: each tensor keeps its type.
+        max_shard_size: The largest size of a file, such as 5GB. A larger tensor gets a file of its own.
+        title: The text of the progress bar.
     """
+    # plan the files with tensors that have no memory
     dtypes = {name: dtype or tensors.dtype(name) for name in tensors}
-    outline = {name: torch.empty(tensors.shape(name), dtype=dtypes[name], device="meta") for name in tensors}
-    plan = split_torch_state_dict_into_shards(outline, max_shard_size=max_shard_size)
+    meta_tensors = {}
+    for name in tensors:
+        meta_tensors[name] = torch.empty(tensors.shape(name), dtype=dtypes[name], device="meta")
+    plan = split_torch_state_dict_into_shards(meta_tensors, max_shard_size=max_shard_size)
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=open_console(stderr=True)) as progress:
         task = progress.add_task(title, total=plan.metadata["total_size"])
         for filename, names in plan.filename_to_tensors.items():
-            names = sorted(names, key=lambda name: -dtypes[name].itemsize)  # the header's order
-            header, _ = safetensors_header(
-                [(name, dtypes[name], tensors.shape(name)) for name in names], {"format": "pt"}
-            )
+            # the order of the header: types with the largest elements first
+            ordered_names = sorted(names, key=lambda name: -dtypes[name].itemsize)
+            entries = [(name, dtypes[name], tensors.shape(name)) for name in ordered_names]
+            header, _ = safetensors_header(entries, {"format": "pt"})
             with (folder / filename).open("wb", buffering=0) as file:
-                _write(file, memoryview(header))
-                for name in names:
+                _write_all(file, memoryview(header))
+                for name in ordered_names:
                     for block in blocks(tensors, name, tensors.shape(name)):
                         values = block.to(dtypes[name]).contiguous().reshape(-1)
                         progress.advance(task, values.nbytes)
-                        _write(file, values.view(torch.uint8).numpy().data)
+                        _write_all(file, values.view(torch.uint8).numpy().data)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -161,14 +190,17 @@ def blocks(weights: Weights, name: str, shape: torch.Size) -> Iterator[torch.Ten
     if not shape:
         yield weights.read_block(name, (), ())
         return
-    rest = shape[1:]
-    num_rows = max(1, BLOCK_BYTES // max(1, math.prod(rest) * 4))  # in fp32
-    for begin in range(0, shape[0], num_rows):
-        rows = min(num_rows, shape[0] - begin)
-        yield weights.read_block(name, (begin, *(0 for _ in rest)), (rows, *rest))
+    row_shape = shape[1:]
+    bytes_per_row = max(1, math.prod(row_shape) * 4)  # in fp32
+    rows_per_block = max(1, BLOCK_BYTES // bytes_per_row)
+    for begin in range(0, shape[0], rows_per_block):
+        num_rows = min(rows_per_block, shape[0] - begin)
+        offsets = (begin, *(0 for _ in row_shape))
+        yield weights.read_block(name, offsets, (num_rows, *row_shape))
 
 
-def _write(file: BinaryIO, content: memoryview) -> None:
+def _write_all(file: BinaryIO, content: memoryview) -> None:
     """Write all bytes; one call to the kernel writes 2 GiB at most."""
     while content:
-        content = content[file.write(content) :]
+        num_written = file.write(content)
+        content = content[num_written:]

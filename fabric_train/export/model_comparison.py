@@ -4,19 +4,16 @@ One of the two models is in memory at a time, loaded as a user of transformers w
 half of the available memory, tensors are compared in blocks from the files, and models are run layer by layer.
 """
 
-import filecmp
 import math
-import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from rich.progress import Progress, track
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fabric_train.checkpoint import read_trainer_json
 from fabric_train.checkpoint.adapter_folder import AdapterTensors, open_base
@@ -24,54 +21,70 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console
 from fabric_train.distributed.memory import available_memory
 from fabric_train.export.hub_format import INDEX_NAME, blocks, former_names, published
-from fabric_train.export.source import ExportSource, MergeInto, is_in_4_bits, open_unmerged
-from fabric_train.export.verification import Method, OutputReport, TensorReport, VerificationReport, find_faults
+from fabric_train.export.merged_adapter import MergeInto, is_in_4_bits, open_unmerged
+from fabric_train.export.source import ExportSource
+from fabric_train.export.tokenizer_comparison import FIXED_TEXT, compare_tokenizers
+from fabric_train.export.verification_report import (
+    Method,
+    OutputReport,
+    TensorReport,
+    VerificationReport,
+    find_faults,
+)
 from fabric_train.files.regular_file import read_json
 from fabric_train.inference.load_model import add_adapter, load_onto_devices
 from fabric_train.model import hf_model, load_weights
 from fabric_train.model.layered_forward import LayeredOutput, layered_forward
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, open_weights
 
-_TEXT = (
-    "Now is the winter of our discontent made glorious summer by this sun of York; 1 + 1 = 2, naïve café, 東京.\n"
-    "def main() -> None:\n    print('Hello, world!')\n"
-)
-_WRITTEN_ANEW = {"transformers_version", "_name_or_path", "_from_model_config", "architectures", "dtype", "use_cache"}
+_REWRITTEN_SETTINGS = {
+    "transformers_version",
+    "_name_or_path",
+    "_from_model_config",
+    "architectures",
+    "dtype",
+    "use_cache",
+}
+"""Settings that an export writes itself, so they may differ from the checkpoint's."""
 
 
 @dataclass(frozen=True)
-class _Sides:
+class _ModelPair:
     """An export and its checkpoint, both opened."""
 
-    folder: Path
+    export_dir: Path
     source: ExportSource
     dtype: torch.dtype
-    files: CheckpointTensors
-    stored: StoredTensors  # by the names of weights in memory
-    published: StoredTensors  # the same by the names in which they are exported
+    exported_tensors: CheckpointTensors
+    stored_tensors: StoredTensors
+    """The source's tensors by the names of weights in memory."""
+    published_tensors: StoredTensors
+    """The same tensors by the names in which they are exported."""
     exported_shape: hf_model.ModelShape
-    shape: hf_model.ModelShape
-    input_ids: torch.Tensor  # [1, T], for both models
+    stored_shape: hf_model.ModelShape
+    input_ids: torch.Tensor
+    """int64 [1, T], for both models."""
 
 
 @dataclass(frozen=True)
-class _Outputs:
+class _OutputComparison:
     """The comparison of what two models compute."""
 
     method: Method
     layers: list[OutputReport]
     logits: OutputReport | None
-    wrongly_loaded: list[str]  # weights that transformers misses, does not know, or loads with other values
+    wrongly_loaded: list[str]
+    """Weights that transformers misses, does not know, or loads with other values."""
 
 
-_NOT_RUN = _Outputs("tensors only", [], None, [])
+_NOT_RUN = _OutputComparison("tensors only", layers=[], logits=None, wrongly_loaded=[])
 
 
 def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
     """Compare an export with what it was made from; a damaged file of it is a fault of the report, not an error.
 
     Raises:
-        InputError: what the comparison needs beside the export is not there.
+        InputError: what the comparison needs beside the export is missing.
     """
     hf_model.quiet_transformers()
     source.check_needs()
@@ -79,208 +92,269 @@ def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> Verificat
         if source.is_adapter:
             return compare_adapter(folder, source)
         hf_model.check_readable(str(folder))
-        return _compare(_open(folder, source, dtype))
+        return _compare_models(_open(folder, source, dtype))
     except InputError as error:  # a file is missing or damaged
-        nothing = TensorReport(0, 0, [], [], [], 0.0)
         return VerificationReport(
-            str(dtype).removeprefix("torch."), "tensors only", nothing, [], None, [], "absent", [*error.faults]
+            dtype=str(dtype).removeprefix("torch."),
+            method="tensors only",
+            tensors=TensorReport(compared=0, parameters=0, missing=[], unexpected=[], different=[], max_difference=0.0),
+            layers=[],
+            logits=None,
+            settings=[],
+            tokenizer="absent",
+            faults=list(error.faults),
         )
 
 
-def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _Sides:
+def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _ModelPair:
     shape = hf_model.read_shape(str(source.checkpoint))
-    stored = source.open_reference()
-    return _Sides(
-        folder=folder,
+    stored_tensors = source.open_reference()
+    return _ModelPair(
+        export_dir=folder,
         source=source,
         dtype=dtype,
-        files=open_weights(folder),
-        stored=stored,
-        published=published(load_weights.build_on_meta(shape, dtype), stored),
+        exported_tensors=open_weights(folder),
+        stored_tensors=stored_tensors,
+        published_tensors=published(load_weights.build_on_meta(shape, dtype), stored_tensors),
         exported_shape=hf_model.read_shape(str(folder)),
-        shape=shape,
+        stored_shape=shape,
         input_ids=_fixed_input(folder, shape),
     )
 
 
-def _compare(sides: _Sides) -> VerificationReport:
-    settings = [*_compare_configurations(sides), *_compare_index(sides.folder, sides.files)]
-    of_tokenizer = _compare_tokenizers(sides.folder, sides.source)
-    tensors = _compare_tensors(sides.published, sides.files, sides.dtype)
-    fits = not (settings or tensors.missing or tensors.unexpected or tensors.max_difference == math.inf)
-    outputs = _compare_outputs(sides) if fits else _NOT_RUN
+def _compare_models(pair: _ModelPair) -> VerificationReport:
+    """Compare a whole model: settings, tokenizer, tensors, and outputs if everything else fits together."""
+    settings = [*_compare_configurations(pair), *_compare_index(pair.export_dir, pair.exported_tensors)]
+    tokenizer_differences = compare_tokenizers(pair.export_dir, pair.source)
+    tensors = _compare_tensors(pair.published_tensors, pair.exported_tensors, pair.dtype)
+
+    # a model with other settings, tensors or shapes may not even load
+    has_other_shapes = tensors.max_difference == math.inf
+    can_run = not (settings or tensors.missing or tensors.unexpected or has_other_shapes)
+    outputs = _compare_outputs(pair) if can_run else _NOT_RUN
+
     report = VerificationReport(
-        dtype=str(sides.dtype).removeprefix("torch."),
+        dtype=str(pair.dtype).removeprefix("torch."),
         method=outputs.method,
         tensors=replace(tensors, different=sorted({*tensors.different, *outputs.wrongly_loaded})),
         layers=outputs.layers,
         logits=outputs.logits,
-        settings=[*settings, *(f"{difference} of the tokenizer" for difference in of_tokenizer or ())],
-        tokenizer="absent" if of_tokenizer is None else "different" if of_tokenizer else "equal",
+        settings=[*settings, *_as_settings(tokenizer_differences)],
+        tokenizer=_tokenizer_verdict(tokenizer_differences),
         faults=[],
-        source=sides.source.identity(),
+        source=pair.source.identity(),
     )
-    if fits and sides.source.merges and not sides.source.parts:
-        adapted, rounded, trained = _compare_merged(sides, sides.source.merges)
-        report = replace(report, adapted=adapted, rounded=rounded, trained=trained)
-    return replace(report, faults=find_faults(report, sides.dtype))
+    if can_run and pair.source.merges and not pair.source.averaged:
+        report = _compare_merged(pair, pair.source.merges, report)
+    return replace(report, faults=find_faults(report, pair.dtype))
 
 
-def _compare_merged(sides: _Sides, into: MergeInto) -> tuple[OutputReport, OutputReport, OutputReport | None]:
-    """Compare logits of base and adapter with the merged weights' logits, before and after rounding; all in fp32.
+def _as_settings(tokenizer_differences: list[str] | None) -> list[str]:
+    return [f"{difference} of the tokenizer" for difference in tokenizer_differences or ()]
 
-    The third is of the rounded weights against the trained ones, if these were in 4 bits.
+
+def _tokenizer_verdict(differences: list[str] | None) -> str:
+    if differences is None:
+        return "absent"
+    return "different" if differences else "equal"
+
+
+def _compare_merged(pair: _ModelPair, into: MergeInto, report: VerificationReport) -> VerificationReport:
+    """Return the report with logits of base and adapter compared with those of the merged weights.
+
+    All are computed in fp32, before and after the merged weights are rounded to the export's type. If the base was in
+    4 bits in training, the logits of the trained model are compared with the rounded ones too.
     """
-    checkpoint = sides.source.checkpoint
+    checkpoint = pair.source.checkpoint
     dtype = torch.float32
 
     def logits(model: load_weights.MetaModel) -> torch.Tensor:
-        return layered_forward(model, sides.shape.layer_classes, sides.input_ids, lambda: None).logits
+        return layered_forward(model, pair.stored_shape.layer_classes, pair.input_ids, lambda: None).logits
 
-    exported = load_weights.open_in_parts(sides.exported_shape, dtype)
+    exported = load_weights.open_in_parts(pair.exported_shape, dtype)
     assert exported is not None  # written a moment ago, in safetensors
-    merged = logits(load_weights.open_tensors(sides.shape, sides.stored, dtype))
-    rounded = logits(exported)
-    adapted = logits(open_unmerged(checkpoint, dtype, into)[0])
-    found = _difference(adapted, merged), _difference(adapted, rounded)
+    merged_logits = logits(load_weights.open_tensors(pair.stored_shape, pair.stored_tensors, dtype))
+    rounded_logits = logits(exported)
+    adapted_model, _ = open_unmerged(checkpoint, dtype, into)
+    adapted_logits = logits(adapted_model)
+    report = replace(
+        report,
+        adapted=_compare_values(adapted_logits, merged_logits),
+        rounded=_compare_values(adapted_logits, rounded_logits),
+    )
     if not is_in_4_bits(checkpoint):
-        return *found, None
-    trained = adapted if into == "dequantized" else logits(open_unmerged(checkpoint, dtype, "dequantized")[0])
-    return *found, _difference(trained, rounded)
+        return report
+
+    if into == "dequantized":
+        trained_logits = adapted_logits
+    else:
+        trained_model, _ = open_unmerged(checkpoint, dtype, "dequantized")
+        trained_logits = logits(trained_model)
+    return replace(report, trained=_compare_values(trained_logits, rounded_logits))
 
 
 def compare_adapter(folder: Path, source: ExportSource) -> VerificationReport:
     """Compare an exported adapter: tensors, and logits of plain peft; an InputError if peft cannot open it."""
+    # what this program computes with base and adapter
     opened, shape = open_unmerged(source.checkpoint, torch.float32)
     input_ids = _fixed_input(folder, shape)
-    expected = layered_forward(opened, shape.layer_classes, input_ids, lambda: None).logits
+    expected_logits = layered_forward(opened, shape.layer_classes, input_ids, lambda: None).logits
+
+    # what peft computes
     base = read_trainer_json(source.checkpoint).adapter_base
     assert base is not None  # open_unmerged has found it
-    whole = load_onto_devices(open_base(shape, base, torch.float32))
-    found = _logits(add_adapter(whole, folder, base.place), input_ids.to(whole.device)).cpu()
-    of_tokenizer = _compare_tokenizers(folder, source)
+    base_model = load_onto_devices(open_base(shape, base, torch.float32))
+    peft_model = add_adapter(base_model, folder, base.place)
+    peft_logits = _logits(peft_model, input_ids.to(base_model.device)).cpu()
+
+    tokenizer_differences = compare_tokenizers(folder, source)
     report = VerificationReport(
         dtype="float32",
         method="whole model",
         tensors=_compare_tensors(AdapterTensors(source.checkpoint), AdapterTensors(folder)),
         layers=[],
-        logits=_difference(expected, found),
-        settings=[f"{difference} of the tokenizer" for difference in of_tokenizer or ()],
-        tokenizer="absent" if of_tokenizer is None else "different" if of_tokenizer else "equal",
+        logits=_compare_values(expected_logits, peft_logits),
+        settings=_as_settings(tokenizer_differences),
+        tokenizer=_tokenizer_verdict(tokenizer_differences),
         faults=[],
         source=source.identity(),
     )
     return replace(report, faults=find_faults(report, torch.float32))
 
 
-def _compare_tensors(stored: StoredTensors, found: StoredTensors, dtype: torch.dtype | None = None) -> TensorReport:
+def _compare_tensors(stored: StoredTensors, exported: StoredTensors, dtype: torch.dtype | None = None) -> TensorReport:
     """Compare the tensors in an export's files with the stored ones, cast to ``dtype`` if it is given, by blocks."""
-    names = set(found)
-    wanted = set(stored)
-    common = [name for name in stored if name in names]
+    stored_names = set(stored)
+    exported_names = set(exported)
+    common_names = [name for name in stored if name in exported_names]
     different = []
     max_difference = 0.0
-    for name in track(common, "comparing tensors", console=open_console(stderr=True)):
-        difference = _tensor_difference(stored, found, name, dtype or stored.dtype(name))
+    for name in track(common_names, "comparing tensors", console=open_console(stderr=True)):
+        difference = _tensor_difference(stored, exported, name, dtype or stored.dtype(name))
         if difference is not None:
             different.append(name)
             max_difference = max(max_difference, difference)
     return TensorReport(
-        compared=len(common),
-        parameters=sum(math.prod(found.shape(name)) for name in common),
-        missing=[name for name in stored if name not in names],
-        unexpected=[name for name in found if name not in wanted],
+        compared=len(common_names),
+        parameters=sum(math.prod(exported.shape(name)) for name in common_names),
+        missing=[name for name in stored if name not in exported_names],
+        unexpected=[name for name in exported if name not in stored_names],
         different=different,
         max_difference=max_difference,
     )
 
 
-def _tensor_difference(stored: StoredTensors, found: StoredTensors, name: str, dtype: torch.dtype) -> float | None:
-    """Return the largest difference of a tensor that is not equal in every bit, infinite for another shape; or None."""
+def _tensor_difference(stored: StoredTensors, exported: StoredTensors, name: str, dtype: torch.dtype) -> float | None:
+    """Return the largest absolute difference of a tensor; None if every bit is equal.
+
+    It is infinite for another shape, and 0 if only bits differ, such as those of the type or the sign of a zero.
+    """
     shape = stored.shape(name)
-    if found.shape(name) != shape:
+    if exported.shape(name) != shape:
         return math.inf
-    is_equal = found.dtype(name) == dtype
-    largest = 0.0
-    for wanted, part in zip(blocks(stored, name, shape), blocks(found, name, shape), strict=True):
-        cast = wanted.to(dtype)
-        if not same_bits(cast, part):
+    is_equal = exported.dtype(name) == dtype
+    max_difference = 0.0
+    for stored_block, exported_block in zip(blocks(stored, name, shape), blocks(exported, name, shape), strict=True):
+        expected_block = stored_block.to(dtype)
+        if not same_bits(expected_block, exported_block):
             is_equal = False
-            largest = max(largest, (cast.double() - part.double()).abs().max().item())
-    return None if is_equal else largest
+            difference = (expected_block.double() - exported_block.double()).abs().max().item()
+            max_difference = max(max_difference, difference)
+    return None if is_equal else max_difference
 
 
-def _compare_outputs(sides: _Sides) -> _Outputs:
-    if 2 * sides.shape.num_parameters * sides.dtype.itemsize <= available_memory():
-        return _compare_whole(sides)
-    compared = _compare_layers(sides)
-    if compared is None:
+def _compare_outputs(pair: _ModelPair) -> _OutputComparison:
+    """Run both models, whole if they fit in memory, else layer by layer."""
+    # at most half of the memory for the weights: activations and the process itself take memory too
+    if 2 * pair.stored_shape.num_parameters * pair.dtype.itemsize <= available_memory():
+        return _compare_whole(pair)
+    outputs = _compare_layers(pair)
+    if outputs is None:
         print(
-            f"note: {sides.shape.config.model_type} does not fit in memory and cannot be run layer by layer, so only "
-            "tensors and settings are compared, not the logits",
+            f"note: {pair.stored_shape.config.model_type} does not fit in memory and cannot be run layer by layer, so "
+            "only tensors and settings are compared, not the logits",
             file=sys.stderr,
         )
-    return compared or _NOT_RUN
+        return _NOT_RUN
+    return outputs
 
 
-def _compare_whole(sides: _Sides) -> _Outputs:
+def _compare_whole(pair: _ModelPair) -> _OutputComparison:
     """Run the checkpoint's model, then load the export as its users do and run it."""
-    weights = {name: sides.stored.read(name).to(sides.dtype) for name in sides.stored}
-    expected = _logits(load_weights.build_model(sides.shape, weights, sides.dtype), sides.input_ids)
-    del weights
+    stored_weights = {name: pair.stored_tensors.read(name).to(pair.dtype) for name in pair.stored_tensors}
+    stored_model = load_weights.build_model(pair.stored_shape, stored_weights, pair.dtype)
+    expected_logits = _logits(stored_model, pair.input_ids)
+    del stored_weights, stored_model  # one model is in memory at a time
+
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        sides.folder, dtype="auto", output_loading_info=True, local_files_only=True, trust_remote_code=False
+        pair.export_dir, dtype="auto", output_loading_info=True, local_files_only=True, trust_remote_code=False
     )
-    model, loading = loaded
-    state = model.state_dict()
-    wrong = [name for name in sides.files if name in state and not same_bits(state[name], sides.files.read(name))]
-    for name in set(sides.stored) - set(sides.files):  # they have other names in the files
-        if not same_bits(state[name], sides.stored.read(name).to(sides.dtype)):
-            wrong.append(name)
-    wrong += [*map(str, loading["missing_keys"]), *map(str, loading["unexpected_keys"])]
-    return _Outputs("whole model", [], _difference(expected, _logits(model, sides.input_ids)), wrong)
+    exported_model, loading = loaded
+    state = exported_model.state_dict()
+
+    # weights under the names of the files, then those that have other names in memory
+    wrongly_loaded = []
+    for name in pair.exported_tensors:
+        if name in state and not same_bits(state[name], pair.exported_tensors.read(name)):
+            wrongly_loaded.append(name)
+    for name in set(pair.stored_tensors) - set(pair.exported_tensors):
+        if not same_bits(state[name], pair.stored_tensors.read(name).to(pair.dtype)):
+            wrongly_loaded.append(name)
+    wrongly_loaded += [*map(str, loading["missing_keys"]), *map(str, loading["unexpected_keys"])]
+
+    logits = _compare_values(expected_logits, _logits(exported_model, pair.input_ids))
+    return _OutputComparison("whole model", layers=[], logits=logits, wrongly_loaded=wrongly_loaded)
 
 
-def _compare_layers(sides: _Sides) -> _Outputs | None:
-    """Run both models layer by layer; return None if transformers does not run this family so."""
-    expected = load_weights.open_tensors(sides.shape, sides.stored, sides.dtype)
-    exported = load_weights.open_in_parts(sides.exported_shape, sides.dtype)
-    if exported is None:
+def _compare_layers(pair: _ModelPair) -> _OutputComparison | None:
+    """Run both models layer by layer; return None if transformers cannot run this family layer by layer."""
+    stored_model = load_weights.open_tensors(pair.stored_shape, pair.stored_tensors, pair.dtype)
+    exported_model = load_weights.open_in_parts(pair.exported_shape, pair.dtype)
+    if exported_model is None:
         return None
-    num_layers = getattr(sides.shape.config.get_text_config(), "num_hidden_layers", None)
+    num_layers = getattr(pair.stored_shape.config.get_text_config(), "num_hidden_layers", None)
+    num_forwards = 2 * num_layers if num_layers else None  # of a layer, in both models
     with Progress(console=open_console(stderr=True)) as progress:
-        task = progress.add_task("comparing layers", total=2 * num_layers if num_layers else None)
+        task = progress.add_task("comparing layers", total=num_forwards)
 
         def run(model: load_weights.MetaModel, shape: hf_model.ModelShape) -> LayeredOutput:
-            return layered_forward(model, shape.layer_classes, sides.input_ids, lambda: progress.advance(task))
+            return layered_forward(model, shape.layer_classes, pair.input_ids, lambda: progress.advance(task))
 
         try:
-            outputs = run(expected, sides.shape)
-        except RuntimeError:  # it computes with a weight outside of the module that has it
+            expected = run(stored_model, pair.stored_shape)
+        except RuntimeError:  # the family computes with a weight outside of the module that has it
             return None
-        found = run(exported, sides.exported_shape)
-    layers = [_difference(*pair) for pair in zip(outputs.hidden_states, found.hidden_states, strict=True)]
-    return _Outputs("layer by layer", layers, _difference(outputs.logits, found.logits), [])
+        exported = run(exported_model, pair.exported_shape)
+    layers = []
+    for expected_states, exported_states in zip(expected.hidden_states, exported.hidden_states, strict=True):
+        layers.append(_compare_values(expected_states, exported_states))
+    logits = _compare_values(expected.logits, exported.logits)
+    return _OutputComparison("layer by layer", layers, logits, wrongly_loaded=[])
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits; unlike ``torch.equal``, a NaN equals itself."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+def same_bits(tensor: torch.Tensor, other_tensor: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape, dtype and bits; unlike in ``torch.equal``, a NaN is itself."""
+    if tensor.shape != other_tensor.shape or tensor.dtype != other_tensor.dtype:
         return False
     # by numpy, because torch.equal compares one byte after the other
-    first, second = (tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in (one, other))
-    return np.array_equal(first, second)
+    tensor_bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    other_bytes = other_tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return np.array_equal(tensor_bytes, other_bytes)
 
 
-def _difference(expected: torch.Tensor, found: torch.Tensor) -> OutputReport:
+def _compare_values(expected: torch.Tensor, actual: torch.Tensor) -> OutputReport:
+    """Return the largest difference between two outputs; infinite if their shapes differ."""
     expected = expected.float()
-    found = found.float()
-    difference = (found - expected).abs().max().item() if found.shape == expected.shape else math.inf
-    return OutputReport(found.numel(), expected.abs().max().item(), difference)
+    actual = actual.float()
+    max_difference = math.inf
+    if actual.shape == expected.shape:
+        max_difference = (actual - expected).abs().max().item()
+    return OutputReport(actual.numel(), expected.abs().max().item(), max_difference)
 
 
 @torch.inference_mode()
 def _logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits [1, T, V] in fp32."""
     logits: torch.Tensor = model.eval()(input_ids=input_ids, use_cache=False).logits
     return logits.float()
 
@@ -289,83 +363,52 @@ def _fixed_input(folder: Path, shape: hf_model.ModelShape) -> torch.Tensor:
     """Return the ids [1, T] of the fixed text, or fixed ids without a tokenizer; as many as the model has positions."""
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        ids: torch.Tensor = tokenizer(_TEXT, return_tensors="pt")["input_ids"]
+        ids: torch.Tensor = tokenizer(FIXED_TEXT, return_tensors="pt")["input_ids"]
     else:
+        # 64 ids over the whole vocabulary: 7919 is a prime
         ids = (torch.arange(64) * 7919 % shape.vocab_size).unsqueeze(0)
     return ids[:, : shape.max_positions]
 
 
-def _compare_configurations(sides: _Sides) -> list[str]:
+def _compare_configurations(pair: _ModelPair) -> list[str]:
     """Return the settings of config.json and generation_config.json that differ from the checkpoint's.
 
     An export has its own dtype and architecture, it always uses the cache, and it has names for transformers 4 too.
     """
-    folder = sides.folder
-    exported = sides.exported_shape.config
-    stored = sides.shape.config
-    expected = stored.to_dict()
-    found = exported.to_dict()
-    for name, value in former_names(found).items():
-        if name not in expected and found.get(name) == value:
-            del found[name]
-    differences = [f"{name} in config.json" for name in _different(expected, found)]
-    if exported.dtype != sides.dtype:
+    export_dir = pair.export_dir
+    exported_config = pair.exported_shape.config
+    stored_config = pair.stored_shape.config
+
+    # config.json, without the names that were added for transformers 4
+    stored_settings = stored_config.to_dict()
+    exported_settings = exported_config.to_dict()
+    for name, value in former_names(exported_settings).items():
+        if name not in stored_settings and exported_settings.get(name) == value:
+            del exported_settings[name]
+    differences = [f"{name} in config.json" for name in _different_settings(stored_settings, exported_settings)]
+    if exported_config.dtype != pair.dtype:
         differences.append("dtype in config.json")
-    if not (folder / hf_model.GENERATION_CONFIG).is_file():
+
+    # generation_config.json
+    if not (export_dir / hf_model.GENERATION_CONFIG).is_file():
         return [*differences, hf_model.GENERATION_CONFIG]
-    generation = hf_model.checkpoint_generation_config(sides.source.checkpoint, stored).to_dict()
-    of_export = hf_model.read_generation_config(str(folder), exported).to_dict()
-    return [*differences, *(f"{name} in {hf_model.GENERATION_CONFIG}" for name in _different(generation, of_export))]
-
-
-def _compare_tokenizers(folder: Path, source: ExportSource) -> list[str] | None:
-    """Return what differs between two tokenizers, as transformers reads them and in bytes; None without an original."""
-    files = source.tokenizer_files()
-    if not files:
-        return None
-    differences = _different(_traits(source.tokenizer), _traits(folder))
-    for name, file in files.items():
-        if name == "tokenizer_config.json":  # has names for transformers 4
-            continue
-        if not (folder / name).is_file() or not filecmp.cmp(file, folder / name, shallow=False):
-            differences.append(file.name)
+    stored_generation = hf_model.checkpoint_generation_config(pair.source.checkpoint, stored_config)
+    exported_generation = hf_model.read_generation_config(str(export_dir), exported_config)
+    for name in _different_settings(stored_generation.to_dict(), exported_generation.to_dict()):
+        differences.append(f"{name} in {hf_model.GENERATION_CONFIG}")
     return differences
 
 
-def tokenizer_changed_by_config(tokenizer: Path, config: PretrainedConfig) -> list[str]:
-    """Return what differs in a tokenizer when transformers reads it beside a model's config.json, as in an export.
-
-    transformers chooses the class of a tokenizer by the model's type too. Without a config.json it cannot.
-    """
-    with TemporaryDirectory() as folder:
-        beside = Path(folder)
-        for file in tokenizer.iterdir():
-            if file.is_file():
-                shutil.copyfile(file, beside / file.name)
-        config.save_pretrained(beside)
-        return _different(_traits(tokenizer), _traits(beside))
+def _different_settings(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:
+    names = sorted({*expected, *actual} - _REWRITTEN_SETTINGS)
+    return [name for name in names if expected.get(name) != actual.get(name)]
 
 
-def _compare_index(folder: Path, files: CheckpointTensors) -> list[str]:
+def _compare_index(folder: Path, tensors: CheckpointTensors) -> list[str]:
+    """Return a fault if the index of the weight files names another file for a tensor."""
     if not (folder / INDEX_NAME).is_file():
         return []
     weight_map = read_json(folder / INDEX_NAME, dict, "convert again").get("weight_map")
-    if weight_map != {name: files.file_of(name).name for name in files}:
+    if weight_map != {name: tensors.file_of(name).name for name in tensors}:
         return [f"{INDEX_NAME} does not say which file has which tensor"]
     return []
-
-
-def _traits(source: Path) -> dict[str, Any]:
-    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-    ids = tokenizer(_TEXT)["input_ids"]
-    return {
-        "ids": ids,
-        "decoded text": tokenizer.decode(ids),
-        "special tokens": tokenizer.special_tokens_map,
-        "vocabulary": tokenizer.get_vocab(),
-        "chat template": tokenizer.chat_template,
-    }
-
-
-def _different(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    return [name for name in sorted({*expected, *found} - _WRITTEN_ANEW) if expected.get(name) != found.get(name)]

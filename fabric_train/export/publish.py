@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from fabric_train.export.card_facts import PublicNames, Row
 
 _TASKS = "decontaminate"
-_WHAT_BECAME = {"drop": "left out", "mark": "kept"}
+_OUTCOMES = {"drop": "left out", "mark": "kept"}  # of contaminated documents, by the action of --contaminated
 # two files that are written again, and two with texts that cleaning removed
 _NOT_SENT = (FILE_NAME, "README.md", DROPPED_FILE, CONTAMINATION_FILE)
 
@@ -62,8 +63,10 @@ class PublishArguments(CardArguments):
 
     def faults(self) -> list[str]:
         """Return what :class:`CardArguments` finds, and a missing repository."""
-        missing = [] if self.push_to_hub else ["--push_to_hub is missing: give OWNER/NAME"]
-        return [*missing, *CardArguments.faults(self)]
+        faults = CardArguments.faults(self)
+        if not self.push_to_hub:
+            faults = ["--push_to_hub is missing: give OWNER/NAME", *faults]
+        return faults
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -78,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
 
     folder = Path(arguments.dataset_dir).expanduser()
     manifest = open_finished(folder)
-    check_push(PushRequest.of(arguments, "dataset"))
+    check_push(PushRequest.from_arguments(arguments, "dataset"))
     print(f"pushed to  {publish(arguments, folder, manifest)}")
 
 
@@ -86,7 +89,7 @@ def open_finished(folder: Path) -> Manifest:
     """Return the manifest of a token dataset that is complete, with all its parts; otherwise raise an InputError."""
     if is_slice(folder):
         raise InputError(f"{folder} is a slice of --shard; merge all slices, and publish the result")
-    without_parts([folder])  # none is missing or has changed
+    without_parts([folder])  # raises an error if a part is missing or has changed
     splits = open_splits(folder)
     manifest = read_manifest(folder)
     if manifest is None:
@@ -103,10 +106,10 @@ def publish(arguments: CardArguments, folder: Path, manifest: Manifest) -> str:
     """Push the token dataset ``folder`` with a card; return its address, or raise a RunError if the hub refuses it."""
     from fabric_train.export.hub import PushRequest, push  # slow
 
-    request = PushRequest.of(arguments, "dataset")
-    public = public_copy(folder, manifest, request.repository, arguments.license, arguments.card_language)
-    with terminated_as_interrupted(), public as copy:
-        return push(folder, request, arguments.commit_message or "Token dataset made by Fabric Train", copy)
+    request = PushRequest.from_arguments(arguments, "dataset")
+    copy = public_copy(folder, manifest, request.repository, arguments.license, arguments.card_language)
+    with terminated_as_interrupted(), copy as copy_dir:
+        return push(folder, request, arguments.commit_message or "Token dataset made by Fabric Train", copy_dir)
 
 
 def dataset_card(
@@ -119,12 +122,13 @@ def dataset_card(
     from huggingface_hub import DatasetCard, DatasetCardData  # slow
 
     files = [{"split": name, "path": f"{name}/*.arrow"} for name in manifest.ledger.splits]
+    hub_datasets = {source.hub_name for source in manifest.sources if source.kind == "hub"}
     metadata = DatasetCardData(
         license=license,
         language=languages,
         tags=["fabric-train"],
         task_categories=["text-generation"],
-        source_datasets=sorted({one.hub_name for one in manifest.sources if one.kind == "hub"}) or None,
+        source_datasets=sorted(hub_datasets) or None,
         configs=[{"config_name": "default", "data_files": files}],
     )
     text = markdown.render(
@@ -148,100 +152,129 @@ def _source_rows(manifest: Manifest) -> "list[Row]":
     """Return the rows of :func:`_source_row`. After a merge, a source that several parts have read is one row."""
     if not manifest.parts:
         return [_source_row([source]) for source in manifest.sources]
-    same = defaultdict[object, list[SourceRecord]](list)
+    records_by_source = defaultdict[object, list[SourceRecord]](list)
     for source in manifest.sources:
-        same[source.name, source.kind, source.place, source.revision].append(source)
-    return [_source_row(records) for records in same.values()]
+        records_by_source[source.name, source.kind, source.place, source.revision].append(source)
+    return [_source_row(records) for records in records_by_source.values()]
 
 
 def _source_row(records: Sequence[SourceRecord]) -> "Row":
-    """Return name, counts and share of a source, and its revision on the hub or the number of its files."""
+    """Return name, counts and share of a source, and its revision on the hub or the number of its files.
+
+    ``records`` are those of the same source in several token datasets.
+    """
     source = records[0]
     share = None if source.share_reached is None else f"{source.share_reached:.2%}"
-    place = markdown.Markdown("")
-    count = len({file for one in records for file in one.files})
+    num_files = len(set(chain.from_iterable(record.files for record in records)))
+    origin = markdown.Markdown("")
     if source.kind == "hub":
-        revision = f" at {markdown.code(source.revision[: markdown.SHOWN_DIGITS])}" if source.revision else ""
-        place = markdown.Markdown(markdown.dataset_link(source.hub_name) + revision)
-    elif count:  # their hashes are in manifest.json
-        place = markdown.Markdown(f"{count:,} file{'s' * (count != 1)}, SHA-256 in `manifest.json`")
-    documents = sum(one.documents for one in records)
-    tokens = sum(one.tokens for one in records)
-    return markdown.code(source.name), documents, tokens, share, place
+        origin = markdown.dataset_link(source.hub_name)
+        if source.revision:
+            origin = markdown.Markdown(f"{origin} at {markdown.code(source.revision[: markdown.SHOWN_DIGITS])}")
+    elif num_files:  # their hashes are in manifest.json
+        origin = markdown.Markdown(f"{num_files:,} file{'s' * (num_files != 1)}, SHA-256 in `manifest.json`")
+    num_documents = sum(record.documents for record in records)
+    num_tokens = sum(record.tokens for record in records)
+    return markdown.code(source.name), num_documents, num_tokens, share, origin
 
 
 def _settings_rows(manifest: Manifest) -> "list[Row]":
     """Return name and value of each setting, or the values of all parts."""
-    all_settings = [vars(part.settings) for part in manifest.parts] or [vars(manifest.settings)]
-    found = {name: list(dict.fromkeys(str(one[name]) for one in all_settings)) for name in all_settings[0]}
-    return [(markdown.code(name), markdown.listed(values)) for name, values in found.items() if values != ["None"]]
+    all_settings = [vars(dataset.settings) for dataset in manifest.parts] or [vars(manifest.settings)]
+    rows: list[Row] = []
+    for name in all_settings[0]:
+        values = list(dict.fromkeys(str(settings[name]) for settings in all_settings))  # each once, in order
+        if values != ["None"]:
+            rows.append((markdown.code(name), markdown.listed(values)))
+    return rows
 
 
 @dataclass(frozen=True)
 class Cleaning:
     """The changes to the texts of a token dataset before they became tokens."""
 
-    of_several: bool  # several token datasets were merged, and differ
-    steps: "list[Row]"  # name and settings, or token dataset, name and settings
+    of_several: bool
+    """Whether several token datasets were merged that were cleaned differently."""
+    steps: "list[Row]"
+    """Name and settings of each step, with the token dataset before them if there are several."""
     edits: "list[Row]"
-    checks: list[dict[str, Any]]  # at most one, against evaluation tasks
+    checks: list[dict[str, Any]]
+    """The check against evaluation tasks, if there was one."""
 
 
 def read_cleaning(manifest: Manifest) -> Cleaning:
     """Return what a manifest says about the cleaning of the texts."""
-    parts = [(markdown.last_part(part.name), part.cleaning) for part in manifest.parts]
-    by_dataset = parts or [("", manifest.cleaning)]
-    of_each = [{name: json.dumps(part[name]) for name in part if name != _TASKS} for _, part in by_dataset]
-    of_several = any(one != of_each[0] for one in of_each)
-    steps: list[Row] = [tuple(map(markdown.code, one)) for one in of_each[0].items()]
-    if of_several:
-        steps = [
-            (markdown.code(dataset), markdown.code(name) if name else "none", markdown.code(settings) if name else "")
-            for (dataset, _), one in zip(by_dataset, of_each, strict=True)
-            for name, settings in (one or {"": ""}).items()
-        ]
-    checks = _checked_tasks([part for _, part in by_dataset], manifest.ledger.contaminated)
-    return Cleaning(of_several, steps, list(manifest.ledger.edits.items()), checks)
+    # the token datasets, each with the settings of its steps; a manifest without parts is a single one
+    names = [markdown.last_part(dataset.name) for dataset in manifest.parts] or [""]
+    cleanings = [dataset.cleaning for dataset in manifest.parts] or [manifest.cleaning]
+    steps_of_datasets = []
+    for cleaning in cleanings:
+        steps = {step: json.dumps(settings) for step, settings in cleaning.items() if step != _TASKS}
+        steps_of_datasets.append(steps)
+
+    differ = any(steps != steps_of_datasets[0] for steps in steps_of_datasets)
+    rows: list[Row] = []
+    if not differ:
+        rows = [(markdown.code(step), markdown.code(settings)) for step, settings in steps_of_datasets[0].items()]
+    else:
+        for name, steps in zip(names, steps_of_datasets, strict=True):
+            for step, settings in steps.items():
+                rows.append((markdown.code(name), markdown.code(step), markdown.code(settings)))
+            if not steps:
+                rows.append((markdown.code(name), "none", ""))
+    checks = _checked_tasks(cleanings, manifest.ledger.contaminated)
+    return Cleaning(of_several=differ, steps=rows, edits=list(manifest.ledger.edits.items()), checks=checks)
 
 
-def _checked_tasks(parts: Sequence[dict[str, Any]], contaminated: dict[str, int]) -> list[dict[str, Any]]:
-    checks = [part[_TASKS] for part in parts if _TASKS in part]
+def _checked_tasks(cleanings: Sequence[dict[str, Any]], contaminated: dict[str, int]) -> list[dict[str, Any]]:
+    """Return the check of token datasets against evaluation tasks as ``templates/cleaning.md.j2`` shows it.
+
+    ``contaminated`` counts the documents that share words with each task.
+    """
+    checks = [cleaning[_TASKS] for cleaning in cleanings if _TASKS in cleaning]
     if not checks:
         return []
-    actions = {check["contaminated"] for check in checks}
+    tasks = dict.fromkeys(chain.from_iterable(check["tasks"] for check in checks))
     rows = []
-    for task in dict.fromkeys(task for check in checks for task in check["tasks"]):
+    for task in tasks:
         counts = [check["tasks"][task] for check in checks if task in check["tasks"]]
-        items, too_short = (max(one[name] for one in counts) for name in ("items", "too_short"))
-        where = "all" if len(counts) == len(parts) else f"{len(counts):,} of {len(parts):,} parts"
-        rows.append((markdown.code(task), items, too_short, where, contaminated.get(task, 0)))
-    became = " or ".join(word for action, word in _WHAT_BECAME.items() if action in actions)
-    return [{**checks[0], "became": became, "tasks": rows}]
+        num_items = max(count["items"] for count in counts)
+        num_too_short = max(count["too_short"] for count in counts)
+        checked_in = f"{len(counts):,} of {len(cleanings):,} parts"
+        if len(counts) == len(cleanings):
+            checked_in = "all"
+        rows.append((markdown.code(task), num_items, num_too_short, checked_in, contaminated.get(task, 0)))
+    actions = {check["contaminated"] for check in checks}
+    outcomes = [outcome for action, outcome in _OUTCOMES.items() if action in actions]
+    return [{**checks[0], "became": " or ".join(outcomes), "tasks": rows}]
 
 
 @contextmanager
 def public_copy(
     folder: Path, manifest: Manifest, repository: str, license: str | None, languages: list[str] | None
 ) -> Iterator[Path]:
-    """Yield a folder with links to the files of the token dataset ``folder``, a public manifest and a card.
+    """Yield a folder with links to the files of a token dataset, a public manifest and a card.
 
-    Of parts, it has the files that a full merge writes: links to their rows, and their document indexes joined.
+    A token dataset of parts becomes a plain one, with the files that a full merge writes: links to the rows of the
+    parts, and their document indexes joined.
     """
-    of_parts = is_of_parts(folder)
-    beside = folder.absolute().parent if of_parts else None  # the index of a large dataset may be too large for /tmp
-    with TemporaryDirectory(prefix=".fabric-train-push-", dir=beside) as place:
-        copy = Path(place)
-        if of_parts:
-            write_rows(open_inputs(without_parts([folder])), manifest, copy, _link)
-        for file in (folder / "tokenizer" if of_parts else folder).rglob("*"):
-            place_there = file.relative_to(folder)
-            if file.is_file() and file.name not in _NOT_SENT and place_there.parts[0] != REFERENCE:
-                (copy / place_there).parent.mkdir(parents=True, exist_ok=True)
-                _link(file, copy / place_there)
+    has_parts = is_of_parts(folder)
+    # the index of a large dataset may be too large for /tmp
+    temporary_parent = folder.absolute().parent if has_parts else None
+    with TemporaryDirectory(prefix=".fabric-train-push-", dir=temporary_parent) as temporary_folder:
+        copy_dir = Path(temporary_folder)
+        if has_parts:
+            write_rows(open_inputs(without_parts([folder])), manifest, copy_dir, _link)
+        linked_folder = folder / "tokenizer" if has_parts else folder
+        for file in linked_folder.rglob("*"):
+            relative_path = file.relative_to(folder)
+            if file.is_file() and file.name not in _NOT_SENT and relative_path.parts[0] != REFERENCE:
+                (copy_dir / relative_path).parent.mkdir(parents=True, exist_ok=True)
+                _link(file, copy_dir / relative_path)
         public = public_manifest(manifest)
-        write_manifest(copy, public)
-        dataset_card(public, repository, license, languages).save(copy / "README.md")
-        yield copy
+        write_manifest(copy_dir, public)
+        dataset_card(public, repository, license, languages).save(copy_dir / "README.md")
+        yield copy_dir
 
 
 def _link(file: Path, link: Path) -> None:
@@ -255,27 +288,28 @@ def public_manifest(manifest: Manifest) -> Manifest:
     """
     from fabric_train.export.card_facts import PublicNames  # slow
 
-    names = PublicNames(manifest)
-    part_names = PublicNames(None)
-    splits = {
-        name: replace(split, sources={names[source]: sums for source, sums in split.sources.items()})
-        for name, split in manifest.ledger.splits.items()
-    }
+    source_names = PublicNames(manifest)
+    dataset_names = PublicNames(None)
+    splits = {}
+    for split_name, split in manifest.ledger.splits.items():
+        sums_by_source = {source_names[source]: sums for source, sums in split.sources.items()}
+        splits[split_name] = replace(split, sources=sums_by_source)
+    merged_datasets = []
+    for dataset in manifest.parts:
+        public_dataset = replace(
+            dataset,
+            name=dataset_names[dataset.name],
+            settings=_public_settings(dataset.settings),
+            cleaning=_without_places(dataset.cleaning),
+        )
+        merged_datasets.append(public_dataset)
     return replace(
         manifest,
         ledger=replace(manifest.ledger, splits=splits),
-        sources=tuple(_public_source(source, names) for source in manifest.sources),
+        sources=tuple(_public_source(source, source_names) for source in manifest.sources),
         tokenizer=replace(manifest.tokenizer, name=markdown.public_value(manifest.tokenizer.name)),
         settings=_public_settings(manifest.settings),
-        parts=tuple(
-            replace(
-                part,
-                name=part_names[part.name],
-                settings=_public_settings(part.settings),
-                cleaning=_without_places(part.cleaning),
-            )
-            for part in manifest.parts
-        ),
+        parts=tuple(merged_datasets),
         cleaning=_without_places(manifest.cleaning),
     )
 
@@ -292,27 +326,32 @@ def _without_places(content: Any) -> Any:
 
 
 def _public_settings(settings: Settings) -> Settings:
-    held_out = settings.validation_dataset
-    template = settings.chat_template
-    lines = settings.boilerplate
+    """Return the settings of tokenization with the last part of each path."""
+    validation_dataset = settings.validation_dataset
+    if validation_dataset:
+        validation_dataset = [markdown.public_value(name) for name in validation_dataset]
+    chat_template = settings.chat_template
+    if chat_template:
+        chat_template = markdown.last_part(chat_template)
+    boilerplate = settings.boilerplate
+    if isinstance(boilerplate, str):
+        boilerplate = markdown.last_part(boilerplate)
     return replace(
-        settings,
-        validation_dataset=held_out and [markdown.public_value(name) for name in held_out],
-        chat_template=template and markdown.last_part(template),
-        boilerplate=markdown.last_part(lines) if isinstance(lines, str) else lines,
+        settings, validation_dataset=validation_dataset, chat_template=chat_template, boilerplate=boilerplate
     )
 
 
 def _public_source(source: SourceRecord, names: "PublicNames") -> SourceRecord:
-    place = source.place or source.name
-    files = tuple(
-        replace(
-            file, path=markdown.last_part(file.path) if "://" in file.path or os.path.isabs(file.path) else file.path
-        )
-        for file in source.files
-    )
-    public = place if source.kind == "hub" else markdown.last_part(place)
-    return replace(source, name=names[source.name], place=public, folder=None, files=files)
+    """Return the record of a source without private paths; the paths of its files within it stay."""
+    public_place = source.place or source.name
+    if source.kind != "hub":
+        public_place = markdown.last_part(public_place)
+    files = []
+    for file in source.files:
+        if "://" in file.path or os.path.isabs(file.path):
+            file = replace(file, path=markdown.last_part(file.path))
+        files.append(file)
+    return replace(source, name=names[source.name], place=public_place, folder=None, files=tuple(files))
 
 
 if __name__ == "__main__":

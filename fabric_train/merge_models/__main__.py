@@ -11,7 +11,7 @@ from fabric_train.cli.errors import run_program
 from fabric_train.cli.parser import parse_arguments
 
 if TYPE_CHECKING:
-    from fabric_train.export.verification import VerificationReport
+    from fabric_train.export.verification_report import VerificationReport
     from fabric_train.merge_models.tensors import MergedModels
 
 _DENSITY = 0.5

@@ -29,7 +29,8 @@ from fabric_train.export import model_card
 from fabric_train.export.convert import write_model
 from fabric_train.export.model_card import CardFacts, has_chat_template, licence_metadata
 from fabric_train.export.source import ExportSource
-from fabric_train.export.verification import VerificationReport, verify_in_fresh_process, write_report
+from fabric_train.export.verification import verify_in_fresh_process, write_report
+from fabric_train.export.verification_report import VerificationReport
 from fabric_train.files.atomic_folder import check_not_inside, complete_folder
 from fabric_train.files.regular_file import parse_json
 from fabric_train.files.requirements import check_room

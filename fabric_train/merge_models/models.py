@@ -15,7 +15,7 @@ from transformers.utils import cached_file
 from fabric_train.checkpoint.adapter_folder import is_exported_adapter
 from fabric_train.checkpoint.base_weights import open_base_weights
 from fabric_train.cli.errors import InputError, naming_option
-from fabric_train.export.source import open_whole
+from fabric_train.export.merged_adapter import open_whole
 from fabric_train.inference.load_model import find_own_checkpoint
 from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape
 from fabric_train.model.load_weights import MetaModel, open_pretrained, open_tensors, tied_weight_names

@@ -14,8 +14,8 @@ from typing import Literal
 
 import torch
 
+from fabric_train.export.average import CombinedTensors, weighted_mean
 from fabric_train.export.hub_format import blocks as blocks_of
-from fabric_train.export.source import CombinedTensors, weighted_mean
 from fabric_train.merge_models.models import open_models
 from fabric_train.model.weight_files import StoredTensors
 

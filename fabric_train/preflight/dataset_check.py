@@ -19,7 +19,7 @@ from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.step_sampler import select_validation_rows
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import Rows, TokenDataset
-from fabric_train.export.model_comparison import tokenizer_changed_by_config
+from fabric_train.export.tokenizer_comparison import tokenizer_changed_by_config
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.rope import how_to_extend
@@ -293,7 +293,7 @@ def _wrong_columns(dataset: TokenDataset, name: str, rows: Rows, shape: ModelSha
                 f"{dataset.folder}: {name} has label {wrong}, {shape.source} has {shape.vocab_size} tokens; labels are "
                 f"tokens, or {IGNORED_LABEL} where nothing is to be learnt"
             )
-    outside = rows.row_with_borders_outside()
+    outside = rows.find_row_with_wrong_borders()
     if outside is not None:
         faults.append(
             f"{dataset.folder}: {name} has document_starts that are not in order within their row, row {outside} "

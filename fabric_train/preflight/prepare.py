@@ -19,7 +19,7 @@ from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import checked_out_commit, installed_commit
 from fabric_train.cli.launcher import find_other_world, global_rank
-from fabric_train.data import SHUFFLED, DataOrder, PhaseRows, StreamOrder
+from fabric_train.data.data_order import SHUFFLED, DataOrder, PhaseRows, StreamOrder
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.streaming import Stream, open_stream
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
@@ -407,7 +407,7 @@ def _data_order(
     data: TrainingData, rows_per_window: int, given: "DataArguments", phases: tuple[RunPhase, ...], saved: object
 ) -> DataOrder | StreamOrder:
     if isinstance(data, TokenDataset):
-        return DataOrder.of_one(data.fingerprint, len(data.train), rows_per_window, given.seed, saved)
+        return DataOrder.for_dataset(data.fingerprint, len(data.train), rows_per_window, given.seed, saved)
     if isinstance(data, TokenMixture):
         rows = list(data.rows_per_epoch)
         later = tuple(PhaseRows(phase.first_step, phase.rows_per_epoch) for phase in phases)

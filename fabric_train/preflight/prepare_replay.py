@@ -272,7 +272,7 @@ def _check_contents(run: PreparedRun, rows: np.ndarray) -> tuple[list[str], str]
     """Compare rows, int64 indices into the train split, with the checksums in the document index."""
     data = run.data
     assert isinstance(data, TokenDataset | TokenMixture)
-    places = [data.train.place(row) if isinstance(data, TokenMixture) else (0, row) for row in rows.tolist()]
+    places = [data.train.locate(row) if isinstance(data, TokenMixture) else (0, row) for row in rows.tolist()]
     faults: list[str] = []
     unknown: list[str] = []
     for number, part in enumerate(data.parts):

@@ -12,7 +12,7 @@ from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import global_rank
 from fabric_train.cli.parser import flatten
-from fabric_train.data import DataOrder
+from fabric_train.data.data_order import DataOrder
 from fabric_train.data.step_sampler import VALIDATION_VERSION
 from fabric_train.data.streaming import Stream
 from fabric_train.model.attention import VARLEN
@@ -296,12 +296,14 @@ def _faults_of_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
     step = run.start.state.step
     saved = run.start.state.rows_hash
     before = run.plan.data_starts_after
-    known = (0, "")
+    known_step = 0
+    known_hash = ""
     if (step - before) * run.plan.rows_per_window > _HASHED_AGAIN:
         logged = read_metrics(run.folder / "metrics.csv", step - 1)
-        hashes = [(row.step - before, row.rows_hash) for row in logged[-1:] if row.rows_hash and row.step > before]
-        known = hashes[0] if hashes else known
-    here = run.plan.window_order(run.arguments.data.seed).rows_hash(step - before, known)
+        if logged and logged[-1].rows_hash and logged[-1].step > before:
+            known_step = logged[-1].step - before
+            known_hash = logged[-1].rows_hash
+    here = run.plan.window_order(run.arguments.data.seed).rows_hash(step - before, known_step, known_hash)
     if here == saved:
         return []
     return [

@@ -17,7 +17,7 @@ from rich.table import Table
 from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.argument_types import counted, show_size
 from fabric_train.cli.errors import InputError
-from fabric_train.data import SHUFFLED, DataOrder, PhaseRows, StreamOrder
+from fabric_train.data.data_order import SHUFFLED, DataOrder, PhaseRows, StreamOrder
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.mixture_order import MixtureOrder
 from fabric_train.data.streaming import Stream

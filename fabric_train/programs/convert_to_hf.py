@@ -15,7 +15,7 @@ from fabric_train.cli.parser import parse_arguments
 if TYPE_CHECKING:
     from fabric_train.export.hub import PushRequest
     from fabric_train.export.source import ExportSource
-    from fabric_train.export.verification import VerificationReport
+    from fabric_train.export.verification_report import VerificationReport
 
 
 @dataclass(frozen=True)
@@ -127,22 +127,28 @@ def plan_exports(
     """
     import torch  # slow, like those below
 
-    from fabric_train.export.convert import plan_average, plan_targets
     from fabric_train.export.hub import PushRequest, check_push
+    from fabric_train.export.plan import plan_average, plan_targets
     from fabric_train.model.hf_model import quiet_transformers
 
     damaged: list[str] = []
     paths = [Path(path) for path in arguments.checkpoint]
     output_dir = Path(arguments.output_dir)
     dtype = getattr(torch, arguments.dtype)
-    request = PushRequest.of(arguments, "model") if arguments.push_to_hub else None
+    request = PushRequest.from_arguments(arguments, "model") if arguments.push_to_hub else None
     merges = arguments.merge_into if arguments.merge else None
     if arguments.average:
         targets = plan_average(
-            paths, output_dir, arguments.average, arguments.average_decay, dtype, request is not None, merges
+            paths,
+            output_dir,
+            arguments.average,
+            arguments.average_decay,
+            dtype,
+            push=request is not None,
+            merges=merges,
         )
     else:
-        targets, damaged = plan_targets(paths, output_dir, dtype, request is not None, merges)
+        targets, damaged = plan_targets(paths, output_dir, dtype, push=request is not None, merges=merges)
     if request:
         check_push(request)
     quiet_transformers()
@@ -156,9 +162,11 @@ def export(source: "ExportSource", target: Path, arguments: ConvertArguments) ->
     """
     import torch
 
-    from fabric_train.export.convert import convert, write_adapter_config
+    from fabric_train.export.adapter_export import write_adapter_config
+    from fabric_train.export.convert import convert
     from fabric_train.export.model_card import CardFacts, renew_card
-    from fabric_train.export.verification import is_verified_export, read_report
+    from fabric_train.export.verification import is_verified_export
+    from fabric_train.export.verification_report import read_report
 
     facts = CardFacts(
         name=arguments.push_to_hub or target.absolute().name,

@@ -40,10 +40,10 @@ def main() -> None:
     name = arguments.model_name
     folder = Path(arguments.output_dir)
     tokenizer_only = arguments.tokenizer_only
-    commit, sizes = download(name, folder, arguments.revision, tokenizer_only, arguments.pickles)
-    for file, size in sizes.items():
+    model = download(name, folder, arguments.revision, tokenizer_only=tokenizer_only, pickles=arguments.pickles)
+    for file, size in model.file_sizes.items():
         print(f"{size:>15,}  {file}")
-    print(f"{sum(sizes.values()):>15,}  bytes of {name} at {commit} in {folder}")
+    print(f"{sum(model.file_sizes.values()):>15,}  bytes of {name} at {model.commit} in {folder}")
     option = "--tokenizer_name" if tokenizer_only else "--model_name"
     print(f"use it with {option} {folder}, and set HF_HUB_OFFLINE=1 on machines without internet")
 

@@ -110,7 +110,7 @@ def find_pushed(arguments: "TokenizeArguments") -> "Manifest | None":
     from fabric_train.tokenization.build import find_finished
 
     finished = find_finished(arguments)
-    check_push(PushRequest.of(arguments, "dataset"))
+    check_push(PushRequest.from_arguments(arguments, "dataset"))
     return finished
 
 

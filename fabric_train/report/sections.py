@@ -132,7 +132,7 @@ def _trained_on(record: ModelRecord) -> str:
     shares = card_facts.seen_shares(record)
     if shares:
         return ", ".join(f"{name} ({share:.1%})" for name, share in shares[:_SHOWN_SOURCES])
-    return ", ".join(place.name for place in record.stream_places()[:_SHOWN_SOURCES])
+    return ", ".join(source.name for source in record.stream_sources()[:_SHOWN_SOURCES])
 
 
 def _last(run: RunFiles) -> list[tuple[str, Any]]:

@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Download sample data into .cache and print where it lies: ``fabric-train sample-data smollm2 chats``."""
+"""Download sample data into .cache and print its path: ``fabric-train sample-data smollm2 chats``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

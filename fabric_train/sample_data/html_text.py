@@ -2,35 +2,43 @@
 
 from html.parser import HTMLParser
 
-_BLOCKS = {"p", "h1", "h2", "h3", "h4", "dt", "dd", "li", "td"}
-_LEFT_OUT = {"pre", "script", "style", "table", "title"}
+_BLOCK_TAGS = {"p", "h1", "h2", "h3", "h4", "dt", "dd", "li", "td"}
+_IGNORED_TAGS = {"pre", "script", "style", "table", "title"}
 
 
 def read_paragraphs(page: bytes) -> list[str]:
     """Return the texts of a UTF-8 page's headings, paragraphs and list items, with single spaces."""
-    parser = _Paragraphs()
+    parser = _ParagraphParser()
     parser.feed(page.decode("utf-8"))
     parser.close()
-    texts = (" ".join("".join(pieces).split()) for pieces in parser.blocks)
-    return [text for text in texts if text]
+    paragraphs = []
+    for pieces in parser.blocks:
+        words = "".join(pieces).split()
+        if words:
+            paragraphs.append(" ".join(words))
+    return paragraphs
 
 
-class _Paragraphs(HTMLParser):
+class _ParagraphParser(HTMLParser):
+    """Collects the text of a page in blocks; a tag of a block begins a new one."""
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks: list[list[str]] = [[]]
-        self._left_out = 0
+        self._ignored_depth = 0  # open tags whose text is ignored
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._left_out += tag in _LEFT_OUT
-        if tag in _BLOCKS:
+        if tag in _IGNORED_TAGS:
+            self._ignored_depth += 1
+        if tag in _BLOCK_TAGS:
             self.blocks.append([])
 
     def handle_endtag(self, tag: str) -> None:
-        self._left_out -= tag in _LEFT_OUT
-        if tag in _BLOCKS:
+        if tag in _IGNORED_TAGS:
+            self._ignored_depth -= 1
+        if tag in _BLOCK_TAGS:
             self.blocks.append([])
 
     def handle_data(self, data: str) -> None:
-        if not self._left_out:
+        if not self._ignored_depth:
             self.blocks[-1].append(data)

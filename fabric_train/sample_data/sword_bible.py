@@ -19,34 +19,38 @@ def read_chapters(files: Mapping[str, bytes], testament: str) -> Iterator[str]:
     """
     book = ""
     lines: list[str] = []
-    for entry in _entries(files, testament):
-        begun = _CHAPTER.search(entry)
-        named = _BOOK.search(entry)
-        if (begun or named) and lines:
+    for entry in _read_entries(files, testament):
+        chapter_heading = _CHAPTER.search(entry)
+        book_heading = _BOOK.search(entry)
+        if (chapter_heading or book_heading) and lines:
             yield "\n".join(lines)
             lines = []
-        if named:
-            book = named[1]
-        elif begun:
-            lines = [f"{book} {begun[1]}"]
+        if book_heading:
+            book = book_heading[1]
+        elif chapter_heading:
+            lines = [f"{book} {chapter_heading[1]}"]
         elif lines:  # text before a book's first chapter is its title
-            lines.append(" ".join(_TAG.sub("", entry).split()))
+            verse = _TAG.sub("", entry)
+            lines.append(" ".join(verse.split()))
     yield "\n".join(lines)
 
 
-def _entries(files: Mapping[str, bytes], testament: str) -> Iterator[str]:
+def _read_entries(files: Mapping[str, bytes], testament: str) -> Iterator[str]:
     """Yield the headings and verses in their order, without empty ones (verse numbers that this Bible does not use).
 
     ``.bzz`` has blocks compressed with zlib, ``.bzs`` each block's start and length, and ``.bzv`` each entry's block,
     start in the block and length.
     """
-    table, verses, compressed = (_file(files, f"/{testament}.{suffix}") for suffix in ("bzs", "bzv", "bzz"))
-    sizes = struct.iter_unpack("<III", table)
-    blocks = [zlib.decompress(compressed[start : start + length]) for start, length, _ in sizes]
-    for block, start, length in struct.iter_unpack("<IIH", verses):
+    block_index = _find_file(files, f"/{testament}.bzs")
+    entry_index = _find_file(files, f"/{testament}.bzv")
+    compressed = _find_file(files, f"/{testament}.bzz")
+    blocks = []
+    for start, length, _uncompressed_length in struct.iter_unpack("<III", block_index):
+        blocks.append(zlib.decompress(compressed[start : start + length]))
+    for block, start, length in struct.iter_unpack("<IIH", entry_index):
         if length:
             yield blocks[block][start : start + length].decode("utf-8")
 
 
-def _file(files: Mapping[str, bytes], ending: str) -> bytes:
+def _find_file(files: Mapping[str, bytes], ending: str) -> bytes:
     return next(content for name, content in files.items() if name.endswith(ending))

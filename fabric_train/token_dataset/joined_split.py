@@ -113,7 +113,7 @@ class JoinedSplit:
                 return self.map_rows(file_index).schema
         raise self._damaged()
 
-    def place(self, row: int) -> tuple[Path, int]:
+    def locate(self, row: int) -> tuple[Path, int]:
         """Return the file that has a row, and the row's number in it."""
         batch = self._find_batch(row)
         file = int(self._batches["file"][batch])

@@ -12,7 +12,7 @@ from fabric_train.checkpoint import data_starts_after, find_checkpoint, read_tra
 from fabric_train.checkpoint.trainer_json import find_unreadable
 from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
-from fabric_train.data import KEYED, SHUFFLED, DataOrder, StreamOrder
+from fabric_train.data.data_order import KEYED, SHUFFLED, DataOrder, StreamOrder
 from fabric_train.data.joined_rows import JoinedRows
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.step_sampler import WindowOrder, rank_at
@@ -91,7 +91,7 @@ class RunData:
         """Return the token dataset of a row, and the row's number in its train split."""
         if isinstance(self.datasets, TokenDataset):
             return self.datasets, row
-        part, number = self.datasets.train.place(row)
+        part, number = self.datasets.train.locate(row)
         return self.datasets.parts[part], number
 
     def row_at(self, folder: str, number: int) -> int | None:

@@ -347,8 +347,15 @@ def _untraced_batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
     ranks = data_ranks(fabric)
     if not isinstance(data, Stream):
         order = plan.window_order(arguments.data.seed, ranks.rank)
-        known = (run.start.state.step, run.start.state.rows_hash or "")
-        return TrainBatches(data.train, order, num_workers, pins, plan.data_starts_after, known)
+        return TrainBatches(
+            data.train,
+            order,
+            num_workers,
+            pins,
+            starts_after=plan.data_starts_after,
+            known_step=run.start.state.step,
+            known_hash=run.start.state.rows_hash or "",
+        )
     fabric.barrier()  # rank 0 has written the tokenizer
     start = run.start
     has_begun = start.checkpoint is not None and start.state.step > plan.data_starts_after

@@ -146,7 +146,7 @@ class _Sums:
         if batch.pieces is None or not self._num_sources:
             return
         self._of_sources += sum_by_source(of_pieces, batch.pieces.sources, self._num_sources).to(self._device)
-        self._counts += batch.pieces.count_by_source(self._num_sources, self._as_wholes)
+        self._counts += batch.pieces.count_by_source(self._num_sources, counts_pieces=self._as_wholes)
 
     def over_ranks(self, fabric: Fabric, source_names: Sequence[str]) -> Evaluation:
         """Return the evaluation of what all ranks have added."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from fabric_train.checkpoint import BranchPoint, PhaseParts, PhaseSchedule, TrainerState, read_trainer_json, run_of
 from fabric_train.cli.parser import flatten
 from fabric_train.cli.tables import Component
-from fabric_train.data import SHUFFLED, DataOrder, StreamOrder
+from fabric_train.data.data_order import SHUFFLED, DataOrder, StreamOrder
 from fabric_train.data.mixture_order import MixtureOrder
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.streaming import Stream

@@ -232,7 +232,7 @@ def backpropagate(
         pieces = [batch.pieces for batch in window.batches if batch.pieces is not None]
         sources = torch.cat([part.sources for part in pieces])
         of_sources = sum_by_source(of_pieces, sources, num_sources).to(fabric.device)
-        counted = torch.stack([part.count_by_source(num_sources, as_wholes) for part in pieces])
+        counted = torch.stack([part.count_by_source(num_sources, counts_pieces=as_wholes) for part in pieces])
         tokens_of_sources = counted[:, 0].sum(dim=0)
     return LocalLoss(summed, own_counts, count, metrics, of_pieces[0], of_sources[0], tokens_of_sources, of_sources[1:])
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric_train.data import KEYED, MOST_SHUFFLED, SHUFFLED, DataOrder, describe_changes
+from fabric_train.data.data_order import KEYED, MOST_SHUFFLED, SHUFFLED, DataOrder, describe_changes
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.mixture_order import MixtureOrder
 from fabric_train.data.step_sampler import RowRead, TrainBatches, Window, WindowOrder
@@ -156,23 +156,23 @@ def test_rows_of_the_order_by_index_never_change() -> None:
 @pytest.mark.parametrize("version", [SHUFFLED, KEYED])
 def test_the_hash_of_a_checkpoint_goes_on_as_that_of_all_steps(version: int) -> None:
     order = WindowOrder(31, 4, 2, 1, 0, seed=3, version=version)
-    known = (6, order.rows_hash(6))
-    assert order.rows_hash(11, known) == order.rows_hash(11)
+    known_hash = order.rows_hash(6)
+    assert order.rows_hash(11, 6, known_hash) == order.rows_hash(11)
     for starts_after in (0, 20):
-        given = TrainBatches(numbered(31), order, 0, False, starts_after, (starts_after + known[0], known[1]))
-        windows = given.windows(starts_after + 6, starts_after + 9)
+        batches = TrainBatches(numbered(31), order, 0, False, starts_after, starts_after + 6, known_hash)
+        windows = batches.windows(starts_after + 6, starts_after + 9)
         assert [window.rows_hash for window in windows] == [order.rows_hash(step) for step in (7, 8, 9)]
 
 
 def test_a_run_keeps_the_order_that_it_began_with() -> None:
     given = ("fingerprint", MOST_SHUFFLED + 1, 8, 0)
-    assert DataOrder.of_one(*given).version == KEYED
-    assert DataOrder.of_one("fingerprint", MOST_SHUFFLED, 8, 0).version == SHUFFLED
+    assert DataOrder.for_dataset(*given).version == KEYED
+    assert DataOrder.for_dataset("fingerprint", MOST_SHUFFLED, 8, 0).version == SHUFFLED
     earlier = DataOrder(*given)  # of a version of the program that had no other
-    assert DataOrder.of_one(*given, earlier) == earlier
+    assert DataOrder.for_dataset(*given, earlier) == earlier
     by_index = DataOrder("fingerprint", 10, 8, 0, KEYED)  # of a version with another limit
-    assert DataOrder.of_one("fingerprint", 10, 8, 0, by_index) == by_index
-    assert DataOrder.of_one("another", *given[1:], earlier).version == KEYED
+    assert DataOrder.for_dataset("fingerprint", 10, 8, 0, by_index) == by_index
+    assert DataOrder.for_dataset("another", *given[1:], earlier).version == KEYED
 
 
 def test_numpy_shuffles_int32_as_it_permutes_int64() -> None:

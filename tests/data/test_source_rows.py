@@ -74,11 +74,11 @@ def test_a_mixture_takes_shares_of_sources(folder: Path) -> None:
     assert mixed.rows_per_epoch == (round(sizes["es"] / 2), 0, sizes["va"], 2 * others)
     assert len(mixed.train) == len(dataset.train) + others
     for row in range(len(mixed.train)):
-        part, number = mixed.train.place(row)
+        part, number = mixed.train.locate(row)
         (found,) = mixed.train.read([row])
         (wanted,) = mixed.parts[part].train.read([number])
         assert found[0].tolist() == wanted[0].tolist()
-    places = [mixed.train.place(row) for row in range(len(dataset.train))]
+    places = [mixed.train.locate(row) for row in range(len(dataset.train))]
     assert places[: sizes["es"]] == [(0, row) for row in rows["es"][0]]
     assert [row for part, row in places[sizes["es"] + sizes["en"] :] if part == 0] == [*rows["va"][0], *rows["va"][1]]
 
@@ -91,7 +91,7 @@ def test_the_token_share_of_a_folder_is_that_of_its_other_sources_together(folde
     # a phase that names another source shares the same among more listed sources
     both = Shares("--shares", [{f"{folder}/merged:eu": 0.5}, {f"{folder}/merged": 0.5}], of_tokens=True)
     folders = [str(folder / "merged")]
-    listed = open_mixture(folders, Shares("--shares", [1.0]), True, folder, later=[both, mixed_shares(folder)])
+    listed = open_mixture(folders, Shares("--shares", [1.0]), True, folder, phase_shares=[both, mixed_shares(folder)])
     assert [source.source for source in listed.sources] == ["eu", "es", None]
     rows = listed.rows_of(mixed_shares(folder))
     assert rows[1] in (math.floor(total / 4), math.ceil(total / 4))

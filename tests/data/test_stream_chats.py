@@ -109,7 +109,7 @@ def test_chats_are_mixed_and_shuffled_like_texts(files: dict[str, Path], chatml_
         saved = windows[step - 1].cursors
         assert saved is not None
         cursors = [LaneCursor.from_numbers(numbers) for _, *numbers in saved.tolist()]
-        assert any(cursor.next.offset for cursor in cursors)
+        assert any(cursor.next_row.offset for cursor in cursors)
         resumed = windows_of(stream, 30 - step, FOUR_LANES, cursors=cursors)
         assert labels_of(resumed) == labels_of(windows[step:])
 

@@ -239,7 +239,7 @@ def rows_of(
 def test_a_mixed_stream_resumes_bit_for_bit_on_other_ranks(folder: Path, cut: tuple[int, int, int]) -> None:
     read = documents_of([folder / f"{name}.jsonl" for name in "abc"], [0.15, 1, 0.4], shuffle_buffer=25).read
     rows, after = rows_of(read, (1, 1, 0), 40)
-    assert {cursor.next.epoch for cursor in after[19]} <= {1, 2}
+    assert {cursor.next_row.epoch for cursor in after[19]} <= {1, 2}
     for step in (19, 33):
         resumed, resumed_after = rows_of(read, cut, 40 - step, after[step - 1])
         np.testing.assert_array_equal(resumed, rows[step:])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from fabric_train.arguments import DataArguments, TrainArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.data.batch import Batch, hash_of
+from fabric_train.data.batch import Batch, hash_numbers
 from fabric_train.data.step_sampler import Window
 from fabric_train.data.stream_batches import LaneCursor, LaneOrder, Lanes, StreamBatches, TextPosition, deal
 from fabric_train.data.stream_documents import Document, StreamedDocuments, StreamedSource
@@ -123,7 +123,7 @@ def test_each_document_is_in_one_lane_once_a_pass_in_order(texts: list[str], cut
         one_pass = np.concatenate([letters(text) for text in lanes[lane]])
         endless = np.tile(one_pass, len(taken) // len(one_pass) + 1)
         np.testing.assert_array_equal(taken, endless[: len(taken)])
-        assert after[-1][lane].next.epoch in (len(taken) // len(one_pass), (len(taken) - 1) // len(one_pass))
+        assert after[-1][lane].next_row.epoch in (len(taken) // len(one_pass), (len(taken) - 1) // len(one_pass))
 
 
 @settings(deadline=None, max_examples=20)
@@ -176,8 +176,8 @@ def test_rows_say_where_documents_begin_and_lanes_where_they_go_on() -> None:
         ".efghi",
     ]
     assert [row.document_starts for row in rows] == [[0, 4], [0], [1, 5], [1]]
-    assert [row.cursor.next for row in rows] == [(0, 2, 0), (0, 2, 6), (1, 1, 1), (1, 2, 5)]
-    assert [row.cursor.last for row in rows] == [(0, 0, 0), (0, 2, 0), (0, 2, 6), (1, 1, 1)]
+    assert [row.cursor.next_row for row in rows] == [(0, 2, 0), (0, 2, 6), (1, 1, 1), (1, 2, 5)]
+    assert [row.cursor.last_row for row in rows] == [(0, 0, 0), (0, 2, 0), (0, 2, 6), (1, 1, 1)]
 
 
 def test_few_texts_wait_also_where_long_and_short_ones_take_turns() -> None:
@@ -204,7 +204,7 @@ def test_only_a_ranks_own_documents_are_encoded() -> None:
     list(made.windows(0, 2))
     assert encoded == [texts[1], texts[5]]
     encoded.clear()
-    cursors = [LaneCursor(TextPosition(0, 2, 0), TextPosition(0, 1, 0), hash_of(letters(texts[1])))] * 4
+    cursors = [LaneCursor(TextPosition(0, 2, 0), TextPosition(0, 1, 0), hash_numbers(letters(texts[1])))] * 4
     list(StreamBatches(endless(texts), encode_noted, 1, 10, True, order, cursors, 0, pin_memory=False).windows(1, 2))
     assert encoded == [texts[1], texts[5]]  # of what lies behind, only the last row is encoded again, to compare it
 

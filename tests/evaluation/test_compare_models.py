@@ -24,7 +24,7 @@ from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.compare_models import compare_models
 from fabric_train.evaluation.loss_table import DocumentLoss, compare_evaluated, read_evaluated
 from fabric_train.evaluation.models import LossCache, find_model
-from fabric_train.evaluation.texts import ScoredPart, cut_windows
+from fabric_train.evaluation.texts import TextChunk, cut_windows
 from fabric_train.inference.load_model import load_for_inference
 from fabric_train.training.evaluation import evaluate
 from tests.model.test_rope_frequencies import LONGROPE
@@ -71,7 +71,7 @@ def test_a_full_disk_is_found_before_a_model_is_loaded(
     free: int, fault: str, tmp_path: Path, texts: list[str], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fabric_train.files.requirements.free_bytes", lambda _: free)
-    monkeypatch.setattr("fabric_train.evaluation.compare_models.ModelsInTurn", lambda: pytest.fail("a model is loaded"))
+    monkeypatch.setattr("fabric_train.evaluation.models.ModelsInTurn", lambda: pytest.fail("a model is loaded"))
     with pytest.raises(InputError, match=fault):
         evaluated(tmp_path / "new", "--models", tiny_model_dir, "--texts", *texts)
     assert list(tmp_path.iterdir()) == []
@@ -99,11 +99,13 @@ def plain_nats(folder: Path, text: str, max_length: int, overlap: int) -> list[f
 def test_windows_predict_each_token_once_with_the_overlap(num_tokens: int, length: int, data: st.DataObject) -> None:
     overlap = data.draw(st.integers(1, length - 1))
     windows = list(cut_windows(0, num_tokens, length, overlap))
-    assert [token for window in windows for token in range(window.first, window.stop)] == list(range(num_tokens))
+    assert [token for window in windows for token in range(window.first_predicting, window.stop)] == list(
+        range(num_tokens)
+    )
     for window in windows:
-        assert 0 <= window.begin <= window.first
+        assert 0 <= window.begin <= window.first_predicting
         assert window.stop - window.begin <= length
-        assert window.begin == 0 or window.first - window.begin >= overlap - 1
+        assert window.begin == 0 or window.first_predicting - window.begin >= overlap - 1
 
 
 @pytest.mark.parametrize("overlap", [1, 5])
@@ -298,7 +300,7 @@ def test_parts_join_to_the_whole(
 ) -> None:
     words = ("--models", run, "--texts", *texts, f"tokens={tiny_tokens_dir}", "--max_length", 64)
     whole = evaluated(tmp_path / "whole", *words)
-    monkeypatch.setattr(evaluation_texts, "_PART_TOKENS", 200)
+    monkeypatch.setattr(evaluation_texts, "_CHUNK_TOKENS", 200)
     parts = evaluated(tmp_path / "parts", *words, "--batch_tokens", 100)
     assert len(list((tmp_path / "parts" / "token_losses").iterdir())) > 10
     for source, of_whole in whole[str(run)].items():
@@ -347,7 +349,7 @@ def test_an_adapter_brings_the_tokenizer_that_its_base_lacks(tmp_path: Path, tin
 def test_losses_are_kept_apart_by_the_frequencies_that_the_longest_text_chooses(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    part = ScoredPart(range(1), range(3), "content", longest_input=30)
+    part = TextChunk(range(1), range(3), "content", longest_input=30)
     cache = LossCache(tmp_path)
     for config, are_shared in ((LONGROPE, False), (LlamaConfig(), True)):
         model = replace(find_model(str(tiny_model_dir)), identity=config.model_type, config=config)

@@ -45,13 +45,13 @@ def changes(text: WindowedText) -> LossChanges:
     before = np.full(len(text.target_ids), 4.0, dtype=np.float32)
     after = before + ((text.owners - 16) / 8).astype(np.float32)
     after[np.flatnonzero(text.owners == 1)[:2]] = 7.0
-    return find_changes(("base", "run<1>"), [text], [before], [after])
+    return find_changes("base", "run<1>", [text], [before], [after])
 
 
 def test_documents_are_ranked_by_their_mean_change(text: WindowedText, changes: LossChanges) -> None:
     lengths = np.bincount(text.owners)
     assert lengths[0] < FEWEST_TOKENS <= lengths[1:].min()
-    lines = [int(document.place.split()[-1]) for document in changes.damaged]
+    lines = [int(document.location.split()[-1]) for document in changes.damaged]
     assert lines == [32 - rank for rank in range(NUM_DOCUMENTS)]
     falls = [document.change for document in changes.improved]
     assert falls == sorted(falls)

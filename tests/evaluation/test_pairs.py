@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.evaluation.arguments import EvaluateArguments
-from fabric_train.evaluation.compare_models import PairScores, compare_models, figures_of
+from fabric_train.evaluation.compare_models import compare_models
+from fabric_train.evaluation.pairs import PairScores, figures_of
 from tests.support.pair_datasets import tokenize, write_model, write_source
 
 

@@ -22,10 +22,12 @@ from fabric_train.cli.parser import parse_arguments
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.compare_models import compare_models
 from fabric_train.evaluation.models import find_model
-from fabric_train.export.convert import convert, plan_average, plan_targets
+from fabric_train.export.convert import convert
+from fabric_train.export.merged_adapter import MergeInto, open_unmerged, open_whole
 from fabric_train.export.model_card import CardFacts
 from fabric_train.export.model_comparison import compare
-from fabric_train.export.source import ExportSource, MergeInto, open_unmerged, open_whole
+from fabric_train.export.plan import plan_average, plan_targets
+from fabric_train.export.source import ExportSource
 from fabric_train.files import requirements
 from fabric_train.inference import load_model
 from fabric_train.inference.load_model import load_for_inference, load_onto_devices

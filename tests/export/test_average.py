@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fabric_train.cli.errors import InputError
-from fabric_train.export import convert, source
+from fabric_train.export import average, convert
+from fabric_train.export.average import AveragedTensors, PlainAverage, WeightedCheckpoint
 from fabric_train.export.convert import write_export
-from fabric_train.export.source import AveragedTensors, AveragePart, PlainAverage
 from fabric_train.programs import convert_to_hf
 from tests.support.bad_input_folder import edit_json
 from tests.support.checkpoint_examples import (
@@ -93,7 +93,7 @@ def other_checkpoint(folder: Path, model_dir: Path, *, vocabulary: bool = False,
 def test_the_average_is_the_exact_one_rounded_to_fp32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decay: float
 ) -> None:
-    monkeypatch.setattr(source, "_BLOCK", 8)  # so that tensors are several blocks
+    monkeypatch.setattr(average, "_BLOCK", 8)  # so that tensors are several blocks
     noise = torch.Generator().manual_seed(0)
     stored = [torch.randn(7, 5, generator=noise) * 10.0 ** torch.randint(-6, 6, (7, 5), generator=noise) for _ in "abc"]
     parts = []
@@ -101,7 +101,7 @@ def test_the_average_is_the_exact_one_rounded_to_fp32(
         folder = tmp_path / f"step-{number:08d}"
         folder.mkdir()
         save_file({"matrix": tensor, "vector": tensor[0].bfloat16()}, folder / "model.safetensors")
-        parts.append(AveragePart(folder, decay ** (2 - number)))
+        parts.append(WeightedCheckpoint(folder, decay ** (2 - number)))
     averaged = AveragedTensors(parts)
     plain = PlainAverage(parts)
     for name in ("matrix", "vector"):

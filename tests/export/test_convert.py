@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fabric_train.cli.errors import FAILURE, InputError
 from fabric_train.export import convert, verification
 from fabric_train.export.card_facts import read_exports
-from fabric_train.export.convert import plan_targets, write_export
+from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts, write_model_card
+from fabric_train.export.plan import plan_targets
 from fabric_train.export.source import ExportSource
 from fabric_train.export.verification import VerificationError, verify_in_fresh_process
 from fabric_train.programs import convert_to_hf

@@ -16,7 +16,7 @@ from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts
 from fabric_train.export.model_comparison import compare
 from fabric_train.export.source import ExportSource
-from fabric_train.export.verification import OutputReport, TensorReport, VerificationReport, find_faults
+from fabric_train.export.verification_report import OutputReport, TensorReport, VerificationReport, find_faults
 from tests.model.test_families import FAMILIES
 from tests.support.checkpoint_examples import trained_weights, write_full
 

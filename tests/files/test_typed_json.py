@@ -18,10 +18,10 @@ from fabric_train.checkpoint.discovery import newest_checkpoint
 from fabric_train.checkpoint.files import find_damage
 from fabric_train.checkpoint.manager import read_cursors
 from fabric_train.cli.errors import InputError
-from fabric_train.data import DataOrder
+from fabric_train.data.data_order import DataOrder
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.export.model_card import CardFacts, write_model_card
-from fabric_train.export.verification import OutputReport, TensorReport, VerificationReport
+from fabric_train.export.verification_report import OutputReport, TensorReport, VerificationReport
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.hf_model import load_hf_tokenizer, read_shape
 from fabric_train.model.origin import find_origin

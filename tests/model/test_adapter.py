@@ -30,7 +30,7 @@ from fabric_train.checkpoint.adapter_folder import CONFIG, WEIGHTS, peft_config,
 from fabric_train.checkpoint.peft_settings import uncomputed_settings
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, Targets
-from fabric_train.export.source import MergedTensors
+from fabric_train.export.merged_adapter import MergedTensors
 from fabric_train.model.adapter import (
     Adapter,
     adapted_layers,

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.checkpoint import read_trainer_json
-from fabric_train.export.convert import plan_targets
+from fabric_train.export.plan import plan_targets
 from fabric_train.inference.load_model import load_for_inference
 from fabric_train.preflight.prepare import prepare
 from fabric_train.trace.__main__ import main as trace

@@ -17,7 +17,7 @@ from fabric_train import checkpoint as checkpoints
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.checkpoint.tensors import restore_optimizer
-from fabric_train.data import DataOrder
+from fabric_train.data.data_order import DataOrder
 from fabric_train.distributed.cluster_environment import destroy_process_group
 from fabric_train.distributed.precision import weights_dtype
 from fabric_train.distributed.ranks import flat_shards, named_parameters, original_name

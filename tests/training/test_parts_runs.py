@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fabric_train.checkpoint import read_trainer_json
-from fabric_train.data import KEYED, DataOrder
+from fabric_train.data.data_order import KEYED, DataOrder
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.tokenization import merge
@@ -82,7 +82,7 @@ def test_trace_and_replay_read_parts_as_the_full_merge(both: Runs, capsys: pytes
 
 def test_an_order_by_index_is_saved_resumed_and_traced(both: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     run = both.folder / "run-keyed"
-    few = "import fabric_train.data; fabric_train.data.MOST_SHUFFLED = 10"
+    few = "import fabric_train.data.data_order; fabric_train.data.data_order.MOST_SHUFFLED = 10"
     assert both.train("parts", few + at_point(KILL, 4, "COMPUTING"), fails=True, output_dir=run) == -9
     assert both.train("parts", few, resume="true", output_dir=run) == 0
     saved = read_trainer_json(run / "checkpoints" / "step-00000006")
