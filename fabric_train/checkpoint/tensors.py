@@ -1,14 +1,14 @@
-"""Describe this rank's part of weights and optimizer states, where it lies in the files, and read it back.
+"""Describe this rank's part of weights and optimizer states and its position in the files, and read it back.
 
-Nothing is gathered or copied. A rank's part of a tensor is always one contiguous range of the flattened tensor: of a
-flat vector of FSDP1, some rows of FSDP2, or all of it.
+Nothing is gathered or copied. A rank's part of a tensor is always one contiguous range of the flattened tensor: a range
+of FSDP1's flat vector, some rows with FSDP2, or all of it.
 """
 
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,167 +38,243 @@ from fabric_train.model.trained_parts import trained_parameters
 from fabric_train.model.weight_files import DTYPE_NAMES, NO_ROWS, SHARDING_INFO, CheckpointTensors, shard_name
 from fabric_train.optim.states import DeclaredStates, State
 
-_FULL = {"model": "model.safetensors", "adapter": ADAPTER_WEIGHTS, "optimizer": "optimizer/optimizer.safetensors"}
-_ALIGNMENT = 8  # of the start of the data, as in the safetensors library
+_FULL_FILES = {"model": "model.safetensors", "adapter": ADAPTER_WEIGHTS, "optimizer": "optimizer/optimizer.safetensors"}
+_ALIGNMENT = 8  # bytes, of the start of the data, as in the safetensors library
 
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """A tensor of the checkpoint, and this rank's part of it.
-
-    ``shape`` is the full tensor's. ``parts`` are flat tensors; joined, they are the elements of the flattened
-    full tensor from ``begin``. They are empty if the rank has no part. ``num_copies`` ranks have the same part, and
-    this rank is number ``copy`` of them. ``cut`` is set if the part may begin or end within a row (FSDP1).
-    """
+    """A tensor of the checkpoint, and this rank's part of it."""
 
     name: str
     shape: torch.Size
+    """Shape of the full tensor."""
     dtype: torch.dtype
     begin: int
-    parts: tuple[torch.Tensor, ...]
+    """Index of the part's first element in the flattened full tensor."""
+    segments: tuple[torch.Tensor, ...]
+    """Flat tensors that are this rank's part when they are joined; empty if the rank has no part."""
     num_copies: int
+    """Number of ranks that have the same part."""
     copy: int
-    cut: FlatShard | None = None
+    """Index of this rank among them."""
+    flat_shard: FlatShard | None = None
+    """FSDP1's shard, whose part may begin or end within a row; None for all others."""
 
     @property
     def numel(self) -> int:
-        return sum(part.numel() for part in self.parts)
+        """Number of elements of this rank's part."""
+        return sum(segment.numel() for segment in self.segments)
 
 
 def local_weights(model: Any) -> list[LocalTensor]:
-    """Return parameters and persistent buffers, tied weights once; with an adapter what trains, under peft's names."""
-    cuts = flat_shards(model)
-    if next(adapted_layers(model), None):
-        return [_local(PREFIX + name, parameter, cuts) for name, parameter in trained_parameters(model)]
-    weights = [_local(original_name(name), parameter, cuts) for name, parameter in named_parameters(model)]
+    """Return this rank's part of what a checkpoint has of a set-up model.
+
+    With an adapter these are the parameters that train, under peft's names. Otherwise they are all parameters and
+    persistent buffers, tied weights once.
+    """
+    shards = flat_shards(model)
+    has_adapter = next(adapted_layers(model), None) is not None
+    if has_adapter:
+        return [_local_parameter(PREFIX + name, parameter, shards) for name, parameter in trained_parameters(model)]
+
+    weights = []
+    for name, parameter in named_parameters(model):
+        weights.append(_local_parameter(original_name(name), parameter, shards))
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 # a copy, because a forward pass may change the buffer during the save
-                weights.append(_replicated(original_name(f"{prefix}.{name}"), buffer.detach().clone()))
+                weights.append(_whole_tensor(original_name(f"{prefix}.{name}"), buffer.detach().clone()))
     return weights
 
 
 def local_optimizer_state(model: Any, optimizer: DeclaredStates) -> list[LocalTensor]:
-    """Return the states that the optimizer declares. They are zero for a parameter that has not had a gradient."""
-    cuts = flat_shards(model)
-    by_state: dict[str, list[LocalTensor]] = {}
+    """Return this rank's part of the states that the optimizer declares, all of one state before the next.
+
+    They are zero for a parameter that has not had a gradient.
+    """
+    shards = flat_shards(model)
+    tensors_by_state: dict[str, list[LocalTensor]] = {}
     for name, parameter in trained_parameters(model):
-        weight = _local(name, parameter, cuts)
+        weight = _local_parameter(name, parameter, shards)
         stored = optimizer.read_states(parameter)
         for state in optimizer.declare_states(parameter):
             tensor = _local_state(state, stored.get(state.name), weight, parameter)
-            by_state.setdefault(state.name, []).append(tensor)
-    return [tensor for of_state in by_state.values() for tensor in of_state]
+            tensors_by_state.setdefault(state.name, []).append(tensor)
+    return list(chain.from_iterable(tensors_by_state.values()))
 
 
 def _local_state(
     state: State, stored: torch.Tensor | None, weight: LocalTensor, parameter: nn.Parameter
 ) -> LocalTensor:
-    """Describe this rank's part of a state; ``stored`` is flat, or None before the first step."""
-    has_part = weight.numel > 0
-    shape = weight.shape
-    begin = weight.begin
-    cut = weight.cut
-    if state.shape is not None:  # all ranks have it, and the one with the parameter's first element writes it
-        has_part = has_part and begin == 0
-        shape = state.shape
-        begin = 0
-        cut = None
+    """Describe this rank's part of an optimizer state.
+
+    Args:
+        state: The state's name, dtype and, unless it is sharded like the parameter, shape.
+        stored: The state's values on this rank, flat; None before the first step.
+        weight: This rank's part of the parameter.
+        parameter: The parameter.
+    """
+    name = f"{weight.name}.{state.name}"
+
+    # sharded like the parameter
+    if state.shape is None:
+        if stored is None:
+            stored = torch.zeros(weight.numel, dtype=state.dtype, device=parameter.device)
+        else:
+            stored = _flat_rows(stored, parameter)
+        assert stored.dtype == state.dtype, f"{state.name} is {stored.dtype}, declared as {state.dtype}"
+        segments = (stored,) if weight.numel else ()
+        return replace(weight, name=name, dtype=state.dtype, segments=segments)
+
+    # whole on every rank; the ranks that have the parameter's first element write it
     if stored is None:
-        numel = weight.numel if state.shape is None else shape.numel()
-        stored = torch.zeros(numel, dtype=state.dtype, device=parameter.device)
-    elif state.shape is None:
-        stored = _flat_rows(stored, parameter)
+        stored = torch.zeros(state.shape.numel(), dtype=state.dtype, device=parameter.device)
     assert stored.dtype == state.dtype, f"{state.name} is {stored.dtype}, declared as {state.dtype}"
+    has_first_element = weight.numel > 0 and weight.begin == 0
     return replace(
         weight,
-        name=f"{weight.name}.{state.name}",
-        shape=shape,
+        name=name,
+        shape=state.shape,
         dtype=state.dtype,
-        begin=begin,
-        parts=(stored,) if has_part else (),
-        cut=cut,
+        begin=0,
+        segments=(stored,) if has_first_element else (),
+        flat_shard=None,
     )
 
 
+@dataclass(frozen=True)
+class _MissingElements:
+    """Elements that another rank sends, to complete the last row of a tensor's part."""
+
+    tensor_index: int
+    num_elements: int
+
+
 def align_to_rows(tensors: list[LocalTensor], device: torch.device) -> list[LocalTensor]:
-    """Make every part begin and end at a row of its tensor, which belongs to the rank of its first element.
+    """Make every part begin and end at a row of its tensor. A row goes to the rank that has its first element.
 
-    The others send their elements of it, over ``device``: NCCL does not take what ``--cpu_offload`` keeps on the host.
+    The other ranks send their elements of the row. They are sent from ``device``, since NCCL does not take the tensors
+    that ``--cpu_offload`` keeps on the host. All ranks call this together.
     """
-    outgoing: dict[int, list[torch.Tensor]] = {}
-    incoming: dict[int, list[tuple[int, int]]] = {}  # rank → (index of the tensor, number of elements)
-    completed = list(tensors)
+    outgoing: dict[int, list[torch.Tensor]] = {}  # by receiving rank
+    incoming: dict[int, list[_MissingElements]] = {}  # by sending rank
+    aligned = list(tensors)
     for index, tensor in enumerate(tensors):
-        if tensor.cut is None or not tensor.parts:
+        if tensor.flat_shard is None or not tensor.segments:
             continue
-        cut = tensor.cut
-        row = tensor.shape[1:].numel()
-        (local,), begin, end = tensor.parts, tensor.begin, tensor.begin + tensor.numel
-        num_sent = min(-begin % row, end - begin)
+        shard = tensor.flat_shard
+        (local,) = tensor.segments
+        row_size = tensor.shape[1:].numel()
+        begin = tensor.begin
+        end = begin + tensor.numel
+
+        # the elements before the first row border belong to the rank where their row begins
+        num_sent = min(-begin % row_size, end - begin)
         if num_sent:
-            outgoing.setdefault(cut.owner(begin // row * row), []).append(local[:num_sent])
-        kept = (local[num_sent:],) if num_sent < end - begin else ()
-        completed[index] = replace(tensor, begin=begin + num_sent, parts=kept)
-        for rank, count in _owners(cut, -end % row if kept else 0):
-            incoming.setdefault(rank, []).append((index, count))
-    for rank, message in _exchange(outgoing, incoming, tensors, device).items():
-        for index, count in incoming[rank]:
-            num_bytes = count * tensors[index].dtype.itemsize
-            part = message[:num_bytes].clone().view(tensors[index].dtype)
+            first_element_of_row = begin // row_size * row_size
+            owner = shard.owner(first_element_of_row)
+            outgoing.setdefault(owner, []).append(local[:num_sent])
+        segments = (local[num_sent:],) if num_sent < end - begin else ()
+        aligned[index] = replace(tensor, begin=begin + num_sent, segments=segments)
+
+        # the last row may end on later ranks
+        num_missing = -end % row_size if segments else 0
+        for rank, num_elements in _later_owners(shard, num_missing):
+            incoming.setdefault(rank, []).append(_MissingElements(index, num_elements))
+
+    # a message has the elements of several tensors, in the order of the tensors
+    for rank, message in _exchange_elements(outgoing, incoming, tensors, device).items():
+        for missing in incoming[rank]:
+            dtype = tensors[missing.tensor_index].dtype
+            num_bytes = missing.num_elements * dtype.itemsize
+            segment = message[:num_bytes].clone().view(dtype)  # a copy, since a view needs aligned bytes
             message = message[num_bytes:]
-            completed[index] = replace(completed[index], parts=(*completed[index].parts, part))
-    return completed
+            tensor = aligned[missing.tensor_index]
+            aligned[missing.tensor_index] = replace(tensor, segments=(*tensor.segments, segment))
+    return aligned
 
 
-def _owners(cut: FlatShard, count: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranks after this one that have the next ``count`` elements, each with its number of them."""
-    rank = cut.rank
-    while count:
+def _later_owners(shard: FlatShard, num_elements: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranks after this one that have the next ``num_elements`` elements, each with its number of them."""
+    rank = shard.rank
+    while num_elements:
         rank += 1
-        first, last = cut.range(rank)
-        num_owned = min(last - first, count)
+        begin, end = shard.range(rank)
+        num_owned = min(end - begin, num_elements)
         if num_owned:
             yield rank, num_owned
-        count -= num_owned
+        num_elements -= num_owned
 
 
-def _exchange(
+def _exchange_elements(
     outgoing: dict[int, list[torch.Tensor]],
-    incoming: dict[int, list[tuple[int, int]]],
+    incoming: dict[int, list[_MissingElements]],
     tensors: list[LocalTensor],
     device: torch.device,
 ) -> dict[int, torch.Tensor]:
     """Exchange elements between ranks, one message of bytes per pair of ranks, and return the received messages."""
-    group = next((tensor.cut.group for tensor in tensors if tensor.cut), None)  # the same for all units
-    messages = {to: torch.cat([part.view(torch.uint8).to(device) for part in parts]) for to, parts in outgoing.items()}
-    sizes = {rank: sum(size * tensors[one].dtype.itemsize for one, size in places) for rank, places in incoming.items()}
-    return exchange_bytes(messages, sizes, group, device)
+    messages = {}
+    for rank, segments in outgoing.items():
+        messages[rank] = torch.cat([segment.view(torch.uint8).to(device) for segment in segments])
+    message_sizes = {}
+    for rank, missing_elements in incoming.items():
+        num_bytes = 0
+        for missing in missing_elements:
+            num_bytes += missing.num_elements * tensors[missing.tensor_index].dtype.itemsize
+        message_sizes[rank] = num_bytes
+    group = next((tensor.flat_shard.group for tensor in tensors if tensor.flat_shard), None)  # all units have the same
+    return exchange_bytes(messages, message_sizes, group, device)
 
 
-def _local(name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> LocalTensor:
-    if id(parameter) in cuts:
-        cut = cuts[id(parameter)]
-        begin, end = cut.range(cut.rank)
-        first = max(cut.start - cut.rank * cut.size, 0)
-        local = cut.local[first : first + end - begin]  # the parameter itself may be a view of the gathered weights
-        num_copies = dist.get_world_size() // cut.num_ranks
-        parts = (local.detach().flatten(),) if end > begin else ()
-        copy = dist.get_rank() // cut.num_ranks  # the groups of HYBRID_SHARD are consecutive ranks
-        return LocalTensor(name, cut.shape, cut.local.dtype, begin, parts, num_copies, copy, cut)
+def _local_parameter(name: str, parameter: nn.Parameter, shards: dict[int, FlatShard]) -> LocalTensor:
+    """Describe this rank's part of a parameter; for ``shards`` see ``flat_shards``."""
+    if id(parameter) in shards:
+        return _local_range(name, shards[id(parameter)])
     if isinstance(parameter, DTensor):
-        shape = parameter.shape
-        mesh = parameter.device_mesh
-        _, offsets = compute_local_shape_and_global_offset(shape, mesh, _by_rows(parameter.placements))
-        full: Any = parameter.detach()
-        local = _flat_rows(full.to_local().flatten(), parameter)
-        begin = offsets[0] * shape[1:].numel() if offsets else 0
-        return LocalTensor(name, shape, parameter.dtype, begin, (local,) if local.numel() else (), *_copies(parameter))
-    return _replicated(name, parameter.detach())
+        return _local_rows(name, parameter)
+    return _whole_tensor(name, parameter.detach())
 
 
-def _by_rows(placements: Sequence[Placement]) -> Sequence[Placement]:
+def _local_range(name: str, shard: FlatShard) -> LocalTensor:
+    """Describe this rank's part of a parameter of FSDP1: a range of its flattened elements."""
+    begin, end = shard.range(shard.rank)
+    start = max(shard.start - shard.rank * shard.size, 0)  # in this rank's part of the flat vector
+    # from the flat vector: the parameter itself may be a view of the gathered weights
+    local = shard.local[start : start + end - begin].detach().flatten()
+    return LocalTensor(
+        name=name,
+        shape=shard.shape,
+        dtype=shard.local.dtype,
+        begin=begin,
+        segments=(local,) if end > begin else (),
+        num_copies=dist.get_world_size() // shard.num_ranks,
+        copy=dist.get_rank() // shard.num_ranks,  # the groups of HYBRID_SHARD are consecutive ranks
+        flat_shard=shard,
+    )
+
+
+def _local_rows(name: str, parameter: DTensor) -> LocalTensor:
+    """Describe this rank's rows of a parameter of FSDP2 or tensor parallelism."""
+    shape = parameter.shape
+    placements = _row_placements(parameter.placements)
+    _, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, placements)
+    detached: Any = parameter.detach()
+    local = _flat_rows(detached.to_local().flatten(), parameter)
+    num_copies, copy = _copies(parameter)
+    return LocalTensor(
+        name=name,
+        shape=shape,
+        dtype=parameter.dtype,
+        begin=offsets[0] * shape[1:].numel() if offsets else 0,
+        segments=(local,) if local.numel() else (),
+        num_copies=num_copies,
+        copy=copy,
+    )
+
+
+def _row_placements(placements: Sequence[Placement]) -> Sequence[Placement]:
     """Return placements that shard by rows, which are contiguous, where tensor parallelism shards by columns."""
     if not any(isinstance(placement, Shard) and placement.dim for placement in placements):
         return placements
@@ -208,45 +284,77 @@ def _by_rows(placements: Sequence[Placement]) -> Sequence[Placement]:
 def _flat_rows(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """Return a flat tensor, sharded like ``parameter``, as the rows that this rank saves.
 
-    If tensor parallelism has sharded it by columns, the ranks of the mesh exchange their parts, all together. What
-    ``--cpu_offload`` keeps in host memory is exchanged on the device, one tensor at a time.
+    If tensor parallelism has sharded it by columns, the ranks of the mesh exchange their parts, all together. Tensors
+    that ``--cpu_offload`` keeps in host memory are exchanged on the device, one at a time.
     """
     if not isinstance(parameter, DTensor):
         return local
     mesh = parameter.device_mesh
     placements = parameter.placements
-    rows = _by_rows(parameter.placements)
-    if rows is placements:
+    row_placements = _row_placements(placements)
+    if row_placements is placements:
         return local
     block = local.view(parameter.to_local().shape).to(mesh.device_type)
-    shape = parameter.shape
-    stride = parameter.stride()
-    full = DTensor.from_local(block, mesh, placements, run_check=False, shape=shape, stride=stride)
-    return full.redistribute(placements=rows).to_local().flatten().to(local.device)
+    sharded = DTensor.from_local(
+        block,
+        mesh,
+        placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    rows = sharded.redistribute(placements=row_placements).to_local()
+    return rows.flatten().to(local.device)
 
 
 def _copies(tensor: DTensor) -> tuple[int, int]:
-    """Return how many ranks, ``stride`` apart, have the same part, and the number of this rank among them."""
-    sharded = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
-    ranks = tensor.device_mesh.mesh
-    num_parts = math.prod(tensor.device_mesh.shape[dim] for dim in sharded)
-    strides = [int(ranks.select(dim, 1).min() - ranks.min()) for dim in sharded if ranks.shape[dim] > 1]
+    """Return how many ranks have the same part of a tensor as this rank, and the index of this rank among them.
+
+    A mesh has the ranks in their order. The ranks with different parts are ``stride`` apart: with a mesh
+    [replicate, shard] the stride is 1, with [replicate, shard, tensor] and a tensor that only "shard" divides it is the
+    size of "tensor". Ranks with the same part have the same position within such a group, ``rank % stride``.
+    """
+    mesh = tensor.device_mesh
+    ranks = mesh.mesh
+    sharded_dims = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+    num_parts = math.prod(mesh.shape[dim] for dim in sharded_dims)
+    strides = []
+    for dim in sharded_dims:
+        if ranks.shape[dim] > 1:
+            second_rank = ranks.select(dim, 1).min()
+            strides.append(int(second_rank - ranks.min()))
     stride = min(strides, default=1)
     rank = dist.get_rank()
-    return dist.get_world_size() // num_parts, rank // (stride * num_parts) * stride + rank % stride
+    copy = rank // (stride * num_parts) * stride + rank % stride
+    return dist.get_world_size() // num_parts, copy
 
 
-def _replicated(name: str, tensor: torch.Tensor) -> LocalTensor:
-    ranks = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    return LocalTensor(name, tensor.shape, tensor.dtype, 0, (tensor.flatten(),) if tensor.numel() else (), *ranks)
+def _whole_tensor(name: str, tensor: torch.Tensor) -> LocalTensor:
+    """Describe a tensor of which every rank has all elements."""
+    return LocalTensor(
+        name=name,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        begin=0,
+        segments=(tensor.flatten(),) if tensor.numel() else (),
+        num_copies=dist.get_world_size() if dist.is_initialized() else 1,
+        copy=dist.get_rank() if dist.is_initialized() else 0,
+    )
 
 
 def rank_writes(
     part: str, tensors: list[LocalTensor], fabric: Fabric, state_dict_type: str
 ) -> tuple[list[Write], list[int]]:
-    """Return this rank's writes of ``part`` (model, adapter, optimizer), "full" or "sharded"; adapters are full.
+    """Return what this rank writes of a part of the checkpoint.
 
-    Sharded ones come with the :func:`first_rows`, the others with none.
+    Args:
+        part: "model", "adapter" or "optimizer".
+        tensors: This rank's part of each tensor.
+        fabric: The run's Fabric; all ranks call this together.
+        state_dict_type: "full" or "sharded"; an adapter is always written in full.
+
+    Returns:
+        The writes, and the :func:`first_rows` of a sharded part; a full part has none.
     """
     if state_dict_type == "sharded" and part != "adapter":
         aligned = align_to_rows(tensors, fabric.device)
@@ -255,124 +363,161 @@ def rank_writes(
 
 
 def full_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Write]:
-    """Return this rank's writes into the file of ``part``, see ``rank_writes``. Rank 0 also writes the header."""
-    file = _FULL[part]
+    """Return this rank's writes into the only file of ``part``, see :func:`rank_writes`; rank 0 writes the header."""
+    file = _FULL_FILES[part]
     entries = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     header, offsets = safetensors_header(entries, {"format": "pt"})
-    writes = [Write(file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))] if rank == 0 else []
+    writes = []
+    if rank == 0:
+        writes.append(Write(file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8)))
     for tensor in select_owned(tensors):
-        writes += _consecutive(file, offsets[tensor.name] + tensor.begin * tensor.dtype.itemsize, tensor.parts)
+        offset = offsets[tensor.name] + tensor.begin * tensor.dtype.itemsize
+        writes += _consecutive_writes(file, offset, tensor.segments)
     return writes
 
 
 def sharded_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Write]:
     """Return this rank's writes into its own file of ``part``; its parts of ``tensors`` are whole rows."""
-    blocks = {tensor.name: tensor for tensor in select_owned(tensors)}
-    if not blocks:
+    owned = select_owned(tensors)
+    if not owned:
         return []
     file = shard_name(part, rank)
-    begins = {name: {"saved_offsets": _block(tensor)[0]} for name, tensor in blocks.items()}
-    entries = [(name, tensor.dtype, _block(tensor)[1]) for name, tensor in blocks.items()]
-    metadata = {SHARDING_INFO: json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
-    header, offsets = safetensors_header(entries, metadata)
+    entries = []
+    saved_offsets = {}
+    for tensor in owned:
+        offsets, shape = _row_block(tensor)
+        entries.append((tensor.name, tensor.dtype, shape))
+        saved_offsets[tensor.name] = {"saved_offsets": offsets}
+    metadata = {SHARDING_INFO: json.dumps(saved_offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    header, positions = safetensors_header(entries, metadata)
     writes = [Write(file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))]
-    for name, tensor in blocks.items():
-        writes += _consecutive(file, offsets[name], tensor.parts)
+    for tensor in owned:
+        writes += _consecutive_writes(file, positions[tensor.name], tensor.segments)
     return writes
 
 
 def first_rows(tensors: list[LocalTensor]) -> list[int]:
-    """Return the first row of what this rank writes of each tensor, for ``write_shard_index``."""
-    owned = {tensor.name: next(iter(_block(tensor)[0]), 0) for tensor in select_owned(tensors)}
-    return [owned.get(tensor.name, NO_ROWS) for tensor in tensors]
+    """Return the first row of what this rank writes of each tensor, for ``write_shard_index``; ``NO_ROWS`` if none."""
+    first_row_by_name = {}
+    for tensor in select_owned(tensors):
+        offsets, _ = _row_block(tensor)
+        first_row_by_name[tensor.name] = offsets[0] if offsets else 0
+    return [first_row_by_name.get(tensor.name, NO_ROWS) for tensor in tensors]
 
 
 def select_owned(tensors: Iterable[LocalTensor]) -> list[LocalTensor]:
     """Return the tensors whose parts this rank writes; ranks that have the same part share the bytes evenly."""
-    written: dict[int, list[int]] = {}  # number of copies → bytes assigned to each copy
+    loads_by_num_copies: dict[int, list[int]] = {}  # bytes that each of the copies writes so far
     owned = []
     for tensor in tensors:
-        loads = written.setdefault(tensor.num_copies, [0] * tensor.num_copies)
-        chosen = loads.index(min(loads))
-        loads[chosen] += tensor.numel * tensor.dtype.itemsize
-        if tensor.parts and chosen == tensor.copy:
+        loads = loads_by_num_copies.setdefault(tensor.num_copies, [0] * tensor.num_copies)
+        writing_copy = loads.index(min(loads))
+        loads[writing_copy] += tensor.numel * tensor.dtype.itemsize
+        if tensor.segments and writing_copy == tensor.copy:
             owned.append(tensor)
     return owned
 
 
-def _consecutive(file: str, offset: int, parts: Sequence[torch.Tensor]) -> list[Write]:
-    offsets = accumulate((part.nbytes for part in parts), initial=offset)
-    return [Write(file, begin, part) for begin, part in zip(offsets, parts, strict=False)]
+def _consecutive_writes(file: str, offset: int, segments: Sequence[torch.Tensor]) -> list[Write]:
+    """Return the writes of tensors that follow each other in a file from ``offset`` on."""
+    writes = []
+    for segment in segments:
+        writes.append(Write(file, offset, segment))
+        offset += segment.nbytes
+    return writes
 
 
-def _block(tensor: LocalTensor) -> tuple[list[int], list[int]]:
-    """Return the offsets in the full tensor of this rank's rows, and their shape."""
+def _row_block(tensor: LocalTensor) -> tuple[list[int], list[int]]:
+    """Return the offsets in the full tensor of this rank's rows, and the shape of these rows."""
     if not tensor.shape:
         return [], []
-    row = tensor.shape[1:].numel()
-    return [tensor.begin // row, *[0] * (len(tensor.shape) - 1)], [tensor.numel // row, *tensor.shape[1:]]
+    row_shape = tensor.shape[1:]
+    row_size = row_shape.numel()
+    offsets = [tensor.begin // row_size, *[0] * len(row_shape)]
+    shape = [tensor.numel // row_size, *row_shape]
+    return offsets, shape
 
 
 def safetensors_header(
     entries: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a safetensors file and the offset of each tensor in the file.
+    """Return the header of a safetensors file, and the offset of each tensor in the file.
 
     Tensors keep their order, so that a flat vector of FSDP1 is contiguous; but larger dtypes come first, to be aligned.
+
+    Args:
+        entries: Name, dtype and shape of each tensor.
+        metadata: Texts for the header.
     """
-    content: dict[str, object] = {"__metadata__": dict(metadata)}
-    begins = {}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    begins = {}  # relative to the end of the header, as the format has them
     begin = 0
     for name, dtype, shape in sorted(entries, key=lambda entry: -entry[1].itemsize):
         end = begin + math.prod(shape) * dtype.itemsize
-        content[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begins[name] = begin
         begin = end
-    text = json.dumps(content, separators=(",", ":")).encode()
+
+    # the length of the JSON in 8 bytes, then the JSON, padded with spaces
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    start = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {name: start + begin for name, begin in begins.items()}
+    data_start = 8 + len(text)
+    offsets = {name: data_start + begin for name, begin in begins.items()}
+    return len(text).to_bytes(8, "little") + text, offsets
 
 
-def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: Any, new: Collection[str] = ()) -> None:
-    """Restore this rank's states of the optimizer, and the gradient scaler, also after other ranks or parallelism.
+def restore_optimizer(
+    checkpoint: Path, fabric: Fabric, model: Any, optimizer: Any, new_parameters: Collection[str] = ()
+) -> None:
+    """Restore this rank's states of the optimizer, and the gradient scaler.
 
-    ``new`` are the parameters that the checkpoint's step did not train: they have no states yet.
+    The checkpoint may have been saved by another number of ranks and with another parallelism.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+        fabric: The run's Fabric.
+        model: The model that Fabric has set up.
+        optimizer: Its optimizer, which Fabric has set up.
+        new_parameters: Names of parameters that the checkpoint's step did not train, so that they have no states yet.
+
+    Raises:
+        InputError: a state is missing, or has another shape.
     """
     tensors = CheckpointTensors(sorted((checkpoint / "optimizer").glob("*.safetensors")))
-    cuts = flat_shards(model)
-    declaring = optimizer.optimizer
+    shards = flat_shards(model)
+    declared: DeclaredStates = optimizer.optimizer
     for name, parameter in trained_parameters(model):
+        states = {}
         try:
-            states = {
-                state.name: _read_state(tensors, name, state, parameter, cuts)
-                for state in declaring.declare_states(parameter)
-            }
+            for state in declared.declare_states(parameter):
+                states[state.name] = _read_state(tensors, name, state, parameter, shards)
         except KeyError as error:
-            if name in new:
+            if name in new_parameters:
                 continue
             raise InputError(
                 f"{checkpoint}: the optimizer's {error.args[0]} is missing; use another checkpoint"
             ) from error
-        declaring.restore_states(parameter, states)
+        declared.restore_states(parameter, states)
     fabric.strategy.precision.load_state_dict(read_trainer_json(checkpoint).content["grad_scaler"])
 
 
 def _read_state(
-    tensors: CheckpointTensors, of_parameter: str, state: State, parameter: nn.Parameter, cuts: dict[int, FlatShard]
+    tensors: CheckpointTensors, parameter_name: str, state: State, parameter: nn.Parameter, shards: dict[int, FlatShard]
 ) -> torch.Tensor:
     """Read a state of a parameter: this rank's part if it is sharded like the parameter, else all of it."""
-    name = f"{of_parameter}.{state.name}"
-    full = cuts[id(parameter)].shape if id(parameter) in cuts else parameter.shape
-    stored = tensors.shape(name)
-    expected = full if state.shape is None else state.shape
-    if stored != expected:
+    name = f"{parameter_name}.{state.name}"
+    expected_shape = state.shape
+    if expected_shape is None:
+        expected_shape = shards[id(parameter)].shape if id(parameter) in shards else parameter.shape
+    stored_shape = tensors.shape(name)
+    if stored_shape != expected_shape:
         raise InputError(
-            f"the checkpoint's {name} has shape {tuple(stored)}, the model's {tuple(expected)}; use another checkpoint"
+            f"the checkpoint's {name} has shape {tuple(stored_shape)}, the model's {tuple(expected_shape)}; use "
+            "another checkpoint"
         )
     if state.shape is not None:
         return tensors.read(name).to(parameter.device, state.dtype)
     # on the parameter's device, which is not its mesh's with --cpu_offload
     restored: Any = torch.empty_like(parameter, dtype=state.dtype)
-    local_part(restored).copy_(read_local_part(tensors, name, parameter, cuts))
+    local_part(restored).copy_(read_local_part(tensors, name, parameter, shards))
     return restored

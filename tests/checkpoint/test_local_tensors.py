@@ -32,4 +32,4 @@ def test_copies_of_a_part_are_numbered_over_machines_and_tensor_groups(rank: int
     model.weight = nn.Parameter(parameter)
     (part,) = local_weights(model)
     assert (part.num_copies, part.copy) == (4, {0: 0, 1: 1, 4: 2, 5: 3}[rank - rank // 2 % 2 * 2])
-    assert torch.equal(torch.cat(part.parts), full.chunk(2)[rank // 2 % 2].flatten())
+    assert torch.equal(torch.cat(part.segments), full.chunk(2)[rank // 2 % 2].flatten())

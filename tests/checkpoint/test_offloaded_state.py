@@ -59,5 +59,5 @@ def test_a_save_reads_weights_and_moments_where_they_are(model: Any) -> None:
     optimizer.state[weight] = {"step": torch.ones(()), **moments}
     saved = {tensor.name: tensor for tensor in (*local_weights(model), *local_optimizer_state(model, optimizer))}
     for name, held in {"weight": weight, **{f"weight.{key}": moment for key, moment in moments.items()}}.items():
-        (part,) = saved[name].parts
+        (part,) = saved[name].segments
         assert part.data_ptr() == held.to_local().data_ptr()

@@ -75,9 +75,9 @@ def _states(weights: list[LocalTensor]) -> list[LocalTensor]:
     states = []
     for moment in _MOMENTS:
         for each in weights:
-            states.append(LocalTensor(f"{each.name}.{moment}", each.shape, each.dtype, each.begin, each.parts, 1, 0))
+            states.append(LocalTensor(f"{each.name}.{moment}", each.shape, each.dtype, each.begin, each.segments, 1, 0))
     for each in weights:
-        parts = (torch.empty(1, device="meta"),) if each.begin == 0 and each.parts else ()
+        parts = (torch.empty(1, device="meta"),) if each.begin == 0 and each.segments else ()
         states.append(LocalTensor(f"{each.name}.step", torch.Size(), torch.float32, 0, parts, 1, 0))
     return states
 
