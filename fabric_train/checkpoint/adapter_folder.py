@@ -1,7 +1,7 @@
 """The files of an adapter: adapter_model.safetensors and adapter_config.json, which peft reads, and its base model.
 
 The adapter is the same on all ranks, and is written once, in one file. Its base is not copied: the checkpoint names it,
-and has a hash of its weights (``base_weights``), by which one that has moved or changed is found.
+and has a hash of its weights (``base_weights``), which shows whether a base was changed, or was moved unchanged.
 """
 
 import copy
@@ -53,30 +53,34 @@ if TYPE_CHECKING:
     from fabric_train.arguments import AdapterArguments
 
 PREFIX = "base_model.model."
-"""What peft's names begin with, before the name in transformers' model."""
+"""Beginning of peft's names, before the name in transformers' model."""
 TIED = "tied"
 """The key in the file's metadata for second names of tied weights: peft takes embedding and head for two modules."""
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether this is a folder with an adapter, also if it is a checkpoint of a run."""
+    """Return whether a folder has an adapter; it may be a checkpoint of a run."""
     return (folder / CONFIG).is_file() and not (folder / "model.safetensors").is_file()
 
 
 def is_exported_adapter(folder: Path) -> bool:
-    """Return whether this is a folder with an adapter that is no checkpoint of a run."""
+    """Return whether a folder has an adapter and is no checkpoint of a run."""
     return is_adapter(folder) and not (folder / "trainer.json").is_file()
 
 
 def can_be_taken_off(folder: Path) -> bool:
-    """Return whether an adapter only adds matrices beside its base's, which peft can take off again."""
+    """Return whether peft can remove an adapter from its model again: it only adds matrices to those of its base."""
     config = read_json(folder / CONFIG, dict, SAVE_ADVICE)
     is_lora = config.get("peft_type") == "LORA"
     return is_lora and not config.get("modules_to_save") and not uncomputed_settings(config)
 
 
 def check_keeps_documents_apart(folder: Path) -> None:
-    """Raise an InputError if peft computes an adapter for a row as a whole, whose documents would change each other."""
+    """Check that an adapter does not depend on a row as a whole: then its documents would change each other.
+
+    Raises:
+        InputError: peft computes the adapter for a whole row.
+    """
     if depends_on_documents(read_json(folder / CONFIG, dict, SAVE_ADVICE)):
         raise InputError(
             f"{folder / CONFIG}: alora_invocation_tokens is not supported here: a row has several documents; "
@@ -85,7 +89,7 @@ def check_keeps_documents_apart(folder: Path) -> None:
 
 
 def files_of_adapter(folder: Path) -> list[Path]:
-    """Return the configuration and the weights of an adapter's folder; neither need be there."""
+    """Return the paths of an adapter's configuration and weights in a folder; they need not exist."""
     return [folder / CONFIG, folder / WEIGHTS]
 
 
@@ -105,11 +109,18 @@ def read_base_name(folder: Path) -> str:
 
 def peft_config(model: nn.Module, base: AdapterBase) -> dict[str, Any]:
     """Return the content of adapter_config.json for a model with an adapter, as peft's ``LoraConfig`` has it."""
-    names = {name for name, _ in adapted_layers(model)}
-    leaves = sorted({name.rpartition(".")[2] for name in names})
-    linear = (original_name(f"{name}.")[:-1] for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    others = {name.rpartition(".")[2] for name in linear if name not in names}
+    adapted_names = {name for name, _ in adapted_layers(model)}
     adapter = next(layer.adapter for _, layer in adapted_layers(model))
+
+    # peft adapts every module whose name ends like a target: name the ends only if no other linear layer has them
+    name_ends = {name.rpartition(".")[2] for name in adapted_names}
+    other_ends = set()
+    for wrapped_name, module in model.named_modules():
+        name = original_name(f"{wrapped_name}.").removesuffix(".")
+        if isinstance(module, nn.Linear) and name not in adapted_names:
+            other_ends.add(name.rpartition(".")[2])
+    targets = name_ends if name_ends.isdisjoint(other_ends) else adapted_names
+
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -120,7 +131,7 @@ def peft_config(model: nn.Module, base: AdapterBase) -> dict[str, Any]:
         "lora_dropout": adapter.dropout,
         "use_rslora": adapter.is_rank_stabilized,
         "use_dora": adapter.kind == "dora",
-        "target_modules": sorted(names) if others & set(leaves) else leaves,
+        "target_modules": sorted(targets),
         "modules_to_save": list(adapter.train_also) or None,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -131,12 +142,17 @@ def read_adapter(folder: Path) -> Adapter:
     """Return the settings in an adapter_config.json.
 
     Raises:
-        InputError: it is damaged, or of a kind that is not computed here.
+        InputError: it is damaged, or the adapter is of a kind that is not computed here.
     """
     config = read_lora_config(folder)
-    # peft's own rule for modules_to_save is the end of a name, also within a word
-    whole = {name.rpartition(".")[0] for name in AdapterTensors(folder) if not is_adapter_parameter(name)}
-    targets = config.target_modules
+
+    # modules that train as a whole: by their tensors, since peft's modules_to_save matches ends within words too
+    whole_modules = set()
+    for name in AdapterTensors(folder):
+        if not is_adapter_parameter(name):
+            whole_modules.add(name.rpartition(".")[0])
+
+    targets = config.target_modules  # a regular expression, or names
     return Adapter(
         kind="dora" if config.use_dora else "lora",
         rank=config.r,
@@ -144,12 +160,12 @@ def read_adapter(folder: Path) -> Adapter:
         dropout=config.lora_dropout,
         targets=(targets,) if isinstance(targets, str) else tuple(targets),
         is_rank_stabilized=config.use_rslora,
-        train_also=tuple(sorted(whole)),
+        train_also=tuple(sorted(whole_modules)),
     )
 
 
 def trained_adapter(checkpoint: Path) -> Adapter:
-    """Return the settings of a checkpoint's adapter; its base weights are as the run had them, also in 4 bits.
+    """Return the settings of a checkpoint's adapter, with the base's weights in 4 bits if the run had them so.
 
     Raises:
         InputError: the adapter cannot be read, or bitsandbytes is missing.
@@ -166,91 +182,118 @@ class AdapterTensors:
     def __init__(self, folder: Path) -> None:
         check_weights(folder)
         self._tensors = CheckpointTensors([folder / WEIGHTS], SAVE_ADVICE)
-        tied = self._tensors.metadata.get(TIED, "").split()
-        self._stored = {name.removeprefix(PREFIX): name for name in self._tensors if name not in tied}
+        second_names = self._tensors.metadata.get(TIED, "").split()
+        self._stored_names = {}  # by the name in transformers' model
+        for stored_name in self._tensors:
+            if stored_name not in second_names:
+                self._stored_names[stored_name.removeprefix(PREFIX)] = stored_name
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
+        return iter(self._stored_names)
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self._stored_names)
 
     def shape(self, name: str) -> torch.Size:
-        return self._tensors.shape(self._stored[name])
+        return self._tensors.shape(self._stored_names[name])
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._tensors.dtype(self._stored[name])
+        return self._tensors.dtype(self._stored_names[name])
 
     def read(self, name: str) -> torch.Tensor:
-        return self._tensors.read(self._stored[name])
+        return self._tensors.read(self._stored_names[name])
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        return self._tensors.read_block(self._stored[name], offsets, shape)
+        return self._tensors.read_block(self._stored_names[name], offsets, shape)
 
 
-def choose_adapter(given: "AdapterArguments") -> Adapter | None:
-    """Return the adapter that the arguments ask for, None to train all weights; ``--init_adapter`` as it is.
+def choose_adapter(arguments: "AdapterArguments") -> Adapter | None:
+    """Return the adapter that the arguments ask for: a new one, or that of ``--init_adapter``; None for no adapter.
 
     Raises:
-        InputError: another argument contradicts the adapter to begin with.
+        InputError: another argument contradicts the adapter of ``--init_adapter``.
     """
-    if given.init_adapter is None:
-        if given.adapter is None or given.lora_rank is None or given.lora_alpha is None:
+    # a new adapter
+    if arguments.init_adapter is None:
+        if arguments.adapter is None or arguments.lora_rank is None or arguments.lora_alpha is None:
             return None
         return Adapter(
-            kind=given.adapter,
-            rank=given.lora_rank,
-            alpha=given.lora_alpha,
-            dropout=given.lora_dropout,
-            targets=tuple(given.lora_targets),
-            is_rank_stabilized=given.lora_rslora,
-            train_also=tuple(given.train_also or ()),
-            base_weights=given.base_weights,
+            kind=arguments.adapter,
+            rank=arguments.lora_rank,
+            alpha=arguments.lora_alpha,
+            dropout=arguments.lora_dropout,
+            targets=tuple(arguments.lora_targets),
+            is_rank_stabilized=arguments.lora_rslora,
+            train_also=tuple(arguments.train_also or ()),
+            base_weights=arguments.base_weights,
         )
-    there = read_adapter(Path(given.init_adapter))
-    asked = {"adapter": given.adapter, "lora_rank": given.lora_rank, "lora_alpha": given.lora_alpha}
-    has = {"adapter": there.kind, "lora_rank": there.rank, "lora_alpha": there.alpha}
-    faults = [
-        f"--{name} {value}: the adapter of --init_adapter {given.init_adapter} has {has[name]}; leave it out"
-        for name, value in asked.items()
-        if value is not None and value != has[name]
-    ]
+
+    # a saved one; its settings may be repeated in the arguments, but not changed
+    adapter = read_adapter(Path(arguments.init_adapter))
+    settings = (
+        ("adapter", arguments.adapter, adapter.kind),
+        ("lora_rank", arguments.lora_rank, adapter.rank),
+        ("lora_alpha", arguments.lora_alpha, adapter.alpha),
+    )
+    faults = []
+    for name, value, saved_value in settings:
+        if value is not None and value != saved_value:
+            faults.append(
+                f"--{name} {value}: the adapter of --init_adapter {arguments.init_adapter} has {saved_value}; "
+                "leave it out"
+            )
     if faults:
         raise InputError(*faults)
-    return replace(there, dropout=given.lora_dropout, base_weights=given.base_weights)
+    return replace(adapter, dropout=arguments.lora_dropout, base_weights=arguments.base_weights)
 
 
 def find_base(name: str | None, checkpoint: Path | None, option: str | None = None) -> AdapterBase:
-    """Return the base of an adapter: the ``checkpoint``'s, or ``name`` if it is new or that base is gone.
+    """Find the base of an adapter, and check that it has the weights that the adapter was trained on.
 
-    The first rank of each machine compares the weights. ``option`` is the one by which the user may give ``name``.
+    The first rank of each machine compares the weights.
+
+    Args:
+        name: Hub name or folder of the base of a new adapter; for a checkpoint's adapter, the folder to which its base
+            has moved.
+        checkpoint: The checkpoint that has the adapter. If it has none, it is itself the base of a new adapter.
+        option: The option with which the user gives ``name``.
 
     Raises:
-        InputError: the base of the checkpoint is not there any more, or has other weights.
+        InputError: the base of the checkpoint is missing, or has other weights.
     """
+    # a new adapter
     if checkpoint is None or not is_adapter(checkpoint):
         return _base_at(str(checkpoint or name))
+
+    # the base that the checkpoint names, or the place to which it has moved
     trainer = read_trainer_json(checkpoint)
     saved = trainer.adapter_base
     if saved is None:
         raise InputError(f"{checkpoint}: trainer.json names no base of its adapter; use another checkpoint")
-    is_gone = os.path.isabs(saved.place) and not Path(saved.place).is_dir()
-    is_named_again = name == trainer.arguments["model_name"] and not Path(str(name)).is_dir()
-    if is_gone and (name is None or is_named_again):
-        elsewhere = f", or give the folder where it is now by {option}" if option else ""
-        raise InputError(f"{checkpoint}: its base {saved.place} is gone; put it or a link to it back there{elsewhere}")
-    base = _base_at(str(name) if is_gone else saved.place)
+    is_missing = os.path.isabs(saved.place) and not Path(saved.place).is_dir()
+    is_saved_name = name == trainer.arguments["model_name"] and not Path(str(name)).is_dir()
+    if is_missing and (name is None or is_saved_name):
+        alternative = f", or give the folder where it is now by {option}" if option else ""
+        raise InputError(
+            f"{checkpoint}: its base {saved.place} is gone; put it or a link to it back there{alternative}"
+        )
+    base = _base_at(str(name) if is_missing else saved.place)
+
+    # compare the weights
     if saved.fingerprint is None:
         note(f"{checkpoint}: an earlier version saved it without a hash of its base, so {base.place} is not compared")
         return base
     if not is_first_on_machine():
         return base
-    found = same_weights(base, saved)
-    if found is None:
-        advice = f"give the model that it was trained on by {option}" if is_gone else "put back the weights"
-        moved = f"its base {saved.place} is gone, and " if is_gone else "its base "
-        raise InputError(f"{checkpoint}: {moved}{base.place} has other weights; {advice}")
-    return found
+    compared_base = same_weights(base, saved)
+    if compared_base is not None:
+        return compared_base
+    if is_missing:
+        raise InputError(
+            f"{checkpoint}: its base {saved.place} is gone, and {base.place} has other weights; "
+            f"give the model that it was trained on by {option}"
+        )
+    raise InputError(f"{checkpoint}: its base {base.place} has other weights; put back the weights")
 
 
 def _base_at(name: str) -> AdapterBase:
@@ -258,71 +301,82 @@ def _base_at(name: str) -> AdapterBase:
     return AdapterBase(os.path.realpath(name) if Path(name).is_dir() else name)
 
 
-def note_on_other_base(begins_with: Path, base: AdapterBase) -> str | None:
-    """Return a note if the adapter in a folder was trained on another base than ``base``, as far as that is known."""
-    saved = read_trainer_json(begins_with).adapter_base if (begins_with / "trainer.json").is_file() else None
+def note_on_other_base(adapter_dir: Path, base: AdapterBase) -> str | None:
+    """Return a note if the adapter of ``--init_adapter`` was trained on another base than ``base``.
+
+    An adapter of a checkpoint has a hash of its base's weights; any other adapter may only name its base.
+    """
+    saved = None
+    if (adapter_dir / "trainer.json").is_file():
+        saved = read_trainer_json(adapter_dir).adapter_base
     if saved is not None and saved.fingerprint is not None:
         if same_weights(base, saved) is not None:
             return None
-        return f"--init_adapter {begins_with}: it was trained on the weights of {saved.place}, not of {base.place}"
-    named = read_json(begins_with / CONFIG, dict, SAVE_ADVICE).get("base_model_name_or_path")
-    if not isinstance(named, str) or _names_same_model(named, base.place):
+        return f"--init_adapter {adapter_dir}: it was trained on the weights of {saved.place}, not of {base.place}"
+    base_name = read_json(adapter_dir / CONFIG, dict, SAVE_ADVICE).get("base_model_name_or_path")
+    if not isinstance(base_name, str) or _is_same_model(base_name, base.place):
         return None
-    return f"--init_adapter {begins_with}: it names {named} as its base, and this run puts it on {base.place}"
+    return f"--init_adapter {adapter_dir}: it names {base_name} as its base, and this run puts it on {base.place}"
 
 
-def _names_same_model(named: str, place: str) -> bool:
-    if named == place or os.path.realpath(named) == os.path.realpath(place):
+def _is_same_model(base_name: str, place: str) -> bool:
+    """Return whether a hub name or folder in an adapter's configuration is the model in ``place``, or its origin."""
+    if base_name == place or os.path.realpath(base_name) == os.path.realpath(place):
         return True
     origin, _ = find_origin(place)
-    return origin.repository == named
+    return origin.repository == base_name
 
 
 def open_base(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaModel:
     """Build the base of an adapter in ``dtype``, without the adapter; ``shape`` may have one.
 
-    A head that the adapter trains apart from the embedding begins with the embedding's weights.
+    If the adapter trains the head apart from the embedding, and the base has them tied, the head is built as a weight
+    of its own, which is read from the embedding's.
     """
-    of_base = replace(shape, source=base.place)
-    if shape.adapter is None or not (tied := _untied_head(shape, base)):
-        return _open_whole(of_base, dtype)
-    as_stored = copy.deepcopy(shape.config)
-    as_stored.tie_word_embeddings = True
-    opened = _open_whole(replace(of_base, config=as_stored), dtype)
-    if opened.weights is None:
+    base_shape = replace(shape, source=base.place)
+    tied_names = _names_of_untied_head(shape, base)
+    if not tied_names:
+        return _open_model(base_shape, dtype)
+    tied_config = copy.deepcopy(shape.config)
+    tied_config.tie_word_embeddings = True
+    tied_model = _open_model(replace(base_shape, config=tied_config), dtype)
+    if tied_model.weights is None:
         raise InputError(f"{base.place}: its weights cannot be read in parts; save it again with save_pretrained")
-    return MetaModel(build_on_meta(of_base, dtype), _Renamed(opened.weights, tied))
+    return MetaModel(build_on_meta(base_shape, dtype), _RenamedWeights(tied_model.weights, tied_names))
 
 
-def _open_whole(shape: ModelShape, dtype: torch.dtype) -> MetaModel:
+def _open_model(shape: ModelShape, dtype: torch.dtype) -> MetaModel:
+    """Build a model from a checkpoint of a run, or from pretrained weights."""
     if (Path(shape.source) / "trainer.json").is_file():
         return open_checkpoint(shape, Path(shape.source), dtype)
     return open_pretrained(shape, dtype)
 
 
-def _untied_head(shape: ModelShape, base: AdapterBase) -> dict[str, str]:
-    """Return the embedding's name for the head's, if the adapter's model has a head apart and its base has not."""
-    assert shape.adapter is not None
-    if shape.config.tie_word_embeddings or not shape.adapter.train_also:
+def _names_of_untied_head(shape: ModelShape, base: AdapterBase) -> dict[str, str]:
+    """Return {name of the head's weight: name of the embedding's} if only the base has them tied, else {}."""
+    if shape.adapter is None or shape.config.tie_word_embeddings or not shape.adapter.train_also:
         return {}
-    own: Any = build_on_meta(read_shape(base.place), torch.float32)
-    if not trains_head_apart(own, shape.adapter):
+    base_model: Any = build_on_meta(read_shape(base.place), torch.float32)
+    if not trains_head_apart(base_model, shape.adapter):
         return {}
-    head = own.get_output_embeddings().weight
-    named = own.named_parameters(remove_duplicate=False)
-    first, *others = (name for name, parameter in named if parameter is head)
-    return dict.fromkeys(others, first)
+    tied_weight = base_model.get_output_embeddings().weight
+    names = []
+    for name, parameter in base_model.named_parameters(remove_duplicate=False):
+        if parameter is tied_weight:
+            names.append(name)
+    embedding_name, *head_names = names
+    return dict.fromkeys(head_names, embedding_name)
 
 
-class _Renamed:
-    """Weights, some of them read under other names; see ``Weights``."""
+class _RenamedWeights:
+    """Weights of which some are read under other names; see ``Weights``."""
 
-    def __init__(self, weights: Weights, names: dict[str, str]) -> None:
+    def __init__(self, weights: Weights, stored_names: dict[str, str]) -> None:
         self._weights = weights
-        self._names = names
+        self._stored_names = stored_names
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        return self._weights.read_block(self._names.get(name, name), offsets, shape)
+        return self._weights.read_block(self._stored_names.get(name, name), offsets, shape)
 
 
 def open_frozen(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaModel:
@@ -338,24 +392,37 @@ def open_frozen(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> Met
 
 
 def open_adapted(
-    shape: ModelShape, base: AdapterBase, dtype: torch.dtype, seed: int, adapter: Path | None
+    shape: ModelShape, base: AdapterBase, dtype: torch.dtype, seed: int, adapter_dir: Path | None
 ) -> MetaModel:
-    """Build a base model in ``dtype`` with an adapter, a new one or the one in the folder ``adapter``.
+    """Build a base model with an adapter.
 
-    ``shape`` is of the model with the adapter; ``seed`` is for the weights of a new one.
+    Args:
+        shape: Of the model with the adapter.
+        base: The base of the adapter.
+        dtype: Of the base's weights.
+        seed: For the weights of a new adapter.
+        adapter_dir: Folder of the adapter; None for a new one.
+
+    Returns:
+        The model on the meta device with its weights; if the base's weights cannot be read in parts, the model in
+        memory, without further weights.
     """
     assert shape.adapter is not None
-    stored = AdapterTensors(adapter) if adapter else None
-    if stored is not None and adapter is not None:
-        check_fits(stored, shape.trained, adapter)
+    stored = None
+    if adapter_dir is not None:
+        stored = AdapterTensors(adapter_dir)
+        check_fits(stored, shape.trained, adapter_dir)
     opened = open_frozen(shape, base, dtype)
     attach(opened.model, shape.adapter, base.place)
     weights = AdaptedWeights(opened.weights, seed, stored)
     if opened.weights is not None:
         return MetaModel(opened.model, weights)
+
+    # the base is in memory already: read the adapter now
     materialize(opened.model, torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in opened.model.named_parameters():
+            # a new adapter leaves whole modules that train as the base has them
             if name in shape.trained and (stored is not None or is_adapter_parameter(name)):
                 parameter.copy_(weights.read_block(name, (0,) * parameter.dim(), parameter.shape))
     if weights.is_new:
@@ -364,17 +431,27 @@ def open_adapted(
 
 
 def check_fits(tensors: StoredTensors, trained: dict[str, torch.Size], folder: Path) -> None:
-    """Check that the tensors of an adapter's file have the names and shapes of the parameters that train."""
-    there = {name: tensors.shape(name) for name in tensors}
-    wrong = sorted(name for name in {*there, *trained} if there.get(name) != trained.get(name))
-    if wrong:
-        name = wrong[0]
-        found, expected = (dict(each).get(name) for each in (there, trained))
+    """Check that the tensors of an adapter's file have the names and shapes of the parameters that train.
+
+    Args:
+        tensors: Of the adapter's file.
+        trained: Shapes of the parameters that train, by name.
+        folder: Of the adapter, for the message.
+
+    Raises:
+        InputError: they have not.
+    """
+    stored_shapes = {name: tensors.shape(name) for name in tensors}
+    names = sorted({*stored_shapes, *trained})
+    mismatched_names = [name for name in names if stored_shapes.get(name) != trained.get(name)]
+    if mismatched_names:
+        name = mismatched_names[0]
         raise InputError(
-            f"{folder}: {len(wrong)} tensors of this adapter do not fit, {name} first: "
-            f"{_shown(found)} there, {_shown(expected)} here; give the arguments and the base that it was trained with"
+            f"{folder}: {len(mismatched_names)} tensors of this adapter do not fit, {name} first: "
+            f"{_format_shape(stored_shapes.get(name))} there, {_format_shape(trained.get(name))} here; "
+            "give the arguments and the base that it was trained with"
         )
 
 
-def _shown(shape: torch.Size | None) -> str:
+def _format_shape(shape: torch.Size | None) -> str:
     return "nothing" if shape is None else str(tuple(shape))

@@ -1,7 +1,7 @@
 """Read the settings of a peft adapter without torch. Those that are not computed here must have peft's default.
 
-The defaults are stored, since peft need not be installed to train, and its versions add settings: one that is not in
-this table counts as a default only if it is off (null, false or empty).
+Their defaults are in a table here, since peft need not be installed to train. A setting that is not in the table, such
+as one that a later version of peft adds, has its default if it is off (null, false or empty).
 """
 
 from collections.abc import Mapping
@@ -16,30 +16,49 @@ from fabric_train.files.regular_file import read_json
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 SAVE_ADVICE = "save the adapter again with peft's save_pretrained"
+_MAX_SHOWN = 40  # characters of a value in an error
 
-_READ = {
-    *("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save"),
+_READ_SETTINGS = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "use_rslora",
+    "use_dora",
+    "modules_to_save",
 }
 """The settings in ``LoraConfig`` and ``modules_to_save``, with any value that they accept."""
 
-_WITHOUT_EFFECT = {
-    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
-    *("megatron_core", "runtime_config", "qalora_group_size"),
-    *("lora_dtype", "lorap_emb_lr", "lorap_lr_ratio"),  # which ms-swift adds: a type, and rates of training
+_SETTINGS_WITHOUT_EFFECT = {
+    # names and versions
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "peft_version",
+    "revision",
+    # memory, and details of settings that are refused
+    "megatron_core",
+    "runtime_config",
+    "qalora_group_size",
+    # ms-swift adds these: a dtype and learning rates
+    "lora_dtype",
+    "lorap_emb_lr",
+    "lorap_lr_ratio",
 }
-"""Names, versions, memory, and details of settings that are refused: the adapter computes the same without them."""
+"""The adapter computes the same without these."""
 
 _COMPUTED_VALUES: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
-    # the others change the base's weights before training, or take them apart
+    # other initializations change the base's weights before training, or decompose them
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
     "task_type": (None, "CAUSAL_LM"),
 }
-"""The values that are computed of settings whose default is more than off."""
+"""The values that are computed here, of settings whose default is not off."""
 
 
 class LoraConfig(BaseModel, extra="allow", frozen=True):
-    """The values of an adapter_config.json, with the names in peft's ``LoraConfig``; the rest is ``model_extra``."""
+    """The values of an adapter_config.json, with the names in peft's ``LoraConfig``; others are in ``model_extra``."""
 
     peft_type: str
     r: Annotated[int, Field(gt=0)]
@@ -60,26 +79,31 @@ def read_lora_config(folder: Path) -> LoraConfig:
     config = read_json(file, LoraConfig, SAVE_ADVICE)
     if config.peft_type != "LORA":
         raise InputError(f"{file}: it is of a {config.peft_type} adapter; give one of LORA")
-    if unknown := uncomputed_settings(config.model_extra or {}):
-        raise InputError(f"{file}: {', '.join(unknown)} is not supported here; merge that adapter with peft")
+    unsupported_settings = uncomputed_settings(config.model_extra or {})
+    if unsupported_settings:
+        settings = ", ".join(unsupported_settings)
+        raise InputError(f"{file}: {settings} is not supported here; merge that adapter with peft")
     check_weights(folder)
     return config
 
 
 def check_weights(folder: Path) -> None:
     """Raise an InputError if the adapter in a folder has no weights, or only a pickle."""
-    if not (folder / WEIGHTS).is_file():
-        pickled = " (adapter_model.bin is a pickle, which is never read)" if any(folder.glob("*.bin")) else ""
-        raise InputError(f"{folder}: no {WEIGHTS} in it{pickled}; {SAVE_ADVICE}")
+    if (folder / WEIGHTS).is_file():
+        return
+    has_pickle = any(folder.glob("*.bin"))
+    pickle_note = " (adapter_model.bin is a pickle, which is never read)" if has_pickle else ""
+    raise InputError(f"{folder}: no {WEIGHTS} in it{pickle_note}; {SAVE_ADVICE}")
 
 
 def uncomputed_settings(config: Mapping[str, Any]) -> list[str]:
     """Return the settings in the content of an adapter_config.json that are not computed here, with their values."""
-    return [
-        f"{name} {_shown(value)}"
-        for name, value in config.items()
-        if name not in _READ and name not in _WITHOUT_EFFECT and not _is_computed(name, value)
-    ]
+    settings = []
+    for name, value in config.items():
+        if name in _READ_SETTINGS or name in _SETTINGS_WITHOUT_EFFECT or _is_computed(name, value):
+            continue
+        settings.append(f"{name} {_shorten(value)}")
+    return settings
 
 
 def depends_on_documents(config: Mapping[str, Any]) -> bool:
@@ -88,12 +112,16 @@ def depends_on_documents(config: Mapping[str, Any]) -> bool:
 
 
 def _is_computed(name: str, value: Any) -> bool:
+    """Return whether a value of a setting is computed here: one of the table, else only a value that means off."""
     if name in _COMPUTED_VALUES:
-        # 1 and 0 are not true and false in JSON
-        return any(type(value) is type(known) and value == known for known in _COMPUTED_VALUES[name])
+        for computed_value in _COMPUTED_VALUES[name]:
+            # 1 and 0 equal True and False in Python, not in JSON
+            if type(value) is type(computed_value) and value == computed_value:
+                return True
+        return False
     return value is None or value is False or value in ("", [], {})
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
