@@ -37,20 +37,22 @@ from fabric_train.checkpoint.discovery import (
     whole_checkpoints,
     wrong_content,
 )
+from fabric_train.checkpoint.losses import (
+    Evaluation,
+    LossProgress,
+    TokenLoss,
+    compare_evaluations,
+    perplexity,
+)
 from fabric_train.checkpoint.trainer_json import (
     OWN_RUN,
     BranchPoint,
     Description,
-    Evaluation,
-    LossProgress,
     PhaseParts,
     PhaseSchedule,
-    TokenLoss,
     TrainerJson,
     TrainerState,
-    compare_evaluations,
     data_starts_after,
-    perplexity,
     read_trainer_json,
     run_of,
 )

@@ -317,7 +317,7 @@ class CheckpointManager:
     ) -> dict[str, str]:
         """Return the contents of the checkpoint's text files by name. All ranks call this; rank 0 writes the files."""
         # trainer.json
-        description = self._description.after(time.monotonic() - self._started)
+        description = self._description.with_session_seconds(time.monotonic() - self._started)
         if description.adapter_base and self._fabric.is_global_zero:  # may wait for the hash
             description = replace(description, adapter_base=hashed_or_noted(description.adapter_base))
         described = asdict(description)

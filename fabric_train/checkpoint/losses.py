@@ -1,0 +1,135 @@
+"""Losses of an evaluation: of all tokens and of each source, and the best one so far. trainer.json stores them."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from pydantic import NonNegativeInt
+
+from fabric_train.cli.argument_types import HIGHER_IS_BETTER
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of ``num_tokens`` supervised tokens, or of so many pairs."""
+
+    nats: float
+    """Sum of the losses."""
+    num_tokens: NonNegativeInt
+    num_bytes: float | None = None
+    """UTF-8 bytes of text that the tokens stand for (``token_dataset.place_pieces``); None without a document index."""
+    further: dict[str, float | None] = field(default_factory=dict)
+    """Other figures by name, of ``training.evaluation.METRICS`` and of the objective."""
+    of_pairs: bool = False
+    """Whether this is a loss of preference pairs: then ``num_tokens`` is the number of pairs."""
+    has_own_unit: bool = False
+    """Whether the loss is that of a registered objective, which need not be in nats."""
+
+    @property
+    def is_likelihood(self) -> bool:
+        """Whether the loss is in nats per token, so that perplexity and bits per byte follow from it."""
+        return not (self.of_pairs or self.has_own_unit)
+
+    @property
+    def unit(self) -> str:
+        """The unit of which :attr:`loss` is a mean."""
+        return "pair" if self.of_pairs else "token"
+
+    @property
+    def loss(self) -> float:
+        """Nats per token; NaN without tokens."""
+        return self.nats / self.num_tokens if self.num_tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per byte of text, which can be compared between tokenizers; None if not in nats, or without bytes."""
+        if not (self.num_bytes and self.is_likelihood):
+            return None
+        return self.nats / (math.log(2) * self.num_bytes)
+
+    def figures(self) -> dict[str, float | None]:
+        """Return loss, perplexity and bits_per_byte (only loss if it is not in nats), and :attr:`further`, by name."""
+        figures: dict[str, float | None] = {"loss": self.loss}
+        if self.is_likelihood:
+            figures["perplexity"] = self.perplexity
+            figures["bits_per_byte"] = self.bits_per_byte
+        return figures | self.further
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The losses of a validation after ``step``: of all tokens, and of each source that has some."""
+
+    whole: TokenLoss
+    """The loss of all tokens."""
+    sources: dict[str, TokenLoss] = field(default_factory=dict)
+    step: NonNegativeInt = 0
+    rows: str | None = None
+    """``batch.hash_supervised`` of the rows; None if an earlier version evaluated them."""
+    follows_other_rows: bool = False
+    """Whether the run evaluated other rows before, whose losses cannot be compared with these."""
+
+    @property
+    def parts(self) -> dict[str, TokenLoss]:
+        """The loss of each source by its name, if there are several, and of all tokens as ``all``."""
+        losses = dict(self.sources) if len(self.sources) > 1 else {}
+        losses["all"] = self.whole
+        return losses
+
+    def is_comparable(self, other: "Evaluation") -> bool:
+        """Return whether another evaluation has the same rows, as far as that is known."""
+        return self.rows is None or other.rows is None or self.rows == other.rows
+
+    def loss_of(self, source: str) -> float | None:
+        """Return the loss of a source or "all", or the figure FIGURE or FIGURE/SOURCE; None if there is none."""
+        losses = {**self.sources, "all": self.whole}
+        if source in losses:
+            return losses[source].loss
+        figure, _, figure_source = source.partition("/")
+        token_loss = losses.get(figure_source or "all")
+        return token_loss.further.get(figure) if token_loss else None
+
+    def sign_of(self, source: str) -> int:
+        """Return -1 if a higher value of what :meth:`loss_of` returns is better, else 1."""
+        is_figure = source not in self.sources and self.whole.of_pairs
+        figure = source.partition("/")[0]
+        return -1 if is_figure and figure in HIGHER_IS_BETTER else 1
+
+
+@dataclass(frozen=True)
+class LossProgress:
+    """The best validation loss so far of a source, of "all", or of a figure; see ``Evaluation.loss_of``."""
+
+    source: str
+    best: float | None = None
+    best_step: NonNegativeInt = 0
+    num_since: NonNegativeInt = 0
+    """Evaluations since then."""
+
+    def after(self, evaluation: Evaluation) -> "LossProgress":
+        """Return the progress after another evaluation."""
+        loss = evaluation.loss_of(self.source)
+        if loss is not None and math.isfinite(loss):
+            sign = evaluation.sign_of(self.source)
+            is_better = self.best is None or sign * loss < sign * self.best
+            if is_better:
+                return LossProgress(self.source, loss, evaluation.step)
+        return replace(self, num_since=self.num_since + 1)
+
+
+def perplexity(loss: float) -> float:
+    """Return exp of a loss in nats per token; infinite if that does not fit into a float."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def compare_evaluations(
+    first_evaluation: Evaluation, evaluation: Evaluation
+) -> Iterator[tuple[str, TokenLoss | None, TokenLoss]]:
+    """Yield the name of each source, or "all", its loss in the first evaluation (None if it had none), and its loss."""
+    for name, loss in evaluation.parts.items():
+        first_loss = first_evaluation.whole if name == "all" else first_evaluation.sources.get(name)
+        yield name, first_loss, loss
