@@ -1,6 +1,6 @@
 """Write a folder that is complete or absent: under a hidden temporary name first, then synced and renamed.
 
-Lock files let one process at a time write it.
+A lock file lets only one process at a time write it.
 """
 
 import fcntl
@@ -20,44 +20,56 @@ import psutil
 from fabric_train.cli.errors import InputError, raise_reached_limit
 from fabric_train.files.regular_file import check_no_link, open_to_write
 
-_LONGEST_WAIT = 120.0  # seconds
+_MAX_WAIT_SECONDS = 120.0
 _MARK = ".incomplete-"
-_held = set[TextIO]()
+_held_locks = set[TextIO]()  # of this process; a forked process closes them, see _close_held_locks
 
 
 @contextmanager
-def hold_lock(path: Path, taken: str, fix: str) -> Iterator[None]:
-    """Hold the lock file ``path``, which exists only then; new parent folders are removed if they are empty.
+def hold_lock(path: Path, problem: str, advice: str) -> Iterator[None]:
+    """Hold the lock file ``path`` in this context; it exists only during that time.
 
-    InputError if another process holds it: ``taken``, its process id and host, ``fix``; or if ``path`` is a link.
+    New parent folders are removed again if they are empty.
+
+    Args:
+        path: The lock file.
+        problem: Beginning of the error if another process holds the lock; its process id and host are added.
+        advice: End of this error.
+
+    Raises:
+        InputError: another process holds the lock, or ``path`` is a link.
     """
     new_parents = [parent for parent in path.absolute().parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = _open_and_lock(path, taken, fix)
+    lock = _open_and_lock(path, problem, advice)
     with lock:
         try:
-            _held.add(lock)
+            _held_locks.add(lock)
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             lock.flush()
             yield
         finally:
             path.unlink(missing_ok=True)
-            _held.discard(lock)
+            _held_locks.discard(lock)
             fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough: a worker that was just forked has the file open
             for parent in new_parents:
-                with suppress(OSError):  # it is not empty any more
+                with suppress(OSError):  # it is not empty
                     parent.rmdir()
 
 
 @contextmanager
 def wait_for_lock(path: Path) -> Iterator[None]:
-    """Hold a lock that others hold for less than a second; an InputError if one holds it for two minutes."""
-    deadline = time.monotonic() + _LONGEST_WAIT
-    with ExitStack() as lock:
+    """Hold a lock that other processes hold for less than a second.
+
+    Raises:
+        InputError: another process has held it for two minutes.
+    """
+    deadline = time.monotonic() + _MAX_WAIT_SECONDS
+    with ExitStack() as stack:
         while True:
             try:
-                lock.enter_context(hold_lock(path, f"{path}: another process holds it", "end that process"))
+                stack.enter_context(hold_lock(path, f"{path}: another process holds it", "end that process"))
                 break
             except InputError:
                 if time.monotonic() > deadline:
@@ -66,19 +78,20 @@ def wait_for_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def check_not_held(path: Path, taken: str, fix: str) -> None:
-    """Raise the InputError of :func:`hold_lock` if another process holds the lock; creates no file."""
+def check_not_held(path: Path, problem: str, advice: str) -> None:
+    """Raise the InputError of :func:`hold_lock` if another process holds the lock; create no file."""
     check_no_link(path)
     if path.is_file():
         with suppress(FileNotFoundError), path.open() as lock:
-            _lock(lock, taken, fix)
+            _lock(lock, problem, advice)
 
 
-def _open_and_lock(path: Path, taken: str, fix: str) -> TextIO:
+def _open_and_lock(path: Path, problem: str, advice: str) -> TextIO:
+    """Open and lock a lock file; try again if another process has removed it meanwhile."""
     while True:
         lock = open_to_write(path, "a+")
         try:
-            _lock(lock, taken, fix)
+            _lock(lock, problem, advice)
             if os.fstat(lock.fileno()).st_ino == path.stat().st_ino:
                 return lock
         except FileNotFoundError:  # the holder has just ended and removed it
@@ -89,23 +102,23 @@ def _open_and_lock(path: Path, taken: str, fix: str) -> TextIO:
         lock.close()
 
 
-def _close_held() -> None:
-    """Close the lock files of the process that forked this one: its lock must end when it is killed."""
-    for lock in _held:
+def _close_held_locks() -> None:
+    """Close the lock files that this process has inherited: the lock must end when the process that took it ends."""
+    for lock in _held_locks:
         lock.close()
-    _held.clear()
+    _held_locks.clear()
 
 
-os.register_at_fork(after_in_child=_close_held)
+os.register_at_fork(after_in_child=_close_held_locks)
 
 
-def _lock(lock: TextIO, taken: str, fix: str) -> None:
+def _lock(lock: TextIO, problem: str, advice: str) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
         holder = lock.readline().strip() or "a process that is just starting"
-        raise InputError(f"{taken} ({holder}); {fix}") from None
+        raise InputError(f"{problem} ({holder}); {advice}") from None
 
 
 @contextmanager
@@ -114,17 +127,20 @@ def complete_folder(target: Path) -> Iterator[Path]:
 
     Everything is synced to the disk before the rename, and the parent after it, so a folder with the final name is
     complete even after a power failure. After any exception, including ``KeyboardInterrupt``, the temporary folder is
-    removed, as are those that killed processes of this machine left for the same target. InputError if ``target`` is a
-    file or a folder that is not empty, another process is writing it, or its parent cannot be written to.
+    removed. Those that killed processes of this machine have left for the same target are removed too.
+
+    Raises:
+        InputError: ``target`` is a file or a folder that is not empty, another process is writing it, or its parent
+            cannot be written to.
     """
     target = Path(os.path.abspath(target))
     check_not_taken(target)
     with ExitStack() as stack:
         try:
-            lock = target.parent / f".{target.name}.lock"
-            taken = f"{target}: another process is writing it"
-            stack.enter_context(hold_lock(lock, taken, "wait for it, or choose another folder"))
-            check_not_taken(target)  # another process may just have finished it
+            lock_path = target.parent / f".{target.name}.lock"
+            problem = f"{target}: another process is writing it"
+            stack.enter_context(hold_lock(lock_path, problem, "wait for it, or choose another folder"))
+            check_not_taken(target)  # again: another process may just have finished it
             _remove_leftovers(target)
             temporary = temporary_for(target, this_process())
             temporary.mkdir()
@@ -152,18 +168,20 @@ def temporary_for(target: Path, process: str) -> Path:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a path is a temporary folder, of any target and process."""
+    """Return whether a path is a temporary folder, of any target and process."""
     return path.name.startswith(".") and _MARK in path.name
 
 
 def sync_and_rename(temporary: Path, target: Path, synced: str | None = None) -> None:
-    """Sync a temporary folder to the disk, not what links in it lead to; rename it to ``target``, sync the parent.
+    """Sync a temporary folder to the disk, rename it to ``target``, and sync the parent folder.
 
-    Files whose names end with ``synced`` are on the disk already.
+    Targets of links are not synced, nor are files whose names end with ``synced``: they are on the disk already.
     """
     for root, _, names in os.walk(temporary, topdown=False):
-        for file in (Path(root, name) for name in names if synced is None or not name.endswith(synced)):
-            if stat.S_ISREG(file.lstat().st_mode):
+        for name in names:
+            file = Path(root, name)
+            is_synced = synced is not None and name.endswith(synced)
+            if not is_synced and stat.S_ISREG(file.lstat().st_mode):
                 fsync(file)
         fsync(Path(root))
     temporary.rename(target)
@@ -171,7 +189,7 @@ def sync_and_rename(temporary: Path, target: Path, synced: str | None = None) ->
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with its content, a file, or a link without what it leads to."""
+    """Remove a folder with its content, a file, or a link without its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -188,7 +206,7 @@ def fsync(path: Path) -> None:
 
 
 def check_not_taken(target: Path) -> None:
-    """Raise an InputError where :func:`complete_folder` would, after long work, for ``target`` or its parent."""
+    """Raise the InputError that :func:`complete_folder` would raise for ``target``, but before long work begins."""
     check_no_dead_link(target)
     if target.is_dir():
         if any(target.iterdir()):
@@ -206,12 +224,12 @@ def check_not_taken(target: Path) -> None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return a path, or the nearest folder above it that exists."""
-    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    """Return a path if it exists, else the nearest folder above it that exists."""
+    return next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
 
 
 def check_not_inside(target: Path, complete: Path) -> None:
-    """Raise an InputError if ``target`` is (in) a complete folder: a token dataset or a checkpoint."""
+    """Raise an InputError if ``target`` is a complete folder, a token dataset or a checkpoint, or is inside one."""
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(complete)):
         raise InputError(f"cannot write to {target}: {complete} is complete and stays as it is; choose another folder")
 
@@ -225,9 +243,12 @@ def check_no_dead_link(target: Path) -> None:
 
 def _remove_leftovers(target: Path) -> None:
     """Remove the temporary folders of ``target`` whose process on this machine was killed."""
-    of_this_machine = re.escape(f".{target.name}{_MARK}{socket.gethostname()}-") + "([1-9][0-9]{0,8})"
+    prefix = f".{target.name}{_MARK}{socket.gethostname()}-"
     for entry in target.parent.iterdir():
-        found = re.fullmatch(of_this_machine, entry.name)
-        if found and (int(found[1]) == os.getpid() or not psutil.pid_exists(int(found[1]))):
-            with suppress(OSError):  # of another user
+        match = re.fullmatch(re.escape(prefix) + "([1-9][0-9]{0,8})", entry.name)
+        if match is None:
+            continue
+        process_id = int(match[1])
+        if process_id == os.getpid() or not psutil.pid_exists(process_id):
+            with suppress(OSError):  # another user's
                 remove(entry)

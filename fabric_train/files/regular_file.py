@@ -1,4 +1,4 @@
-"""Files of others: reading never waits for a pipe, writing never follows a link, JSON may be damaged or forged."""
+"""Read and write files that others may have made: never wait for a pipe, never follow a link, never trust JSON."""
 
 import errno
 import json
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MOST_BYTES = 1 << 30  # of JSON: a manifest lists each file that was read
-_MOST_LEVELS = 100  # libraries read some of the files again, and walk through them by recursion
-_KINDS = {
+_MAX_JSON_BYTES = 1 << 30  # a manifest lists each file that was read, so it may be large
+_MAX_JSON_LEVELS = 100  # libraries read some of the files again, by recursion
+_FILE_TYPES = {
     stat.S_IFIFO: "a pipe (FIFO)",
     stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a folder",
@@ -31,11 +31,16 @@ _KINDS = {
 
 
 def open_regular(path: Path, advice: str) -> BinaryIO:
-    """Open a file to read bytes; InputError, with ``advice``, for a pipe, whose opening would wait, and the like."""
+    """Open a file to read bytes.
+
+    Raises:
+        InputError: it is a pipe, whose opening would wait, or anything else than a file; ``advice`` ends the message.
+        OSError: it cannot be opened.
+    """
     _check_regular(path, os.stat(path).st_mode, advice)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may have become a pipe meanwhile
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        _check_regular(path, os.fstat(descriptor).st_mode, advice)
+        _check_regular(path, os.fstat(descriptor).st_mode, advice)  # it may have become a pipe meanwhile
     except InputError:
         os.close(descriptor)
         raise
@@ -54,7 +59,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a file so that it is complete or unchanged after any failure; errors as in ``open_to_write``."""
     check_regular_or_absent(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    temporary.unlink(missing_ok=True)  # of a killed process that had the same number, or a planted link
+    temporary.unlink(missing_ok=True)  # left by a killed process with the same number, or a link that somebody planted
     with open_to_write(temporary, "x", newline="") as file:
         file.write(text)
         file.flush()
@@ -66,13 +71,13 @@ def check_regular_or_absent(path: Path) -> None:
     """Raise an InputError if ``path`` exists and is no file: a link, a pipe, a socket or a folder."""
     check_no_link(path)
     if path.is_fifo() or path.is_socket() or path.is_dir():
-        raise InputError(f"{path} is {_KINDS[stat.S_IFMT(path.lstat().st_mode)]}, not a file; remove it")
+        raise InputError(f"{path} is {_FILE_TYPES[stat.S_IFMT(path.lstat().st_mode)]}, not a file; remove it")
 
 
 def check_no_link(path: Path) -> None:
-    """Raise an InputError if a place to write to is a link, which may lead to something else of the user's."""
+    """Raise an InputError if a path to write to is a link, which may lead to another file of the user."""
     if path.is_symlink():
-        raise _is_link(path)
+        raise _link_error(path)
 
 
 def check_no_links_in(folder: Path) -> None:
@@ -91,7 +96,7 @@ def check_no_pipes(folder: Path) -> None:
 
 def _check_regular(path: Path, mode: int, advice: str) -> None:
     if not stat.S_ISREG(mode):
-        raise InputError(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'no file')}, not a file; {advice}")
+        raise InputError(f"{path} is {_FILE_TYPES.get(stat.S_IFMT(mode), 'no file')}, not a file; {advice}")
 
 
 def _open_without_links(path: str, flags: int) -> int:
@@ -99,17 +104,26 @@ def _open_without_links(path: str, flags: int) -> int:
         return os.open(path, flags | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:  # it became a link after check_no_link
-            raise _is_link(Path(path)) from None
+            raise _link_error(Path(path)) from None
         raise
 
 
-def _is_link(path: Path) -> InputError:
+def _link_error(path: Path) -> InputError:
     return InputError(f"{path} is a link to {os.readlink(path)}, and no file is written through a link; remove it")
 
 
 def check_file_name(name: object, listing: Path) -> str:
-    """Return ``name``, which is in the file ``listing``, or raise an InputError if it is a path such as ``../x``."""
-    is_text = isinstance(name, str) and name.encode(errors="ignore").decode() == name  # no half of a surrogate pair
+    """Return ``name`` if it is the name of a file, and not a path such as ``../x``.
+
+    Args:
+        name: A value of the file ``listing``.
+        listing: The file that names it, for the message.
+
+    Raises:
+        InputError: it is no such name.
+    """
+    # a text with half of a surrogate pair cannot be a file name
+    is_text = isinstance(name, str) and name.encode(errors="ignore").decode() == name
     if not is_text or name in ("", ".", "..") or not set(str(name)).isdisjoint("/\\\0"):
         raise InputError(f"{listing}: it names {name!r}, outside its folder: damaged or forged; fetch it again")
     return str(name)
@@ -117,25 +131,30 @@ def check_file_name(name: object, listing: Path) -> str:
 
 def check_links(folder: Path) -> None:
     """Raise an InputError if a link in ``folder`` leads out of it, or if something in it is no file and no folder."""
-    inside = os.path.realpath(folder)
+    real_folder = os.path.realpath(folder)
     for path in sorted(folder.rglob("*")):
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(real_folder):
             raise InputError(f"{path}: a link to {os.readlink(path)}, outside its folder; put the file itself there")
-        if not (path.is_file() or path.is_dir()):
-            kind = f"a link to {os.readlink(path)}, which is not there" if path.is_symlink() else "not a file"
-            raise InputError(f"{path}: {kind}; remove it, or put the file itself there")
+        if path.is_file() or path.is_dir():
+            continue
+        problem = f"a link to {os.readlink(path)}, which is not there" if path.is_symlink() else "not a file"
+        raise InputError(f"{path}: {problem}; remove it, or put the file itself there")
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copy ``source``, without links out of it, into ``target``; new files get permissions from the umask."""
+    """Copy the content of ``source`` into ``target``; new files get permissions from the umask.
+
+    Raises:
+        InputError: a link in ``source`` leads out of it.
+    """
     check_links(source)
     target.mkdir(exist_ok=True)
     for path in sorted(source.rglob("*")):  # a folder comes before its content
-        place = target / path.relative_to(source)
+        copy = target / path.relative_to(source)
         if path.is_dir():
-            place.mkdir(exist_ok=True)
+            copy.mkdir(exist_ok=True)
         else:
-            shutil.copyfile(path, place)
+            shutil.copyfile(path, copy)
 
 
 def check_not_pointer(file: Path) -> None:
@@ -148,49 +167,58 @@ def check_not_pointer(file: Path) -> None:
 
 
 def read_json(file: Path, kind: type[T], advice: str) -> T:
-    """Return the content of a JSON file as ``kind``: ``dict``, a dataclass or a pydantic model.
+    """Return the content of a JSON file as a value of a type.
 
-    No value is converted, except int to float. ``advice`` ends the error message: how to fix a wrong file. InputError,
-    in one line: the file is missing, no regular file, too large, not UTF-8 or not JSON, is nested too deeply, has an
-    integer of more than 64 bits (128 in a ``dict``: tokenizers of the hub have a ``model_max_length`` of 1e30), or a
-    value is missing or has another type.
+    No value is converted, except int to float. An integer may have 64 bits, in a ``dict`` 128: tokenizers of the hub
+    have a ``model_max_length`` of 1e30.
+
+    Args:
+        file: The file.
+        kind: ``dict``, a dataclass or a pydantic model.
+        advice: End of the error message: how to fix a wrong file.
+
+    Raises:
+        InputError: in one line: the file is missing, no regular file, too large, not UTF-8 or not JSON, is nested too
+            deeply, has an integer of too many bits, or a value is missing or has another type.
     """
     try:
         with open_regular(file, advice) as opened:
-            if os.fstat(opened.fileno()).st_size > _MOST_BYTES:
+            if os.fstat(opened.fileno()).st_size > _MAX_JSON_BYTES:
                 raise InputError(f"{file}: larger than 1 GiB, so it is not what its name says; {advice}")
-            raw = opened.read()
+            content = opened.read()
     except OSError as error:
         raise_reached_limit(error)
         raise InputError(f"{file}: {error.strerror}; {advice}") from None
     try:
-        return parse_json(raw, kind)
+        return parse_json(content, kind)
     except ValueError as error:
         raise InputError(f"{file}: damaged ({error}); {advice}") from None
 
 
 def read_json_lines(file: Path, kind: type[T], advice: str) -> Iterator[T]:
-    """Yield each line of a file as ``kind``, without a last one that is cut off; nothing without a file.
+    """Yield each line of a file as ``kind``; nothing if there is no file.
 
-    Errors as in :func:`read_json`, with the number of the line.
+    A last line without its end was cut off, and is left out. Errors are as in :func:`read_json`, with the number of the
+    line.
     """
     if not file.exists():
         return
     with open_regular(file, advice) as lines:
-        for number, line in enumerate(lines, 1):
+        for line_number, line in enumerate(lines, 1):
+            is_complete = line.endswith(b"\n")
             try:
-                parsed = parse_json(line, kind)
+                value = parse_json(line, kind)
             except ValueError as error:
-                if not line.endswith(b"\n"):
+                if not is_complete:
                     return
-                raise InputError(f"{file}, line {number}: damaged ({error}); {advice}") from None
-            if line.endswith(b"\n"):
-                yield parsed
+                raise InputError(f"{file}, line {line_number}: damaged ({error}); {advice}") from None
+            if is_complete:
+                yield value
 
 
-def parse_json(raw: bytes | str, kind: type[T]) -> T:
-    """Return JSON as ``kind``, see :func:`read_json`; ValueError, in one line, with the path of a wrong value."""
-    content = _parse(raw, 128 if kind is dict else 64)
+def parse_json(text: bytes | str, kind: type[T]) -> T:
+    """Return JSON as ``kind``, see :func:`read_json`; a ValueError, in one line, names the path of a wrong value."""
+    content = _parse(text, max_bits=128 if kind is dict else 64)
     if kind is dict:
         if not isinstance(content, dict):
             raise ValueError("no JSON object")
@@ -198,44 +226,49 @@ def parse_json(raw: bytes | str, kind: type[T]) -> T:
     from pydantic import ValidationError  # a slow import, not needed by tokenization
 
     try:
-        parsed: T = type_adapter(cast("Hashable", kind)).validate_json(raw, strict=True)
+        value: T = type_adapter(cast("Hashable", kind)).validate_json(text, strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        path = ".".join(map(str, first["loc"]))
-        reason = " ".join((f"{path}: {first['msg']}" if path else first["msg"]).split())
+        first_error = error.errors()[0]
+        path = ".".join(str(key) for key in first_error["loc"])
+        reason = f"{path}: {first_error['msg']}" if path else first_error["msg"]
+        reason = " ".join(reason.split())  # in one line
         raise ValueError(reason if reason.isprintable() else ascii(reason)) from None
-    return parsed
+    return value
 
 
 @cache
 def type_adapter(kind: "Hashable") -> "TypeAdapter[Any]":
-    """Return what validates a type of :func:`parse_json`; to build it takes milliseconds, at each call the same."""
+    """Return the validator of a type of :func:`parse_json`; building one takes milliseconds, so it is kept."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(cast("Any", kind))
 
 
-def _parse(raw: bytes | str, most_bits: int) -> Any:
-    """Parse JSON; all reasons to refuse it are in the line of a ValueError."""
+def _parse(text: bytes | str, *, max_bits: int) -> Any:
+    """Parse JSON; a ValueError says in one line why it is refused."""
+    limit = 1 << (max_bits - 1)
 
     def parse_int(digits: str) -> int:
-        half = 1 << (most_bits - 1)
-        if len(digits) > most_bits or not -half <= (number := int(digits)) < half:
-            raise ValueError(f"an integer of more than {most_bits} bits")
-        return number
+        if len(digits) <= max_bits:  # Python takes long to convert millions of digits
+            number = int(digits)
+            if -limit <= number < limit:
+                return number
+        raise ValueError(f"an integer of more than {max_bits} bits")
 
     try:
-        text = raw if isinstance(raw, str) else raw.decode("utf-8")
-        content = json.loads(text, parse_int=parse_int)
+        decoded = text if isinstance(text, str) else text.decode("utf-8")
+        content = json.loads(decoded, parse_int=parse_int)
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except ValueError as error:
         raise ValueError(first_line(error)) from None
-    if _is_deeper(content, _MOST_LEVELS):
+    if _is_deeper(content, _MAX_JSON_LEVELS):
         raise ValueError("nested too deeply")
-    if "\\ud" in text.lower():
+
+    # json accepts an escape such as \ud800 alone, which no file can store
+    if "\\ud" in decoded.lower():
         try:
             json.dumps(content, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
@@ -243,9 +276,15 @@ def _parse(raw: bytes | str, most_bits: int) -> Any:
     return content
 
 
-def _is_deeper(content: Any, most_levels: int) -> bool:
-    level = [content]
-    for _ in range(most_levels + 1):
-        inner = (part for part in level if isinstance(part, dict | list))
-        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
-    return bool(level)
+def _is_deeper(content: Any, max_levels: int) -> bool:
+    """Return whether JSON is nested more deeply than ``max_levels``; go down one level at a time, without recursion."""
+    values = [content]
+    for _ in range(max_levels + 1):
+        inner_values: list[Any] = []
+        for value in values:
+            if isinstance(value, dict):
+                inner_values += value.values()
+            elif isinstance(value, list):
+                inner_values += value
+        values = inner_values
+    return bool(values)

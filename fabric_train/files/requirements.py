@@ -1,7 +1,7 @@
-"""What a command needs of the machine beside its arguments: optional packages, and room on a disk.
+"""Check what a command needs of the machine: optional packages, room on a disk, files that can be written.
 
-Every program asks here before it begins to work, so what is missing is one line, before anything is read or written.
-``atomic_folder.check_not_taken`` does the same for a folder to write.
+Every program checks this before it begins to work, so the user is told in one line before anything is read or written.
+``atomic_folder.check_not_taken`` checks a folder to write.
 """
 
 import importlib
@@ -15,33 +15,40 @@ from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.atomic_folder import nearest_existing
 
 _EXTRAS = {"lm_eval": "eval", "phonenumbers": "cleaning", "stdnum": "cleaning", "py3langid": "cleaning"}
-"""The extra that installs a module, where it has another name."""
+"""The extra that installs a module, if it has another name than the module."""
 _DISTRIBUTIONS = {"stdnum": "python-stdnum"}
+"""The package that has a module, if it has another name than the module."""
 
 
 def check_package(module: str, needed_by: str) -> None:
     """Raise an InputError if an optional package is not installed; it is not imported, which may take seconds.
 
     Args:
-        module: the name by which it is imported.
-        needed_by: what needs it, such as ``--base_weights nf4``.
+        module: The name by which it is imported.
+        needed_by: What needs it, such as ``--base_weights nf4``.
     """
     try:
         is_installed = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # a part of another package that is not there, or half removed
+    except (ImportError, ValueError):  # a module of a package that is missing, or half removed
         is_installed = False
     if not is_installed:
         raise InputError(f"{needed_by} needs {_DISTRIBUTIONS.get(module, module)}: {_how_to_install(module)}")
 
 
 def load_package(module: str, needed_by: str) -> ModuleType:
-    """Import an optional package; for an InputError see :func:`check_package`, also if it is damaged."""
+    """Import an optional package.
+
+    Raises:
+        InputError: it is not installed, see :func:`check_package`, or it is damaged.
+    """
     check_package(module, needed_by)
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        reason = f"{_DISTRIBUTIONS.get(module, module)}, which cannot be imported ({first_line(error)})"
-        raise InputError(f"{needed_by} needs {reason}: {_how_to_install(module)}") from error
+        package = _DISTRIBUTIONS.get(module, module)
+        raise InputError(
+            f"{needed_by} needs {package}, which cannot be imported ({first_line(error)}): {_how_to_install(module)}"
+        ) from error
 
 
 def _how_to_install(module: str) -> str:
@@ -49,7 +56,7 @@ def _how_to_install(module: str) -> str:
 
 
 def check_room(target: Path, num_bytes: float, what: str) -> None:
-    """Raise an InputError if the disk of ``target``, which need not exist, has less than ``num_bytes`` left."""
+    """Raise an InputError if the disk of ``target``, which need not exist, has less than ``num_bytes`` bytes free."""
     parent = nearest_existing(target.absolute())
     free = free_bytes(parent)
     if free < num_bytes:
@@ -60,15 +67,17 @@ def check_room(target: Path, num_bytes: float, what: str) -> None:
 
 
 def check_file_to_write(file: Path, option: str) -> None:
-    """Raise an InputError if the folder of a file that an option names is not there, or cannot be written to."""
+    """Raise an InputError if the folder of a file that an option names is missing, or the file cannot be written."""
     folder = file.absolute().parent
     if not folder.is_dir():
         raise InputError(f"{option} {file}: no folder {file.parent}; create it first")
-    if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
+    written_path = file if file.exists() else folder
+    if file.is_dir() or not os.access(written_path, os.W_OK):
         raise InputError(f"{option} {file}: it cannot be written; give another file")
 
 
 def free_bytes(folder: Path) -> int:
     """Return the number of bytes that this user can still write to the disk of a folder."""
     disk = os.statvfs(folder)
-    return disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
+    num_blocks = disk.f_bfree if os.geteuid() == 0 else disk.f_bavail  # root may also use the reserved ones
+    return disk.f_frsize * num_blocks
