@@ -37,7 +37,7 @@ class TraceArguments:
     """Print the results as JSON."""
 
     def faults(self) -> list[str]:
-        """Return a question that is missing, or not complete."""
+        """Return a line for each question that is missing or incomplete."""
         if (self.step is None) == (self.document is None):
             return ["give one of --step and --document"]
         if self.rank is not None and self.step is None:
@@ -51,22 +51,22 @@ def main(argv: list[str] | None = None) -> None:
     """Print the documents of a step, or the steps and checkpoints that read a document, or both as JSON."""
     arguments = parse_arguments(TraceArguments, argv)
 
-    from fabric_train.trace import documents
+    from fabric_train.trace import documents, print_results
     from fabric_train.trace.run_history import RunHistory  # slow
 
     history = RunHistory(Path(arguments.run).expanduser(), arguments.train_data_dir)
-    found: documents.DocumentSteps | documents.StepDocuments
+    result: documents.DocumentSteps | documents.StepDocuments
     if arguments.document is not None:
-        found = documents.find_steps(history, arguments.document)
+        result = documents.find_steps(history, arguments.document)
     else:
         assert arguments.step is not None  # TraceArguments.faults
-        found = documents.list_documents(history, arguments.step, arguments.rank)
+        result = documents.list_documents(history, arguments.step, arguments.rank)
     if arguments.json:
-        print(json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False))
-    elif isinstance(found, documents.DocumentSteps):
-        documents.print_document(found)
+        print(json.dumps(dataclasses.asdict(result), indent=2, ensure_ascii=False))
+    elif isinstance(result, documents.DocumentSteps):
+        print_results.print_document(result)
     else:
-        documents.print_step(found)
+        print_results.print_step(result)
 
 
 if __name__ == "__main__":

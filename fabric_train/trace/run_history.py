@@ -1,4 +1,4 @@
-"""Put together from checkpoints which rows every step of a run read, those before the runs branched off included."""
+"""Reconstruct from checkpoints which rows every step of a run read, also the steps of the runs that it branched off."""
 
 import functools
 import math
@@ -8,7 +8,14 @@ from pathlib import Path
 
 from pydantic import BaseModel, PositiveInt
 
-from fabric_train.checkpoint import data_starts_after, find_checkpoint, read_trainer_json, run_of, saved_checkpoints
+from fabric_train.checkpoint import (
+    BranchPoint,
+    data_starts_after,
+    find_checkpoint,
+    read_trainer_json,
+    run_of,
+    saved_checkpoints,
+)
 from fabric_train.checkpoint.trainer_json import find_unreadable
 from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
@@ -23,7 +30,9 @@ from fabric_train.preflight.steps import order_of_mixture
 from fabric_train.token_dataset.manifest import read_manifest
 
 
-class _Arguments(BaseModel):
+class _SavedArguments(BaseModel):
+    """The arguments of a run that decide which rank reads which row."""
+
     micro_batch_size: PositiveInt
     gradient_accumulation_steps: PositiveInt
     tensor_parallel_size: PositiveInt = 1
@@ -33,12 +42,15 @@ class _Arguments(BaseModel):
     checkpoint: str | None = None
 
     @property
-    def ranks_of_rows(self) -> int:
+    def group_size(self) -> int:
+        """Number of ranks that read the same rows."""
         return self.tensor_parallel_size * self.context_parallel_size
 
 
-class _Saved(BaseModel):
-    arguments: _Arguments
+class _SavedRun(BaseModel):
+    """What this module reads of a trainer.json in addition to ``read_trainer_json``."""
+
+    arguments: _SavedArguments
     mixture_sources: list[str] = []
 
 
@@ -51,38 +63,46 @@ class Ranks:
     micro_batch_size: int
 
     @property
-    def number(self) -> int:
+    def num_ranks(self) -> int:
         return self.num_data_ranks * self.group_size
 
     def at(self, position: int) -> range:
         """Return the ranks that read the row at a position of the window."""
-        first = rank_at(position, self.micro_batch_size, self.num_data_ranks) * self.group_size
-        return range(first, first + self.group_size)
+        data_rank = rank_at(position, self.micro_batch_size, self.num_data_ranks)
+        first_rank = data_rank * self.group_size
+        return range(first_rank, first_rank + self.group_size)
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Steps of a run, or of a run that it branched off."""
+class RunSegment:
+    """Consecutive steps of one run: of the run itself, or of a run that it branched off."""
 
     run: Path
-    first: int
-    last: float  # infinite if the end of the run is not known
-    starts_after: int  # the step at which the data order begins
-    described_by: Path | None  # a checkpoint with the data order; None if the run is gone and it was another one
+    first_step: int
+    last_step: float
+    """Infinite if the end of the run is not known."""
+    starts_after: int
+    """The step after which the data order begins."""
+    order_checkpoint: Path | None
+    """A checkpoint with the data order; None if the run has no checkpoint any more and later steps read other data."""
 
     def checkpoints(self) -> dict[int, Path]:
-        return {step: path for step, path in saved_checkpoints(self.run).items() if self.first <= step <= self.last}
+        """Return the checkpoints of the segment by step, damaged ones too."""
+        checkpoints = saved_checkpoints(self.run)
+        return {step: path for step, path in checkpoints.items() if self.first_step <= step <= self.last_step}
 
     def checkpoint_of(self, step: int) -> Path:
-        """Return the first checkpoint that has a step, else the last one before."""
-        later = [path for number, path in _readable(self.run).items() if step <= number <= self.last]
-        assert self.described_by is not None
-        return later[0] if later else self.described_by
+        """Return the first readable checkpoint that contains a step, else the one that has the data order."""
+        for checkpoint_step, checkpoint in _readable_checkpoints(self.run).items():
+            if step <= checkpoint_step <= self.last_step:
+                return checkpoint
+        assert self.order_checkpoint is not None
+        return self.order_checkpoint
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The token datasets of a stretch, and the steps that read their rows."""
+    """The token datasets of a segment, and the steps that read their rows."""
 
     datasets: TokenDataset | TokenMixture
     order: WindowOrder
@@ -95,70 +115,94 @@ class RunData:
         return self.datasets.parts[part], number
 
     def row_at(self, folder: str, number: int) -> int | None:
-        """Return the row with a number in a token dataset's train split, None if no step reads it: undo ``place``."""
-        parts = [str(part.folder) for part in self.datasets.parts]
-        if folder not in parts:
+        """Return the row with a number in a token dataset's train split: the inverse of :meth:`place`.
+
+        None if no step reads the row.
+        """
+        folders = [str(dataset.folder) for dataset in self.datasets.parts]
+        if folder not in folders:
             return None
         rows = self.datasets.train
-        return rows.row_at(parts.index(folder), number) if isinstance(rows, JoinedRows) else number
+        if isinstance(rows, JoinedRows):
+            return rows.row_at(folders.index(folder), number)
+        return number
 
 
 class RunHistory:
-    """The steps of the run or checkpoint ``given``, from the first step of the first run that it branched off.
+    """The steps of a run, from the first step of the first run that it branched off."""
 
-    ``data_dirs`` are the run's token datasets, if they are no longer where it read them.
-    """
+    def __init__(self, path: Path, data_dirs: Sequence[str] | None = None) -> None:
+        """Read the history from the checkpoints.
 
-    def __init__(self, given: Path, data_dirs: Sequence[str] | None = None) -> None:
-        found = find_checkpoint(given)
-        # phases that had not begun at a checkpoint may have changed since
-        self.checkpoint = (list(_readable(run_of(found)).values()) or [found])[-1]
+        Args:
+            path: A run or one of its checkpoints, see ``find_checkpoint``.
+            data_dirs: The run's token datasets, if they are no longer where it read them.
+        """
+        checkpoint = find_checkpoint(path)
+        # the newest one: phases that had not begun at an earlier checkpoint may have changed since
+        readable_checkpoints = list(_readable_checkpoints(run_of(checkpoint)).values())
+        self.checkpoint = readable_checkpoints[-1] if readable_checkpoints else checkpoint
         self._data_dirs = data_dirs
-        self.stretches = tuple(_stretches(self.checkpoint))
-        self.num_done = max(read_trainer_json(self.checkpoint).state.step, *self.stretches[-1].checkpoints())
-        end = self.stretches[-1].last
-        self.num_planned = max(self.num_done, 0 if math.isinf(end) else int(end))
+        self.segments = tuple(_read_segments(self.checkpoint))
+        last_segment = self.segments[-1]
+        self.num_done = max(read_trainer_json(self.checkpoint).state.step, *last_segment.checkpoints())
+        num_planned = 0 if math.isinf(last_segment.last_step) else int(last_segment.last_step)
+        self.num_planned = max(self.num_done, num_planned)
 
     def notes(self) -> list[str]:
-        folders = dict.fromkeys(stretch.run for stretch in self.stretches)
-        given = [_read_saved(path).arguments for folder in folders for path in _readable(folder).values()]
-        taken = dict.fromkeys(one.checkpoint for one in given if one.weights_only)
-        return [f"a run began with the weights of {path}, whose own steps are not searched" for path in taken]
+        """Return a note for each checkpoint from whose weights a run started: the history does not go back further."""
+        start_checkpoints: dict[str | None, None] = {}  # in order, each once
+        for run in dict.fromkeys(segment.run for segment in self.segments):
+            for checkpoint in _readable_checkpoints(run).values():
+                arguments = _read_saved_run(checkpoint).arguments
+                if arguments.weights_only:
+                    start_checkpoints[arguments.checkpoint] = None
+        notes = []
+        for start_checkpoint in start_checkpoints:
+            notes.append(f"a run began with the weights of {start_checkpoint}, whose own steps are not searched")
+        return notes
 
-    def stretch_of(self, step: int) -> Stretch:
-        """Return the stretch with a step; raise an InputError if the run ends before it."""
+    def segment_of(self, step: int) -> RunSegment:
+        """Return the segment with a step; raise an InputError if the run ends before it."""
         if step > self.num_planned:
             raise InputError(f"--step {step}: the run of {self.checkpoint} ends at step {self.num_planned}")
-        return next(stretch for stretch in reversed(self.stretches) if step >= stretch.first)
+        return next(segment for segment in reversed(self.segments) if step >= segment.first_step)
 
     def ranks_of(self, step: int) -> tuple[Ranks, Path]:
-        """Return the ranks that took a step, and the checkpoint that says so: the newest one with its sessions.
+        """Return the ranks that took a step, and the checkpoint that tells this.
 
-        Earlier versions did not list sessions, or not how they split a step; then it is the first that has the step.
+        It is the newest one, with its sessions. Earlier versions did not list sessions, or not how they split a step;
+        then it is the first checkpoint that contains the step.
         """
-        checkpoint = self.stretch_of(step).checkpoint_of(step)
+        checkpoint = self.segment_of(step).checkpoint_of(step)
         session = read_trainer_json(self.checkpoint).session_of(step)
         if session is None or not session.arguments:
-            return _ranks(checkpoint, _token_order(checkpoint)), checkpoint
-        given = _Arguments.model_validate(session.arguments)
-        group_size = given.ranks_of_rows
-        return Ranks(session.num_devices // group_size, group_size, given.micro_batch_size), self.checkpoint
+            return _count_ranks(checkpoint, _read_token_order(checkpoint)), checkpoint
+        arguments = _SavedArguments.model_validate(session.arguments)
+        ranks = Ranks(
+            num_data_ranks=session.num_devices // arguments.group_size,
+            group_size=arguments.group_size,
+            micro_batch_size=arguments.micro_batch_size,
+        )
+        return ranks, self.checkpoint
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 - a program has one history
-    def data_of(self, stretch: Stretch) -> RunData:
-        """Open the token datasets of a stretch, and check that its steps read them."""
-        checkpoint = stretch.described_by
+    def data_of(self, segment: RunSegment) -> RunData:
+        """Open the token datasets of a segment, and check that its steps read them."""
+        checkpoint = segment.order_checkpoint
         if checkpoint is None:
             raise InputError(
-                f"{stretch.run}: the run of the steps {stretch.first} to {stretch.last:g} has no checkpoint any more, "
-                "and the steps after it read other data; put one of its checkpoints back"
+                f"{segment.run}: the run of the steps {segment.first_step} to {segment.last_step:g} has no checkpoint "
+                "any more, and the steps after it read other data; put one of its checkpoints back"
             )
-        order = _token_order(checkpoint)
-        own = self._data_dirs if stretch.starts_after == self.stretches[-1].starts_after else None
-        datasets = _open(checkpoint, order, own)
-        window_order = _window_order(order, datasets, _ranks(checkpoint, order), stretch.starts_after)
+        order = _read_token_order(checkpoint)
+        has_data_of_last_segment = segment.starts_after == self.segments[-1].starts_after
+        datasets = _open_datasets(checkpoint, order, self._data_dirs if has_data_of_last_segment else None)
+        window_order = _build_window_order(order, datasets, _count_ranks(checkpoint, order), segment.starts_after)
+
+        # the hash of all rows up to the checkpoint shows whether this version computes the same order
         state = read_trainer_json(checkpoint).state
-        if state.rows_hash != window_order.rows_hash(state.step - stretch.starts_after):
+        if state.rows_hash != window_order.rows_hash(state.step - segment.starts_after):
             raise InputError(
                 f"{checkpoint}: up to step {state.step} its run took other rows than this version computes; "
                 "use the version of fabric_train and numpy that saved it"
@@ -166,35 +210,63 @@ class RunHistory:
         return RunData(datasets, window_order)
 
 
-def _stretches(checkpoint: Path) -> list[Stretch]:
-    saved = read_trainer_json(checkpoint)
-    lineage = saved.lineage
-    last = saved.num_steps
-    first = lineage[-1].step + 1 if lineage else 1
-    stretches = [Stretch(run_of(checkpoint), first, last, data_starts_after(lineage), checkpoint)]
-    for number in reversed(range(len(lineage))):
-        branch = lineage[number]
-        before = lineage[:number]
-        readable = _readable(Path(branch.run))
-        following = stretches[0].described_by if branch.continues_data else None
-        first = before[-1].step + 1 if before else 1
-        starts_after = data_starts_after(before)
-        with_its_data = (
-            path
-            for path in reversed(readable.values())
-            if data_starts_after(read_trainer_json(path).lineage) == starts_after
+def _read_segments(checkpoint: Path) -> list[RunSegment]:
+    """Return the segments of a checkpoint's run and of the runs that it branched off, the first steps first."""
+    trainer = read_trainer_json(checkpoint)
+    lineage = trainer.lineage
+
+    # the run itself
+    segments = [
+        RunSegment(
+            run=run_of(checkpoint),
+            first_step=lineage[-1].step + 1 if lineage else 1,
+            last_step=trainer.num_steps,
+            starts_after=data_starts_after(lineage),
+            order_checkpoint=checkpoint,
         )
-        describes = readable.get(branch.step) or following or next(with_its_data, None)
-        stretches.insert(0, Stretch(Path(branch.run), first, branch.step, starts_after, describes))
-    return stretches
+    ]
+
+    # the steps up to each branch point, the last one first
+    for index in reversed(range(len(lineage))):
+        branch = lineage[index]
+        earlier_branches = lineage[:index]
+        starts_after = data_starts_after(earlier_branches)
+        later_order_checkpoint = segments[0].order_checkpoint if branch.continues_data else None
+        segment = RunSegment(
+            run=Path(branch.run),
+            first_step=earlier_branches[-1].step + 1 if earlier_branches else 1,
+            last_step=branch.step,
+            starts_after=starts_after,
+            order_checkpoint=_find_order_checkpoint(branch, starts_after, later_order_checkpoint),
+        )
+        segments.insert(0, segment)
+    return segments
 
 
-def _readable(run: Path) -> dict[int, Path]:
+def _find_order_checkpoint(branch: BranchPoint, starts_after: int, later_checkpoint: Path | None) -> Path | None:
+    """Return a checkpoint with the data order of the steps up to a branch point.
+
+    It is the checkpoint at the branch point, else ``later_checkpoint``, which the next segment uses if its data are the
+    same, else the newest checkpoint of the run whose data began after the same step.
+    """
+    readable_checkpoints = _readable_checkpoints(Path(branch.run))
+    if branch.step in readable_checkpoints:
+        return readable_checkpoints[branch.step]
+    if later_checkpoint is not None:
+        return later_checkpoint
+    for checkpoint in reversed(readable_checkpoints.values()):
+        if data_starts_after(read_trainer_json(checkpoint).lineage) == starts_after:
+            return checkpoint
+    return None
+
+
+def _readable_checkpoints(run: Path) -> dict[int, Path]:
     """Return the checkpoints of a run whose description is not damaged, by step, the oldest first."""
     return {step: path for step, path in saved_checkpoints(run).items() if find_unreadable(path) is None}
 
 
-def _token_order(checkpoint: Path) -> DataOrder:
+def _read_token_order(checkpoint: Path) -> DataOrder:
+    """Return the data order of a run that read token datasets; an InputError for a stream."""
     order = read_trainer_json(checkpoint).data
     if isinstance(order, StreamOrder):
         raise InputError(
@@ -204,57 +276,92 @@ def _token_order(checkpoint: Path) -> DataOrder:
     return order
 
 
-def _read_saved(checkpoint: Path) -> _Saved:
-    return read_json(checkpoint / "trainer.json", _Saved, "use another checkpoint")
+def _read_saved_run(checkpoint: Path) -> _SavedRun:
+    return read_json(checkpoint / "trainer.json", _SavedRun, "use another checkpoint")
 
 
-def _ranks(checkpoint: Path, order: DataOrder) -> Ranks:
+def _count_ranks(checkpoint: Path, order: DataOrder) -> Ranks:
     """Count the ranks from the rows of a window, which all of them read together."""
-    given = _read_saved(checkpoint).arguments
-    of_one = given.micro_batch_size * given.gradient_accumulation_steps
-    return Ranks(max(1, order.rows_per_window // of_one), given.ranks_of_rows, given.micro_batch_size)
+    arguments = _read_saved_run(checkpoint).arguments
+    rows_per_data_rank = arguments.micro_batch_size * arguments.gradient_accumulation_steps
+    return Ranks(
+        num_data_ranks=max(1, order.rows_per_window // rows_per_data_rank),
+        group_size=arguments.group_size,
+        micro_batch_size=arguments.micro_batch_size,
+    )
 
 
-def _open(checkpoint: Path, order: DataOrder, data_dirs: Sequence[str] | None) -> TokenDataset | TokenMixture:
-    saved = _read_saved(checkpoint)
-    given = saved.arguments.train_data_dir or []
-    there = [given] if isinstance(given, str) else given
-    folders = list(data_dirs or there)
+def _open_datasets(checkpoint: Path, order: DataOrder, data_dirs: Sequence[str] | None) -> TokenDataset | TokenMixture:
+    """Open the token datasets that a run read, and check that they have not changed.
+
+    Args:
+        checkpoint: A checkpoint of the run.
+        order: Its data order.
+        data_dirs: The folders of the token datasets, if they are no longer where the run read them.
+    """
+    # the folders
+    saved_run = _read_saved_run(checkpoint)
+    saved_dirs = saved_run.arguments.train_data_dir or []
+    if isinstance(saved_dirs, str):
+        saved_dirs = [saved_dirs]
+    folders = list(data_dirs or saved_dirs)
     for folder in folders:
         if not Path(folder).is_dir():
             raise InputError(
                 f"{folder}: no such folder, where the run of {checkpoint} read a token dataset; start this program "
                 "where the run was started, or give its token datasets with --train_data_dir"
             )
-    if not folders or len(folders) != len(there):
-        raise InputError(f"--train_data_dir: the run of {checkpoint} read {', '.join(there)}; give as many folders")
+    if not folders or len(folders) != len(saved_dirs):
+        raise InputError(
+            f"--train_data_dir: the run of {checkpoint} read {', '.join(saved_dirs)}; give as many folders"
+        )
+
+    # one token dataset, or a mixture
     datasets: TokenDataset | TokenMixture
     if order.version != Mixture.VERSION:
         datasets = open_dataset(folders[0])
     else:
         option = "mixture_sources of trainer.json"
-        named = [split_name(name, there, option) for name in saved.mixture_sources]  # none: whole token datasets
-        given_shares = [{folders[part] if own is None else f"{folders[part]}:{own}": 1.0} for part, own in named]
-        shares = Shares(option, given_shares or None)
-        datasets = open_mixture(folders, shares, isolate_documents=True, manifest_folder=checkpoint)
+        shares = []
+        for name in saved_run.mixture_sources:  # none: each whole token dataset is a source
+            folder_index, source = split_name(name, saved_dirs, option)
+            folder = folders[folder_index]
+            shares.append({folder if source is None else f"{folder}:{source}": 1.0})
+        datasets = open_mixture(
+            folders, Shares(option, shares or None), isolate_documents=True, manifest_folder=checkpoint
+        )
+
+    # are they the same?
     if datasets.fingerprint != order.fingerprint:
         manifest = read_manifest(checkpoint)
-        known = {part.manifest_sha256 for part in manifest.parts} if manifest else set()
-        others = [part for part in datasets.parts if part.fingerprint not in known] or datasets.parts
-        shown = ", ".join(str(part.folder) for part in others)
+        saved_fingerprints = {part.manifest_sha256 for part in manifest.parts} if manifest else set()
+        changed_datasets = [part for part in datasets.parts if part.fingerprint not in saved_fingerprints]
+        changed_folders = ", ".join(str(dataset.folder) for dataset in changed_datasets or datasets.parts)
         raise InputError(
-            f"{shown}: not what the run of {checkpoint} read, manifest.json "
+            f"{changed_folders}: not what the run of {checkpoint} read, manifest.json "
             "differs; give its token datasets, in the same order, with --train_data_dir"
         )
     return datasets
 
 
-def _window_order(order: DataOrder, data: TokenDataset | TokenMixture, ranks: Ranks, starts_after: int) -> WindowOrder:
+def _build_window_order(
+    order: DataOrder, data: TokenDataset | TokenMixture, ranks: Ranks, starts_after: int
+) -> WindowOrder:
+    """Return the rows of each step as the run has computed them; its data begin after the step ``starts_after``."""
     if order.version not in (SHUFFLED, Mixture.VERSION, KEYED):
         raise InputError(f"the order of the run has version {order.version}, which this version does not compute")
-    mixture = None
+    mixture_order = None
     if isinstance(data, TokenMixture) and order.rows_per_epoch is not None:
-        window = (order.rows_per_window, order.seed)
-        mixture = order_of_mixture(data, order.rows_per_epoch, *window, order.phases, starts_after)
-    sizes = (order.num_rows, order.rows_per_window, ranks.micro_batch_size, ranks.num_data_ranks)
-    return WindowOrder(*sizes, 0, order.seed, mixture, order.version)
+        mixture_order = order_of_mixture(
+            data, order.rows_per_epoch, order.rows_per_window, order.seed, order.phases, starts_after
+        )
+    return WindowOrder(
+        num_rows=order.num_rows,
+        rows_per_window=order.rows_per_window,
+        micro_batch_size=ranks.micro_batch_size,
+        world_size=ranks.num_data_ranks,
+        rank=0,  # only rows of all ranks are asked for
+        seed=order.seed,
+        mixture=mixture_order,
+        version=order.version,
+    )

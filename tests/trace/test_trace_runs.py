@@ -248,7 +248,7 @@ def test_what_is_printed_names_documents_steps_and_checkpoints(
 def test_ranks_that_split_a_model_read_the_same_rows() -> None:
     ranks = Ranks(num_data_ranks=2, group_size=2, micro_batch_size=3)
     assert [list(ranks.at(position)) for position in range(8)] == [[0, 1]] * 3 + [[2, 3]] * 3 + [[0, 1]] * 2
-    assert ranks.number == 4
+    assert ranks.num_ranks == 4
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_steps_of_sessions_on_other_devices_are_compared_as_they_were_taken(repl
     assert last["rule"].startswith("bit for bit: ")
     shutil.rmtree(run / "checkpoints" / "step-00000004")  # the next one is of the session on one rank
     history = RunHistory(run)
-    assert [history.ranks_of(step)[0].number for step in range(1, 7)] == [2, 2, 2, 2, 1, 1]
+    assert [history.ranks_of(step)[0].num_ranks for step in range(1, 7)] == [2, 2, 2, 2, 1, 1]
 
 
 def write_rows(run: Path, rows: list[dict[str, str]]) -> None:
