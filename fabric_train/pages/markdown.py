@@ -149,8 +149,8 @@ class Section:
     """A part of a page. ``body`` is Markdown, in which nothing is HTML; ``html`` is more, for the page alone, in which
     all texts are escaped.
 
-    ``fault`` says why there is nothing else. ``is_folded``: the page shows it on demand. ``told`` are lines for the
-    terminal.
+    ``fault`` says why there is nothing else. ``is_folded``: the page shows it on demand. ``terminal_lines`` are printed
+    too.
     """
 
     key: str
@@ -160,7 +160,7 @@ class Section:
     html: str = ""
     is_folded: bool = False
     fault: str = ""
-    told: tuple[str, ...] = ()
+    terminal_lines: tuple[str, ...] = ()
 
 
 def page_templates(folder: Path = _FOLDER, **options: Any) -> "Environment":

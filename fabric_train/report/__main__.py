@@ -32,8 +32,9 @@ class ReportArguments:
     """What an hour of one device costs, in any currency; the report then has the cost."""
 
     def faults(self) -> list[str]:
-        wrong = self.output is not None and not self.output.endswith(".html")
-        return [f"--output {self.output}: give a name that ends in .html"] if wrong else []
+        if self.output is not None and not self.output.endswith(".html"):
+            return [f"--output {self.output}: give a name that ends in .html"]
+        return []
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -42,21 +43,26 @@ def main(argv: list[str] | None = None) -> None:
 
     console = open_console()
     with console.status("reading and drawing"), ThreadPoolExecutor(1) as pool:
-        drawing = pool.submit(library)  # it takes seconds, as the imports do
+        # the JavaScript of the page takes seconds, as the imports do: both at the same time
+        script = pool.submit(library)
 
         from fabric_train.report.run_files import open_runs
         from fabric_train.report.write import PAGE, write_report
 
         runs = open_runs(arguments.runs)
-        single = runs[0].folder / PAGE if len(runs) == 1 else Path(PAGE)
-        page = Path(arguments.output) if arguments.output else single
+        if arguments.output:
+            page = Path(arguments.output)
+        elif len(runs) == 1:
+            page = runs[0].folder / PAGE
+        else:
+            page = Path(PAGE)
         check_file_to_write(page, "--output")
         try:
-            drawing.result()
-            written = write_report(runs, page, arguments.price_per_hour)
+            script.result()
+            report = write_report(runs, page, arguments.price_per_hour)
         except OSError as error:
             raise InputError(f"{page}: {describe_os_error(error)}; give another file with --output") from None
-    for line in written.lines:
+    for line in report.lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""The files of a run: metrics, checkpoints, log, samples. Each part is read when it is asked for."""
+"""Read the files of a run for its report: metrics, checkpoints, log, samples. Each is read when it is first used."""
 
 import hashlib
 import re
@@ -23,7 +23,7 @@ from fabric_train.training.run_times import RunTimes, read_times
 # numbers of at most 18 digits, as steps and ranks have: a damaged line may have thousands, which ``int`` refuses
 _LOG_LINE = re.compile(r"([0-9]{4}-[0-9-]{5} [0-9:]{8}[+-][0-9]{4}) (.*) rank ([0-9]{1,18}): (.*)")
 _STEP = re.compile(r"\bstep[ -]0*([0-9]{1,18})\b")
-_TOLD = re.compile(
+_PROBLEM = re.compile(
     r"warning:|error:|signal|SIG[A-Z0-9]+|stopped|stopping|lost|left out|skipped|early stopping|Traceback"
 )
 _SHORT_NAME = re.compile(r"best|latest|step-[0-9]{1,18}")
@@ -31,18 +31,19 @@ _SHORT_NAME = re.compile(r"best|latest|step-[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line of run.log; ``step`` is the step that it names, else the last one named before it."""
+    """A line of run.log."""
 
-    when: str
+    time: str
     machine: str
     rank: int
     text: str
     step: int
+    """The step that the line names, else the last step named before it."""
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run folder. Reading a part raises an InputError or an OSError if it is damaged or missing."""
+    """A run folder. Reading a property raises an InputError or an OSError if its file is damaged or missing."""
 
     folder: Path
 
@@ -52,7 +53,7 @@ class RunFiles:
 
     @cached_property
     def metrics(self) -> MetricsTable:
-        """Its rows of metrics.csv, after the rows of the runs that it branched off, as far as they are still there."""
+        """The rows of metrics.csv, after those of the runs that this run branched off, as far as these still exist."""
         try:
             lineage = self.saved.lineage
         except InputError:
@@ -61,6 +62,7 @@ class RunFiles:
 
     @cached_property
     def config(self) -> dict[str, Any]:
+        """The content of config.yaml."""
         content = yaml_core.load_file(str(self.folder / "config.yaml"), "config.yaml")
         if not isinstance(content, dict):
             raise InputError(f"{self.folder / 'config.yaml'}: not a configuration")
@@ -68,18 +70,18 @@ class RunFiles:
 
     @cached_property
     def checkpoints(self) -> dict[int, Path]:
-        """Its checkpoints by step; also those whose description is damaged."""
+        """The checkpoints by step; also those whose description is damaged."""
         return saved_checkpoints(self.folder)
 
     @cached_property
     def record(self) -> ModelRecord:
-        """What its newest readable checkpoint says."""
+        """The description of the run in its newest readable checkpoint."""
         faults = []
         for checkpoint in reversed(self.checkpoints.values()):
-            if fault := find_unreadable(checkpoint):
-                faults.append(f"{checkpoint.name}: {fault}")
-            else:
+            fault = find_unreadable(checkpoint)
+            if not fault:
                 return read_record(checkpoint)
+            faults.append(f"{checkpoint.name}: {fault}")
         raise InputError("; ".join(faults) or f"{self.folder}: no checkpoint yet")
 
     @property
@@ -93,17 +95,20 @@ class RunFiles:
         step = 0
         with (self.folder / "run.log").open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                if found := _LOG_LINE.match(redact(line)):
-                    when, machine, rank, text = found.groups()
-                    steps = _STEP.findall(text)
-                    step = int(steps[0]) if steps else step
-                    lines.append(LogLine(when, machine, int(rank), text, step))
+                match = _LOG_LINE.match(redact(line))
+                if match is None:
+                    continue
+                time, machine, rank, text = match.groups()
+                named_steps = _STEP.findall(text)
+                if named_steps:
+                    step = int(named_steps[0])
+                lines.append(LogLine(time, machine, int(rank), text, step))
         return lines
 
     @cached_property
-    def told(self) -> list[LogLine]:
-        """The lines about what went wrong or was stopped."""
-        return [line for line in self.log if _TOLD.search(line.text)]
+    def problems(self) -> list[LogLine]:
+        """The lines of run.log about faults and stops."""
+        return [line for line in self.log if _PROBLEM.search(line.text)]
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -111,71 +116,91 @@ class RunFiles:
 
     @cached_property
     def times(self) -> RunTimes | None:
-        """Where its time went; None if an earlier version trained it."""
+        """How the time of the run was used; None if an earlier version trained it."""
         return read_times(self.folder)
 
     @cached_property
     def marks(self) -> list[Mark]:
-        """What happened on the axis of steps: sessions, branches, phases, skipped steps, signals, the best."""
-        return sorted(self._marks(), key=lambda mark: mark.x)
-
-    def _marks(self) -> Iterator[Mark]:
+        """The events on the axis of steps: sessions, branches, phases, skipped steps, signals, the best step."""
         try:
-            saved = self.saved
+            trainer = self.saved
         except InputError:
-            return
-        for session in saved.sessions:
+            return []
+        marks = [*self._marks_of_checkpoint(trainer), *self._marks_of_skipped_steps(trainer), *self._marks_of_log()]
+        return sorted(marks, key=lambda mark: mark.x)
+
+    def _marks_of_checkpoint(self, trainer: TrainerJson) -> Iterator[Mark]:
+        """Yield the sessions, branches and phases, and the best step."""
+        for session in trainer.sessions:
             if session.after_step:
                 devices = f"{session.num_devices} × {session.device}"
                 yield Mark(session.after_step, "resume", f"after step {session.after_step:,} on {devices}")
-        for branch in saved.lineage:
+        for branch in trainer.lineage:
             if branch.is_border_of(self.folder):
-                first = branch.step + 1
-                yield Mark(first, "phase", f"a phase with other token datasets begins with step {first:,}")
+                first_step = branch.step + 1
+                yield Mark(first_step, "phase", f"a phase with other token datasets begins with step {first_step:,}")
             else:
                 yield Mark(branch.step, "branch", f"from {Path(branch.run).name} after step {branch.step:,}")
-        for phase in saved.phase_rows:
+        for phase in trainer.phase_rows:
             yield Mark(phase.first_step, "phase", f"a phase begins with step {phase.first_step:,}")
-        if best := best_step(self):
-            yield Mark(best, "best", f"best validation loss after step {best:,}")
+        step = best_step(self)
+        if step:
+            yield Mark(step, "best", f"best validation loss after step {step:,}")
+
+    def _marks_of_skipped_steps(self, trainer: TrainerJson) -> Iterator[Mark]:
+        """Yield the logged rows at which the number of skipped steps grew."""
         table = self.metrics
-        rows = table.known("skipped_steps")
-        if len(rows):
-            # the column counts from the first step; a branch begins with the count of the run that it continues
-            num_skipped = table.columns["skipped_steps"][rows[0]] if saved.lineage else 0
-            for row in rows:
-                if table.columns["skipped_steps"][row] > num_skipped:
-                    step = int(table.steps[row])
-                    yield Mark(step, "skipped", f"step {step:,} was left out, not finite")
-                num_skipped = table.columns["skipped_steps"][row]
+        row_indices = table.known("skipped_steps")
+        if not len(row_indices):
+            return
+        # the column counts from the first step; a branch begins with the count of the run that it continues
+        num_skipped = table.columns["skipped_steps"][row_indices[0]] if trainer.lineage else 0
+        for row_index in row_indices:
+            if table.columns["skipped_steps"][row_index] > num_skipped:
+                step = int(table.steps[row_index])
+                yield Mark(step, "skipped", f"step {step:,} was left out, not finite")
+            num_skipped = table.columns["skipped_steps"][row_index]
+
+    def _marks_of_log(self) -> Iterator[Mark]:
+        """Yield the signals and lost ranks in run.log; none without the file."""
         try:
-            told = self.told
+            problems = self.problems
         except OSError:
             return
-        for line in told:
-            if re.search(r"stopped by|lost", line.text):
-                yield Mark(line.step, "signal" if "stopped by" in line.text else "lost rank", line.text)
+        for line in problems:
+            if "stopped by" in line.text:
+                yield Mark(line.step, "signal", line.text)
+            elif "lost" in line.text:
+                yield Mark(line.step, "lost rank", line.text)
 
 
 def best_step(run: RunFiles) -> int | None:
-    """Return the step with the lowest validation loss in its metrics, None without an evaluation."""
+    """Return the step with the lowest validation loss in a run's metrics; None with fewer than two evaluations."""
     table = run.metrics
-    known = table.known("val_loss")
-    return int(table.steps[known[table.columns["val_loss"][known].argmin()]]) if len(known) > 1 else None
+    row_indices = table.known("val_loss")
+    if len(row_indices) < 2:
+        return None
+    best_index = table.columns["val_loss"][row_indices].argmin()
+    return int(table.steps[row_indices[best_index]])
 
 
-def open_runs(given: Sequence[str]) -> list[RunFiles]:
-    """Return the run folders; a checkpoint, such as RUN/best, means its run. An InputError names the others."""
+def open_runs(names: Sequence[str]) -> list[RunFiles]:
+    """Return run folders; a checkpoint, such as RUN/best, means its run.
+
+    Raises:
+        InputError: some are not run folders; a line for each.
+    """
     runs: list[RunFiles] = []
     faults: list[str] = []
-    for place in given:
-        folder = Path(place)
+    for name in names:
+        folder = Path(name)
         if _SHORT_NAME.fullmatch(folder.name) and not (folder / "config.yaml").is_file():
             folder = run_of(folder)
+        is_run = any((folder / file).exists() for file in ("config.yaml", "metrics.csv", "checkpoints"))
         if not folder.is_dir():
-            faults.append(f"{place}: {missing_folder(folder)}; give the --output_dir of training")
-        elif not any((folder / name).exists() for name in ("config.yaml", "metrics.csv", "checkpoints")):
-            faults.append(f"{place}: no run folder, it has no config.yaml, metrics.csv or checkpoints")
+            faults.append(f"{name}: {missing_folder(folder)}; give the --output_dir of training")
+        elif not is_run:
+            faults.append(f"{name}: no run folder, it has no config.yaml, metrics.csv or checkpoints")
         else:
             runs.append(RunFiles(folder))
     if faults:
@@ -185,4 +210,5 @@ def open_runs(given: Sequence[str]) -> list[RunFiles]:
 
 def content_hash(checkpoint: Path) -> str:
     """Return the first digits of the SHA-256 of checksums.json, which has the hashes of all files of a checkpoint."""
-    return hashlib.sha256((checkpoint / "checksums.json").read_bytes()).hexdigest()[:SHOWN_DIGITS]
+    checksums = (checkpoint / "checksums.json").read_bytes()
+    return hashlib.sha256(checksums).hexdigest()[:SHOWN_DIGITS]

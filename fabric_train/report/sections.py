@@ -1,4 +1,4 @@
-"""The sections of a report on one run, each from its own files; one whose files are damaged says so."""
+"""Build the sections of a report on one run, each from its own files; a section whose files are damaged says so."""
 
 import json
 import math
@@ -33,37 +33,45 @@ from fabric_train.report.run_files import RunFiles, best_step, content_hash
 from fabric_train.training.curves import metric_charts
 from fabric_train.training.run_times import TIMES, describe_seconds
 
-_SHOWN_SAMPLES = 4  # of each prompt
-_SHOWN_SOURCES = 12
-_SHOWN_LINES = 200
-_MOST_RUNS_BESIDE = 200
+_MAX_SAMPLES = 4  # of each prompt
+_MAX_SOURCES = 12
+_MAX_LOG_LINES = 200
+_MAX_SIBLING_RUNS = 200  # in the same folder
 _SEED = 0  # of the bootstrap, as in fabric-train evaluate
+Rows = list[tuple[str, Any]]
+"""Names and values of a table."""
 
 
 def run_sections(run: RunFiles, price_per_hour: float | None = None) -> list[Section]:
     """Return the sections on a run; ``price_per_hour`` is of one device."""
-    planned: tuple[tuple[str, str, Callable[[RunFiles], Iterator[Section]]], ...] = (
-        ("summary", "Summary", partial(_summary, price_per_hour=price_per_hour)),
-        ("results", "Results", _results),
-        ("health", "Health", _health),
-        ("curves", "Curves", _curves),
-        ("events", "What happened", _events),
-        ("time", "Where the time went", _time),
-        ("evaluation", "Evaluation", _evaluation),
-        ("scores", "Scores on tasks", _scores),
-        ("changes", "Token changes", _changes),
-        ("samples", "Samples", _samples),
-        ("data", "Data", _data),
-        ("lineage", "Lineage", _lineage),
-        ("checkpoints", "Checkpoints", _checkpoints),
-        ("exports", "Exports", _exports),
-        ("repeat", "How to repeat this run", _repeat),
-        ("configuration", "Configuration", _configuration),
+    builders: tuple[tuple[str, str, Callable[[RunFiles], Iterator[Section]]], ...] = (
+        ("summary", "Summary", partial(_summary_section, price_per_hour=price_per_hour)),
+        ("results", "Results", _results_section),
+        ("health", "Health", _health_section),
+        ("curves", "Curves", _curves_section),
+        ("events", "What happened", _events_section),
+        ("time", "Where the time went", _time_section),
+        ("evaluation", "Evaluation", _evaluation_section),
+        ("scores", "Scores on tasks", _scores_section),
+        ("changes", "Token changes", _changes_section),
+        ("samples", "Samples", _samples_section),
+        ("data", "Data", _data_section),
+        ("lineage", "Lineage", _lineage_section),
+        ("checkpoints", "Checkpoints", _checkpoints_section),
+        ("exports", "Exports", _exports_section),
+        ("repeat", "How to repeat this run", _repeat_section),
+        ("configuration", "Configuration", _configuration_section),
     )
-    return [section for key, title, build in planned for section in _guarded(run, key, title, build)]
+    sections: list[Section] = []
+    for key, title, build in builders:
+        sections += _build_or_report_fault(run, key, title, build)
+    return sections
 
 
-def _guarded(run: RunFiles, key: str, title: str, build: Callable[[RunFiles], Iterator[Section]]) -> list[Section]:
+def _build_or_report_fault(
+    run: RunFiles, key: str, title: str, build: Callable[[RunFiles], Iterator[Section]]
+) -> list[Section]:
+    """Return the sections that ``build`` yields, or one with the reason why a file cannot be read."""
     try:
         return list(build(run))
     except InputError as error:
@@ -73,12 +81,12 @@ def _guarded(run: RunFiles, key: str, title: str, build: Callable[[RunFiles], It
     return [Section(key, title, fault=redact(reason))]
 
 
-def _summary(run: RunFiles, price_per_hour: float | None) -> Iterator[Section]:
-    rows: list[tuple[str, Any]] = [("folder", code(redact(str(run.folder))))]
+def _summary_section(run: RunFiles, price_per_hour: float | None) -> Iterator[Section]:
+    rows: Rows = [("folder", code(redact(str(run.folder))))]
     if (run.folder / "config.yaml").is_file():
         rows.append(("started by", _owner(run.folder / "config.yaml")))
-    rows += _guarded_rows(lambda: _trained(run, price_per_hour))
-    rows += _guarded_rows(lambda: _last(run))
+    rows += _rows_or_fault(lambda: _training_rows(run, price_per_hour))
+    rows += _rows_or_fault(lambda: _metric_rows(run))
     yield Section("summary", "Summary", table("what | ", rows))
 
 
@@ -89,271 +97,325 @@ def _owner(file: Path) -> str:
         return f"user {file.stat().st_uid}"
 
 
-def _guarded_rows(build: Callable[[], list[tuple[str, Any]]]) -> list[tuple[str, Any]]:
+def _rows_or_fault(build: Callable[[], Rows]) -> Rows:
+    """Return the rows that ``build`` returns, or one with the reason why a file cannot be read."""
     try:
         return build()
     except InputError as error:
         return [("not known", redact(str(error)))]
 
 
-def _trained(run: RunFiles, price_per_hour: float | None) -> list[tuple[str, Any]]:
+def _training_rows(run: RunFiles, price_per_hour: float | None) -> Rows:
+    """Return what was trained, on what, for how long and by which code."""
     record = run.record
-    saved = run.saved
+    trainer = run.saved
+
+    # the model
     origin = record.origin
-    begun = "random weights" if origin is None else origin.name
+    model = "random weights" if origin is None else origin.name
     if origin is not None and origin.revision:
-        begun += f" at {origin.revision[:SHOWN_DIGITS]}"
-    if saved.adapter_base is not None:
-        begun += f", with an adapter on {saved.adapter_base.place}"
-    trained_parts = [("trained parts", saved.trained_modules)] if saved.trained_modules else []
-    planned = "" if math.isinf(saved.num_steps) else f" of {saved.num_steps:,.0f}"
-    hours = sum(one.device_hours for one in saved.sessions)
-    rows: list[tuple[str, Any]] = [
-        ("model", begun),
-        *trained_parts,
-        ("trained on", _trained_on(record)),
-        *((kind, saved.component(kind).description) for kind in ("objective", "optimizer")),
-        ("steps", f"{saved.state.step:,}{planned} in the newest checkpoint"),
-        ("tokens", saved.state.num_tokens),
-    ]
-    if saved.sessions:
-        rows.append(("devices", card_facts.device_hours(saved.sessions)))
-        rows.append(("duration", f"{sum(one.seconds for one in saved.sessions) / 3600:,.2f} h of training"))
+        model += f" at {origin.revision[:SHOWN_DIGITS]}"
+    if trainer.adapter_base is not None:
+        model += f", with an adapter on {trainer.adapter_base.place}"
+    rows: Rows = [("model", model)]
+    if trainer.trained_modules:
+        rows.append(("trained parts", trainer.trained_modules))
+
+    # the training
+    num_planned = "" if math.isinf(trainer.num_steps) else f" of {trainer.num_steps:,.0f}"
+    rows.append(("trained on", _describe_sources(record)))
+    for kind in ("objective", "optimizer"):
+        rows.append((kind, trainer.component(kind).description))
+    rows.append(("steps", f"{trainer.state.step:,}{num_planned} in the newest checkpoint"))
+    rows.append(("tokens", trainer.state.num_tokens))
+    if trainer.sessions:
+        seconds = sum(session.seconds for session in trainer.sessions)
+        rows.append(("devices", card_facts.device_hours(trainer.sessions)))
+        rows.append(("duration", f"{seconds / 3600:,.2f} h of training"))
         if price_per_hour is not None:
-            rows.append(("cost", f"{hours * price_per_hour:,.2f} at {price_per_hour:g} for an hour of a device"))
-    versions = dict(saved.versions)
+            cost = price_per_hour * sum(session.device_hours for session in trainer.sessions)
+            rows.append(("cost", f"{cost:,.2f} at {price_per_hour:g} for an hour of a device"))
+
+    # the code
+    versions = dict(trainer.versions)
     rows.append((f"code of {PROGRAM}", versions.pop(PROGRAM, "not recorded")))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     return rows
 
 
-def _trained_on(record: ModelRecord) -> str:
+def _describe_sources(record: ModelRecord) -> str:
     """Return the sources with their shares of what the steps consumed; only their names if that is not known."""
     shares = card_facts.seen_shares(record)
     if shares:
-        return ", ".join(f"{name} ({share:.1%})" for name, share in shares[:_SHOWN_SOURCES])
-    return ", ".join(source.name for source in record.stream_sources()[:_SHOWN_SOURCES])
+        return ", ".join(f"{name} ({share:.1%})" for name, share in shares[:_MAX_SOURCES])
+    return ", ".join(source.name for source in record.stream_sources()[:_MAX_SOURCES])
 
 
-def _last(run: RunFiles) -> list[tuple[str, Any]]:
+def _metric_rows(run: RunFiles) -> Rows:
+    """Return the last values of the metrics, the best step and the speed."""
     metrics = run.metrics
-    rows: list[tuple[str, Any]] = [("last logged step", int(metrics.steps[-1]) if len(metrics.steps) else "none yet")]
+    rows: Rows = [("last logged step", int(metrics.steps[-1]) if len(metrics.steps) else "none yet")]
     for name, column in (("training loss", "train_loss"), ("validation loss", "val_loss")):
-        if (value := metrics.last(column)) is not None:
+        value = metrics.last(column)
+        if value is not None:
             rows.append((name, f"{value:.4f}"))
-    if best := best_step(run):
+    best = best_step(run)
+    if best:
         rows.append(("best validation", f"step {best:,}"))
-    if len(known := metrics.known("tokens_per_second")):
-        speeds = metrics.columns["tokens_per_second"][known]
-        rows.append(("speed", f"{np.median(speeds):,.0f} tokens/s, the median"))
+    row_indices = metrics.known("tokens_per_second")
+    if len(row_indices):
+        median_speed = np.median(metrics.columns["tokens_per_second"][row_indices])
+        rows.append(("speed", f"{median_speed:,.0f} tokens/s, the median"))
     return rows
 
 
-def _results(run: RunFiles) -> Iterator[Section]:
-    found = card_facts.results_of(run.record)
-    if not found["result_rows"]:
+def _results_section(run: RunFiles) -> Iterator[Section]:
+    results = card_facts.results_of(run.record)
+    if not results["result_rows"]:
         yield Section("results", "Results", "The run has no evaluation yet.")
         return
-    now = found["now"]
-    first = found["first"]
-    about = f"After step {now.step:,}"
-    if first.step < now.step:
-        about += f"; before the arrows, after step {first.step:,}"
-    head = found["result_columns"]
-    body = f"{table(head, found['result_rows'], head.count('|'))}\n\n{about}. Loss in nats per {now.whole.unit}."
+    evaluation = results["now"]
+    first_evaluation = results["first"]
+    note = f"After step {evaluation.step:,}"
+    if first_evaluation.step < evaluation.step:
+        note += f"; before the arrows, after step {first_evaluation.step:,}"
+    columns = results["result_columns"]
+    num_number_columns = columns.count("|")  # all but the first column, as "|" separates them
+    results_table = table(columns, results["result_rows"], num_number_columns)
+    body = f"{results_table}\n\n{note}. Loss in nats per {evaluation.whole.unit}."
     yield Section("results", "Results", body)
 
 
-def _health(run: RunFiles) -> Iterator[Section]:
+def _health_section(run: RunFiles) -> Iterator[Section]:
     yield health_section([("", run)])
 
 
-def _curves(run: RunFiles) -> Iterator[Section]:
+def _curves_section(run: RunFiles) -> Iterator[Section]:
     charts = metric_charts([(run.name, run.metrics)], run.marks)
     yield Section("curves", "Curves", "" if charts else "No step is logged yet.", tuple(charts))
 
 
-def _events(run: RunFiles) -> Iterator[Section]:
-    rows = [(int(mark.x), mark.kind, mark.text) for mark in run.marks]
-    body = table("step | what | ", rows) if rows else "Nothing but training."
-    told = run.told
-    lines = [(line.when, line.machine, line.rank, line.text) for line in told[-_SHOWN_LINES:]]
+def _events_section(run: RunFiles) -> Iterator[Section]:
+    # events on the axis of steps
+    event_rows = [(int(mark.x), mark.kind, mark.text) for mark in run.marks]
+    body = table("step | what | ", event_rows) if event_rows else "Nothing but training."
+
+    # lines of the log
+    num_lines = len(run.problems)
+    lines = run.problems[-_MAX_LOG_LINES:]
     if lines:
-        shown = f"The last {len(lines):,} of {len(told):,} lines" if len(told) > len(lines) else "Lines"
-        body = f"{body}\n\n{shown} of {code('run.log')} about stops and faults:\n\n"
-        body += table("time | machine | rank | line", lines)
+        heading = f"The last {len(lines):,} of {num_lines:,} lines" if num_lines > len(lines) else "Lines"
+        log_rows = [(line.time, line.machine, line.rank, line.text) for line in lines]
+        body = f"{body}\n\n{heading} of {code('run.log')} about stops and faults:\n\n"
+        body += table("time | machine | rank | line", log_rows)
     yield Section("events", "What happened", body)
 
 
-def _time(run: RunFiles) -> Iterator[Section]:
+def _time_section(run: RunFiles) -> Iterator[Section]:
     times = run.times
     if times is None:
         body = f"Not known: the run has no {code(TIMES)}, which earlier versions did not write."
         yield Section("time", "Where the time went", body)
         return
-    rows = [(name, describe_seconds(seconds), f"{times.share(seconds):.1%}") for name, seconds in times.parts.items()]
+    rows = []
+    for name, seconds in times.parts.items():
+        rows.append((name, describe_seconds(seconds), f"{times.share(seconds):.1%}"))
     rows.append(("in all", describe_seconds(times.total), ""))
-    facts = [f"Goodput: {times.goodput:.1%} of the time went into steps that count."]
+    sentences = [f"Goodput: {times.goodput:.1%} of the time went into steps that count."]
     if times.stall is not None:
-        facts.append(
-            f"A save held up the steps for {describe_seconds(times.stall)}, the median of {len(times.stalls)}."
-        )
+        stall = describe_seconds(times.stall)
+        sentences.append(f"A save held up the steps for {stall}, the median of {len(times.stalls)}.")
     if times.save is not None:
-        facts.append(f"It was complete {describe_seconds(times.save)} after it began.")
+        sentences.append(f"It was complete {describe_seconds(times.save)} after it began.")
     if times.start is not None:
-        first = "from the start of the program to the end of its first step"
-        facts.append(f"A start took {describe_seconds(times.start)} {first}, the median of {len(times.starts)}.")
-    yield Section("time", "Where the time went", f"{table('what | time | share', rows, 2)}\n\n{' '.join(facts)}")
+        sentences.append(
+            f"A start took {describe_seconds(times.start)} from the start of the program to the end of its first step, "
+            f"the median of {len(times.starts)}."
+        )
+    body = f"{table('what | time | share', rows, 2)}\n\n{' '.join(sentences)}"
+    yield Section("time", "Where the time went", body)
 
 
-def _evaluation(run: RunFiles) -> Iterator[Section]:
+def _evaluation_section(run: RunFiles) -> Iterator[Section]:
+    """Yield the losses of fabric-train evaluate, if it has evaluated the run."""
     folder = run.folder / "evaluation"
     if not (folder / DOCUMENTS).is_file():
         return
     evaluated = read_evaluated(folder)
     results = compare_evaluated(evaluated, _SEED)
-    rows = [
-        (source, model, *cells(found)) for source, of_models in results.items() for model, found in of_models.items()
-    ]
+    rows = []
+    for source, results_by_model in results.items():
+        for model, result in results_by_model.items():
+            rows.append((source, model, *cells(result)))
+    losses = table(COLUMNS, rows, len(COLUMNS) - NUM_WORDS)
     notes = "\n".join(f"- {escaped(line)}" for line in notes_on(results, have_same_tokens(evaluated)))
-    yield Section("evaluation", "Evaluation", f"{table(COLUMNS, rows, len(COLUMNS) - NUM_WORDS)}\n\n{notes}")
+    yield Section("evaluation", "Evaluation", f"{losses}\n\n{notes}")
 
 
-def _scores(run: RunFiles) -> Iterator[Section]:
+def _scores_section(run: RunFiles) -> Iterator[Section]:
     file = run.folder / "evaluation" / "scores.csv"
     if file.is_file():
         means = read_means(file)
         yield Section("scores", "Scores on tasks", to_markdown(means), tuple(score_charts(means)))
 
 
-def _changes(run: RunFiles) -> Iterator[Section]:
+def _changes_section(run: RunFiles) -> Iterator[Section]:
     file = run.folder / "evaluation" / CHANGES
     if file.is_file():
         yield from changes_sections(read_json(file, ShownChanges, "evaluate again"))
 
 
-def _samples(run: RunFiles) -> Iterator[Section]:
-    parts = []
+def _samples_section(run: RunFiles) -> Iterator[Section]:
+    """Yield some texts that the model wrote for each prompt, evenly spaced over the run."""
+    paragraphs = []
     for prompt in dict.fromkeys(sample.prompt for sample in run.samples):
-        own = [sample for sample in run.samples if sample.prompt == prompt]
-        chosen = np.unique(np.linspace(0, len(own) - 1, _SHOWN_SAMPLES).round().astype(int))
-        parts.append(f"### {escaped(prompt)}")
-        for number in chosen.tolist():
-            parts.append(f"Step {own[number].step:,}:\n\n{_block(visible(own[number].text))}")
-    if parts:
-        yield Section("samples", "Samples", "\n\n".join(parts))
+        samples = [sample for sample in run.samples if sample.prompt == prompt]
+        indices = np.unique(np.linspace(0, len(samples) - 1, _MAX_SAMPLES).round().astype(int))
+        paragraphs.append(f"### {escaped(prompt)}")
+        for index in indices.tolist():
+            sample = samples[index]
+            paragraphs.append(f"Step {sample.step:,}:\n\n{_code_block(visible(sample.text))}")
+    if paragraphs:
+        yield Section("samples", "Samples", "\n\n".join(paragraphs))
 
 
-def _block(text: str) -> str:
-    """Return a text as a block of code; nothing in it ends the block."""
+def _code_block(text: str) -> str:
+    """Return a text as an indented block of code; nothing in it ends the block."""
     return "\n".join(f"    {line}" for line in redact(text).splitlines() or [""])
 
 
-def _data(run: RunFiles) -> Iterator[Section]:
+def _data_section(run: RunFiles) -> Iterator[Section]:
     record = run.record
-    parts: list[str] = []
-    if sources := [card_facts.source_row(one) for one in card_facts.stored_sources(record)]:
+    paragraphs: list[str] = []
+    source_rows = [card_facts.source_row(source) for source in card_facts.stored_sources(record)]
+    if source_rows:
         columns = "source | share of the token dataset | tokens | documents | files | SHA-256 or revision"
-        parts.append(table(columns, sources))
-    elif rows := card_facts.stream_rows(record):
-        parts.append(table("stream | share | revision", rows))
+        paragraphs.append(table(columns, source_rows))
+    stream_rows = card_facts.stream_rows(record)
+    if stream_rows and not source_rows:
+        paragraphs.append(table("stream | share | revision", stream_rows))
     if record.manifest:
-        left_out = card_facts.left_out_rows(record.manifest, record.names)
-        parts.append(table("ledger: source | documents read | kept | left out", left_out))
-    if seen := card_facts.mixture_rows(record):
-        parts.append(table("mixture: source | share seen | tokens seen", seen))
-    given = {name: run.saved.arguments.get(name) for name in ("shares", "token_shares")}
-    parts += [
-        f"Planned with {code(f'--{name}')}: {escaped(json.dumps(value))}" for name, value in given.items() if value
-    ]
-    if phases := card_facts.phase_rows(record):
-        parts.append(table("phase: first step | shares | learning rate", phases))
-    yield Section("data", "Data", "\n\n".join(parts) or "The data are not described in the checkpoint.")
+        ledger_rows = card_facts.left_out_rows(record.manifest, record.names)
+        paragraphs.append(table("ledger: source | documents read | kept | left out", ledger_rows))
+    mixture_rows = card_facts.mixture_rows(record)
+    if mixture_rows:
+        paragraphs.append(table("mixture: source | share seen | tokens seen", mixture_rows))
+    for option in ("shares", "token_shares"):
+        value = run.saved.arguments.get(option)
+        if value:
+            paragraphs.append(f"Planned with {code(f'--{option}')}: {escaped(json.dumps(value))}")
+    phase_rows = card_facts.phase_rows(record)
+    if phase_rows:
+        paragraphs.append(table("phase: first step | shares | learning rate", phase_rows))
+    body = "\n\n".join(paragraphs) or "The data are not described in the checkpoint."
+    yield Section("data", "Data", body)
 
 
-def _lineage(run: RunFiles) -> Iterator[Section]:
-    """Show the runs before this one as a tree, with the branches that lie beside it."""
-    saved = run.saved
-    trunks = [branch for branch in saved.lineage if not branch.is_border_of(run.folder)]
-    names = [Path(branch.run).name for branch in trunks]
-    begun = [stage.run for stage in saved.stages]
-    origin = saved.base_model.name if saved.base_model else "random weights"
-    lines = [f"- {code(name)}" for name in [origin, *begun]]
-    for depth, branch in enumerate(trunks):
-        follows = [*names, run.name][depth + 1]
-        if depth == 0:
-            lines.append(f"- {code(names[0])}")
-        lines.append(f"{'  ' * (depth + 1)}- after step {branch.step:,}: {code(follows)}")
-    lines += [] if trunks else [f"- {code(run.name)}"]
+def _lineage_section(run: RunFiles) -> Iterator[Section]:
+    """Yield a tree: the runs before this one, this one, and the branches that lie beside it in the same folder.
+
+    Example of a run "b" that branched off "a", and of a branch "c" of "b":
+
+        - meta-llama/Llama-3.2-1B
+        - a
+          - after step 100: b
+            - after step 200: c
+    """
+    trainer = run.saved
+    origin = trainer.base_model.name if trainer.base_model else "random weights"
+    lines = [f"- {code(name)}" for name in (origin, *(stage.run for stage in trainer.stages))]
+
+    # from the first trunk to this run, one level deeper with each branch
+    trunks = [branch for branch in trainer.lineage if not branch.is_border_of(run.folder)]
+    names = [*(Path(branch.run).name for branch in trunks), run.name]
+    lines.append(f"- {code(names[0])}")
+    for depth, branch in enumerate(trunks, 1):
+        lines.append(f"{'  ' * depth}- after step {branch.step:,}: {code(names[depth])}")
     indent = "  " * (len(trunks) + 1)
-    lines += [f"{indent}- after step {step:,}: {code(name)}" for name, step in _branches_of(run)]
+    for name, step in _find_branches(run):
+        lines.append(f"{indent}- after step {step:,}: {code(name)}")
+
     body = "\n".join(lines)
-    if saved.lineage:
-        body += f"\n\n{table('branch of | after step | changed', list(map(card_facts.lineage_row, saved.lineage)))}"
+    if trainer.lineage:
+        rows = [card_facts.lineage_row(branch) for branch in trainer.lineage]
+        body += f"\n\n{table('branch of | after step | changed', rows)}"
     yield Section("lineage", "Lineage", body)
 
 
-def _branches_of(run: RunFiles) -> Iterator[tuple[str, int]]:
-    beside = sorted(path for path in run.folder.resolve().parent.iterdir() if (path / "checkpoints").is_dir())
-    for folder in beside[:_MOST_RUNS_BESIDE]:
-        other = RunFiles(folder)
+def _find_branches(run: RunFiles) -> Iterator[tuple[str, int]]:
+    """Yield the name and the branch step of each run in the same folder that branched off this run."""
+    run_folder = run.folder.resolve()
+    siblings = sorted(path for path in run_folder.parent.iterdir() if (path / "checkpoints").is_dir())
+    for folder in siblings[:_MAX_SIBLING_RUNS]:
         try:
-            lineage = [branch for branch in other.saved.lineage if not branch.is_border_of(folder)]
+            lineage = RunFiles(folder).saved.lineage
         except (InputError, OSError):  # another run's damage is not this run's
             continue
-        if lineage and Path(lineage[-1].run).name == run.name and folder != run.folder.resolve():
-            yield folder.name, lineage[-1].step
+        trunks = [branch for branch in lineage if not branch.is_border_of(folder)]
+        if trunks and Path(trunks[-1].run).name == run.name and folder != run_folder:
+            yield folder.name, trunks[-1].step
 
 
-def _checkpoints(run: RunFiles) -> Iterator[Section]:
+def _checkpoints_section(run: RunFiles) -> Iterator[Section]:
+    steps = run.metrics.steps.tolist()
+    losses = dict(zip(steps, run.metrics.columns.get("val_loss", []), strict=False))  # none without an evaluation
+    if not run.checkpoints:
+        yield Section("checkpoints", "Checkpoints", "None yet.")
+        return
     rows: list[Sequence[Any]] = []
-    losses = dict(zip(run.metrics.steps.tolist(), run.metrics.columns.get("val_loss", []), strict=False))
     for step, folder in run.checkpoints.items():
         files = [path for path in folder.rglob("*") if path.is_file()]
-        size = sum(path.stat().st_size for path in files)
-        inside = ", ".join(sorted({path.relative_to(folder).parts[0] for path in files}))
+        num_bytes = sum(path.stat().st_size for path in files)
+        content = ", ".join(sorted({path.relative_to(folder).parts[0] for path in files}))
         loss = losses.get(step, math.nan)
-        shown = "" if math.isnan(loss) else f"{loss:.4f}"
-        rows.append((step, f"{size / 1e9:,.3f}", shown, content_hash(folder), inside))
-    parts = [table("step | GB | validation loss | hash of checksums.json | content", rows) if rows else "None yet."]
-    if rows:
-        parts.append(f"Hash of the rows read up to the newest one: {code(str(run.saved.state.rows_hash))}.")
-    if certificate := run.record.certificate if rows else None:
-        steps = "{:,} to {:,}".format(*certificate.steps)
-        parts.append(f"Replayed: steps {steps} were trained again on {certificate.date}, and {certificate.rule}.")
-    yield Section("checkpoints", "Checkpoints", "\n\n".join(parts))
-
-
-def _exports(run: RunFiles) -> Iterator[Section]:
-    rows = []
-    for one in card_facts.read_exports(run.folder):
-        found = f"not exported: {one.faults}" if one.faults else f"{one.num_tensors:,} tensors equal, bit for bit"
-        if one.logit_difference is not None:
-            found += f"; logits differ by {one.logit_difference:.3g} at most"
-        hashes = Markdown(
-            ", ".join(f"{escaped(name)} {code(digest[:SHOWN_DIGITS])}" for name, digest in one.weights.items())
+        loss_cell = "" if math.isnan(loss) else f"{loss:.4f}"
+        rows.append((step, f"{num_bytes / 1e9:,.3f}", loss_cell, content_hash(folder), content))
+    paragraphs = [
+        table("step | GB | validation loss | hash of checksums.json | content", rows),
+        f"Hash of the rows read up to the newest one: {code(str(run.saved.state.rows_hash))}.",
+    ]
+    certificate = run.record.certificate
+    if certificate:
+        first_step, last_step = certificate.steps
+        paragraphs.append(
+            f"Replayed: steps {first_step:,} to {last_step:,} were trained again on {certificate.date}, and "
+            f"{certificate.rule}."
         )
-        rows.append((one.time, one.source, one.folder, one.dtype, found, hashes))
+    yield Section("checkpoints", "Checkpoints", "\n\n".join(paragraphs))
+
+
+def _exports_section(run: RunFiles) -> Iterator[Section]:
+    rows = []
+    for export in card_facts.read_exports(run.folder):
+        if export.faults:
+            verification = f"not exported: {export.faults}"
+        else:
+            verification = f"{export.num_tensors:,} tensors equal, bit for bit"
+        if export.logit_difference is not None:
+            verification += f"; logits differ by {export.logit_difference:.3g} at most"
+        weights = [f"{escaped(name)} {code(digest[:SHOWN_DIGITS])}" for name, digest in export.weights.items()]
+        hashes = Markdown(", ".join(weights))
+        rows.append((export.time, export.source, export.folder, export.dtype, verification, hashes))
     if rows:
-        head = "time | weights of | folder | dtype | verification | SHA-256 of weights"
-        yield Section("exports", "Exports", table(head, rows))
+        columns = "time | weights of | folder | dtype | verification | SHA-256 of weights"
+        yield Section("exports", "Exports", table(columns, rows))
 
 
-def _repeat(run: RunFiles) -> Iterator[Section]:
+def _repeat_section(run: RunFiles) -> Iterator[Section]:
     config = run.folder / "config.yaml"
     if not config.is_file():
         raise InputError(f"{config}: no such file")
     devices = run.config.get("devices", "auto")
-    lines = [
+    commands = (
         f"fabric run fabric_train --devices {devices} --config {config} --resume false --output_dir NEW",
         f"fabric-train replay {run.folder} --steps FIRST:LAST",
-    ]
-    about = "The second command trains some steps again and compares every loss with this run's."
-    blocks = "\n\n".join(_block(line) for line in lines)
-    yield Section("repeat", "How to repeat this run", f"{blocks}\n\n{about}")
+    )
+    note = "The second command trains some steps again and compares every loss with this run's."
+    blocks = "\n\n".join(_code_block(command) for command in commands)
+    yield Section("repeat", "How to repeat this run", f"{blocks}\n\n{note}")
 
 
-def _configuration(run: RunFiles) -> Iterator[Section]:
+def _configuration_section(run: RunFiles) -> Iterator[Section]:
     text = (run.folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
     run.config  # noqa: B018 - a damaged one is a fault
-    yield Section("configuration", "Configuration", Markdown(_block(text)), is_folded=True)
+    yield Section("configuration", "Configuration", Markdown(_code_block(text)), is_folded=True)

@@ -1,57 +1,78 @@
-"""Write the report of a run, or of several beside one another: the page, the Markdown, and the picture that it shows.
+"""Write the report of a run, or the comparison of several: the page, the Markdown, and the picture that it shows.
 
 The report on several runs has the differences of configuration and data, unfair comparisons, results and curves.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fabric_train.checkpoint import Evaluation
 from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import escape_controls, redact
-from fabric_train.export.card_facts import device_hours, seen_shares
+from fabric_train.export.card_facts import ModelRecord, device_hours, seen_shares
 from fabric_train.files.regular_file import check_no_link, write_atomically
-from fabric_train.pages.charts import draw
+from fabric_train.pages.charts import Chart, draw
 from fabric_train.pages.markdown import Section, WrittenPage, code, escaped, table, to_html, to_markdown
 from fabric_train.report.health import health_section
 from fabric_train.report.run_files import RunFiles
 from fabric_train.report.sections import run_sections
 from fabric_train.training.curves import MetricsTable, metric_charts, page_axis
 
+T = TypeVar("T")
 PAGE = "report.html"
-_HEIGHTS = {"loss": 260, "sources": 220}
-_OF_THE_PLACE = {"output_dir", "resume", "plan", "report"}
-"""Arguments that say nothing about what a run does."""
+_PICTURE_HEIGHTS = {"loss": 260, "sources": 220}
+"""Pixels of the charts that the picture has, by their key."""
+_IRRELEVANT_ARGUMENTS = {"output_dir", "resume", "plan", "report"}
+"""Arguments that change nothing about what a run computes."""
 
 
 def write_report(runs: Sequence[RunFiles], page: Path, price_per_hour: float | None = None) -> WrittenPage:
-    """Write the report of one run, or of several beside one another.
+    """Write the report of one run, or the comparison of several.
+
+    Args:
+        runs: The run folders.
+        page: The HTML file; Markdown and picture are written next to it with other endings.
+        price_per_hour: Price of an hour of one device, to show the cost.
 
     Raises:
         InputError: a file cannot be written.
     """
+    # build
     if len(runs) == 1:
         title = f"Report of {runs[0].name}"
         sections = run_sections(runs[0], price_per_hour)
     else:
         title = f"{' and '.join(run.name for run in runs)} compared"
         sections = comparison_sections(runs, price_per_hour)
+
+    # draw
     markdown = page.with_suffix(".md")
     picture = page.with_suffix(".png")
     for file in (page, markdown, picture):
         check_no_link(file)
-    charts = [chart for section in sections for chart in section.charts if chart.key in _HEIGHTS]
-    has_picture = bool(charts) and draw(charts, picture, title=title, heights=[_HEIGHTS[chart.key] for chart in charts])
-    axes = [page_axis(run.metrics) for run in runs if _has_metrics(run)]  # as the charts number them
+    charts: list[Chart] = []
+    for section in sections:
+        charts += [chart for chart in section.charts if chart.key in _PICTURE_HEIGHTS]
+    has_picture = False
+    if charts:
+        heights = [_PICTURE_HEIGHTS[chart.key] for chart in charts]
+        has_picture = draw(charts, picture, title=title, heights=heights)
+
+    # write
+    axes = [page_axis(run.metrics) for run in runs if _has_metrics(run)]  # in the order in which charts number runs
     write_atomically(page, to_html(title, sections, axes))
     write_atomically(markdown, to_markdown(title, sections, picture.name if has_picture else ""))
-    lines = [line for section in sections for line in section.told]
+
+    # what the user is told
+    lines = list(chain.from_iterable(section.terminal_lines for section in sections))
     lines += [f"left out of the report: {section.fault}" for section in sections if section.fault]
     lines.append(f"written {page} and {markdown.name}")
-    return WrittenPage(page, markdown, list(map(escape_controls, lines)))
+    return WrittenPage(page, markdown, [escape_controls(line) for line in lines])
 
 
 def _has_metrics(run: RunFiles) -> bool:
@@ -61,118 +82,161 @@ def _has_metrics(run: RunFiles) -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class _ComparedRun:
+    """A run of a comparison; None stands for a file that cannot be read."""
+
+    name: str
+    """Unique in the comparison."""
+    files: RunFiles
+    config: dict[str, Any] | None
+    metrics: MetricsTable | None
+    record: ModelRecord | None
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The evaluation in the newest checkpoint."""
+        return self.record.saved.state.evaluation if self.record else None
+
+
 def comparison_sections(runs: Sequence[RunFiles], price_per_hour: float | None = None) -> list[Section]:
     """Return the sections on several runs; ``price_per_hour`` is of one device."""
+    # read the files; those that cannot be read are sections at the end
     faults: dict[str, str] = {}
-    configurations = [_read(run, "config.yaml", lambda run: run.config, faults) or {} for run in runs]
-    tables = [_read(run, "metrics.csv", lambda run: run.metrics, faults) for run in runs]
-    records = [_read(run, "checkpoint", lambda run: run.record, faults) for run in runs]
-    names = _names(runs)
-    known = [(name, one) for name, one in zip(names, tables, strict=True) if one is not None and len(one.steps)]
-    charts = metric_charts(known) if known else []
-    evaluations = [record.saved.state.evaluation if record else None for record in records]
-    unfair = [*_unfair(names, evaluations, records)]
-    warnings = "\n".join(f"- {escaped(line)}" for line in unfair) or "Nothing speaks against comparing these runs."
+    configs = [_read_or_note(run, "config.yaml", lambda run: run.config, faults) for run in runs]
+    tables = [_read_or_note(run, "metrics.csv", lambda run: run.metrics, faults) for run in runs]
+    records = [_read_or_note(run, "checkpoint", lambda run: run.record, faults) for run in runs]
+    fields = zip(_unique_names(runs), runs, configs, tables, records, strict=True)
+    compared_runs = [_ComparedRun(*run_fields) for run_fields in fields]
+
+    logged_tables = []
+    for run in compared_runs:
+        if run.metrics is not None and len(run.metrics.steps):
+            logged_tables.append((run.name, run.metrics))
+    charts = metric_charts(logged_tables) if logged_tables else []
+    warnings = "\n".join(f"- {escaped(line)}" for line in _find_unfair(compared_runs))
     sections = [
-        Section("differences", "Differences of configuration", _differences(names, configurations)),
-        Section("data", "Differences of data", _data(names, records)),
-        Section("fair", "Unfair comparisons", warnings),
-        Section("results", "Results", _results(names, tables, evaluations, records, price_per_hour)),
+        Section("differences", "Differences of configuration", _compare_arguments(compared_runs)),
+        Section("data", "Differences of data", _compare_data(compared_runs)),
+        Section("fair", "Unfair comparisons", warnings or "Nothing speaks against comparing these runs."),
+        Section("results", "Results", _compare_results(compared_runs, price_per_hour)),
         Section("curves", "Curves", "" if charts else "No run has logged steps.", tuple(charts)),
-        health_section([(name, run) for name, run, one in zip(names, runs, tables, strict=True) if one is not None]),
+        health_section([(run.name, run.files) for run in compared_runs if run.metrics is not None]),
     ]
-    return [*sections, *(Section(f"fault-{n}", "Left out", fault=fault) for n, fault in enumerate(faults.values()))]
+    for index, fault in enumerate(faults.values()):
+        sections.append(Section(f"fault-{index}", "Left out", fault=fault))
+    return sections
 
 
-def _read(run: RunFiles, what: str, part: Any, faults: dict[str, str]) -> Any:
+def _read_or_note(run: RunFiles, file: str, read: Callable[[RunFiles], T], faults: dict[str, str]) -> T | None:
+    """Return what ``read`` returns for a run; if it cannot be read, add the reason to ``faults`` and return None."""
     try:
-        return part(run)
+        return read(run)
     except (InputError, OSError) as error:
-        faults[f"{run.folder}/{what}"] = redact(f"{run.name}, {what}: {error}")
+        faults[f"{run.folder}/{file}"] = redact(f"{run.name}, {file}: {error}")
         return None
 
 
-def _names(runs: Sequence[RunFiles]) -> list[str]:
-    """Return a name for each run; of runs with the same name, their folders."""
+def _unique_names(runs: Sequence[RunFiles]) -> list[str]:
+    """Return a name for each run; for runs with the same name, their folders."""
     names = [run.name for run in runs]
-    return [name if names.count(name) == 1 else redact(str(run.folder)) for name, run in zip(names, runs, strict=True)]
+    return [run.name if names.count(run.name) == 1 else redact(str(run.folder)) for run in runs]
 
 
-def _differences(names: Sequence[str], configurations: Sequence[dict[str, Any]]) -> str:
-    arguments = dict.fromkeys(name for one in configurations for name in one if name not in _OF_THE_PLACE)
+def _compare_arguments(runs: Sequence[_ComparedRun]) -> str:
+    """Return a table of the arguments whose values differ."""
+    configs = [run.config or {} for run in runs]
     rows = []
-    for argument in arguments:
-        values = [json.dumps(one.get(argument), ensure_ascii=False) for one in configurations]
-        if len(set(values)) > 1:
+    for argument in dict.fromkeys(chain.from_iterable(configs)):
+        values = [json.dumps(config.get(argument), ensure_ascii=False) for config in configs]
+        if argument not in _IRRELEVANT_ARGUMENTS and len(set(values)) > 1:
             rows.append((code(argument), *(redact(value) for value in values)))
-    return table(["argument", *names], rows) if rows else "Their arguments are the same."
+    if not rows:
+        return "Their arguments are the same."
+    return table(["argument", *(run.name for run in runs)], rows)
 
 
-def _data(names: Sequence[str], records: Sequence[Any]) -> str:
-    shares = [dict(seen_shares(record)) if record else {} for record in records]
+def _compare_data(runs: Sequence[_ComparedRun]) -> str:
+    """Return a table of the shares of the sources, and of the token datasets."""
+    shares = [dict(seen_shares(run.record)) if run.record else {} for run in runs]
     rows: list[Sequence[Any]] = []
-    for source in dict.fromkeys(source for one in shares for source in one):
-        rows.append((source, *(f"{one[source]:.1%}" if source in one else "" for one in shares)))
-    fingerprints = [getattr(record.saved.data, "fingerprint", None) if record else None for record in records]
-    rows.append(("token dataset", *(str(one)[:12] if one else "" for one in fingerprints)))
-    same = len(set(fingerprints)) == 1 and fingerprints[0] is not None
-    about = "The runs read the same token datasets." if same else "The runs read different token datasets."
-    return f"{table(['source', *names], rows, len(names))}\n\n{about}"
+    for source in dict.fromkeys(chain.from_iterable(shares)):
+        cells = [f"{run_shares[source]:.1%}" if source in run_shares else "" for run_shares in shares]
+        rows.append((source, *cells))
+    fingerprints = [getattr(run.record.saved.data, "fingerprint", None) if run.record else None for run in runs]
+    cells = [str(fingerprint)[:12] if fingerprint else "" for fingerprint in fingerprints]
+    rows.append(("token dataset", *cells))
+    is_same = len(set(fingerprints)) == 1 and fingerprints[0] is not None
+    note = "The runs read the same token datasets." if is_same else "The runs read different token datasets."
+    return f"{table(['source', *(run.name for run in runs)], rows, len(runs))}\n\n{note}"
 
 
-def _unfair(names: Sequence[str], evaluations: Sequence[Evaluation | None], records: Sequence[Any]) -> Iterator[str]:
-    """Yield what makes losses of the runs incomparable."""
-    known = [(name, one) for name, one in zip(names, evaluations, strict=True) if one is not None]
-    for name, one in known[1:]:
-        first, base = known[0]
-        if not base.is_comparable(one):
-            yield f"{name} was evaluated on other validation rows than {first}: do not compare their validation losses."
-        if base.whole.of_pairs != one.whole.of_pairs:
-            yield f"{name} and {first} have losses of different units: pairs and tokens."
-        elif base.whole.has_own_unit or one.whole.has_own_unit:
-            yield f"{name} or {first} has a registered objective: compare losses only if both have the same one."
-    tokenizers = [
-        (name, one.manifest.tokenizer) for name, one in zip(names, records, strict=True) if one and one.manifest
-    ]
+def _find_unfair(runs: Sequence[_ComparedRun]) -> Iterator[str]:
+    """Yield the reasons why losses of the runs cannot be compared."""
+    # validation rows and units
+    evaluations = [(run.name, run.evaluation) for run in runs if run.evaluation is not None]
+    for name, evaluation in evaluations[1:]:
+        first_name, first_evaluation = evaluations[0]
+        if not first_evaluation.is_comparable(evaluation):
+            yield (
+                f"{name} was evaluated on other validation rows than {first_name}: do not compare their validation "
+                "losses."
+            )
+        if first_evaluation.whole.of_pairs != evaluation.whole.of_pairs:
+            yield f"{name} and {first_name} have losses of different units: pairs and tokens."
+        elif first_evaluation.whole.has_own_unit or evaluation.whole.has_own_unit:
+            yield f"{name} or {first_name} has a registered objective: compare losses only if both have the same one."
+
+    # tokenizers
+    tokenizers = [(run.name, run.record.manifest.tokenizer) for run in runs if run.record and run.record.manifest]
     for name, tokenizer in tokenizers[1:]:
-        if tokenizer.vocab_size != tokenizers[0][1].vocab_size or tokenizer.name != tokenizers[0][1].name:
-            yield f"{name} has another tokenizer than {tokenizers[0][0]}: compare bits per byte alone, not losses."
-    missing = [name for name, one in zip(names, evaluations, strict=True) if one is None]
-    if missing and len(missing) < len(names):
-        yield f"{', '.join(missing)} has no evaluation in its newest checkpoint."
-    steps = {name: record.saved.state.num_tokens for name, record in zip(names, records, strict=True) if record}
-    if len(set(steps.values())) > 1:
-        shown = ", ".join(f"{name} {number:,}" for name, number in steps.items())
-        yield f"The runs saw different numbers of tokens ({shown}): choose tokens as the axis of the curves."
+        first_name, first_tokenizer = tokenizers[0]
+        if tokenizer.vocab_size != first_tokenizer.vocab_size or tokenizer.name != first_tokenizer.name:
+            yield f"{name} has another tokenizer than {first_name}: compare bits per byte alone, not losses."
+
+    # missing evaluations
+    names_without = [run.name for run in runs if run.evaluation is None]
+    if names_without and len(names_without) < len(runs):
+        yield f"{', '.join(names_without)} has no evaluation in its newest checkpoint."
+
+    # lengths
+    num_tokens = {run.name: run.record.saved.state.num_tokens for run in runs if run.record}
+    if len(set(num_tokens.values())) > 1:
+        lengths = ", ".join(f"{name} {number:,}" for name, number in num_tokens.items())
+        yield f"The runs saw different numbers of tokens ({lengths}): choose tokens as the axis of the curves."
 
 
-def _results(
-    names: Sequence[str],
-    tables: Sequence[MetricsTable | None],
-    evaluations: Sequence[Evaluation | None],
-    records: Sequence[Any],
-    price_per_hour: float | None,
-) -> str:
-    rows: dict[str, list[Any]] = {}
-    for number, (metrics, evaluation, record) in enumerate(zip(tables, evaluations, records, strict=True)):
-        cells: dict[str, Any] = {}
-        if record is not None:
-            cells |= {"code": record.saved.versions.get(PROGRAM, "not recorded"), "steps": record.saved.state.step}
-            cells["tokens"] = record.saved.state.num_tokens
-        if metrics is not None:
-            losses = {
-                "training loss": metrics.last("train_loss"),
-                "tokens/s at the end": metrics.last("tokens_per_second"),
-            }
-            cells |= {name: f"{value:,.4g}" for name, value in losses.items() if value is not None}
-        for part, loss in evaluation.parts.items() if evaluation else ():
-            for figure, value in loss.figures().items():
-                if value is not None and figure != "perplexity":
-                    cells[f"validation {figure.replace('_', ' ')}, {part}"] = f"{value:.4f}"
-        if record is not None and record.saved.sessions:
-            cells["devices"] = device_hours(record.saved.sessions)
-            if price_per_hour is not None:
-                cells["cost"] = f"{sum(one.device_hours for one in record.saved.sessions) * price_per_hour:,.2f}"
-        for name, value in cells.items():
-            rows.setdefault(name, [None] * len(names))[number] = value
-    return table(["", *names], [(name, *values) for name, values in rows.items()], len(names))
+def _compare_results(runs: Sequence[_ComparedRun], price_per_hour: float | None) -> str:
+    """Return a table of the last values of each run; a column is a run."""
+    values_by_name: dict[str, list[Any]] = {}
+    for run_index, run in enumerate(runs):
+        for name, value in _result_cells(run, price_per_hour).items():
+            values_by_name.setdefault(name, [None] * len(runs))[run_index] = value
+    rows = [(name, *values) for name, values in values_by_name.items()]
+    return table(["", *(run.name for run in runs)], rows, len(runs))
+
+
+def _result_cells(run: _ComparedRun, price_per_hour: float | None) -> dict[str, Any]:
+    """Return the results of a run by what they are."""
+    trainer = run.record.saved if run.record else None
+    cells: dict[str, Any] = {}
+    if trainer is not None:
+        cells["code"] = trainer.versions.get(PROGRAM, "not recorded")
+        cells["steps"] = trainer.state.step
+        cells["tokens"] = trainer.state.num_tokens
+    if run.metrics is not None:
+        for name, column in (("training loss", "train_loss"), ("tokens/s at the end", "tokens_per_second")):
+            value = run.metrics.last(column)
+            if value is not None:
+                cells[name] = f"{value:,.4g}"
+    if run.evaluation is not None:
+        for source, loss in run.evaluation.parts.items():
+            for figure, figure_value in loss.figures().items():
+                if figure_value is not None and figure != "perplexity":
+                    cells[f"validation {figure.replace('_', ' ')}, {source}"] = f"{figure_value:.4f}"
+    if trainer is not None and trainer.sessions:
+        cells["devices"] = device_hours(trainer.sessions)
+        if price_per_hour is not None:
+            hours = sum(session.device_hours for session in trainer.sessions)
+            cells["cost"] = f"{hours * price_per_hour:,.2f}"
+    return cells
