@@ -2,13 +2,15 @@
 
 A picture never ends a program: if it cannot be drawn, a note says so, and it is left out.
 
-Colours are of middle brightness and the ground is transparent, so a chart can be read on white and on black.
+Colours have a medium brightness and the background is transparent, so a chart can be read on white and on black.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,39 +24,50 @@ from fabric_train.pages.drawing_process import DrawError
 
 TEXT = "#767676"
 COLOURS = (
-    *("#3d7fc4", "#d9782d", "#2a9d6f", "#a05fb4", "#c8504f", "#8c6d46", "#1f93a8", "#b08a1e", "#6a7fa8", "#9c5b7d"),
+    "#3d7fc4",
+    "#d9782d",
+    "#2a9d6f",
+    "#a05fb4",
+    "#c8504f",
+    "#8c6d46",
+    "#1f93a8",
+    "#b08a1e",
+    "#6a7fa8",
+    "#9c5b7d",
 )
 BETTER = "#2a7f46"
 WORSE = "#b3402e"
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
-_WIDTH = 760
-_DIGITS = 5
-_FEW_POINTS = 60  # each gets a mark
+_DASHES = ([2, 3], [6, 3], [1, 1], [8, 2, 2, 2], [4, 4])  # of the kinds of marks
+_WIDTH = 760  # pixels
+_SIGNIFICANT_DIGITS = 5
+_MAX_POINTS_WITH_MARKS = 60
 _NOT_DRAWABLE = re.compile("[\ud800-\udfff\ufffe\uffff]")
-"""Halves of characters and others that XML, and so a drawing, does not have; controls are shown."""
+"""Surrogates and other characters that XML, and so a drawing, cannot have; control characters are escaped."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: float64 [N] each. ``smooth`` is drawn in place of ``y`` if the reader wants that; NaN is a gap.
-
-    ``low`` and ``high`` are intervals. ``axis`` is the number of its run, whose tokens and hours a page knows. ``kind``
-    is "line"; "points", each with a mark; or "level", one value at all x.
-    """
+    """A curve; its arrays are float64 [N]."""
 
     name: str
     x: np.ndarray
     y: np.ndarray
+    """NaN is a gap."""
     smooth: np.ndarray | None = None
+    """A moving average, which is drawn in place of ``y`` unless the reader switches it off."""
     low: np.ndarray | None = None
+    """Lower ends of intervals."""
     high: np.ndarray | None = None
     kind: str = "line"
+    """"line"; "points", each with a mark; or "level", one value at all x."""
     axis: int = 0
+    """Index of the curve's run, whose tokens and hours a page knows."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at ``x``; ``kind`` is one word, such as "resume"."""
+    """An event at ``x``; ``kind`` is one word, such as "resume"."""
 
     x: float
     kind: str
@@ -63,9 +76,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over the optimizer steps; a page can show tokens or hours instead of steps. ``key`` is unique there."""
+    """Curves over the optimizer steps; a page can show tokens or hours instead of steps."""
 
     key: str
+    """Unique in a page."""
     title: str
     y_title: str
     series: tuple[Series, ...]
@@ -75,87 +89,102 @@ class Chart:
     note: str = ""
 
 
-def numbers(values: np.ndarray) -> list[float | int | None]:
+def round_numbers(values: np.ndarray) -> list[float | int | None]:
     """Return numbers with 5 significant digits for JSON; whole ones as int, None for one that is not finite."""
-    found: list[float | int | None] = []
+    rounded: list[float | int | None] = []
     for value in values.tolist():
-        if value != value or value in (float("inf"), float("-inf")):
-            found.append(None)
+        if not math.isfinite(value):
+            rounded.append(None)
         elif value == int(value):
-            found.append(int(value))
+            rounded.append(int(value))
         else:
-            found.append(float(f"{value:.{_DIGITS}g}"))
-    return found
+            rounded.append(float(f"{value:.{_SIGNIFICANT_DIGITS}g}"))
+    return rounded
 
 
-def columns(series: Series) -> dict[str, list[float | int | None]]:
+def curve_columns(series: Series) -> dict[str, list[float | int | None]]:
     """Return the columns of a curve for JSON, without those that it lacks."""
-    given = {"x": series.x, "y": series.y, "smooth": series.smooth, "low": series.low, "high": series.high}
-    return {name: numbers(values) for name, values in given.items() if values is not None}
+    arrays = {"x": series.x, "y": series.y, "smooth": series.smooth, "low": series.low, "high": series.high}
+    return {name: round_numbers(values) for name, values in arrays.items() if values is not None}
 
 
-def rows(series: Series) -> list[dict[str, Any]]:
-    """Return the rows that a chart's specification reads."""
-    found = columns(series)
-    means = found.get("smooth") or found["y"]
-    found["drawn"] = [value if mean is None else mean for value, mean in zip(found["y"], means, strict=True)]
-    names = ("series", *found)
-    return [dict(zip(names, (series.name, *values), strict=True)) for values in zip(*found.values(), strict=True)]
+def curve_rows(series: Series) -> list[dict[str, Any]]:
+    """Return the rows that a chart's specification reads: a dict for each point."""
+    columns = curve_columns(series)
+    averages = columns.get("smooth") or columns["y"]
+    # where there is no average yet, the value itself is drawn
+    pairs = zip(columns["y"], averages, strict=True)
+    columns["drawn"] = [value if average is None else average for value, average in pairs]
+    rows = []
+    for values in zip(*columns.values(), strict=True):
+        rows.append({"series": series.name, **dict(zip(columns, values, strict=True))})
+    return rows
 
 
 def specification(chart: Chart) -> dict[str, Any]:
-    """Return the chart in Vega-Lite; its data sets ``points``, ``levels`` and ``marks`` are to be filled in."""
-    names = [one.name for one in chart.series]
-    is_smooth = any(one.smooth is not None for one in chart.series)
-    colour = {
-        "field": "series",
-        "type": "nominal",
-        "scale": {"domain": names, "range": [COLOURS[number % len(COLOURS)] for number in range(len(names))]},
-        "legend": {"title": None} if len(names) > 1 else None,
-    }
+    """Return the chart in Vega-Lite; its data sets ``points``, ``levels`` and ``marks`` are still empty."""
+    names = [series.name for series in chart.series]
+    has_averages = any(series.smooth is not None for series in chart.series)
+    has_levels = any(series.kind == "level" for series in chart.series)
+    has_intervals = any(series.low is not None for series in chart.series)
+
+    # axes and colours, the same in all layers
     x: dict[str, Any] = {"field": "x", "type": "quantitative", "title": chart.x_title, "scale": {"nice": False}}
     if chart.x_title == Chart.x_title:  # there is no step 2.5
         x["axis"] = {"tickMinStep": 1, "format": ",d"}
     y = {"field": "drawn", "type": "quantitative", "title": chart.y_title, "scale": {"zero": chart.from_zero}}
-    shown = {"condition": {"param": f"{chart.key}_shown", "value": 1}, "value": 0.08}
-    tooltip = [
-        {"field": "series", "type": "nominal", "title": "curve"},
-        {"field": "x", "type": "quantitative", "title": chart.x_title, "format": ",~f"},
-        {"field": "y", "type": "quantitative", "title": chart.y_title, "format": ".5~g"},
-        *([{"field": "smooth", "type": "quantitative", "title": "mean", "format": ".5~g"}] if is_smooth else []),
-    ]
-    base = {"x": x, "y": y, "color": colour}
+    colour = {
+        "field": "series",
+        "type": "nominal",
+        "scale": {"domain": names, "range": [COLOURS[index % len(COLOURS)] for index in range(len(names))]},
+        "legend": {"title": None} if len(names) > 1 else None,
+    }
+    encoding = {"x": x, "y": y, "color": colour}
+    # a click on the legend fades the other curves
+    is_selected = {"condition": {"param": f"{chart.key}_shown", "value": 1}, "value": 0.08}
+    curve_encoding = {**encoding, "opacity": is_selected}
+
+    # layers, the lowest first
     layers: list[dict[str, Any]] = []
     if chart.marks:
-        layers.append(_marks(chart, x))
-    if any(one.kind == "level" for one in chart.series):
-        encoding = {"y": {"field": "y", "type": "quantitative"}, "color": colour}
+        layers.append(_mark_layer(chart, x))
+    if has_levels:
         layers.append(
-            {"data": {"name": "levels"}, "mark": {"type": "rule", "strokeDash": [6, 4]}, "encoding": encoding}
+            {
+                "data": {"name": "levels"},
+                "mark": {"type": "rule", "strokeDash": [6, 4]},
+                "encoding": {"y": {"field": "y", "type": "quantitative"}, "color": colour},
+            }
         )
-    if is_smooth:
-        faint = {"type": "line", "opacity": 0.28, "strokeWidth": 1}
-        layers.append({"name": "raw", "mark": faint, "encoding": {**base, "y": {**y, "field": "y"}}})
-    line = {**base, "opacity": shown}
-    if any(one.low is not None for one in chart.series):
-        bounds = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}
-        layers.append({"mark": {"type": "rule", "strokeWidth": 2}, "encoding": {**line, **bounds}})
+    if has_averages:  # the values themselves, faintly
+        layers.append(
+            {
+                "name": "raw",
+                "mark": {"type": "line", "opacity": 0.28, "strokeWidth": 1},
+                "encoding": {**encoding, "y": {**y, "field": "y"}},
+            }
+        )
+    if has_intervals:
+        layers.append(
+            {
+                "mark": {"type": "rule", "strokeWidth": 2},
+                "encoding": {**curve_encoding, "y": {**y, "field": "low"}, "y2": {"field": "high"}},
+            }
+        )
     selection = {"name": f"{chart.key}_shown", "select": {"type": "point", "fields": ["series"]}, "bind": "legend"}
-    curve = {"type": "line", "strokeWidth": 1.8}
-    layers.append({"params": [selection], "mark": curve, "encoding": line})
-    if marked := [one.name for one in chart.series if one.kind == "points" and len(one.x) <= _FEW_POINTS]:
-        chosen = [{"filter": {"field": "series", "oneOf": marked}}]
-        layers.append({"transform": chosen, "mark": {"type": "circle", "size": 34, "opacity": 1}, "encoding": line})
-    nearest = {"type": "point", "on": "pointermove", "clear": "pointerout", "nearest": True}
-    hovered = {"condition": {"param": f"{chart.key}_hover", "empty": False, "value": 1}, "value": 0}
-    layers.append(
-        {
-            "name": "hover",
-            "params": [{"name": f"{chart.key}_hover", "select": nearest}],
-            "mark": {"type": "point", "filled": True, "size": 60},
-            "encoding": {**base, "opacity": hovered, "tooltip": tooltip},
-        }
-    )
+    layers.append({"params": [selection], "mark": {"type": "line", "strokeWidth": 1.8}, "encoding": curve_encoding})
+    curves_with_points = [
+        series.name for series in chart.series if series.kind == "points" and len(series.x) <= _MAX_POINTS_WITH_MARKS
+    ]
+    if curves_with_points:
+        layers.append(
+            {
+                "transform": [{"filter": {"field": "series", "oneOf": curves_with_points}}],
+                "mark": {"type": "circle", "size": 34, "opacity": 1},
+                "encoding": curve_encoding,
+            }
+        )
+    layers.append(_hover_layer(chart, encoding, has_averages=has_averages))
     return {
         "data": {"name": "points"},
         "title": {"text": chart.title, "anchor": "start"},
@@ -164,81 +193,112 @@ def specification(chart: Chart) -> dict[str, Any]:
     }
 
 
-def _marks(chart: Chart, x: Mapping[str, Any]) -> dict[str, Any]:
+def _hover_layer(chart: Chart, encoding: Mapping[str, Any], *, has_averages: bool) -> dict[str, Any]:
+    """Return the layer that marks the point nearest to the pointer, and shows its values."""
+    tooltip = [
+        {"field": "series", "type": "nominal", "title": "curve"},
+        {"field": "x", "type": "quantitative", "title": chart.x_title, "format": ",~f"},
+        {"field": "y", "type": "quantitative", "title": chart.y_title, "format": ".5~g"},
+    ]
+    if has_averages:
+        tooltip.append({"field": "smooth", "type": "quantitative", "title": "mean", "format": ".5~g"})
+    nearest_point = {"type": "point", "on": "pointermove", "clear": "pointerout", "nearest": True}
+    is_hovered = {"condition": {"param": f"{chart.key}_hover", "empty": False, "value": 1}, "value": 0}
+    return {
+        "name": "hover",
+        "params": [{"name": f"{chart.key}_hover", "select": nearest_point}],
+        "mark": {"type": "point", "filled": True, "size": 60},
+        "encoding": {**encoding, "opacity": is_hovered, "tooltip": tooltip},
+    }
+
+
+def _mark_layer(chart: Chart, x: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layer of vertical lines at the chart's marks; each kind of mark has its own dashes."""
     kinds = list(dict.fromkeys(mark.kind for mark in chart.marks))
-    dashes = [[2, 3], [6, 3], [1, 1], [8, 2, 2, 2], [4, 4]]
-    stroke = {
+    dashes = {
         "field": "kind",
         "type": "nominal",
-        "scale": {"domain": kinds, "range": [dashes[number % len(dashes)] for number in range(len(kinds))]},
+        "scale": {"domain": kinds, "range": [_DASHES[index % len(_DASHES)] for index in range(len(kinds))]},
         "legend": {"title": None},
     }
     tooltip = [{"field": "kind", "title": "mark"}, {"field": "text", "title": "what"}]
-    encoding = {"x": x, "strokeDash": stroke, "tooltip": tooltip}
     return {
         "data": {"name": "marks"},
         "mark": {"type": "rule", "color": TEXT, "strokeWidth": 1.4},
-        "encoding": encoding,
+        "encoding": {"x": x, "strokeDash": dashes, "tooltip": tooltip},
     }
 
 
 def configuration() -> dict[str, Any]:
-    """Return the look of all charts."""
-    axis = {"labelColor": TEXT, "titleColor": TEXT, "titleFontWeight": "normal", "domain": False, "ticks": False}
-    axis |= {"gridColor": TEXT, "gridOpacity": 0.2, "labelFlush": False, "labelSeparation": 12}
-    legend = {"labelColor": TEXT, "orient": "top", "columns": 3, "labelLimit": 260, "symbolOpacity": 1}
-    title = {"color": TEXT, "fontSize": 13}
+    """Return the style of all charts, as Vega-Lite's ``config``."""
     return {
         "background": "transparent",
-        "axis": axis,
+        "axis": {
+            "labelColor": TEXT,
+            "titleColor": TEXT,
+            "titleFontWeight": "normal",
+            "domain": False,
+            "ticks": False,
+            "gridColor": TEXT,
+            "gridOpacity": 0.2,
+            "labelFlush": False,
+            "labelSeparation": 12,
+        },
         "axisX": {"tickCount": 8},
         "axisY": {"minExtent": 44},
-        "legend": legend,
-        "title": title,
+        "legend": {"labelColor": TEXT, "orient": "top", "columns": 3, "labelLimit": 260, "symbolOpacity": 1},
+        "title": {"color": TEXT, "fontSize": 13},
         "view": {"stroke": None},
     }
 
 
-def filled(chart: Chart) -> dict[str, Any]:
-    """Return the specification of a picture, with its data."""
-    specified = specification(chart)
-    points = [row for one in chart.series if one.kind != "level" for row in rows(one)]
-    specified["layer"] = [layer for layer in specified["layer"] if layer.get("name") != "hover"]
-    specified["datasets"] = {
+def _picture_specification(chart: Chart) -> dict[str, Any]:
+    """Return the specification of a chart in a picture, with its data and without the layer for the pointer."""
+    points: list[dict[str, Any]] = []
+    levels: list[dict[str, Any]] = []
+    for series in chart.series:
+        rows = levels if series.kind == "level" else points
+        rows += curve_rows(series)
+    picture = specification(chart)
+    picture["layer"] = [layer for layer in picture["layer"] if layer.get("name") != "hover"]
+    picture["datasets"] = {
         "points": points,
-        "levels": [row for one in chart.series if one.kind == "level" for row in rows(one)],
+        "levels": levels,
         "marks": [{"x": mark.x, "kind": mark.kind, "text": mark.text} for mark in chart.marks],
     }
-    return specified
+    return picture
 
 
 def draw(charts: Sequence[Chart], picture: Path, *, title: str = "", heights: Sequence[int], columns: int = 1) -> bool:
     """Write charts as a PNG, ``columns`` of them in a row; ``heights`` are in pixels. See :func:`write_png`."""
     panels: list[dict[str, Any]] = []
     datasets: dict[str, Any] = {}
-    for number, (chart, height) in enumerate(zip(charts, heights, strict=True)):
-        panel = {**filled(chart), "width": _WIDTH // columns, "height": height}
-        datasets |= {f"{name}{number}": found for name, found in panel.pop("datasets").items()}
-        for part in (panel, *panel["layer"]):
-            if "data" in part:
-                part["data"] = {"name": f"{part['data']['name']}{number}"}
+    for index, (chart, height) in enumerate(zip(charts, heights, strict=True)):
+        panel = {**_picture_specification(chart), "width": _WIDTH // columns, "height": height}
+        # all panels share one table of data sets, so their names get the panel's index
+        for name, rows in panel.pop("datasets").items():
+            datasets[f"{name}{index}"] = rows
+        for panel_or_layer in (panel, *panel["layer"]):
+            if "data" in panel_or_layer:
+                name = panel_or_layer["data"]["name"]
+                panel_or_layer["data"] = {"name": f"{name}{index}"}
         panels.append(panel)
     scales = {"color": "independent", "strokeDash": "independent"}
-    whole = {"datasets": datasets, "concat": panels, "columns": columns, "resolve": {"scale": scales}}
-    return write_png(whole, picture, title)
+    figure = {"datasets": datasets, "concat": panels, "columns": columns, "resolve": {"scale": scales}}
+    return write_png(figure, picture, title)
 
 
-def write_png(specified: dict[str, Any], picture: Path, title: str) -> bool:
+def write_png(figure: dict[str, Any], picture: Path, title: str) -> bool:
     """Write a Vega-Lite specification as a PNG, and return whether that was possible; if not, a note says why.
 
-    An existing file is replaced at once, or stays.
+    An existing file is replaced only by a complete one.
     """
-    about = {"text": title, "fontSize": 15, "color": TEXT, "anchor": "start"}
-    whole = {"$schema": _SCHEMA, "config": configuration(), "title": about, **specified}
-    text = _NOT_DRAWABLE.sub("\ufffd", json.dumps(escape_texts(whole), ensure_ascii=False))
+    heading = {"text": title, "fontSize": 15, "color": TEXT, "anchor": "start"}
+    content = {"$schema": _SCHEMA, "config": configuration(), "title": heading, **figure}
+    text = _NOT_DRAWABLE.sub("\ufffd", json.dumps(escape_texts(content), ensure_ascii=False))
     temporary = picture.with_name(f".{picture.name}")
     try:
-        temporary.unlink(missing_ok=True)  # of a killed process, or a planted link
+        temporary.unlink(missing_ok=True)  # left by a killed process, or a link that somebody planted
         drawing_process.run("png", text, temporary)
         temporary.replace(picture)
     except (DrawError, OSError) as error:
@@ -265,31 +325,37 @@ def _note_failure(error: DrawError | OSError) -> None:
     note(f"pictures and charts are left out: {reason}")
 
 
-def sampled(x: np.ndarray, y: np.ndarray, most: int) -> np.ndarray:
-    """Return the indices, int64 [M], of at most about ``most`` points that show a curve with all its extremes.
+def sample_points(x: np.ndarray, y: np.ndarray, max_points: int) -> np.ndarray:
+    """Return the indices, int64 [M], of at most about ``max_points`` points that show a curve with all its extremes.
 
-    Of each stretch of the curve these are its lowest and its highest point, and the first and last point of all.
-    Points that are not finite are left out.
+    The curve is divided into blocks. The lowest and the highest point of each block are chosen, and the first and the
+    last point of the curve. Points that are not finite are left out.
     """
-    known = np.flatnonzero(np.isfinite(y) & np.isfinite(x))
-    if len(known) <= most:
-        return known
-    edges = np.linspace(0, len(known), max(most // 2, 1) + 1).astype(np.int64)[:-1]
-    values = y[known]
-    keep = {0, len(known) - 1}
-    for begin, end in zip(edges.tolist(), [*edges[1:].tolist(), len(known)], strict=True):
-        part = values[begin:end]
-        keep |= {begin + int(part.argmin()), begin + int(part.argmax())}
-    return known[np.fromiter(sorted(keep), np.int64)]
+    finite_indices = np.flatnonzero(np.isfinite(y) & np.isfinite(x))
+    num_points = len(finite_indices)
+    if num_points <= max_points:
+        return finite_indices
+    values = y[finite_indices]
+    num_blocks = max(max_points // 2, 1)
+    edges = np.linspace(0, num_points, num_blocks + 1).astype(np.int64).tolist()
+    chosen = {0, num_points - 1}
+    for begin, end in pairwise(edges):
+        block = values[begin:end]
+        chosen.add(begin + int(block.argmin()))
+        chosen.add(begin + int(block.argmax()))
+    return finite_indices[np.fromiter(sorted(chosen), np.int64)]
 
 
-def smoothed(y: np.ndarray, width: int) -> np.ndarray:
-    """Return the mean of each value and the ``width - 1`` before it, over those that are finite, float64 [N]."""
-    known = np.isfinite(y)
-    sums = np.cumsum(np.where(known, y, 0.0))
-    counts = np.cumsum(known)
-    before = np.arange(len(y)) - width
-    earlier = before >= 0
-    sums = sums - np.where(earlier, sums[np.maximum(before, 0)], 0.0)
-    counts = counts - np.where(earlier, counts[np.maximum(before, 0)], 0)
-    return np.divide(sums, counts, out=np.full(len(y), np.nan), where=counts > 0)
+def moving_average(y: np.ndarray, width: int) -> np.ndarray:
+    """Return the mean of each value and the ``width - 1`` values before it, over those that are finite, float64 [N]."""
+    is_finite = np.isfinite(y)
+    sums = np.cumsum(np.where(is_finite, y, 0.0))
+    counts = np.cumsum(is_finite)
+    # subtract the cumulative sums up to the value before each window
+    previous = np.arange(len(y)) - width
+    has_previous = previous >= 0
+    previous = np.maximum(previous, 0)
+    window_sums = sums - np.where(has_previous, sums[previous], 0.0)
+    window_counts = counts - np.where(has_previous, counts[previous], 0)
+    nan = np.full(len(y), np.nan)
+    return np.divide(window_sums, window_counts, out=nan, where=window_counts > 0)

@@ -1,8 +1,8 @@
 """Markdown of cards and reports, and HTML pages that are made of it and need no other files.
 
-Each value that a Markdown template (``*.md.j2``) inserts is escaped, so that a name from the data is no Markdown and
-no HTML, unless it is :class:`Markdown` already. All pages have one template, one style and one escaping; their curves
-are Vega charts.
+A Markdown template (``*.md.j2``) escapes each value that it inserts, unless it is :class:`Markdown` already. So a name
+from the data cannot become Markdown or HTML. All pages have one template, one style and one escaping; their curves are
+Vega charts.
 """
 
 import json
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -17,7 +18,7 @@ from urllib.parse import quote
 from markupsafe import Markup, escape
 
 from fabric_train.cli.output import escape_controls, escape_texts, open_templates, redact, visible
-from fabric_train.pages.charts import Chart, columns, configuration, javascript, specification
+from fabric_train.pages.charts import Chart, configuration, curve_columns, javascript, specification
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -37,7 +38,7 @@ class Markdown(str):
 
     __slots__ = ()
 
-    def __html__(self) -> str:  # jinja2 and markupsafe leave what has this method as it is
+    def __html__(self) -> str:  # jinja2 and markupsafe do not escape a value with this method
         return self
 
 
@@ -45,8 +46,9 @@ def escaped(value: Any) -> Any:
     """Return one line without Markdown or HTML; Markdown stays as it is."""
     if hasattr(value, "__html__"):
         return value
-    text = escape_controls(redact(str(value)))  # a secret is found unescaped
-    return Markdown(_SPECIAL.sub(r"\\\g<0>", _SPACE.sub(" ", text).strip()))
+    text = escape_controls(redact(str(value)))  # redact first: it finds a secret only unescaped
+    line = _SPACE.sub(" ", text).strip()
+    return Markdown(_SPECIAL.sub(r"\\\g<0>", line))
 
 
 def number(value: float) -> str:
@@ -55,32 +57,46 @@ def number(value: float) -> str:
 
 
 def table(head: str | Sequence[str], rows: Sequence[Sequence[Any]], num_numbers: int = 0) -> Markdown:
-    """Return a table; ``head`` has the names of its columns, as Markdown that ``|`` separates or as texts.
+    """Return a table.
 
-    None is an empty cell. The last ``num_numbers`` columns are aligned at the right.
+    Args:
+        head: The names of the columns: Markdown that ``|`` separates, or texts.
+        rows: The cells; None is an empty one.
+        num_numbers: How many columns, the last ones, are aligned at the right.
     """
-    names = head.split("|") if isinstance(head, str) else [*map(_cell, head)]
-    rule = "|".join(["---"] * (len(names) - num_numbers) + ["---:"] * num_numbers)
-    lines = [f"| {' | '.join(name.strip() for name in names)} |", f"|{rule}|"]
+    names = head.split("|") if isinstance(head, str) else [_cell(name) for name in head]
+    num_texts = len(names) - num_numbers
+    alignments = ["---"] * num_texts + ["---:"] * num_numbers
+    lines = [_row(name.strip() for name in names), f"|{'|'.join(alignments)}|"]
     for row in rows:
-        cells = (number(one) if isinstance(one, int) else "" if one is None else one for one in row)
-        lines.append(f"| {' | '.join(map(_cell, cells))} |")
+        lines.append(_row(_cell(value) for value in row))
     return Markdown("\n".join(lines))
 
 
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def _cell(value: Any) -> Markdown:
-    """Escape a value for a table: a pipe has an odd number of backslashes before it, or it would end its cell."""
+    """Format and escape a value for a table.
+
+    A pipe gets an odd number of backslashes before it, or it would end its cell.
+    """
+    if value is None:
+        return Markdown("")
+    if isinstance(value, int):
+        value = number(value)
     return Markdown(_UNESCAPED_PIPE.sub(r"\1\\|", escaped(value)))
 
 
 def code(text: str) -> Markdown:
     """Return a name in the font of code; nothing in it is Markdown."""
-    shown = _SPACE.sub(" ", escape_controls(redact(text)).replace("`", "'"))
-    return Markdown(f"`{shown}`")
+    line = _SPACE.sub(" ", escape_controls(redact(text)).replace("`", "'"))
+    return Markdown(f"`{line}`")
 
 
 def link(text: str, target: str) -> Markdown:
-    """Return a link to a file beside the card, or to the path of a URL."""
+    """Return a link to a file next to the card, or to a URL."""
     return Markdown(f"[{escaped(text)}]({quote(target, safe=':/@.')})")
 
 
@@ -90,14 +106,17 @@ def dataset_link(repository: str) -> Markdown:
 
 
 def listed(names: Sequence[str], most: int = 6) -> Markdown:
-    """Return names as ``a, b and c``; after the first ones only the number of the others."""
-    names = [*map(escaped, names)]
-    names = [*names[:most], f"{len(names) - most:,} others"] if len(names) > most else names
-    return Markdown(" and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names))
+    """Return names as ``a, b and c``; of more than ``most`` names the first ones and the number of the others."""
+    items = [escaped(name) for name in names]
+    if len(items) > most:
+        items = [*items[:most], f"{len(items) - most:,} others"]
+    if len(items) < 2:
+        return Markdown("".join(items))
+    return Markdown(f"{', '.join(items[:-1])} and {items[-1]}")
 
 
 def _rounded(value: int) -> str:
-    """Return a large number as it is read, such as ``1.23 billion``."""
+    """Return a large number in words, such as ``1.23 billion``."""
     for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
         if value >= size:
             return f"{value / size:.3g} {word}"
@@ -106,18 +125,22 @@ def _rounded(value: int) -> str:
 
 def last_part(place: str) -> str:
     """Return the last part of a path or URL, in printable characters."""
-    _, is_url, after = redact(place).partition("://")
-    path = after.partition("?")[0].partition("/")[2] if is_url else place
-    return "".join(part if part.isprintable() else "?" for part in Path(path).name) or "unnamed"
+    _, is_url, address = redact(place).partition("://")
+    path = place
+    if is_url:
+        path = address.partition("?")[0].partition("/")[2]  # without query and host
+    name = "".join(character if character.isprintable() else "?" for character in Path(path).name)
+    return name or "unnamed"
 
 
 def public_value(value: Any) -> str:
-    """Return the value of an argument. A text that looks like a name on the hub stays, of another one the last part."""
+    """Return the value of an argument as a card shows it: of a path only the last part, but a name on the hub whole."""
     if isinstance(value, list | tuple):
-        return ", ".join(map(public_value, value))
+        return ", ".join(public_value(item) for item in value)
     if not isinstance(value, str):
         return f"{value}"
-    return value if _HUB_NAME.fullmatch(value) and not Path(value).exists() else last_part(value)
+    is_hub_name = _HUB_NAME.fullmatch(value) and not Path(value).exists()
+    return value if is_hub_name else last_part(value)
 
 
 @cache
@@ -130,14 +153,14 @@ def _templates(folder: Path) -> "Environment":
 
 
 def render(template: Path, **values: Any) -> str:
-    """Return the text of a template; the blank lines around parts that are left out become one."""
+    """Return the text of a template; several blank lines, where parts are left out, become one."""
     text = _templates(template.parent).get_template(template.name).render(values)
     return escape_controls(_BLANK_LINES.sub("\n\n", text).strip())
 
 
 @dataclass(frozen=True)
 class WrittenPage:
-    """A page on the disk, the same as Markdown, and the lines to print about it."""
+    """A page that was written, the same content as Markdown, and the lines to print about it."""
 
     page: Path
     markdown: Path
@@ -146,21 +169,21 @@ class WrittenPage:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page. ``body`` is Markdown, in which nothing is HTML; ``html`` is more, for the page alone, in which
-    all texts are escaped.
-
-    ``fault`` says why there is nothing else. ``is_folded``: the page shows it on demand. ``terminal_lines`` are printed
-    too.
-    """
+    """A part of a page."""
 
     key: str
     title: str
     body: str = ""
+    """Markdown; HTML in it is shown as text."""
     charts: tuple[Chart, ...] = ()
     html: str = ""
+    """Further HTML for the page alone; its values are escaped."""
     is_folded: bool = False
+    """Whether the page shows it only on demand."""
     fault: str = ""
+    """Why there is nothing else."""
     terminal_lines: tuple[str, ...] = ()
+    """Lines that are also printed."""
 
 
 def page_templates(folder: Path = _FOLDER, **options: Any) -> "Environment":
@@ -171,42 +194,48 @@ def page_templates(folder: Path = _FOLDER, **options: Any) -> "Environment":
 
 
 def marked(text: str) -> Markup:
-    """Escape a token's text; show line breaks and keep them, and mark spaces at its edges."""
-    parts = Markup()
-    for part in re.split(r"(\r?\n|\r|\t|^ +| +$)", text):
-        if part in ("\n", "\r\n", "\r"):
-            parts += Markup(f"<i>{visible(part)}</i>\n")
-        elif part == "\t":
-            parts += Markup("<i>⇥</i>\t")
-        elif part and not part.strip(" "):
-            parts += Markup("<i class=b> </i>") * len(part)
+    """Escape a token's text as HTML; show line breaks and tabs by signs, and mark spaces at its ends."""
+    html = Markup()
+    for piece in re.split(r"(\r?\n|\r|\t|^ +| +$)", text):
+        is_only_spaces = piece != "" and not piece.strip(" ")
+        if piece in ("\n", "\r\n", "\r"):
+            html += Markup(f"<i>{visible(piece)}</i>\n")
+        elif piece == "\t":
+            html += Markup("<i>⇥</i>\t")
+        elif is_only_spaces:
+            html += Markup("<i class=b> </i>") * len(piece)
         else:
-            parts += escape(visible(part))
-    return parts
+            html += escape(visible(piece))
+    return html
 
 
 def to_html(title: str, sections: Sequence[Section], axes: Sequence[dict[str, Any]] = ()) -> str:
     """Return a page with a contents list, text and charts.
 
     Args:
-        title: its headline.
-        sections: in their order.
-        axes: of each run that the charts show, ``step``, ``tokens`` and ``hours`` of some steps, between which the
+        title: The headline.
+        sections: The sections, in their order.
+        axes: For each run that the charts show, ``step``, ``tokens`` and ``hours`` at some steps, between which the
             page interpolates.
     """
-    charts = [chart for section in sections for chart in section.charts]
+    # the script that draws the charts; without it, the page has no charts
+    charts = list(chain.from_iterable(section.charts for section in sections))
     script = library() if charts else ""
     if not script:
         sections = [replace(section, charts=()) for section in sections]
-    of_charts = [_content(chart) for chart in charts]
-    content = escape_texts({"charts": of_charts, "axes": list(axes), "config": configuration()})
+
+    # the data of the charts
+    chart_contents = [_chart_content(chart) for chart in charts]
+    content = escape_texts({"charts": chart_contents, "axes": list(axes), "config": configuration()})
+    data = json.dumps(content, separators=(",", ":"))
+
     template = page_templates().get_template("sections.html.j2")
     return template.render(
         title=escape_controls(title),
         sections=[_without_controls(section) for section in sections],
         to_html=markdown_to_html,
-        data=Markup(json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")),
-        # "</script" in a string of the library would end the element
+        # "</script" in a string would end the element
+        data=Markup(data.replace("<", "\\u003c")),
         library=Markup(script.replace("</script", "<\\/script")),
     )
 
@@ -221,10 +250,13 @@ def _without_controls(section: Section) -> Section:
     )
 
 
-def _content(chart: Chart) -> dict[str, Any]:
-    series = [{"name": one.name, "kind": one.kind, "axis": one.axis, **columns(one)} for one in chart.series]
+def _chart_content(chart: Chart) -> dict[str, Any]:
+    """Return a chart as the script of the page reads it."""
+    curves = []
+    for series in chart.series:
+        curves.append({"name": series.name, "kind": series.kind, "axis": series.axis, **curve_columns(series)})
     marks = [asdict(mark) for mark in chart.marks]
-    return {"key": chart.key, "spec": specification(chart), "series": series, "marks": marks}
+    return {"key": chart.key, "spec": specification(chart), "series": curves, "marks": marks}
 
 
 @cache
@@ -237,18 +269,19 @@ def markdown_to_html(text: str) -> Markup:
     """Return Markdown with tables as HTML; HTML in it is shown as text, and links lead only to safe places."""
     from markdown_it import MarkdownIt  # rich needs it too
 
-    found = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
-    found = found.replace("<table>", '<div class="wide" tabindex="0"><table>').replace("</table>", "</table></div>")
-    return Markup(found)
+    html = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    html = html.replace("<table>", '<div class="wide" tabindex="0"><table>').replace("</table>", "</table></div>")
+    return Markup(html)
 
 
 def to_markdown(title: str, sections: Iterable[Section], picture: str = "") -> str:
-    """Return the same as Markdown; ``picture`` is the name of a file beside it that has the most important curves."""
-    parts = [f"# {title}"]
-    for number, section in enumerate(sections):
+    """Return a page as Markdown; ``picture`` is the name of a file next to it that has the most important curves."""
+    paragraphs = [f"# {title}"]
+    for index, section in enumerate(sections):
         body = section.fault or section.body
         if body:
-            parts += [f"## {section.title}", body.strip("\n")]
-        if number == 0 and picture:
-            parts.append(f"![{title}]({picture})")
-    return escape_controls("\n\n".join(parts) + "\n")
+            paragraphs.append(f"## {section.title}")
+            paragraphs.append(body.strip("\n"))
+        if index == 0 and picture:  # after the summary
+            paragraphs.append(f"![{title}]({picture})")
+    return escape_controls("\n\n".join(paragraphs) + "\n")

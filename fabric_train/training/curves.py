@@ -13,7 +13,7 @@ from pyarrow import csv
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.regular_file import check_regular_or_absent
-from fabric_train.pages.charts import Chart, Mark, Series, draw, sampled, smoothed
+from fabric_train.pages.charts import Chart, Mark, Series, draw, moving_average, sample_points
 from fabric_train.training.loggers import Logger
 from fabric_train.training.metrics import COLUMNS, Metrics, are_columns
 
@@ -198,8 +198,8 @@ def _series(
             continue
         steps = table.steps[known].astype(np.float64)
         values = table.columns[column][known]
-        smooth = smoothed(values, _width(max(counts))) if is_smooth else None
-        chosen = sampled(steps, values, most)
+        smooth = moving_average(values, _width(max(counts))) if is_smooth else None
+        chosen = sample_points(steps, values, most)
         name = label if len(runs) == 1 else f"{run}: {label}" if is_one_of_several else run
         kind = "points" if column.startswith("val_") else "line"
         own = None if smooth is None else smooth[chosen]

@@ -22,7 +22,7 @@ from fabric_train.cli.fabric_command import checked_out_commit
 from fabric_train.evaluation.loss_changes import CHANGES
 from fabric_train.export.card_facts import ExportRecord
 from fabric_train.pages import charts, drawing_process
-from fabric_train.pages.charts import Chart, Series, draw, sampled, smoothed
+from fabric_train.pages.charts import Chart, Series, draw, moving_average, sample_points
 from fabric_train.pages.markdown import Section, library
 from fabric_train.report.__main__ import main
 from fabric_train.report.health import find_unusual
@@ -411,7 +411,7 @@ def test_pages_that_findings_name_exist() -> None:
 def test_a_sampled_curve_keeps_its_ends_and_extremes(values: list[float], most: int) -> None:
     y = np.array(values)
     x = np.arange(len(values), dtype=np.float64)
-    chosen = sampled(x, y, most)
+    chosen = sample_points(x, y, most)
     assert (np.diff(chosen) > 0).all()
     assert len(chosen) <= max(most, 2) + 2
     assert {y[chosen].min(), y[chosen].max()} == {y.min(), y.max()}
@@ -420,7 +420,7 @@ def test_a_sampled_curve_keeps_its_ends_and_extremes(values: list[float], most: 
 
 def test_a_smooth_curve_is_the_mean_of_the_last_values() -> None:
     y = np.array([1.0, 3.0, np.nan, 5.0, 9.0])
-    np.testing.assert_allclose(smoothed(y, 2), [1, 2, 3, 5, 7])
+    np.testing.assert_allclose(moving_average(y, 2), [1, 2, 3, 5, 7])
 
 
 def test_a_long_run_has_a_small_page_with_all_extremes(tmp_path: Path) -> None:
