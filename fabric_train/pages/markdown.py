@@ -69,8 +69,14 @@ def table(head: str | Sequence[str], rows: Sequence[Sequence[Any]], num_numbers:
     alignments = ["---"] * num_texts + ["---:"] * num_numbers
     lines = [_row(name.strip() for name in names), f"|{'|'.join(alignments)}|"]
     for row in rows:
-        lines.append(_row(_cell(value) for value in row))
+        lines.append(_row(_cell(_format_value(value)) for value in row))
     return Markdown("\n".join(lines))
+
+
+def _format_value(value: Any) -> Any:
+    if value is None:
+        return ""
+    return number(value) if isinstance(value, int) else value
 
 
 def _row(cells: Iterable[str]) -> str:
@@ -78,14 +84,7 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def _cell(value: Any) -> Markdown:
-    """Format and escape a value for a table.
-
-    A pipe gets an odd number of backslashes before it, or it would end its cell.
-    """
-    if value is None:
-        return Markdown("")
-    if isinstance(value, int):
-        value = number(value)
+    """Escape a value for a table: a pipe gets an odd number of backslashes before it, or it would end its cell."""
     return Markdown(_UNESCAPED_PIPE.sub(r"\1\\|", escaped(value)))
 
 
