@@ -319,11 +319,11 @@ def note_on_other_base(adapter_dir: Path, base: AdapterBase) -> str | None:
     return f"--init_adapter {adapter_dir}: it names {base_name} as its base, and this run puts it on {base.place}"
 
 
-def _is_same_model(base_name: str, place: str) -> bool:
-    """Return whether a hub name or folder in an adapter's configuration is the model in ``place``, or its origin."""
-    if base_name == place or os.path.realpath(base_name) == os.path.realpath(place):
+def _is_same_model(base_name: str, model_name: str) -> bool:
+    """Return whether the base that an adapter's configuration names is a model, or the model's origin on the hub."""
+    if base_name == model_name or os.path.realpath(base_name) == os.path.realpath(model_name):
         return True
-    origin, _ = find_origin(place)
+    origin, _ = find_origin(model_name)
     return origin.repository == base_name
 
 

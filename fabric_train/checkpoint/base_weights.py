@@ -105,17 +105,17 @@ def has_fingerprint(tensors: StoredTensors, saved: str) -> bool:
     return _fingerprint_of_rows(tensors) == saved
 
 
-def open_base_weights(place: str) -> StoredTensors:
+def open_base_weights(model_name: str) -> StoredTensors:
     """Open the stored tensors of a base: a hub name, a folder, or a checkpoint of a run.
 
     Raises:
         InputError: there are none, or they cannot be read.
     """
-    if (Path(place) / "trainer.json").is_file():
-        return open_weights(Path(place))
-    stored = open_stored(place)
+    if (Path(model_name) / "trainer.json").is_file():
+        return open_weights(Path(model_name))
+    stored = open_stored(model_name)
     if stored is None:
-        raise InputError(f"{place}: no weights in it (model.safetensors); fetch the model again")
+        raise InputError(f"{model_name}: no weights in it (model.safetensors); fetch the model again")
     return stored
 
 
@@ -190,13 +190,13 @@ def _is_settled(file: HashedFile) -> bool:
     return time.time_ns() - newest_change > _SETTLED_SECONDS * 1e9
 
 
-def _describe_files(place: str) -> tuple[HashedFile, ...]:
-    """Return the sizes and times of the files of a base's weights; ``place`` is its hub name or absolute path."""
-    folder = Path(place)
+def _describe_files(model_name: str) -> tuple[HashedFile, ...]:
+    """Return the sizes and times of the files of a base's weights; ``model_name`` is its hub name or absolute path."""
+    folder = Path(model_name)
     if (folder / "trainer.json").is_file():
-        files = sorted((folder / "model").glob("*.safetensors")) or find_safetensors(place)
+        files = sorted((folder / "model").glob("*.safetensors")) or find_safetensors(model_name)
     else:
-        files = find_safetensors(place) or find_pickles(place)
+        files = find_safetensors(model_name) or find_pickles(model_name)
     return tuple(_describe_file(file) for file in files)
 
 

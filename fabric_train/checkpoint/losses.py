@@ -80,9 +80,9 @@ class Evaluation:
         losses["all"] = self.whole
         return losses
 
-    def is_comparable(self, other: "Evaluation") -> bool:
+    def is_comparable(self, evaluation: "Evaluation") -> bool:
         """Return whether another evaluation has the same rows, as far as that is known."""
-        return self.rows is None or other.rows is None or self.rows == other.rows
+        return self.rows is None or evaluation.rows is None or self.rows == evaluation.rows
 
     def loss_of(self, source: str) -> float | None:
         """Return the loss of a source or "all", or the figure FIGURE or FIGURE/SOURCE; None if there is none."""

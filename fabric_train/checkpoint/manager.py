@@ -376,6 +376,6 @@ def read_cursors(checkpoint: Path) -> list[LaneCursor]:
     for cursor in cursors:
         # numbers 6 and 7 are the halves of a hash, which may be negative
         nonnegative_numbers = (*cursor[:6], *cursor[8:])
-        if any(number < 0 for number in nonnegative_numbers):
+        if min(nonnegative_numbers) < 0:
             raise InputError(f"{file}: damaged (a number below 0); {ADVICE}")
     return [LaneCursor.from_numbers(numbers) for numbers in cursors]

@@ -56,10 +56,10 @@ class StopSignals:
         threading.Thread(target=self._read_signals, args=(reader,), daemon=True, name="signals").start()
 
         # Python writes to the pipe only for signals with a handler; this one does nothing
-        for number in _SIGNALS:
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+        for signal_number in _SIGNALS:
+            if signal_number == signal.SIGHUP and signal.getsignal(signal_number) == signal.SIG_IGN:
                 continue  # under nohup the run outlives its terminal
-            signal.signal(number, lambda *_: None)
+            signal.signal(signal_number, lambda *_: None)
 
     def defer(self) -> None:
         """Only record the first signal from now on.
@@ -70,13 +70,13 @@ class StopSignals:
         self.is_deferred = True
         if self._is_listening or threading.current_thread() is not threading.main_thread():
             return  # only the main thread may set handlers
-        for number in _SIGNALS:
-            self._replaced_handlers[number] = signal.signal(number, self._record)
+        for signal_number in _SIGNALS:
+            self._replaced_handlers[signal_number] = signal.signal(signal_number, self._record)
 
     def release(self) -> None:
         """Restore the handlers of a program that has called the training, and forget the signals."""
-        for number, handler in self._replaced_handlers.items():
-            signal.signal(number, handler)
+        for signal_number, handler in self._replaced_handlers.items():
+            signal.signal(signal_number, handler)
         self._replaced_handlers = {}
         self.received = 0
         self.is_deferred = False
@@ -85,15 +85,15 @@ class StopSignals:
         """Ignore signals from now on: everything is saved, and the process is about to end if it is a rank."""
         if not self._is_listening:
             return
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        for signal_number in _SIGNALS:
+            signal.signal(signal_number, signal.SIG_IGN)
 
-    def _record(self, number: int, _: FrameType | None) -> None:
+    def _record(self, signal_number: int, _: FrameType | None) -> None:
         """Handle a signal of a program that has called the training."""
         now = time.monotonic()
         if not self.received:
             self._received_at = now
-            self.received = number
+            self.received = signal_number
         elif now - self._received_at >= _REPEAT_SECONDS:
             raise KeyboardInterrupt
 
@@ -102,35 +102,36 @@ class StopSignals:
         while True:
             readable, _, _ = select.select([reader], [], [], _LAUNCHER_CHECK_SECONDS)
             if readable:
-                for number in os.read(reader, 64):
-                    if number in _SIGNALS:  # the pipe also gets DataLoader's SIGCHLD
-                        self._receive(number)
+                for signal_number in os.read(reader, 64):
+                    if signal_number in _SIGNALS:  # the pipe also gets DataLoader's SIGCHLD
+                        self._receive(signal_number)
                 continue
             launcher_has_ended = self._launcher_pid is not None and os.getppid() != self._launcher_pid
             if launcher_has_ended and not self.received:
                 self._receive(signal.SIGHUP)
 
-    def _receive(self, number: int) -> None:
+    def _receive(self, signal_number: int) -> None:
         """Record a first signal, or end the process if the signal is not deferred or is a second one."""
         now = time.monotonic()
         if self.received and now - self._received_at < _REPEAT_SECONDS:
             return  # a repetition of the first signal
         if self.received:
-            end_run(128 + number, f"{_name(number)} again: ended at once, without saving; continue with --resume true")
+            again = f"{_name(signal_number)} again: ended at once, without saving; continue with --resume true"
+            end_run(128 + signal_number, again)
         self._received_at = now
-        self.received = number
+        self.received = signal_number
         if not self.is_deferred:
-            end_run(STOPPED, describe_stop_outside_training(describe_signal(number)))
+            end_run(STOPPED, describe_stop_outside_training(describe_signal(signal_number)))
 
 
 stop_signals = StopSignals()
 
 
-def describe_signal(number: int) -> str:
+def describe_signal(signal_number: int) -> str:
     """Return a signal's name; for SIGHUP also that the launcher may have ended."""
-    if number == signal.SIGHUP:
+    if signal_number == signal.SIGHUP:
         return "SIGHUP (or its launcher's end)"
-    return _name(number)
+    return _name(signal_number)
 
 
 def describe_stop_outside_training(cause: str) -> str:
@@ -141,14 +142,14 @@ def describe_stop_outside_training(cause: str) -> str:
 def ignore_signals_in_worker(_: int) -> None:
     """Ignore stop signals in a DataLoader worker (``worker_init_fn``); the worker ends together with its rank."""
     signal.set_wakeup_fd(-1)  # the worker has inherited the rank's pipe, and would write to it
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in _SIGNALS:
+        signal.signal(signal_number, signal.SIG_IGN)
     if sys.platform == "linux":  # elsewhere torch ends the worker some seconds after its parent
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _name(number: int) -> str:
-    return signal.Signals(number).name
+def _name(signal_number: int) -> str:
+    return signal.Signals(signal_number).name
 
 
 class RunStopped(Exception):  # noqa: N818 - not an error

@@ -369,12 +369,12 @@ def count_devices(devices: int | str, accelerator: str) -> int:
             f"give {max_cpu_processes} or fewer"
         )
 
-    numbers = [int(number) for number in str(devices).split(",")]
-    if len(numbers) > 1:  # indices
-        num_requested = len(numbers)
-        num_needed = max(numbers) + 1
+    if "," in str(devices):
+        indices = [int(index) for index in str(devices).split(",")]
+        num_requested = len(indices)
+        num_needed = max(indices) + 1
     else:
-        num_requested = numbers[0]
+        num_requested = int(devices)
         num_needed = num_requested
     if accelerator == "cuda" and num_needed > num_available:
         raise InputError(

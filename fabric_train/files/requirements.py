@@ -55,13 +55,13 @@ def _how_to_install(module: str) -> str:
     return f"pip install 'fabric-train[{_EXTRAS.get(module, module)}]'"
 
 
-def check_room(target: Path, num_bytes: float, what: str) -> None:
+def check_room(target: Path, num_bytes: float, content: str) -> None:
     """Raise an InputError if the disk of ``target``, which need not exist, has less than ``num_bytes`` bytes free."""
     parent = nearest_existing(target.absolute())
     free = free_bytes(parent)
     if free < num_bytes:
         raise InputError(
-            f"{target}: {what} takes {show_size(num_bytes)}, and {parent} has {show_size(free)} left; choose a folder "
+            f"{target}: {content} takes {show_size(num_bytes)}, and {parent} has {show_size(free)} left; choose a folder "
             "on another disk"
         )
 

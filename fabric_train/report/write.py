@@ -202,7 +202,7 @@ def _find_unfair(runs: Sequence[_ComparedRun]) -> Iterator[str]:
     # lengths
     num_tokens = {run.name: run.record.saved.state.num_tokens for run in runs if run.record}
     if len(set(num_tokens.values())) > 1:
-        lengths = ", ".join(f"{name} {number:,}" for name, number in num_tokens.items())
+        lengths = ", ".join(f"{name} {count:,}" for name, count in num_tokens.items())
         yield f"The runs saw different numbers of tokens ({lengths}): choose tokens as the axis of the curves."
 
 

@@ -72,7 +72,8 @@ def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocu
 
     data_step = step - segment.starts_after  # counted from the beginning of the data order
     rows = data.order.rows_of(data_step).tolist()
-    vocabularies = {part.folder: load_vocabulary(part.folder / "tokenizer") for part in data.datasets.parts}
+    datasets = data.datasets.parts
+    vocabularies = {dataset.folder: load_vocabulary(dataset.folder / "tokenizer") for dataset in datasets}
     documents = []
     for position, row in enumerate(rows):
         row_ranks = ranks.at(position)
@@ -265,7 +266,7 @@ def _find_file(splits: list[_IndexedSplit], name: str) -> dict[Path, list[int]]:
     if not full_names:
         all_names = set()
         for table in source_tables.values():
-            all_names |= {table.file_name(number) for number in range(table.num_files)}
+            all_names |= {table.file_name(file_index) for file_index in range(table.num_files)}
         raise InputError(
             f"--document: no token dataset of the run has a file {name}; they have {_list_names(sorted(all_names))}"
         )
