@@ -128,7 +128,7 @@ class _Offload:
         if self._copy_stream is None:
             self._copy_stream = torch.cuda.Stream(tensor.device)
         compute_stream = torch.cuda.current_stream(tensor.device)
-        if self._copied_to_host is not None:
+        if self._copied_to_host is not None:  # then the reference to the tensor before may be dropped, see __init__
             compute_stream.wait_event(self._copied_to_host)
         self._copy_stream.wait_stream(compute_stream)  # which may not have computed the tensor yet
         in_host = torch.empty_like(tensor, device="cpu", pin_memory=True)
