@@ -218,16 +218,16 @@ def _exit_codes() -> str:
 
 def _healthy_ranges() -> str:
     rows: list[tuple[str, str, str, str]] = [
-        ("data_wait", f"mean at most {health._MOST_WAIT:.0%}", "Steps wait for data", "docs/how-to/slow.md"),
+        ("data_wait", f"mean at most {health._MAX_WAIT:.0%}", "Steps wait for data", "docs/how-to/slow.md"),
         (
             "rank_lag",
-            f"one rank is slowest in at most half of the steps, or by at most {health._MOST_LAG:.0%} of a step",
+            f"one rank is slowest in at most half of the steps, or by at most {health._MAX_LAG:.0%} of a step",
             "The others wait for rank",
             "docs/how-to/slow.md",
         ),
         (
             "grad_norm",
-            f"at most {health._SPIKE:g} times the median of the {health._AROUND} logged steps around it",
+            f"at most {health._SPIKE_FACTOR:g} times the median of the {health._SPIKE_BLOCK} logged steps around it",
             "The gradient norm has",
             "docs/how-to/loss_nan_or_flat.md",
         ),
@@ -240,7 +240,7 @@ def _healthy_ranges() -> str:
         ("val_loss/SOURCE", "the last at most the one before training", "The model forgets", "docs/mixture.md"),
         (
             "tokens_per_second",
-            f"median of the last quarter at least {health._SLOWER:.0%} of the first quarter's",
+            f"median of the last quarter at least {health._MIN_SPEED:.0%} of the first quarter's",
             "The run got slower",
             "docs/how-to/slow.md",
         ),
@@ -260,8 +260,8 @@ def _healthy_ranges() -> str:
         ),
         (
             "times.jsonl",
-            f"saving, restarting and repeated steps at most {health._MOST_LOST:.0%}, in a run of "
-            f"{health._JUDGED_SECONDS / 60:g} minutes or more",
+            f"saving, restarting and repeated steps at most {health._MAX_LOST_TIME:.0%}, in a run of "
+            f"{health._MIN_JUDGED_SECONDS / 60:g} minutes or more",
             "Saves and failures cost",
             "docs/reliability.md#goodput",
         ),
@@ -272,7 +272,7 @@ def _healthy_ranges() -> str:
     )
     return (
         f"# Healthy ranges\n\n{_WRITTEN.format(source='fabric_train/report/health.py')}"
-        f"The report of a run judges these columns of `metrics.csv`, from {health._FEWEST_ROWS} logged steps on, and "
+        f"The report of a run judges these columns of `metrics.csv`, from {health._MIN_ROWS} logged steps on, and "
         "`times.jsonl`. It says in a sentence which one is unusual.\n\n"
         f"{_table(('column', 'usual', 'sentence in the report', 'what to do'), lines)}"
     )
