@@ -61,8 +61,8 @@ def check_room(target: Path, num_bytes: float, content: str) -> None:
     free = free_bytes(parent)
     if free < num_bytes:
         raise InputError(
-            f"{target}: {content} takes {show_size(num_bytes)}, and {parent} has {show_size(free)} left; choose a folder "
-            "on another disk"
+            f"{target}: {content} takes {show_size(num_bytes)}, and {parent} has {show_size(free)} left; choose a "
+            "folder on another disk"
         )
 
 
