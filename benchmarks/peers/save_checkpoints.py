@@ -26,7 +26,8 @@ from fabric_train.data.batch import Batch
 from fabric_train.data.data_order import DataOrder
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed.gradients import clip_grad_norm
-from fabric_train.distributed.ranks import StepSync, named_parameters, sync_step
+from fabric_train.distributed.ranks import StepSync, sync_step
+from fabric_train.distributed.sharded_parameters import named_parameters
 from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.load_weights import load_model

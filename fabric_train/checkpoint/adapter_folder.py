@@ -27,7 +27,7 @@ from fabric_train.checkpoint.peft_settings import (
 from fabric_train.checkpoint.trainer_json import read_trainer_json
 from fabric_train.cli.errors import InputError, note
 from fabric_train.cli.launcher import is_first_on_machine
-from fabric_train.distributed.ranks import original_name
+from fabric_train.distributed.sharded_parameters import original_name
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.adapter import (
     Adapter,

@@ -24,9 +24,9 @@ from fabric_train.checkpoint.adapter_folder import WEIGHTS as ADAPTER_WEIGHTS
 from fabric_train.checkpoint.rank_writer import Write
 from fabric_train.checkpoint.trainer_json import read_trainer_json
 from fabric_train.cli.errors import InputError
-from fabric_train.distributed.ranks import (
+from fabric_train.distributed.ranks import exchange_bytes
+from fabric_train.distributed.sharded_parameters import (
     FlatShard,
-    exchange_bytes,
     flat_shards,
     local_part,
     named_parameters,

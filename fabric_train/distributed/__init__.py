@@ -2,7 +2,7 @@
 
 - Fabric and devices: ``strategy``, ``precision``, ``xla``, ``memory``.
 - Decoder layers: ``decoder_layers`` compiles and checkpoints them.
-- Ranks: ``cluster_environment`` connects them, ``ranks`` exchanges their data and knows their parts of the parameters,
-  ``gradients`` clips the gradient.
+- Ranks: ``cluster_environment`` connects them, ``ranks`` exchanges their data, ``sharded_parameters`` knows
+  their parts of the parameters, ``gradients`` clips the gradient.
 - Stops and failures: ``signals``, ``watchdog``.
 """

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from fabric_train.distributed.ranks import local_part, to_device_async
+from fabric_train.distributed.ranks import to_device_async
+from fabric_train.distributed.sharded_parameters import local_part
 
 _ROW = 1024
 """Squares that are summed in fp32 on CPU; the sums of these rows are added in fp64."""

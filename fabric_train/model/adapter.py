@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fabric_train.cli.errors import InputError
-from fabric_train.distributed.ranks import original_name
+from fabric_train.distributed.sharded_parameters import original_name
 from fabric_train.model.nf4 import NF4Linear, is_linear, read_dequantized_rows
 from fabric_train.model.patterns import NamePattern
 from fabric_train.model.weight_files import Weights

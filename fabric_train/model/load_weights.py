@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from fabric_train.cli.errors import InputError, first_line, note, raise_reached_limit
-from fabric_train.distributed.ranks import FlatShard, flat_shards, local_part, original_name
+from fabric_train.distributed.sharded_parameters import FlatShard, flat_shards, local_part, original_name
 from fabric_train.model import weight_files
 from fabric_train.model.hf_model import ModelShape, check_readable
 from fabric_train.model.pickled_weights import PickledTensors, find_pickles

@@ -19,7 +19,7 @@ from torch import nn
 from fabric_train.cli.argument_types import nearest_name
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import number_ranges
-from fabric_train.distributed.ranks import named_parameters, original_name
+from fabric_train.distributed.sharded_parameters import named_parameters, original_name
 from fabric_train.model.adapter import Adapter
 from fabric_train.model.patterns import NamePattern
 

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
 
-from fabric_train.distributed.ranks import FlatShard, local_part, to_device_async
+from fabric_train.distributed.ranks import to_device_async
+from fabric_train.distributed.sharded_parameters import FlatShard, local_part
 from fabric_train.optim.states import (
     BLOCK,
     Blockwise8Bit,
@@ -57,7 +58,7 @@ class LocalElements:
 
 
 def local_elements(parameter: nn.Parameter, cuts: Mapping[int, FlatShard]) -> LocalElements:
-    """Return the elements of a parameter that this rank has; ``cuts`` are FSDP1's, from ``ranks.flat_shards``."""
+    """Return the elements of a parameter that this rank has; ``cuts`` are FSDP1's, from ``flat_shards``."""
     if id(parameter) in cuts:
         cut = cuts[id(parameter)]
         begin, end = cut.range(cut.rank)

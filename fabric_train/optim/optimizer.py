@@ -13,7 +13,7 @@ from torch import nn
 
 from fabric_train.cli.errors import first_line
 from fabric_train.cli.tables import OPTIMIZERS, resolve_settings
-from fabric_train.distributed.ranks import FlatShard, original_name
+from fabric_train.distributed.sharded_parameters import FlatShard, original_name
 from fabric_train.optim.adamw import MOMENTS, AdamW, LocalElements, LowPrecisionAdamW, local_elements
 from fabric_train.optim.states import DeclaredStates, TensorTable
 
@@ -139,7 +139,7 @@ class OptimizedParameters:
     are the names of parameters with weight decay, which are matrices.
 
     ``fused``: AdamW updates with one kernel; under an fp16 gradient scaler Fabric could not clip its gradients.
-    ``seed`` is for stochastic rounding. ``cuts`` are FSDP1's shards, from ``ranks.flat_shards``. For ``compiles`` see
+    ``seed`` is for stochastic rounding. ``cuts`` are FSDP1's shards, from ``flat_shards``. For ``compiles`` see
     ``LowPrecisionAdamW``.
     """
 

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from fabric_train.distributed.ranks import local_part, to_device_async
+from fabric_train.distributed.ranks import to_device_async
+from fabric_train.distributed.sharded_parameters import local_part
 
 BLOCK = 256
 CHUNK = 2**15

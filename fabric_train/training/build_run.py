@@ -21,7 +21,8 @@ from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.decoder_layers import MAX_STATIC_LENGTHS
 from fabric_train.distributed.precision import weights_dtype
-from fabric_train.distributed.ranks import data_ranks, first_text, flat_shards
+from fabric_train.distributed.ranks import data_ranks, first_text
+from fabric_train.distributed.sharded_parameters import flat_shards
 from fabric_train.distributed.signals import Heartbeat
 from fabric_train.distributed.strategy import device_name
 from fabric_train.model.flops import peak_flops_of_run

@@ -22,7 +22,7 @@ from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture, unpredicted_tokens
 from fabric_train.distributed.memory import reuse_freed_memory
 from fabric_train.distributed.precision import compute_dtype
-from fabric_train.distributed.ranks import release_parameters
+from fabric_train.distributed.sharded_parameters import release_parameters
 from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
 from fabric_train.pages.markdown import WrittenPage

@@ -18,7 +18,8 @@ from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
 from fabric_train.data.step_sampler import Window, positions
 from fabric_train.data.token_dataset import IndexedRows
 from fabric_train.distributed.gradients import clip_grad_norm
-from fabric_train.distributed.ranks import data_ranks, gather_over_ranks, local_part, original_name
+from fabric_train.distributed.ranks import data_ranks, gather_over_ranks
+from fabric_train.distributed.sharded_parameters import local_part, original_name
 from fabric_train.model.context_parallel import place_batch
 from fabric_train.training.objective import Objective, answers_of, counts_pieces
 from fabric_train.training.step import accumulate

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from fabric_train.arguments import DecayForm, Schedule, TrainingArguments
-from fabric_train.distributed.ranks import original_name
+from fabric_train.distributed.sharded_parameters import original_name
 from fabric_train.optim.adamw import MOMENTS, AdamW
 from fabric_train.optim.optimizer import build_optimizer, decayed_names, learning_rate, set_learning_rate
 

@@ -20,7 +20,7 @@ from fabric_train.checkpoint.tensors import restore_optimizer
 from fabric_train.data.data_order import DataOrder
 from fabric_train.distributed.cluster_environment import destroy_process_group
 from fabric_train.distributed.precision import weights_dtype
-from fabric_train.distributed.ranks import flat_shards, named_parameters, original_name
+from fabric_train.distributed.sharded_parameters import flat_shards, named_parameters, original_name
 from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.load_weights import open_checkpoint, open_pretrained, read_local_part
