@@ -30,6 +30,11 @@ class FilePiece(NamedTuple):
     end: int
     hash: str
 
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return self.end - self.begin
+
 
 @dataclass(frozen=True)
 class ListedFile:
@@ -148,7 +153,7 @@ def find_wrong_content(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, o
         if optimizer or not name.startswith("optimizer/"):
             pieces += [(name, piece) for piece in file.pieces]
     # the largest first, so that the shares are even
-    pieces.sort(key=lambda item: item[1].begin - item[1].end)
+    pieces.sort(key=lambda item: item[1].size, reverse=True)
 
     def find_fault(item: tuple[str, FilePiece]) -> str | None:
         name, piece = item

@@ -63,13 +63,13 @@ def flat_shards(module: nn.Module) -> dict[int, FlatShard]:
         group = handle.process_group if handle.uses_sharded_strategy else None
         local = getattr(flat, "_local_shard", flat.data)  # the attribute exists from the first forward pass on
 
-        # the flat vector has padding between parameters
+        # where each parameter begins: the flat vector has padding between parameters
         starts = []
-        start = 0
+        num_elements = 0
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
             if not is_padding:
-                starts.append(start)
-            start += numel
+                starts.append(num_elements)
+            num_elements += numel
 
         for parameter, shape, start in zip(flat._params, flat._shapes, starts, strict=True):
             shards[id(parameter)] = FlatShard(
