@@ -257,8 +257,10 @@ def _picture_specification(chart: Chart) -> dict[str, Any]:
     points: list[dict[str, Any]] = []
     levels: list[dict[str, Any]] = []
     for series in chart.series:
-        rows = levels if series.kind == "level" else points
-        rows += curve_rows(series)
+        if series.kind == "level":
+            levels += curve_rows(series)
+        else:
+            points += curve_rows(series)
     picture = specification(chart)
     picture["layer"] = [layer for layer in picture["layer"] if layer.get("name") != "hover"]
     picture["datasets"] = {

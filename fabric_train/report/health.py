@@ -61,6 +61,7 @@ def find_unusual(run: RunFiles) -> list[Finding]:
 
 
 def _check_data_wait(table: MetricsTable) -> Iterator[Finding]:
+    """Yield a finding if steps wait for data for much of their time."""
     row_indices = table.known("data_wait")[1:]  # the first step starts the workers
     if len(row_indices) < _MIN_ROWS:
         return
@@ -74,6 +75,7 @@ def _check_data_wait(table: MetricsTable) -> Iterator[Finding]:
 
 
 def _check_norm_spikes(table: MetricsTable) -> Iterator[Finding]:
+    """Yield a finding if gradient norms are far above those of the steps around them."""
     row_indices = table.known("grad_norm")
     if len(row_indices) < _MIN_ROWS:
         return
@@ -143,6 +145,7 @@ def _check_slow_rank(table: MetricsTable) -> Iterator[Finding]:
 
 
 def _check_speed(table: MetricsTable) -> Iterator[Finding]:
+    """Yield a finding if the run is slower at its end than at its beginning."""
     row_indices = table.known("tokens_per_second")[1:]
     if len(row_indices) < 4 * _MIN_ROWS:
         return
@@ -159,6 +162,7 @@ def _check_speed(table: MetricsTable) -> Iterator[Finding]:
 
 
 def _check_skipped_steps(table: MetricsTable) -> Iterator[Finding]:
+    """Yield a finding if steps were left out."""
     num_skipped = table.last("skipped_steps") or 0
     if num_skipped:
         yield Finding(
@@ -168,6 +172,7 @@ def _check_skipped_steps(table: MetricsTable) -> Iterator[Finding]:
 
 
 def _check_has_evaluation(table: MetricsTable) -> Iterator[Finding]:
+    """Yield a finding if a run of some length was never evaluated."""
     if len(table.steps) >= _LEARNING_STEPS and not len(table.known("val_loss")):
         yield Finding(
             "The run has no evaluation: nobody sees whether it learns by heart.", "docs/training.md#evaluation"

@@ -82,6 +82,7 @@ def _build_or_report_fault(
 
 
 def _summary_section(run: RunFiles, price_per_hour: float | None) -> Iterator[Section]:
+    """Yield a table: the folder, what was trained, and the last metrics."""
     rows: Rows = [("folder", code(redact(str(run.folder))))]
     if (run.folder / "config.yaml").is_file():
         rows.append(("started by", _owner(run.folder / "config.yaml")))
@@ -170,6 +171,7 @@ def _metric_rows(run: RunFiles) -> Rows:
 
 
 def _results_section(run: RunFiles) -> Iterator[Section]:
+    """Yield the losses of each source in the newest checkpoint, and how they changed."""
     results = card_facts.results_of(run.record)
     if not results["result_rows"]:
         yield Section("results", "Results", "The run has no evaluation yet.")
@@ -191,11 +193,13 @@ def _health_section(run: RunFiles) -> Iterator[Section]:
 
 
 def _curves_section(run: RunFiles) -> Iterator[Section]:
+    """Yield the curves of the metrics."""
     charts = metric_charts([(run.name, run.metrics)], run.marks)
     yield Section("curves", "Curves", "" if charts else "No step is logged yet.", tuple(charts))
 
 
 def _events_section(run: RunFiles) -> Iterator[Section]:
+    """Yield what happened at which step, and the last lines of run.log about stops and faults."""
     # events on the axis of steps
     event_rows = [(int(mark.x), mark.kind, mark.text) for mark in run.marks]
     body = table("step | what | ", event_rows) if event_rows else "Nothing but training."
@@ -212,6 +216,7 @@ def _events_section(run: RunFiles) -> Iterator[Section]:
 
 
 def _time_section(run: RunFiles) -> Iterator[Section]:
+    """Yield how the time of the run was used, and how long saves and starts took."""
     times = run.times
     if times is None:
         body = f"Not known: the run has no {code(TIMES)}, which earlier versions did not write."
@@ -253,6 +258,7 @@ def _evaluation_section(run: RunFiles) -> Iterator[Section]:
 
 
 def _scores_section(run: RunFiles) -> Iterator[Section]:
+    """Yield the scores on tasks, if fabric-train evaluate has measured some."""
     file = run.folder / "evaluation" / "scores.csv"
     if file.is_file():
         means = read_means(file)
@@ -260,6 +266,7 @@ def _scores_section(run: RunFiles) -> Iterator[Section]:
 
 
 def _changes_section(run: RunFiles) -> Iterator[Section]:
+    """Yield how the losses of single tokens changed, if fabric-train evaluate has compared them."""
     file = run.folder / "evaluation" / CHANGES
     if file.is_file():
         yield from changes_sections(read_json(file, ShownChanges, "evaluate again"))
@@ -285,6 +292,7 @@ def _code_block(text: str) -> str:
 
 
 def _data_section(run: RunFiles) -> Iterator[Section]:
+    """Yield the sources, the ledger, the shares and the phases of the data."""
     record = run.record
     paragraphs: list[str] = []
     source_rows = [card_facts.source_row(source) for source in card_facts.stored_sources(record)]
@@ -357,6 +365,7 @@ def _find_branches(run: RunFiles) -> Iterator[tuple[str, int]]:
 
 
 def _checkpoints_section(run: RunFiles) -> Iterator[Section]:
+    """Yield a table of the checkpoints with their sizes, losses and hashes, and the last replay."""
     steps = run.metrics.steps.tolist()
     losses = dict(zip(steps, run.metrics.columns.get("val_loss", []), strict=False))  # none without an evaluation
     if not run.checkpoints:
@@ -385,6 +394,7 @@ def _checkpoints_section(run: RunFiles) -> Iterator[Section]:
 
 
 def _exports_section(run: RunFiles) -> Iterator[Section]:
+    """Yield a table of the exports of the run and what their verification found, if there are any."""
     rows = []
     for export in card_facts.read_exports(run.folder):
         if export.faults:
@@ -402,6 +412,7 @@ def _exports_section(run: RunFiles) -> Iterator[Section]:
 
 
 def _repeat_section(run: RunFiles) -> Iterator[Section]:
+    """Yield the commands that train the run again."""
     config = run.folder / "config.yaml"
     if not config.is_file():
         raise InputError(f"{config}: no such file")
@@ -416,6 +427,7 @@ def _repeat_section(run: RunFiles) -> Iterator[Section]:
 
 
 def _configuration_section(run: RunFiles) -> Iterator[Section]:
+    """Yield the content of config.yaml."""
     text = (run.folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
     run.config  # noqa: B018 - a damaged one is a fault
     yield Section("configuration", "Configuration", Markdown(_code_block(text)), is_folded=True)
