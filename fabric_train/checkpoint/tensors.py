@@ -281,7 +281,7 @@ def _row_placements(placements: Sequence[Placement]) -> Sequence[Placement]:
     return [Shard(0) if isinstance(placement, Shard) else placement for placement in placements]
 
 
-def _flat_rows(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+def _flat_rows(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a flat tensor, sharded like ``parameter``, as the rows that this rank saves.
 
     If tensor parallelism has sharded it by columns, the ranks of the mesh exchange their parts, all together. Tensors
