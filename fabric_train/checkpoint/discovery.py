@@ -171,6 +171,7 @@ def _direction_of_best(checkpoint: Path) -> str:
 
 def find_whole_checkpoint(path: Path) -> Path:
     """Find a checkpoint with :func:`find_checkpoint`, weights checked; print notes on damaged ones that are skipped."""
+    # checking all weights takes long: check the checkpoint that is chosen, and choose again if it is damaged
     damages: dict[Path, str] = {}
     checkpoint = find_checkpoint(path)
     damage = files.find_wrong_content(checkpoint, optimizer=False)
@@ -321,6 +322,7 @@ def wrong_content(checkpoint: Path, fabric: "Fabric") -> str | None:
 
 def _list_checkpoints(run: Path) -> list[Path]:
     """Return all checkpoints of a run folder (or of its ``checkpoints/``) by step, damaged ones too."""
+    # in a copy, the checkpoints may be in the folder itself
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     if not folder.is_dir():
         return []

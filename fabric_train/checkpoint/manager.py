@@ -224,8 +224,15 @@ class CheckpointManager:
             self._pending.writer.wait_until_copied()
 
     def advance(self, sync: "StepSync") -> None:
-        """Continue the pending save after an exchange of the ranks; a SaveError of any is raised on all of them."""
-        if self._pending is None or (sync.is_saving and not sync.save_failed):
+        """Continue the pending save after the ranks have exchanged their flags.
+
+        Raises:
+            SaveError: the task of some rank has failed; it is raised on all ranks.
+        """
+        if self._pending is None:
+            return
+        is_any_rank_writing = sync.is_saving and not sync.save_failed
+        if is_any_rank_writing:
             return
         if sync.save_failed:
             self._pending.writer.abandon()
@@ -243,7 +250,7 @@ class CheckpointManager:
         if self._pending is not None:
             self._pending.writer.abandon()
         if self._task is not None:
-            self._task.wait()
+            self._task.wait()  # before its folder is removed
         if self._pending is not None and self._fabric.is_global_zero:
             shutil.rmtree(self._pending.temporary, ignore_errors=True)
         self._pending = None
@@ -260,6 +267,7 @@ class CheckpointManager:
             reason = describe_os_error(task.error)
         elif task.error is not None:
             reason = describe_failure(task.error)
+        # a collective: it returns when the tasks of all ranks have ended
         reason = first_text(self._fabric, reason)
         if reason is None:
             return
@@ -297,11 +305,15 @@ class CheckpointManager:
         """Complete the checkpoint on rank 0 after all ranks have written, or end the save after it is complete."""
         pending = self._pending
         assert pending is not None
+
+        # all ranks have written: rank 0 gives the checkpoint its name
         if not pending.is_written:
             self._pending = replace(pending, is_written=True)
             if self._fabric.is_global_zero:
                 self._task = BackgroundTask(lambda: self._complete(pending), self._fabric.device)
             return
+
+        # rank 0 has done so
         self._pending = None
         self._saved(pending.target)
 

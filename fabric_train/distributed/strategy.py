@@ -49,7 +49,7 @@ class FSDP1Strategy(FSDPStrategy):
         """Create the mesh: one dimension, or two for a hybrid strategy."""
         super().setup_environment()
         device = self.root_device.type
-        if "HYBRID" in self.sharding_strategy.name:
+        if "HYBRID" in self.sharding_strategy.name:  # sharded within a machine, replicated across machines
             mesh = init_device_mesh(device, (self.num_nodes, self.num_processes), mesh_dim_names=("replicate", "shard"))
         else:
             mesh = init_device_mesh(device, (self.world_size,), mesh_dim_names=("shard",))

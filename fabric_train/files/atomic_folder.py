@@ -92,9 +92,10 @@ def _open_and_lock(path: Path, problem: str, advice: str) -> TextIO:
         lock = open_to_write(path, "a+")
         try:
             _lock(lock, problem, advice)
+            # else the file that is locked is not the one of this name: its holder has just removed it
             if os.fstat(lock.fileno()).st_ino == path.stat().st_ino:
                 return lock
-        except FileNotFoundError:  # the holder has just ended and removed it
+        except FileNotFoundError:  # there is no file of this name now
             pass
         except InputError:
             lock.close()
@@ -136,6 +137,7 @@ def complete_folder(target: Path) -> Iterator[Path]:
     target = Path(os.path.abspath(target))
     check_not_taken(target)
     with ExitStack() as stack:
+        # begin: only one process at a time has the lock
         try:
             lock_path = target.parent / f".{target.name}.lock"
             problem = f"{target}: another process is writing it"
@@ -149,6 +151,8 @@ def complete_folder(target: Path) -> Iterator[Path]:
             raise InputError(
                 f"cannot write to {target.parent}: {error.strerror}; choose another folder for {target.name}"
             ) from None
+
+        # write, and finish
         try:
             yield temporary
             sync_and_rename(temporary, target)
