@@ -279,7 +279,7 @@ def find_base(name: str | None, checkpoint: Path | None, option: str | None = No
         )
     base = _base_at(str(name) if is_missing else saved.place)
 
-    # compare the weights
+    # compare the weights, once on each machine
     if saved.fingerprint is None:
         note(f"{checkpoint}: an earlier version saved it without a hash of its base, so {base.place} is not compared")
         return base
@@ -333,10 +333,11 @@ def open_base(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaM
     If the adapter trains the head apart from the embedding, and the base has them tied, the head is built as a weight
     of its own, which is read from the embedding's.
     """
-    base_shape = replace(shape, source=base.place)
+    base_shape = replace(shape, source=base.place)  # the adapter's configuration, the base's files
     tied_names = _names_of_untied_head(shape, base)
     if not tied_names:
         return _open_model(base_shape, dtype)
+    # read it as it is stored, with one weight for both
     tied_config = copy.deepcopy(shape.config)
     tied_config.tie_word_embeddings = True
     tied_model = _open_model(replace(base_shape, config=tied_config), dtype)

@@ -42,11 +42,13 @@ def fingerprint(tensors: StoredTensors) -> str:
 
     A tied head does not change the hash, whether it is stored or not. Buffers that transformers computes do not count.
     """
+    # in the order of the names, so the hash does not depend on the files
     names = [name for name in sorted(tensors) if not _COMPUTED_BUFFER.search(name)]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         digests = pool.map(lambda name: _hash_tensor(tensors, name), names)
         digests_by_name = dict(zip(names, digests, strict=True))
 
+    # a head with the same bytes as another tensor, the embedding, is tied
     head_digest = digests_by_name.get(_TIED_HEAD)
     is_tied = head_digest is not None and list(digests_by_name.values()).count(head_digest) > 1
     if is_tied:
@@ -63,11 +65,13 @@ def _hash_tensor(tensors: StoredTensors, name: str) -> str:
     shape = tensors.shape(name)
     dtype = tensors.dtype(name)
     hasher = xxhash.xxh3_128(f"{dtype} {tuple(shape)}".encode())
-    if not shape:
+    if not shape:  # a single number
         hasher.update(_bytes_of(tensors.read_block(name, (), ())))
         return hasher.hexdigest()
     if not shape.numel():
         return hasher.hexdigest()
+
+    # in blocks, since a large embedding need not fit into memory
     row_shape = shape[1:]
     row_bytes = row_shape.numel() * dtype.itemsize
     num_block_rows = max(1, _BLOCK_BYTES // row_bytes)
@@ -128,6 +132,7 @@ def same_weights(base: AdapterBase, saved: AdapterBase) -> AdapterBase | None:
         The base, with its hash as far as it is known; None if its weights are not those of ``saved``.
     """
     assert saved.fingerprint is not None
+    # the files that were hashed, unchanged: nothing is read
     if saved.files and _describe_files(base.place) == saved.files:
         return replace(saved, place=base.place)
     if saved.fingerprint.startswith(_PREFIX):
@@ -176,9 +181,10 @@ def _hash_base(base: AdapterBase, files: tuple[HashedFile, ...], future: "Future
     """Set ``future`` to the base with its hash, and with its ``files`` unless they have changed meanwhile."""
     try:
         digest = fingerprint(open_base_weights(base.place))
+        # files that may be changed without a new time are not recorded: a later run hashes them again
         is_unchanged = files == _describe_files(base.place) and all(_is_settled(file) for file in files)
         future.set_result(replace(base, fingerprint=digest, files=files if is_unchanged else ()))
-    except BaseException as error:
+    except BaseException as error:  # whoever waits for the future gets it
         future.set_exception(error)
         if not isinstance(error, InputError | OSError):
             raise
@@ -193,6 +199,7 @@ def _is_settled(file: HashedFile) -> bool:
 def _describe_files(model_name: str) -> tuple[HashedFile, ...]:
     """Return the sizes and times of the files of a base's weights; ``model_name`` is its hub name or absolute path."""
     folder = Path(model_name)
+    # a sharded checkpoint has its weights in model/
     if (folder / "trainer.json").is_file():
         files = sorted((folder / "model").glob("*.safetensors")) or find_safetensors(model_name)
     else:

@@ -99,6 +99,7 @@ def split_branch(branch: str) -> tuple[Path, str]:
     Returns:
         The run's folder, and the step without leading zeros, "best" or "latest".
     """
+    # RUN@500, RUN@best; an @ may also be part of a folder's name
     run, at, step = branch.rpartition("@")
     name = f"step-{step}" if step.isdigit() else step
     if at and _SHORT_NAME.fullmatch(name):
@@ -153,6 +154,7 @@ def deciding_loss(checkpoint: Path) -> str:
     trainer = read_trainer_json(checkpoint)
     source = trainer.best_by
     evaluation = trainer.state.evaluation
+    # --best_by may name a figure, such as accuracy, or a figure of a source, such as accuracy/es
     figure = source.partition("/")[0]
     if evaluation and figure in evaluation.whole.further:
         return f"validation's {source}"
@@ -322,7 +324,7 @@ def wrong_content(checkpoint: Path, fabric: "Fabric") -> str | None:
 
 def _list_checkpoints(run: Path) -> list[Path]:
     """Return all checkpoints of a run folder (or of its ``checkpoints/``) by step, damaged ones too."""
-    # in a copy, the checkpoints may be in the folder itself
+    # ``run`` may be the folder of the checkpoints itself
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     if not folder.is_dir():
         return []
@@ -350,7 +352,7 @@ def _sort_by_loss(trainers: Mapping[Path, TrainerJson]) -> list[Path]:
     """
     if not trainers:
         return []
-    newest = list(trainers.values())[-1]
+    newest = list(trainers.values())[-1]  # --best_by may have changed since earlier ones
     losses = _comparable_losses(trainers, newest.best_by)
     return sorted(losses, key=lambda checkpoint: losses[checkpoint])
 
@@ -365,7 +367,7 @@ def _comparable_losses(trainers: Mapping[Path, TrainerJson], source: str) -> dic
     for checkpoint, trainer in trainers.items():
         evaluation = trainer.state.evaluation
         if evaluation is not None and not evaluation.is_comparable(evaluations[-1]):
-            continue
+            continue  # other validation rows
         loss = trainer.state.cost_of(source)
         if loss is not None and math.isfinite(loss):
             losses[checkpoint] = loss
@@ -379,6 +381,7 @@ def _real_path(path: Path) -> Path:
 
 def find_fault(checkpoint: Path, damages: Damages | None = None) -> str | None:
     """Return why a checkpoint cannot be used, or None."""
+    # the format first: a checkpoint of another version is not damaged
     file_format = read_format(checkpoint)
     if file_format not in (FORMAT, None):
         return f"has format {file_format}, but this version reads format {FORMAT}"
@@ -423,6 +426,7 @@ def prune(newest: Path, keep: int | None, undamaged: set[Path]) -> None:
 def replace_checkpoint(temporary: Path, target: Path) -> None:
     """Rename ``temporary`` to ``target``, and remove the checkpoint of this name; see :func:`remove_leftovers`."""
     replaced = _set_aside(target, _REPLACED) if os.path.lexists(target) else None
+    # the old one is set aside first: a folder cannot take the name of one that is not empty
     # each rank has synced its own .safetensors files
     sync_and_rename(temporary, target, synced=".safetensors")
     if replaced:

@@ -115,11 +115,13 @@ def find_damage(checkpoint: Path) -> str | None:
         files = _read_checksums(checkpoint)
         for name, file in files.items():
             path = _resolve(checkpoint, name)
+            # exists, with its size
             if not os.path.isfile(path):  # faster than a method of Path
                 return f"{name} is {'not a file' if path.exists() else 'missing'}"
             size = os.path.getsize(path)
             if size != file.size:
                 return f"{name} has {size:,} bytes instead of {file.size:,}"
+            # contents of small files; tensors take long, see find_wrong_content
             if name.endswith(".safetensors"):
                 continue
             for piece in file.pieces:
@@ -129,7 +131,7 @@ def find_damage(checkpoint: Path) -> str | None:
         if "trainer.json" not in files:
             return "trainer.json is missing"
     except OSError as error:
-        raise_reached_limit(error)
+        raise_reached_limit(error)  # too many open files: this is no damage
         return f"{Path(error.filename or checkpoint).name} cannot be read ({error.strerror or error})"
     except ValueError as error:
         return str(error)
@@ -196,6 +198,7 @@ def _read_chunks(path: Path, begin: int, end: int) -> Iterator[tuple[int, memory
 def _read_checksums(checkpoint: Path) -> dict[str, ListedFile]:
     """Return the size and the pieces of each file; a ValueError if checksums.json is missing or damaged."""
     path = checkpoint / CHECKSUMS
+    # every file must be listed, and every byte of it have a hash
     if not path.is_file():
         raise ValueError(f"{CHECKSUMS} is {'not a file' if path.exists() else 'missing'}")
     try:

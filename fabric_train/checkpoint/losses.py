@@ -89,6 +89,7 @@ class Evaluation:
         losses = {**self.sources, "all": self.whole}
         if source in losses:
             return losses[source].loss
+        # a figure of all tokens, or of a source
         figure, _, figure_source = source.partition("/")
         token_loss = losses.get(figure_source or "all")
         return token_loss.further.get(figure) if token_loss else None
@@ -114,6 +115,7 @@ class LossProgress:
         """Return the progress after another evaluation."""
         loss = evaluation.loss_of(self.source)
         if loss is not None and math.isfinite(loss):
+            # of a figure such as accuracy, the highest value is the best
             sign = evaluation.sign_of(self.source)
             is_better = self.best is None or sign * loss < sign * self.best
             if is_better:
@@ -123,7 +125,7 @@ class LossProgress:
 
 def perplexity(loss: float) -> float:
     """Return exp of a loss in nats per token; infinite if that does not fit into a float."""
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.exp(loss) if loss < 700 else math.inf  # math.exp raises an OverflowError above 709.78
 
 
 def compare_evaluations(

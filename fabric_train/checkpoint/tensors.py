@@ -78,6 +78,7 @@ def local_weights(model: Any) -> list[LocalTensor]:
     if has_adapter:
         return [_local_parameter(PREFIX + name, parameter, shards) for name, parameter in trained_parameters(model)]
 
+    # parameters, then buffers
     weights = []
     for name, parameter in named_parameters(model):
         weights.append(_local_parameter(original_name(name), parameter, shards))
@@ -292,7 +293,7 @@ def _flat_rows(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     mesh = parameter.device_mesh
     placements = parameter.placements
     row_placements = _row_placements(placements)
-    if row_placements is placements:
+    if row_placements is placements:  # these are rows already
         return local
     block = local.view(parameter.to_local().shape).to(mesh.device_type)
     sharded = DTensor.from_local(
@@ -408,6 +409,7 @@ def first_rows(tensors: list[LocalTensor]) -> list[int]:
 def select_owned(tensors: Iterable[LocalTensor]) -> list[LocalTensor]:
     """Return the tensors whose parts this rank writes; ranks that have the same part share the bytes evenly."""
     loads_by_num_copies: dict[int, list[int]] = {}  # bytes that each of the copies writes so far
+    # every rank computes this for all tensors, in the same order, so all agree without a message
     owned = []
     for tensor in tensors:
         loads = loads_by_num_copies.setdefault(tensor.num_copies, [0] * tensor.num_copies)
@@ -491,7 +493,7 @@ def restore_optimizer(
         try:
             for state in declared.declare_states(parameter):
                 states[state.name] = _read_state(tensors, name, state, parameter, shards)
-        except KeyError as error:
+        except KeyError as error:  # from CheckpointTensors, with the name of the state
             if name in new_parameters:
                 continue
             raise InputError(

@@ -162,7 +162,7 @@ class Description:
         """Return the description with the duration of the present session, which is the last one."""
         if not self.sessions:
             return self
-        *earlier_sessions, session = self.sessions
+        *earlier_sessions, session = self.sessions  # frozen: a new one takes the last one's place
         return replace(self, sessions=(*earlier_sessions, replace(session, seconds=seconds)))
 
 
@@ -307,6 +307,7 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
     Raises:
         InputError: it is damaged, or has another format.
     """
+    # the format first: another version may have other fields
     file = checkpoint / "trainer.json"
     content = read_json(file, dict, ADVICE)
     file_format = content.get("format")
@@ -314,6 +315,8 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
         raise InputError(
             f"{checkpoint}: format {file_format!r} is not format {FORMAT}, which this version reads; {ADVICE}"
         )
+
+    # the fields, each with its type
     parsed = read_json(file, _Parsed, ADVICE)
     num_steps = _planned_steps(parsed)
     if parsed.step > num_steps:

@@ -302,7 +302,7 @@ def write_png(figure: dict[str, Any], picture: Path, title: str) -> bool:
     try:
         temporary.unlink(missing_ok=True)  # left by a killed process, or a link that somebody planted
         drawing_process.run("png", text, temporary)
-        temporary.replace(picture)
+        temporary.replace(picture)  # atomic, so nobody sees half a picture
     except (DrawError, OSError) as error:
         _note_failure(error)
         return False
@@ -312,6 +312,7 @@ def write_png(figure: dict[str, Any], picture: Path, title: str) -> bool:
 def javascript() -> str:
     """Return Vega, Vega-Lite and Vega-Embed as one script; empty, with a note, if it cannot be made."""
     try:
+        # the drawing process answers with a file, since the script is large
         with TemporaryDirectory() as folder:
             file = Path(folder, "vega.js")
             drawing_process.run("javascript", "", file)

@@ -56,7 +56,7 @@ class RunFiles:
         """The rows of metrics.csv, after those of the runs that this run branched off, as far as these still exist."""
         try:
             lineage = self.saved.lineage
-        except InputError:
+        except InputError:  # no readable checkpoint: then only this run's rows
             lineage = ()
         return read_lineage(self.folder, lineage)
 
@@ -77,7 +77,7 @@ class RunFiles:
     def record(self) -> ModelRecord:
         """The description of the run in its newest readable checkpoint."""
         faults = []
-        for checkpoint in reversed(self.checkpoints.values()):
+        for checkpoint in reversed(self.checkpoints.values()):  # the newest first
             fault = find_unreadable(checkpoint)
             if not fault:
                 return read_record(checkpoint)
@@ -132,7 +132,7 @@ class RunFiles:
     def _marks_of_checkpoint(self, trainer: TrainerJson) -> Iterator[Mark]:
         """Yield the sessions, branches and phases, and the best step."""
         for session in trainer.sessions:
-            if session.after_step:
+            if session.after_step:  # the first session begins at step 0, which is no event
                 devices = f"{session.num_devices} × {session.device}"
                 yield Mark(session.after_step, "resume", f"after step {session.after_step:,} on {devices}")
         for branch in trainer.lineage:
@@ -193,6 +193,7 @@ def open_runs(names: Sequence[str]) -> list[RunFiles]:
     runs: list[RunFiles] = []
     faults: list[str] = []
     for name in names:
+        # RUN/best and RUN/step-500 mean the run
         folder = Path(name)
         if _SHORT_NAME.fullmatch(folder.name) and not (folder / "config.yaml").is_file():
             folder = run_of(folder)

@@ -64,12 +64,14 @@ def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocu
     Raises:
         InputError: there is no such step or rank.
     """
+    # who took the step, and what it read
     segment = history.segment_of(step)
     data = history.data_of(segment)
     ranks, checkpoint = history.ranks_of(step)
     if rank is not None and rank >= ranks.num_ranks:
         raise InputError(f"--rank {rank}: step {step} has the ranks 0 to {ranks.num_ranks - 1}, as {checkpoint} says")
 
+    # the rows of the step, in the order of the window
     data_step = step - segment.starts_after  # counted from the beginning of the data order
     rows = data.order.rows_of(data_step).tolist()
     datasets = data.datasets.parts
@@ -293,7 +295,7 @@ def _search_splits(
         numbers = document_search.find_documents(split.index, file_numbers[split.dataset.folder], line, advance)
         if not numbers:
             continue
-        origin = split.index.origin(numbers[0])
+        origin = split.index.origin(numbers[0])  # copies have the same
         rows = []
         for row, (num_tokens, num_repeated) in document_search.find_rows(split.index, numbers, advance).items():
             rows.append(DocumentRow(row, num_tokens, num_repeated))
