@@ -311,22 +311,29 @@ def _flat_rows(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def _copies(tensor: DTensor) -> tuple[int, int]:
     """Return how many ranks have the same part of a tensor as this rank, and the index of this rank among them.
 
-    A mesh has the ranks in their order. The ranks with different parts are ``stride`` apart: with a mesh
-    [replicate, shard] the stride is 1, with [replicate, shard, tensor] and a tensor that only "shard" divides it is the
-    size of "tensor". Ranks with the same part have the same position within such a group, ``rank % stride``.
+    A mesh has the ranks in their order, and the ranks with different parts are ``stride`` apart. Two examples with four
+    ranks and two parts, each part with two copies:
+
+    - A mesh [replicate, shard] of [[0, 1], [2, 3]]: the stride is 1. Ranks 0 and 2 are the copies 0 and 1 of the first
+      part, ranks 1 and 3 those of the second one.
+    - A mesh [shard, tensor] of [[0, 1], [2, 3]], and a tensor that only "shard" divides: the stride is 2. Ranks 0 and 1
+      are the copies 0 and 1 of the first part, ranks 2 and 3 those of the second one.
     """
     mesh = tensor.device_mesh
     ranks = mesh.mesh
     sharded_dims = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
     num_parts = math.prod(mesh.shape[dim] for dim in sharded_dims)
-    strides = []
+    strides = []  # from a part to the next one, in each dimension
     for dim in sharded_dims:
         if ranks.shape[dim] > 1:
             second_rank = ranks.select(dim, 1).min()
             strides.append(int(second_rank - ranks.min()))
     stride = min(strides, default=1)
+
+    # groups of stride * num_parts consecutive ranks hold all parts, each part stride times
     rank = dist.get_rank()
-    copy = rank // (stride * num_parts) * stride + rank % stride
+    num_copies_in_earlier_groups = rank // (stride * num_parts) * stride
+    copy = num_copies_in_earlier_groups + rank % stride
     return dist.get_world_size() // num_parts, copy
 
 

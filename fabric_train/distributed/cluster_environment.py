@@ -70,7 +70,7 @@ def find_cluster_environment(num_nodes: int, accelerator: str) -> ClusterEnviron
         return environments.LightningEnvironment()
     check_address(environment.main_address, launcher.name)
     if num_nodes > 1:
-        _check_is_rank_0(environment)
+        _check_reaches_rank_0(environment)
         if accelerator == "cpu":
             set_gloo_interface(environment.main_address)
     return environment
@@ -189,8 +189,8 @@ def check_address(address: str, launcher: str) -> None:
         ) from None
 
 
-def _check_is_rank_0(environment: ClusterEnvironment) -> None:
-    """Check, on another machine than rank 0's, that the name of rank 0's machine does not resolve to this machine.
+def _check_reaches_rank_0(environment: ClusterEnvironment) -> None:
+    """Check that ``MASTER_ADDR`` does not mean this machine itself, if rank 0 is on another machine.
 
     With torchrun's rendezvous c10d it is the name that the first machine has for itself, such as "localhost".
     """
