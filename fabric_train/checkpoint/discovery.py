@@ -73,7 +73,7 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
     checkpoint = best_checkpoint(run, damages) if name == "best" else newest_checkpoint(run, damages)
     if checkpoint is not None:
         return checkpoint
-    damaged_lines = describe_damaged(run, None, damages)
+    damaged_lines = describe_damaged(run, used=None, damages=damages)
     if damaged_lines:
         raise InputError(*damaged_lines)
     if name == "best" and _list_checkpoints(run):
@@ -250,7 +250,7 @@ def choose_checkpoint(
 
     # the folder must be new, or the run must continue the one in it
     if newest is None:
-        damaged_lines = describe_damaged(run, None, damages)
+        damaged_lines = describe_damaged(run, used=None, damages=damages)
         if damaged_lines:
             raise InputError(*damaged_lines)
         if (run / "metrics.csv").exists() and not resume:
