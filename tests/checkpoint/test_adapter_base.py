@@ -173,6 +173,42 @@ def test_a_fingerprint_is_of_all_bytes_and_not_of_the_files(
     assert fingerprint(open_base_weights(str(base))) != of_base
 
 
+def test_a_fingerprint_tells_names_shapes_and_heads_apart(tmp_path: Path) -> None:
+    embedding = torch.arange(12.0).view(3, 4)
+    tensors = {"lm_head.weight": embedding + 1, "model.embed_tokens.weight": embedding}
+
+    def fingerprint_of(changed: dict[str, torch.Tensor]) -> str:
+        save_file(changed, tmp_path / "model.safetensors")
+        return fingerprint(open_base_weights(str(tmp_path)))
+
+    found = [
+        fingerprint_of(tensors),
+        fingerprint_of(tensors | {"lm_head.weight": embedding + 2}),
+        fingerprint_of(tensors | {"lm_head.weight": (embedding + 1).view(4, 3)}),
+        fingerprint_of({"lm_head.weight": embedding + 1, "model.other_tokens.weight": embedding}),
+        fingerprint_of({"model.embed_tokens.weight": embedding}),
+    ]
+    assert len(set(found)) == len(found)
+    assert fingerprint_of(tensors | {"lm_head.weight": embedding.clone()}) == found[-1]  # a tied head
+
+
+def test_a_file_that_was_changed_just_now_is_hashed_again(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program can set the time at which a file was modified, and not that at which it was changed."""
+    file = base / "model.safetensors"
+    status = file.stat()
+    os.utime(file, (0, 0))
+    assert hashed(AdapterBase(str(base))).files == ()
+    os.utime(file, (1, 1))  # other times, so that it is hashed again
+    monkeypatch.setattr(base_weights, "_SETTLED_SECONDS", 0.0)
+    saved = hashed(AdapterBase(str(base)))
+    assert len(saved.files) == 1
+    time.sleep(0.01)  # a tick of the clock of files
+    change_a_middle_byte(file)
+    os.utime(file, (1, 1))
+    assert file.stat().st_size == status.st_size
+    assert same_weights(AdapterBase(str(base)), saved) is None
+
+
 def test_unchanged_files_are_not_read_again(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_weights, "_SETTLED_SECONDS", 0.0)
     saved = hashed(AdapterBase(str(base)))

@@ -10,10 +10,11 @@ import pytest
 from huggingface_hub import metadata_load
 
 from fabric_train.cleaning.boilerplate import Boilerplate, write_repeated_lines
+from fabric_train.cleaning.dropped import CONTAMINATION_FILE, DROPPED_FILE
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.export import publish
-from fabric_train.export.publish import public_copy
+from fabric_train.export.publish import dataset_card, public_copy, public_manifest
 from fabric_train.programs import tokenize_dataset
 from fabric_train.token_dataset.document_index import open_index
 from fabric_train.token_dataset.manifest import write_manifest
@@ -77,6 +78,7 @@ def test_a_pushed_token_dataset_can_be_read_and_has_no_private_name(
     metadata = metadata_load(copy / CARD)
     assert metadata is not None
     assert (metadata["license"], metadata["language"]) == ("cc-by-4.0", ["en"])
+    assert "source_datasets" not in metadata  # the sources are files, and no data sets of the hub
     files = metadata["configs"][0]["data_files"]
     assert [one["split"] for one in files if list(copy.glob(one["path"]))] == ["train", "validation"]
     card = (copy / CARD).read_text()
@@ -123,6 +125,8 @@ def test_no_published_byte_has_the_token_of_a_url(
     )
     (folder / MANIFEST).unlink()
     write_manifest(folder, manifest)
+    for name in (DROPPED_FILE, CONTAMINATION_FILE):
+        (folder / name).write_text(f"a text that cleaning removed, with {SECRET}")
     with public_copy(folder, manifest_of(folder), "alice/tokens", None, None) as copy:
         files = [path for path in copy.rglob("*") if path.is_file()]
         assert {path.name for path in files} >= {MANIFEST, CARD}
@@ -242,6 +246,30 @@ def test_published_parts_are_the_full_merge_without_private_names(
     card = (copy / CARD).read_text()
     assert "Of 2 token datasets that were merged" in card
     assert "| `packing` | concat and best_fit |" in card
+
+
+def test_a_source_that_two_parts_have_read_is_one_row_of_the_card(merged: Path) -> None:
+    manifest = manifest_of(merged / "whole")
+    source = manifest.sources[0]
+    again = replace(source, documents=source.documents + 1, tokens=source.tokens + 2)
+    card = str(dataset_card(replace(manifest, sources=(source, again)), "alice/whole", None, None))
+    assert f"| `{source.name}` | {2 * source.documents + 1} | {2 * source.tokens + 2:,} |" in card
+
+
+def test_no_part_of_a_published_merge_has_the_token_of_a_url(merged: Path) -> None:
+    manifest = manifest_of(merged / "whole")
+    url = PRIVATE[1].format("chat.jinja")
+    parts = tuple(
+        replace(
+            part,
+            settings=replace(part.settings, chat_template=url, validation_dataset=[url], boilerplate=url),
+            cleaning={"boilerplate": {"lines": url}},
+        )
+        for part in manifest.parts
+    )
+    public = public_manifest(replace(manifest, parts=parts))
+    assert SECRET not in str(public)
+    assert [part.settings.chat_template for part in public.parts] == ["chat.jinja", "chat.jinja"]
 
 
 def test_the_public_copy_of_parts_links_their_rows(merged: Path) -> None:

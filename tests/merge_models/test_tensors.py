@@ -3,12 +3,16 @@
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fabric_train.merge_models.models import AlignedTensors, ModelTensors, open_models
+from fabric_train.cli.errors import InputError
+from fabric_train.merge_models.models import AlignedTensors, ModelTensors, _match, note_on_rounding, open_models
 from fabric_train.merge_models.tensors import add_agreeing, add_differences, drawn, largest, slerp_factors
 
 
@@ -59,6 +63,37 @@ def test_a_padded_embedding_of_the_same_tokens_gets_the_rows_of_the_first_model(
     for name in first:
         assert second.shape(name) == first.shape(name)
         assert torch.equal(second.read(name), first.read(name)), name
+
+
+def test_a_share_of_tokens_that_fit_is_of_the_first_models() -> None:
+    """The other model may have many tokens more."""
+    first, other = (
+        SimpleNamespace(folder=name, read=None, shape_of_model=SimpleNamespace(vocab_size=num_rows))
+        for name, num_rows in (("first", 4), ("other", 20))
+    )
+    models: list[Any] = [other, first]
+    own = {f"token {number}": 19 - number for number in range(20)}
+    aligned, matched = _match(*models, own, {"token 0": 0, "token 2": 1, "mine": 2, "alone": 3})
+    assert aligned._rows.tolist() == [19, 17, -1, -1]
+    assert (matched.common, matched.missing, matched.left_out) == (2, 2, 18)
+    with pytest.raises(InputError, match="only 1 of the 4 tokens are in both vocabularies"):
+        _match(*models, own, {"token 0": 0, "mine": 1, "alone": 2, "ours": 3})
+
+
+def test_a_model_of_two_types_is_rounded_if_its_wider_one_is(tiny_model_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model_dir, tmp_path / "mixed")
+    file = tmp_path / "mixed" / "model.safetensors"
+    tensors = load_file(file)
+    norm = next(name for name in tensors if name.endswith("norm.weight"))
+    save_file(
+        {name: tensor if name == norm else tensor.bfloat16() for name, tensor in tensors.items()},
+        file,
+        {"format": "pt"},
+    )
+    note = note_on_rounding([tmp_path / "mixed"], torch.bfloat16)
+    assert note is not None
+    assert f"those of {tmp_path / 'mixed'} are float32" in note
+    assert note_on_rounding([tmp_path / "mixed"], torch.float32) is None
 
 
 def test_task_arithmetic_adds_weighted_differences() -> None:

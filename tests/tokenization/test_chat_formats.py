@@ -166,6 +166,20 @@ CASES: dict[str, Case] = {
         "Sueca.|",
         ("content.cache_control",),
     ),
+    "axolotl's details that do not say": Case(
+        {"conversations": [human(Q), gpt(A, train_detail=[{"begin_offset": 0, "end_offset": 5}])]}, "Sueca.|"
+    ),
+    "a turn that is not trained, with parts that are": Case(
+        {
+            "messages": [
+                user(Q),
+                assistant([{"type": "text", "text": "Alzira.", "train": True}], weight=0),
+                user("No."),
+                assistant([{"type": "text", "text": A, "train": True}]),
+            ]
+        },
+        "Sueca.|",
+    ),
     "ms-swift": Case(
         {
             "messages": [user(Q), assistant("Alzira.", loss=False), user("No."), assistant(A, loss=True)],
@@ -194,6 +208,12 @@ CASES: dict[str, Case] = {
         "user\nWhich town?|assistant\n\nuser\nNo.|assistant\nSueca.|",
         train_on="all",
     ),
+    "a masked turn of the user with --train_on all": Case(
+        {"messages": [user(Q, weight=0), assistant("Alzira.", weight=0), user("No."), assistant(A)]},
+        "user\nWhich town?|assistant\n\nuser\nNo.|assistant\nSueca.|",
+        ("what leaves out turns that are not the assistant's",),
+        train_on="all",
+    ),
     "a masked turn with --train_on last": Case(
         {"messages": [user(Q), assistant("Alzira."), user("No."), assistant(A, weight=1)]}, "Sueca.|", train_on="last"
     ),
@@ -210,7 +230,11 @@ CASES: dict[str, Case] = {
         "Sueca.|Yes.|",
         ("id",),
     ),
-    "Capybara in messages": Case({"source": "Airoboros", "messages": [user(Q), assistant(A)]}, "Sueca.|", ("source",)),
+    "Capybara in messages": Case(
+        {"source": "Airoboros", "messages": [user(Q), assistant(A)], "images": [], "note": "", "score": None},
+        "Sueca.|",
+        ("source",),
+    ),
     "Tülu 3": Case({"id": "1", "messages": [user(Q), assistant(A)], "source": "ai2"}, "Sueca.|", ("id", "source")),
     "smoltalk2": Case(
         {
@@ -388,11 +412,29 @@ CASES: dict[str, Case] = {
         },
         '[find{"town": "Sueca"}]|Sueca.|',
         (),
-        ('"name": "find"', "system\nBe brief.", "find: yes"),
+        ('"type": "function"', '"name": "find"', "system\nBe brief.", "find: yes"),
     ),
     "calls without a wrapper": Case(
         {"messages": [user("Find it."), assistant("", tool_calls=[{"name": "find", "arguments": {"town": "Sueca"}}])]},
         '[find{"town": "Sueca"}]|',
+    ),
+    "calls with parameters": Case(
+        {
+            "messages": [
+                user("Find both."),
+                assistant(
+                    "",
+                    tool_calls=[
+                        {"name": "find", "parameters": {"town": "Sueca"}},
+                        {"name": "find", "arguments": None, "parameters": {"town": "Elx"}},
+                    ],
+                ),
+            ]
+        },
+        '[find{"town": "Sueca"}][find{"town": "Elx"}]|',
+    ),
+    "calls without arguments": Case(
+        {"messages": [user("Find it."), assistant("", tool_calls=[call(" ")])]}, "[find{}]|"
     ),
     "thoughts under two names": Case(
         {"messages": [user(Q), assistant(A, reasoning="It grows rice.", reasoning_content="It grows rice.")]},
@@ -517,6 +559,11 @@ def test_what_cannot_be_trained_as_a_row_says_is_a_bad_row(name: str, open_encod
             {"messages": [user("Sueca"), assistant("", tool_calls=[call({"town": "Sueca"})])]},
             "tool_calls",
         ),
+        (
+            FULL.replace("call.function.arguments | tojson", "call.function.arguments.values() | list | tojson"),
+            {"messages": [user(Q), assistant("", tool_calls=[call({"town": "Sueca"})])]},
+            "tool_calls",
+        ),
         (PLAIN, {"messages": [user(Q), assistant(A)], "tools": [TOOL]}, "tools"),
         (
             TWO_SPEAKERS,
@@ -568,6 +615,11 @@ def test_rows_without_an_answer_to_learn_are_left_out_with_a_reason(
     row: Row, reason: str, open_encoder: Callable[..., ChatEncoder]
 ) -> None:
     assert open_encoder(FULL).encode(row) == LeftOut(reason)
+
+
+def test_no_answer_before_a_masked_last_one_is_learned_as_the_last(open_encoder: Callable[..., ChatEncoder]) -> None:
+    turns = [user(Q), assistant(A), user("Sure?"), assistant("Yes.", weight=0)]
+    assert open_encoder(FULL, "last").encode({"messages": turns}) == LeftOut(manifest.NOTHING_SUPERVISED)
 
 
 def test_an_empty_answer_that_is_context_is_kept(open_encoder: Callable[..., ChatEncoder]) -> None:

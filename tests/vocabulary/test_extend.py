@@ -275,10 +275,12 @@ def test_a_record_of_other_added_tokens_does_not_go_on(extended: Path, catalan: 
     assert (added["first_id"], len(added["tokens"])) == (2000 + len(record["tokens"]), 3)
 
 
-def test_normal_rows_have_the_mean_and_the_covariance_of_the_old_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_without_token", [0, 2000])
+def test_normal_rows_have_the_mean_and_the_covariance_of_the_old_ones(tmp_path: Path, num_without_token: int) -> None:
     mixing = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
     rows = torch.randn(4000, 16, generator=torch.Generator().manual_seed(1)) @ mixing + 3
-    save_file({"w": rows}, tmp_path / "model.safetensors")
+    stored = torch.cat([rows, torch.zeros(num_without_token, 16)])
+    save_file({"w": stored}, tmp_path / "model.safetensors")
     matrix = ExtendedMatrix(open_weights(tmp_path), "w", 4000, [()] * 4000, 8000, (7, 0))
     drawn = matrix.read_block((4000, 0), (4000, 16))
     scale = float(torch.cov(rows.T).diagonal().mean())
