@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -173,6 +174,70 @@ def test_a_rank_that_has_waited_long_does_not_hang(monkeypatch: pytest.MonkeyPat
     time.sleep(0.6)
     (how,) = beat()
     assert how.startswith("hung at step 4, forward and backward pass 0 for 1 s")
+
+
+class WatchedPair:
+    """Rank 0's watchdog and rank 1, on a clock of their own; ``ended`` gets the reasons for which the run would end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        self.ended: list[str] = []
+        self.heartbeat = Heartbeat()
+        self.rank_1 = ConnectedRank(1)
+        self.watchdog = Watchdog(0, 2, self.heartbeat, timeout=10)
+        self.watchdog._connected_ranks[1] = self.rank_1
+        monkeypatch.setattr(self.watchdog, "_end_without", lambda _, reason: self.ended.append(reason))
+
+    def beat_until(self, end: float, *, rank_1_until: float | None = None, **position: Any) -> list[str]:
+        """Beat each second, rank 1 at step 1 perhaps not to the end; return why the run would end."""
+        of_rank_1 = Position(1, StepPhase.COMPUTING, 0, position.get("is_slow", False))
+        while self.now < end and not self.ended:
+            self.now += 1
+            if rank_1_until is None or self.now <= rank_1_until:
+                self.rank_1.update(of_rank_1, "loop.py", False, position.get("pass_seconds", 0.0))
+            self.watchdog._beat()
+        return self.ended
+
+
+@pytest.mark.parametrize(
+    ("is_slow", "own_pass", "pass_seconds", "limit"),
+    [(False, 0.0, 0.0, 10), (True, 0.0, 0.0, 100), (False, 4.0, 0.0, 20), (False, 0.0, 4.0, 20), (False, 1.0, 1.0, 10)],
+)
+def test_a_rank_may_keep_others_waiting_for_the_timeout_or_five_passes(
+    monkeypatch: pytest.MonkeyPatch, is_slow: bool, own_pass: float, pass_seconds: float, limit: int
+) -> None:
+    """Of the slowest rank's passes; in a slow phase ten times as long."""
+    pair = WatchedPair(monkeypatch)
+    pair.heartbeat.position = Position(2, StepPhase.COMPUTING, 0, is_slow=False)
+    pair.heartbeat.min_pass_seconds = own_pass
+    assert pair.beat_until(limit, is_slow=is_slow, pass_seconds=pass_seconds) == []  # first seen there after a second
+    (how,) = pair.beat_until(limit + 2, is_slow=is_slow, pass_seconds=pass_seconds)
+    assert how == f"hung at step 1, forward and backward pass 0 for {limit} s, in loop.py"
+
+
+def test_a_rank_that_falls_silent_is_said_to_be_silent_and_not_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = WatchedPair(monkeypatch)
+    pair.heartbeat.position = Position(2, StepPhase.COMPUTING, 0, is_slow=False)
+    (how,) = pair.beat_until(40, rank_1_until=7)
+    assert how.startswith("sent no heartbeat for 10 s")
+    assert pair.now == 7 + 10 + 2
+
+
+def test_all_ranks_stop_after_the_latest_border_once_each_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    heartbeat = Heartbeat()
+    heartbeat.stop_border.enter(3, 1)
+    rank_0 = Watchdog(0, 3, heartbeat, timeout=0)
+    others = [ConnectedRank(1), ConnectedRank(2)]
+    rank_0._connected_ranks = {other.rank: other for other in others}
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(rank_0, "_send_to_all", lambda **message: sent.append(message))
+    rank_0._ask_to_stop(signal.SIGTERM)
+    assert sent == [{"freeze": signal.SIGTERM}]
+    rank_0._handle_message(others[0], {"passed": [3, 2]})
+    assert len(sent) == 1
+    rank_0._handle_message(others[1], {"passed": [2, 3]})
+    assert sent[1:] == [{"stop_after": (3, 2)}]
 
 
 @pytest.mark.parametrize("is_here", [True, False])

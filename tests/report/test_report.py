@@ -80,6 +80,31 @@ def test_a_branch_shows_its_trunk_and_the_trunk_its_branch(reported: ReportedRun
     assert "after step 4: `branch`" in sections_of(reported.trunk)["lineage"].body
 
 
+def test_a_branch_of_a_branch_is_below_that_branch_alone(reported: ReportedRuns, tmp_path: Path) -> None:
+    for run, name in ((reported.trunk, "trunk"), (reported.branch, "branch"), (reported.branch, "second")):
+        shutil.copytree(run, tmp_path / name)
+    for folder in (tmp_path / "second" / "checkpoints").iterdir():
+        trainer = json.loads((folder / "trainer.json").read_text())
+        trainer["lineage"].append(trainer["lineage"][-1] | {"run": str(tmp_path / "branch"), "step": 5})
+        (folder / "trainer.json").write_text(json.dumps(trainer))
+    below = {run: sections_of(tmp_path / run)["lineage"].body for run in ("trunk", "branch", "second")}
+    assert "second" not in below["trunk"]
+    assert "after step 5: `second`" in below["branch"]
+    assert "- `trunk`\n  - after step 4: `branch`\n    - after step 5: `second`" in below["second"]
+
+
+def test_duration_and_cost_are_of_all_sessions_and_devices(copy: Path) -> None:
+    for folder in (copy / "checkpoints").iterdir():
+        trainer = json.loads((folder / "trainer.json").read_text())
+        trainer["sessions"] = [one | {"seconds": 5400.0, "num_devices": 4} for one in trainer["sessions"]]
+        (folder / "trainer.json").write_text(json.dumps(trainer))
+    assert len(RunFiles(copy).saved.sessions) == 2
+    summary, results, *_ = run_sections(RunFiles(copy), price_per_hour=2.5)
+    assert "| duration | 3.00 h of training |" in summary.body
+    assert "| cost | 30.00 at 2.5 for an hour of a device |" in summary.body  # of 2 × 1.5 × 4 hours
+    assert "before the arrows, after step 0" in results.body
+
+
 def test_the_run_wrote_its_report_after_its_last_save(reported: ReportedRuns) -> None:
     page, text = ((reported.trunk / f"report.{end}").read_text() for end in ("html", "md"))
     assert re.search(r"http-equiv=.Content-Security-Policy. content=.default-src 'none'", page)

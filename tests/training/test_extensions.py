@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,13 @@ def test_a_checkpoint_has_the_identity_of_its_parts(extended: Path, plain: Path)
         Component("objective", "sft", "fabric_train"),
         Component("optimizer", "adamw", "fabric_train"),
     )
+
+
+def test_a_part_of_the_same_name_in_another_module_is_another_part() -> None:
+    there = Component("objective", "weighted", "parts", settings={"weight": 3.0}, source="0123")
+    assert there.computes_as(replace(there, source="4567", by_script=True))  # a changed file is noted
+    for changed in (replace(there, module="others"), replace(there, name="other"), replace(there, settings={})):
+        assert not there.computes_as(changed)
 
 
 OTHERS: dict[str, dict[str, object]] = {

@@ -332,6 +332,36 @@ def test_settings_that_differ_in_meaning(change: str, expected: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # TRL's defaults of an adapter
+        (f"{TRL}use_peft: true\n", {"adapter": "lora", "lora_rank": 16, "lora_alpha": 32.0, "lora_dropout": 0.05}),
+        (
+            f"{TRL}loss_type: [sigmoid_norm, sft]\nloss_weights: [1.0, 0.25]\n",
+            {"objective": "dpo", "length_normalised": True, "sft_weight": 0.25},
+        ),
+        (f"{TRL}loss_type: orpo\nrpo_alpha: 0.3\n", {"objective": "orpo", "sft_weight": 0.0}),  # it has factor 1
+        (LLAMA_FACTORY, {"activation_checkpointing": "full"}),
+        (f"{LLAMA_FACTORY}disable_gradient_checkpointing: true\n", {"activation_checkpointing": "none"}),
+        (AXOLOTL.replace("wandb_project:", "wandb_project: fables"), {"loggers": ["wandb"], "project": "fables"}),
+        (AXOLOTL.replace("wandb_project:", "wandb_project: fables\nuse_wandb: false"), {"loggers": None}),
+    ],
+)
+def test_defaults_and_switches_are_those_of_the_program(
+    text: str, expected: dict[str, Any], translate: Translate
+) -> None:
+    arguments = translate(text).arguments
+    assert {name: arguments[name] for name in expected} == expected
+
+
+def test_devices_that_compute_a_row_together_read_it_once(translate: Translate, tmp_path: Path) -> None:
+    text = AXOLOTL.replace("surprise: 7", "context_parallel_size: 2")
+    assert translate(text, "--devices", "4").arguments["total_batch_size"] == 2 * 3 * (4 // 2)
+    (fault,) = faults(text, tmp_path, "--devices", "3")
+    assert fault == "--devices 3: not a multiple of the 2 devices that compute a row together"
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         (AXOLOTL.replace("surprise: 7", "rl: kto"), "rl: kto: of preference losses this project has dpo, ipo"),
