@@ -68,7 +68,7 @@ def test_a_padded_embedding_of_the_same_tokens_gets_the_rows_of_the_first_model(
 def test_a_share_of_tokens_that_fit_is_of_the_first_models() -> None:
     """The other model may have many tokens more."""
     first, other = (
-        SimpleNamespace(folder=name, read=None, shape_of_model=SimpleNamespace(vocab_size=num_rows))
+        SimpleNamespace(folder=name, read=dict.get, shape_of_model=SimpleNamespace(vocab_size=num_rows))
         for name, num_rows in (("first", 4), ("other", 20))
     )
     models: list[Any] = [other, first]
