@@ -17,7 +17,7 @@ from benchmarks.plan_table import DEVICE_MEMORY, INTERCONNECT, NETWORK, read_mod
 from benchmarks.report import Report
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import parse_size, show_size
-from fabric_train.model.attention import VARLEN
+from fabric_train.model.attention import VARLEN, register_attention
 from fabric_train.model.context_parallel import CONTEXT_VARLEN
 from fabric_train.model.flops import ModelFlops
 from fabric_train.preflight.memory_forecast import RunRequest
@@ -129,6 +129,7 @@ def _plan(case: _Case, lengths: list[int]) -> Planned:
     memory = parse_size(DEVICE_MEMORY)
     assert memory is not None
     shape = read_model(case.model)
+    register_attention()
     shape.config._attn_implementation = VARLEN if size == 1 else CONTEXT_VARLEN  # as on a GPU
     request = RunRequest(arguments, (shape,), plan, "fsdp2", True, True, memory, is_elsewhere=True)
     forecast = request.forecast()

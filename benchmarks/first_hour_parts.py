@@ -364,7 +364,7 @@ def _mfu(shape: ModelShape, length: int, tokens_per_second: float) -> float | No
     import torch
 
     peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16)
-    return shape.flops.of([length]) / length * tokens_per_second / peak if peak else None
+    return shape.flops.count([length]) / length * tokens_per_second / peak if peak else None
 
 
 def _rows(attempt: Attempt) -> Path:

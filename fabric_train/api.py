@@ -396,7 +396,8 @@ def generate(**given: Any) -> list[str]:
         if listed is not None:
             given = {**given, "output": output}
         arguments = build_arguments(GenerateArguments, given)
-        from fabric_train.inference.prompts import continue_prompt, write_texts
+        from fabric_train.inference.conversation import continue_prompt
+        from fabric_train.inference.text_file import write_texts
 
         if arguments.prompts is None:
             if arguments.prompt is None:

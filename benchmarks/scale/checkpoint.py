@@ -24,7 +24,8 @@ from fabric_train.checkpoint.discovery import (
 from fabric_train.checkpoint.files import CHECKSUMS, find_damage
 from fabric_train.checkpoint.rank_writer import join_parts
 from fabric_train.model.init_weights import new_shape
-from fabric_train.model.weight_files import SHARD_INDEX, CheckpointTensors
+from fabric_train.model.shard_index import SHARD_INDEX
+from fabric_train.model.weight_files import CheckpointTensors
 from tests.support.sparse_checkpoints import Shapes, entries, link_checkpoint, write_parts
 
 _SIZES = (32, 128, 512)

@@ -30,6 +30,7 @@ from fabric_train.cli.launcher import is_first_on_machine
 from fabric_train.distributed.sharded_parameters import original_name
 from fabric_train.files.regular_file import read_json
 from fabric_train.model.adapter import (
+    AdaptedWeights,
     Adapter,
     adapted_layers,
     attach,
@@ -38,7 +39,6 @@ from fabric_train.model.adapter import (
     start_magnitudes,
 )
 from fabric_train.model.hf_model import ModelShape, read_shape, trains_head_apart
-from fabric_train.model.init_weights import AdaptedWeights
 from fabric_train.model.load_weights import (
     MetaModel,
     build_on_meta,

@@ -40,8 +40,8 @@ from fabric_train.distributed.ranks import first_text, gather_over_data_ranks
 from fabric_train.files.atomic_folder import remove, temporary_for, this_process
 from fabric_train.files.regular_file import read_json
 from fabric_train.files.requirements import free_bytes
-from fabric_train.model.hf_model import write_generation_config
-from fabric_train.model.weight_files import Entry
+from fabric_train.model.generation_settings import write_generation_config
+from fabric_train.model.shard_index import Entry
 
 if TYPE_CHECKING:
     from fabric_train.distributed.ranks import StepSync

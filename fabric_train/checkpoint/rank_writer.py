@@ -23,7 +23,7 @@ from fabric_train.checkpoint.files import (
     hash_file,
 )
 from fabric_train.files.atomic_folder import fsync
-from fabric_train.model.weight_files import Entry, write_shard_index
+from fabric_train.model.shard_index import Entry, write_shard_index
 
 _RANK_FILE_PREFIX = ".checksums-"
 _ALIGNMENT = 16  # bytes, of tensors in the staging buffers; a multiple of every dtype's size

@@ -34,8 +34,9 @@ from fabric_train.distributed.sharded_parameters import (
 )
 from fabric_train.model.adapter import adapted_layers
 from fabric_train.model.load_weights import read_local_part
+from fabric_train.model.shard_index import DTYPE_NAMES, NO_ROWS, shard_name
 from fabric_train.model.trained_parts import trained_parameters
-from fabric_train.model.weight_files import DTYPE_NAMES, NO_ROWS, SHARDING_INFO, CheckpointTensors, shard_name
+from fabric_train.model.weight_files import SHARDING_INFO, CheckpointTensors
 from fabric_train.optim.states import DeclaredStates, State
 
 _FULL_FILES = {"model": "model.safetensors", "adapter": ADAPTER_WEIGHTS, "optimizer": "optimizer/optimizer.safetensors"}

@@ -41,7 +41,8 @@ from fabric_train.cli.progress import ThrottledLog
 from fabric_train.data.batch import Batch
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.evaluation.texts import NUM_DIGITS, EncodedText, TextChunk, device_kind, full_digest
-from fabric_train.inference.load_model import ModelsInTurn, check_adapter
+from fabric_train.inference.models_in_turn import ModelsInTurn
+from fabric_train.inference.peft_adapter import check_adapter
 from fabric_train.model.hf_model import check_readable, load_hf_tokenizer, read_shape
 from fabric_train.model.rope_frequencies import choose_frequencies, identify_frequencies
 from fabric_train.tokenization.tokenizers.tokenizer_comparison import compare_tokenizers

@@ -29,7 +29,7 @@ from fabric_train.evaluation.models import ComparedModel, scoring_progress
 from fabric_train.evaluation.texts import DocumentTexts, open_texts
 from fabric_train.files.regular_file import read_json_lines, write_atomically
 from fabric_train.inference.generate import continuation
-from fabric_train.inference.load_model import ModelsInTurn
+from fabric_train.inference.models_in_turn import ModelsInTurn
 from fabric_train.pages.charts import write_png
 from fabric_train.training.statistics import LEVEL
 

@@ -15,6 +15,7 @@ from fabric_train.export.model_card import CardFacts, write_card
 from fabric_train.export.source import ExportSource
 from fabric_train.files.regular_file import copy_folder, read_json
 from fabric_train.model import hf_model
+from fabric_train.model.generation_settings import checkpoint_generation_config, write_generation_config
 from fabric_train.model.load_weights import build_on_meta
 from fabric_train.model.origin import legal_files
 
@@ -74,7 +75,7 @@ def write_adapter_config(source: ExportSource, folder: Path, facts: CardFacts) -
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
-    hf_model.write_generation_config(folder, hf_model.checkpoint_generation_config(checkpoint, model_config))
+    write_generation_config(folder, checkpoint_generation_config(checkpoint, model_config))
 
 
 def _find_tied_names(checkpoint: Path) -> dict[str, str]:

@@ -27,6 +27,7 @@ from fabric_train.export.verification_report import VerificationReport
 from fabric_train.files.atomic_folder import check_not_inside, complete_folder
 from fabric_train.files.regular_file import open_to_write
 from fabric_train.model import hf_model
+from fabric_train.model.generation_settings import checkpoint_generation_config, write_generation_config
 from fabric_train.model.load_weights import build_on_meta
 from fabric_train.model.origin import legal_files
 from fabric_train.pages.markdown import last_part
@@ -147,7 +148,7 @@ def write_model(source: ExportSource, folder: Path, dtype: torch.dtype, max_shar
     if not config.architectures:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(folder)
-    hf_model.write_generation_config(folder, hf_model.checkpoint_generation_config(checkpoint, config))
+    write_generation_config(folder, checkpoint_generation_config(checkpoint, config))
 
     # the tokenizer: copied, not loaded and saved, so the chat template and all settings keep their values
     for name, file in source.tokenizer_files().items():

@@ -34,6 +34,11 @@ from fabric_train.export.verification_report import (
 from fabric_train.files.regular_file import read_json
 from fabric_train.inference.load_model import add_adapter, load_onto_devices
 from fabric_train.model import hf_model, load_weights
+from fabric_train.model.generation_settings import (
+    GENERATION_CONFIG,
+    checkpoint_generation_config,
+    read_generation_config,
+)
 from fabric_train.model.layered_forward import LayeredOutput, layered_forward
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, open_weights
 
@@ -390,12 +395,12 @@ def _compare_configurations(pair: _ModelPair) -> list[str]:
         differences.append("dtype in config.json")
 
     # generation_config.json
-    if not (export_dir / hf_model.GENERATION_CONFIG).is_file():
-        return [*differences, hf_model.GENERATION_CONFIG]
-    stored_generation = hf_model.checkpoint_generation_config(pair.source.checkpoint, stored_config)
-    exported_generation = hf_model.read_generation_config(str(export_dir), exported_config)
+    if not (export_dir / GENERATION_CONFIG).is_file():
+        return [*differences, GENERATION_CONFIG]
+    stored_generation = checkpoint_generation_config(pair.source.checkpoint, stored_config)
+    exported_generation = read_generation_config(str(export_dir), exported_config)
     for name in _different_settings(stored_generation.to_dict(), exported_generation.to_dict()):
-        differences.append(f"{name} in {hf_model.GENERATION_CONFIG}")
+        differences.append(f"{name} in {GENERATION_CONFIG}")
     return differences
 
 

@@ -20,15 +20,15 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # some bytes of a character; the next
 class TextPrinter(BaseStreamer):
     """Print the text of a single prompt while ``generate`` runs, without the texts in ``stop``, and a line break."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), shows_prompt: bool = False) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, shows_prompt: bool = False) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._shows_prompt = shows_prompt
         self._prompt_ids: list[int] | None = None
         self._new_ids: list[int] = []
-        self._num_printed = 0
+        self._num_printed = 0  # characters
 
-    def put(self, value: Any) -> None:
+    def put(self, value: torch.Tensor) -> None:
         """Take the prompt's ids [1, T] first, and then each new id [1]."""
         if self._prompt_ids is None:
             self._prompt_ids = value[0].tolist()
@@ -38,9 +38,9 @@ class TextPrinter(BaseStreamer):
         self._new_ids += value.tolist()
         text = continuation(self._tokenizer, self._prompt_ids, self._new_ids)
         end = find_stop(text, self._stop)
-        if end is None:  # the rest may change with the next token
-            begun = (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
-            end = len(text.rstrip(_INCOMPLETE)) - max(begun, default=0)
+        if end is None:
+            # hold back what the next token may change: half a character, or the beginning of a stop text
+            end = len(text.rstrip(_INCOMPLETE)) - _longest_stop_prefix(text, self._stop)
         if end > self._num_printed:
             print(text[self._num_printed : end], end="", flush=True)
             self._num_printed = end
@@ -48,29 +48,44 @@ class TextPrinter(BaseStreamer):
     def end(self) -> None:
         """Print the text that was held back, and a line break."""
         text = continuation(self._tokenizer, self._prompt_ids or [], self._new_ids)
-        print(text[self._num_printed : find_stop(text, self._stop)], flush=True)
+        end = find_stop(text, self._stop)
+        print(text[self._num_printed : end], flush=True)
+
+
+def _longest_stop_prefix(text: str, stop: Sequence[str]) -> int:
+    """Return how many characters at the end of a text may be the beginning of a stop text."""
+    longest = 0
+    for stop_text in stop:
+        for size in range(1, len(stop_text)):
+            if text.endswith(stop_text[:size]):
+                longest = max(longest, size)
+    return longest
 
 
 def continuation(tokenizer: Any, prompt_ids: list[int], new_ids: list[int]) -> str:
-    """Return the text of new ids after a prompt; without it, some tokenizers drop a space at the beginning."""
+    """Return the text of new ids after a prompt; decoded alone, some tokenizers would drop a space before it."""
     prompt = tokenizer.decode(prompt_ids, skip_special_tokens=True)
-    whole: str = tokenizer.decode([*prompt_ids, *new_ids], skip_special_tokens=True)
-    return whole.removeprefix(prompt)
+    prompt_and_text: str = tokenizer.decode([*prompt_ids, *new_ids], skip_special_tokens=True)
+    return prompt_and_text.removeprefix(prompt)
 
 
 def find_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Return where the first stop string of a text begins; None without one."""
-    return min((place for place in (text.find(one) for one in stop) if place >= 0), default=None)
+    """Return the index in a text at which the first of the stop texts begins; None without one."""
+    indices = [text.index(stop_text) for stop_text in stop if stop_text in text]
+    return min(indices, default=None)
 
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """The new ids after a prompt, and their text; "stop" is that a token ended it, or a text, which it lacks."""
+    """The text that a model generated after a prompt."""
 
     new_ids: list[int]
     text: str
+    """Without the stop text or token that ended it."""
     ended_by: Literal["stop", "length", "interrupt"]
+    """``stop`` is a token or a text at which it ends."""
     seconds: float
+    """The time for its whole batch."""
 
 
 @torch.inference_mode()
@@ -81,7 +96,7 @@ def generate(
     settings: GenerateArguments,
     *,
     end_ids: Sequence[int] = (),
-    numbers: Sequence[int] | None = None,
+    prompt_numbers: Sequence[int] | None = None,
     printer: TextPrinter | None = None,
     is_interrupted: Callable[[], bool] = lambda: False,
 ) -> list[GeneratedText]:
@@ -91,57 +106,78 @@ def generate(
     stream of its own is added to the scores (the Gumbel-max trick, arXiv:1411.0030).
 
     Args:
+        model: a causal language model of transformers.
+        tokenizer: its tokenizer.
         prompts: ids of each prompt, at least one; see ``prompts.encode_prompts``.
+        settings: how to choose the tokens, and how many.
         end_ids: tokens that end a text, too, beside the tokenizer's EOS and the ones in ``model.generation_config``.
-        numbers: of the prompts, which with the seed choose their random streams; default: their places in the batch.
+        prompt_numbers: with the seed, these choose the random stream of each prompt; default: the index in the batch.
         printer: prints the text as it is generated; for a single prompt.
         is_interrupted: called after each token; True ends the generation.
     """
-    encoded = [list(ids) for ids in prompts]
-    own = model.generation_config
-    ends = _all_ends(model, tokenizer, end_ids)
-    # the model's own generation_config may sample, apply top_k or penalize repetition, which the user did not ask for
+    # The model's own generation_config may sample, apply top_k or penalize repetition, which the user did not ask for.
+    stop_ids = _all_stop_ids(model, tokenizer, end_ids)
     config = GenerationConfig(
         max_new_tokens=settings.num_tokens,
-        eos_token_id=ends,
-        pad_token_id=ends[0] if ends else 0,
+        eos_token_id=stop_ids,
+        pad_token_id=stop_ids[0] if stop_ids else 0,
         repetition_penalty=settings.repetition_penalty,
     )
-    longest = max(map(len, encoded))
-    # the padding is masked; a prompt's own first token has a repetition penalty anyway
-    rows = torch.tensor([[ids[0]] * (longest - len(ids)) + ids for ids in encoded])
-    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in encoded])
-    interrupted = _Interrupted(is_interrupted)
-    stops = {"stop_strings": list(settings.stop), "tokenizer": tokenizer} if settings.stop else {}
-    places = getattr(model, "hf_device_map", None)  # weights that wait in host memory are on no device
-    device = next(iter(places.values())) if places else model.device  # of the first layer
-    start = time.perf_counter()
+
+    # Prompts are padded at their beginning, [batch, longest]. The padding is masked; it is the prompt's first token,
+    # which has a repetition penalty anyway.
+    prompts = [list(prompt_ids) for prompt_ids in prompts]
+    longest = max(map(len, prompts))
+    padded_rows: list[list[int]] = []
+    masks: list[list[int]] = []
+    for prompt_ids in prompts:
+        num_padding = longest - len(prompt_ids)
+        padded_rows.append([prompt_ids[0]] * num_padding + prompt_ids)
+        masks.append([0] * num_padding + [1] * len(prompt_ids))
+
+    # The device of the first layer; of a model that is spread, weights that wait in host memory are on no device.
+    device_map = getattr(model, "hf_device_map", None)
+    device = next(iter(device_map.values())) if device_map else model.device
+    interruption = _Interruption(is_interrupted)
+    stop_arguments = {"stop_strings": list(settings.stop), "tokenizer": tokenizer} if settings.stop else {}
+    model_config = model.generation_config
     model.generation_config = config
+    start = time.perf_counter()
     try:
         output = model.generate(
-            rows.to(device),
-            attention_mask=mask.to(device),
-            logits_processor=_processors(settings, numbers or range(len(encoded))),
-            stopping_criteria=[interrupted],
+            torch.tensor(padded_rows).to(device),
+            attention_mask=torch.tensor(masks).to(device),
+            logits_processor=_score_processors(settings, prompt_numbers or range(len(prompts))),
+            stopping_criteria=[interruption],
             streamer=printer,
-            **stops,
+            **stop_arguments,
         )
     finally:
-        model.generation_config = own
+        model.generation_config = model_config
     seconds = time.perf_counter() - start
-    new = [row[longest:] for row in output.tolist()]
-    unfinished: Literal["interrupt", "length"] = "interrupt" if interrupted.happened else "length"
-    cut = (_cut(tokenizer, ids, row, settings.stop, ends) for ids, row in zip(encoded, new, strict=True))
-    return [GeneratedText(ids, text, "stop" if ended else unfinished, seconds) for ids, text, ended in cut]
+
+    texts = []
+    for prompt_ids, row in zip(prompts, output.tolist(), strict=True):
+        ended = _cut_at_end(tokenizer, prompt_ids, row[longest:], settings.stop, stop_ids)
+        ended_by: Literal["stop", "length", "interrupt"] = "length"
+        if ended.has_end:
+            ended_by = "stop"
+        elif interruption.happened:
+            ended_by = "interrupt"
+        texts.append(GeneratedText(ended.new_ids, ended.text, ended_by, seconds))
+    return texts
 
 
-def _all_ends(model: Any, tokenizer: Any, more: Sequence[int]) -> list[int]:
-    own = model.generation_config.eos_token_id if model.generation_config else None
-    ids = own if isinstance(own, list) else [own]
-    return sorted({id_ for id_ in (*ids, tokenizer.eos_token_id, *more) if id_ is not None})
+def _all_stop_ids(model: Any, tokenizer: Any, end_ids: Sequence[int]) -> list[int]:
+    """Return the ids of tokens that end a text, ascending: the model's, the tokenizer's and ``end_ids``."""
+    model_ids = model.generation_config.eos_token_id if model.generation_config else None
+    if not isinstance(model_ids, list):
+        model_ids = [model_ids]
+    token_ids = {*model_ids, tokenizer.eos_token_id, *end_ids}
+    return sorted(token_id for token_id in token_ids if token_id is not None)
 
 
-def _processors(settings: GenerateArguments, numbers: Sequence[int]) -> LogitsProcessorList:
+def _score_processors(settings: GenerateArguments, prompt_numbers: Sequence[int]) -> LogitsProcessorList:
     """Return what changes the scores so that the highest one is the token to take; none for greedy decoding."""
     if not settings.temperature:
         return LogitsProcessorList()
@@ -152,7 +188,7 @@ def _processors(settings: GenerateArguments, numbers: Sequence[int]) -> LogitsPr
         processors.append(TopPLogitsWarper(settings.top_p))
     if settings.min_p:
         processors.append(MinPLogitsWarper(settings.min_p))
-    return LogitsProcessorList([*processors, _GumbelNoise(settings.seed, numbers)])
+    return LogitsProcessorList([*processors, _GumbelNoise(settings.seed, prompt_numbers)])
 
 
 class _GumbelNoise(LogitsProcessor):
@@ -161,17 +197,22 @@ class _GumbelNoise(LogitsProcessor):
     The numbers are drawn on the CPU, so they are the same on every device.
     """
 
-    def __init__(self, seed: int, numbers: Sequence[int]) -> None:
-        sequences = (np.random.SeedSequence([seed, number]) for number in numbers)
-        self._streams = [torch.Generator().manual_seed(int(one.generate_state(1)[0])) for one in sequences]
+    def __init__(self, seed: int, prompt_numbers: Sequence[int]) -> None:
+        self._streams = []
+        for prompt_number in prompt_numbers:
+            sequence = np.random.SeedSequence([seed, prompt_number])
+            stream_seed = int(sequence.generate_state(1)[0])
+            self._streams.append(torch.Generator().manual_seed(stream_seed))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores [B, V] with the noise of the next token."""
-        exponential = torch.stack([torch.empty(scores.shape[1]).exponential_(generator=one) for one in self._streams])
+        vocab_size = scores.shape[1]
+        draws = [torch.empty(vocab_size).exponential_(generator=stream) for stream in self._streams]
+        exponential = torch.stack(draws)  # [B, V]; -log of it has a Gumbel distribution
         return scores.float() - exponential.log().to(scores.device)
 
 
-class _Interrupted(StoppingCriteria):
+class _Interruption(StoppingCriteria):
     """End every text of a batch when a function returns True."""
 
     def __init__(self, is_interrupted: Callable[[], bool]) -> None:
@@ -179,22 +220,43 @@ class _Interrupted(StoppingCriteria):
         self.happened = False
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """Return bool [B]."""
+        """Return whether each text of the batch ends, bool [B]."""
         self.happened = self.happened or self._is_interrupted()
         return torch.full((input_ids.shape[0],), self.happened, device=input_ids.device)
 
 
-def _cut(
-    tokenizer: Any, prompt_ids: list[int], row: list[int], stop: Sequence[str], ends: Sequence[int]
-) -> tuple[list[int], str, bool]:
-    """Cut a row of new ids where its text ends; return them, the text, and whether a token or a text ended it."""
-    end = next((place for place, id_ in enumerate(row, 1) if id_ in ends), None)
-    new_ids = row[:end]
+@dataclass(frozen=True)
+class _EndedText:
+    """New ids and their text up to where it ends; ``has_end`` is False if no token and no stop text ended it."""
+
+    new_ids: list[int]
+    text: str
+    has_end: bool
+
+
+def _cut_at_end(
+    tokenizer: Any, prompt_ids: list[int], row: list[int], stop: Sequence[str], stop_ids: Sequence[int]
+) -> _EndedText:
+    """Cut a row of new ids after its first end token, or before the first stop text.
+
+    Of a stop text, the token with which it is complete belongs to the new ids, but nothing of it to the text.
+    """
+    # up to the first end token, which belongs to the new ids
+    has_end_token = False
+    new_ids = row
+    for index, token_id in enumerate(row):
+        if token_id in stop_ids:
+            has_end_token = True
+            new_ids = row[: index + 1]
+            break
     text = continuation(tokenizer, prompt_ids, new_ids)
-    if (place := find_stop(text, stop)) is None:
-        return new_ids, text, end is not None
+    stop_index = find_stop(text, stop)
+    if stop_index is None:
+        return _EndedText(new_ids, text, has_end_token)
 
-    def has_stop(count: int) -> bool:
-        return find_stop(continuation(tokenizer, prompt_ids, new_ids[:count]), stop) is not None
+    # A stop text may begin within a token, so its tokens are found by decoding: by bisection, as decoding is slow.
+    def has_stop(num_tokens: int) -> bool:
+        return find_stop(continuation(tokenizer, prompt_ids, new_ids[:num_tokens]), stop) is not None
 
-    return new_ids[: bisect_left(range(len(new_ids)), True, key=has_stop)], text[:place], True
+    num_tokens = bisect_left(range(len(new_ids)), True, key=has_stop)  # the fewest tokens with a stop text
+    return _EndedText(new_ids[:num_tokens], text[:stop_index], has_end=True)

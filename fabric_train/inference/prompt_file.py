@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import open_regular, parse_json
-from fabric_train.reading.documents import Chat
+from fabric_train.reading.documents import Chat, Message
 from fabric_train.tokenization.chats.formats import read_chat
 
 _ADVICE = 'give a .txt file with a prompt on each line, or a .jsonl file with {"prompt": ...} or {"messages": ...}'
@@ -14,10 +14,11 @@ _ADVICE = 'give a .txt file with a prompt on each line, or a .jsonl file with {"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue, or a chat whose next turn is the assistant's. ``place`` names it in an error message."""
+    """A text to continue, or a chat whose next turn is the assistant's."""
 
     content: str | Chat
     place: str = "the prompt"
+    """What an error message calls it: its file and line."""
     line: int = 1
     is_from_file: bool = False
 
@@ -28,14 +29,17 @@ class Prompt:
 
 def chat_turn(text: str, system: str | None) -> Chat:
     """Return a chat with a user's turn, after a system turn if ``system`` is given."""
-    begin = [{"role": "system", "content": system}] if system is not None else []
-    return Chat([*begin, {"role": "user", "content": text}])
+    messages: list[Message] = []
+    if system is not None:
+        messages.append({"role": "system", "content": system})
+    messages.append({"role": "user", "content": text})
+    return Chat(messages)
 
 
 def read_prompts(file: Path, *, chat: bool = False, system: str | None = None) -> list[Prompt]:
     """Read a file of prompts; empty lines are left out. An InputError has every line that is not valid.
 
-    A line on standard error names what nothing is made of: keys of the lines, and of their messages.
+    A line on standard error names the keys of the lines, and of their messages, that are not used.
 
     Args:
         file: .txt with a prompt on each line; or .jsonl, where each line has a text ``prompt``, or ``messages`` (and
@@ -43,9 +47,9 @@ def read_prompts(file: Path, *, chat: bool = False, system: str | None = None) -
         chat: take a text for a user's turn.
         system: system turn of chats that have none.
     """
-    prompts, unused = _read_file(file, chat=chat, system=system)
-    if unused:
-        print(f"{file}: columns not used: {', '.join(sorted(unused))}", file=sys.stderr)
+    prompts, unused_keys = _read_file(file, chat=chat, system=system)
+    if unused_keys:
+        print(f"{file}: columns not used: {', '.join(sorted(unused_keys))}", file=sys.stderr)
     return prompts
 
 
@@ -55,7 +59,7 @@ def check_prompts(file: Path) -> None:
 
 
 def _read_file(file: Path, *, chat: bool, system: str | None) -> tuple[list[Prompt], set[str]]:
-    """Return the prompts in a file, and the keys of which nothing is made."""
+    """Return the prompts in a file, and the keys that are not used."""
     if file.suffix not in (".txt", ".jsonl"):
         raise InputError(f"{file}: unknown kind of file; {_ADVICE}")
     try:
@@ -65,35 +69,43 @@ def _read_file(file: Path, *, chat: bool, system: str | None) -> tuple[list[Prom
         raise InputError(f"{file}: {error.strerror}; {_ADVICE}") from None
     prompts = []
     faults = []
-    unused: set[str] = set()
-    for number, line in enumerate(lines, 1):
+    unused_keys: set[str] = set()
+    for line_number, line in enumerate(lines, 1):
+        place = f"{file}, line {line_number}"
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            content = _read_line(text, file.suffix == ".jsonl", unused)
+            text = line.decode("utf-8-sig" if line_number == 1 else "utf-8").strip()
+            content = _read_line(text, unused_keys, is_json=file.suffix == ".jsonl")
         except UnicodeDecodeError as error:
-            faults.append(f"{file}, line {number}: byte {error.start} is not UTF-8; save the file as UTF-8")
+            faults.append(f"{place}: byte {error.start} is not UTF-8; save the file as UTF-8")
             continue
         except ValueError as error:
-            faults.append(f"{file}, line {number}: {error}")
+            faults.append(f"{place}: {error}")
             continue
-        if content:
-            place = f"{file}, line {number}"
-            if chat and isinstance(content, str):
-                content = chat_turn(content, system)
-            elif chat and isinstance(content, Chat) and system is not None and content.messages[0]["role"] != "system":
-                content = content.with_messages([{"role": "system", "content": system}, *content.messages])
-            prompts.append(Prompt(content, place, number, is_from_file=True))
+        if not content:
+            continue
+        if chat:
+            content = _with_system_turn(content, system)
+        prompts.append(Prompt(content, place, line_number, is_from_file=True))
     if not prompts and not faults:
         faults.append(f"{file}: there is no prompt in it; {_ADVICE}")
     if faults:
         raise InputError(*faults)
-    return prompts, unused
+    return prompts, unused_keys
 
 
-def _read_line(line: str, is_json: bool, unused: set[str]) -> str | Chat:
+def _with_system_turn(content: str | Chat, system: str | None) -> Chat:
+    """Return a text as a user's turn, or a chat; with the ``system`` turn before it if it has none."""
+    if isinstance(content, str):
+        return chat_turn(content, system)
+    if system is None or content.messages[0]["role"] == "system":
+        return content
+    return content.with_messages([{"role": "system", "content": system}, *content.messages])
+
+
+def _read_line(line: str, unused_keys: set[str], *, is_json: bool) -> str | Chat:
     """Return the content of a line, "" for an empty one; raise a ValueError if it is not valid.
 
-    The keys of which nothing is made are added to ``unused``.
+    Keys that are not used are added to ``unused_keys``.
     """
     if not line or not is_json:
         return line
@@ -103,10 +115,10 @@ def _read_line(line: str, is_json: bool, unused: set[str]) -> str | Chat:
     if "prompt" in row:
         if not isinstance(row["prompt"], str) or not row["prompt"]:
             raise ValueError('"prompt" must be a text, not empty')
-        unused.update(row.keys() - {"prompt"})
+        unused_keys.update(row.keys() - {"prompt"})
         return row["prompt"]
     chat = read_chat(row, "messages")
-    unused.update(chat.unused)
+    unused_keys.update(chat.unused)
     if not chat.messages or chat.messages[-1]["role"] in ("assistant", "system"):
         raise ValueError('"messages" must end with a turn of the user or of a tool, which the model answers')
     return chat

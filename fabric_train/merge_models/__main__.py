@@ -52,25 +52,33 @@ class MergeModelsArguments:
 
     def faults(self) -> list[str]:
         """Return a number of models or weights that the method does not take, and arguments of other methods."""
-        from_base = self.method in ("ties", "dare", "task_arithmetic")
+        needs_base = self.method in ("ties", "dare", "task_arithmetic")
         drops = self.method in ("ties", "dare")
-        number = len(self.models)
-        least = 1 if from_base else 2
+        num_models = len(self.models)
         faults = [f"--models: {fault}" for _, fault in given_twice(self.models)]
-        if number < least or (self.method == "slerp" and number > 2):
-            wanted = "2" if self.method == "slerp" else f"{least} or more"
-            faults.append(f"--method {self.method} merges {wanted} models, but --models has {number}")
+
+        # the number of models and of weights
+        min_models = 1 if needs_base else 2
+        if self.method == "slerp" and num_models != 2:
+            faults.append(f"--method slerp merges 2 models, but --models has {num_models}")
+        elif num_models < min_models:
+            faults.append(f"--method {self.method} merges {min_models} or more models, but --models has {num_models}")
         weights = self.weights or []
-        if self.weights is not None and len(weights) != number:
-            faults.append(f"--weights has {len(weights)} numbers, but --models has {number}: give one for each")
-        elif weights and not from_base and (min(weights) < 0 or not sum(weights)):
+        if self.weights is not None and len(weights) != num_models:
+            faults.append(f"--weights has {len(weights)} numbers, but --models has {num_models}: give one for each")
+        elif weights and not needs_base and (min(weights) < 0 or not sum(weights)):
             faults.append(f"--method {self.method} takes --weights of 0 or more that are not all 0")
-        if from_base and self.base is None:
+
+        # the base
+        if self.base is None and needs_base:
             faults.append(f"--method {self.method} needs --base, the model that all of --models began with")
-        if self.base is not None and not from_base:
-            faults.append(f"--base is not for --method {self.method}: leave it out, or list it in --models")
-        if self.base is not None and any(os.path.realpath(self.base) == os.path.realpath(one) for one in self.models):
-            faults.append(f"--base {self.base} is also in --models, where it changes nothing: leave it out there")
+        if self.base is not None:
+            if not needs_base:
+                faults.append(f"--base is not for --method {self.method}: leave it out, or list it in --models")
+            real_base = os.path.realpath(self.base)
+            if any(os.path.realpath(model) == real_base for model in self.models):
+                faults.append(f"--base {self.base} is also in --models, where it changes nothing: leave it out there")
+
         if self.density is not None and not drops:
             faults.append(f"--density is for ties and dare, not for --method {self.method}")
         if parse_size(self.max_shard_size) is None:
@@ -93,15 +101,20 @@ def main(argv: list[str] | None = None) -> None:
     target = Path(arguments.output_dir)
     check_not_taken(target)
     quiet_transformers()
+    models = [str(find_folder(name).absolute()) for name in arguments.models]
+    base = None
+    if arguments.base:
+        base = str(find_folder(arguments.base, "--base").absolute())
+    default_density = _DENSITY if arguments.method in ("ties", "dare") else 1.0
     recipe = MergeRecipe(
         method=arguments.method,
-        models=[str(find_folder(name).absolute()) for name in arguments.models],
-        weights=arguments.weights or [1.0] * len(arguments.models),
-        base=str(find_folder(arguments.base, "--base").absolute()) if arguments.base else None,
-        density=arguments.density or (_DENSITY if arguments.method in ("ties", "dare") else 1.0),
+        models=models,
+        weights=arguments.weights or [1.0] * len(models),
+        base=base,
+        density=arguments.density or default_density,
         seed=arguments.seed,
     )
-    source = ModelMerge.of(recipe)
+    source = ModelMerge.from_recipe(recipe)
     report = merge(source, target, getattr(torch, arguments.dtype), arguments.max_shard_size)
     print_summary(source.merged, report, target)
 
@@ -111,21 +124,29 @@ def print_summary(merged: "MergedModels", report: "VerificationReport", target: 
     from rich.table import Table
 
     from fabric_train.cli.output import open_console
-    from fabric_train.merge_models.merge import conflicts_of, parts_of, vocabularies_of
+    from fabric_train.merge_models.merge import describe_conflicts, describe_vocabularies, measure_models
     from fabric_train.merge_models.tensors import METHODS
 
-    columns = ["model", "weight", "difference", *["kept"] * METHODS[merged.recipe.method].drops]
+    columns = ["model", "weight", "difference"]
+    if METHODS[merged.recipe.method].drops:
+        columns.append("kept")
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-    for part in parts_of(merged):
-        kept = "" if part.kept is None else f"{part.kept:.1%}"
-        weight = "base" if part.weight is None else f"{part.weight:g}"
-        table.add_row(*(part.label, weight, f"{part.difference:.3g}", kept)[: len(columns)])
+    for model in measure_models(merged):
+        cells = [
+            model.name.label,
+            "base" if model.weight is None else f"{model.weight:g}",
+            f"{model.difference:.3g}",
+            "" if model.kept_share is None else f"{model.kept_share:.1%}",
+        ]
+        table.add_row(*cells[: len(columns)])
     open_console().print(table)
-    of = "base" if merged.recipe.base else "first model"
-    print(f"difference: length of the difference from the {of}, by the length of the {of}")
-    for line in (conflicts_of(merged), *vocabularies_of(merged)):
-        if line:
-            print(line)
+    reference = "base" if merged.recipe.base else "first model"
+    print(f"difference: length of the difference from the {reference}, by the length of the {reference}")
+    conflicts = describe_conflicts(merged)
+    if conflicts:
+        print(conflicts)
+    for line in describe_vocabularies(merged):
+        print(line)
     logits = f"; largest difference of a logit: {report.logits.max_difference:g}" if report.logits else ""
     print(f"verified by a fresh process: {report.tensors.compared} tensors are equal, bit for bit{logits}")
     print(f"written to {target}")

@@ -35,7 +35,6 @@ from fabric_train.files.atomic_folder import check_not_inside, complete_folder
 from fabric_train.files.regular_file import parse_json
 from fabric_train.files.requirements import check_room
 from fabric_train.merge_models.models import (
-    Matched,
     is_checkpoint,
     note_on_rounding,
     tokenizer_files,
@@ -55,7 +54,8 @@ class ModelMerge(ExportSource):
     recipe: MergeRecipe = field(kw_only=True)
 
     @classmethod
-    def of(cls, recipe: MergeRecipe) -> "ModelMerge":
+    def from_recipe(cls, recipe: MergeRecipe) -> "ModelMerge":
+        """Return the merge of a recipe."""
         return cls(Path(recipe.models[0]), recipe=recipe)
 
     @property
@@ -67,7 +67,9 @@ class ModelMerge(ExportSource):
         return tokenizer_of(self.checkpoint)
 
     def tokenizer_files(self) -> dict[str, Path]:
-        return super().tokenizer_files() if is_checkpoint(self.checkpoint) else tokenizer_files(self.checkpoint)
+        if is_checkpoint(self.checkpoint):
+            return super().tokenizer_files()
+        return tokenizer_files(self.checkpoint)
 
     @cached_property
     def merged(self) -> MergedModels:
@@ -103,114 +105,142 @@ def merge(source: ModelMerge, target: Path, dtype: torch.dtype, max_shard_size: 
         InputError: the models do not fit together, or ``target`` is taken or in a model's folder.
         VerificationError: the fresh process computes something else than was written.
     """
-    for folder in source.recipe.folders():
+    model_dirs = source.recipe.folders()
+    for folder in model_dirs:
         check_not_inside(target, folder)
     opened = source.open_tensors().opened  # reports what does not fit before anything is written
-    if line := note_on_rounding(source.recipe.folders(), dtype):
-        note(line)
-    check_room(target, opened.first.shape_of_model.num_parameters * dtype.itemsize, "the merged model")
+    rounding = note_on_rounding(model_dirs, dtype)
+    if rounding:
+        note(rounding)
+    check_room(target, opened.first_model.shape_of_model.num_parameters * dtype.itemsize, "the merged model")
     with complete_folder(target) as folder:
         write_model(source, folder, dtype, max_shard_size, f"merging {len(source.recipe.models)} models")
-        for file in (file for model in source.recipe.folders() for file in legal_files(model)):
-            if not (folder / file.name).exists():
-                shutil.copyfile(file, folder / file.name)
+        for model_dir in model_dirs:
+            for file in legal_files(model_dir):
+                if not (folder / file.name).exists():  # of two files of one name, the first model's
+                    shutil.copyfile(file, folder / file.name)
         write_merge_card(source.merged, folder, CardFacts(target.absolute().name), dtype)
         return verify_in_fresh_process(folder, source, dtype)
 
 
 @dataclass(frozen=True)
-class MergedPart:
-    """A model of a merge, or its base, whose weight is None.
+class ModelName:
+    """What a card calls a model."""
 
-    ``difference`` is the length of its difference from the base (or from the first model), by the length of that one.
-    ``kept`` is the share of the values of the difference that were not dropped; None if none could be.
-    """
-
-    label: str  # run and step, name on the hub, or the last part of a path
-    origin: ModelOrigin | None  # of a checkpoint, the model that its run began with
+    label: str
+    """Run and step, name on the hub, or the last part of a path."""
+    origin: ModelOrigin | None
+    """Of a checkpoint, the model that its run began with."""
     is_run: bool
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A model of a merge, or its base, whose weight is None."""
+
+    name: ModelName
     weight: float | None
     difference: float
-    kept: float | None
+    """The length of its difference from the base (or from the first model), by the length of that one."""
+    kept_share: float | None
+    """The share of the values of the difference that were not dropped; None if none could be."""
 
 
-def parts_of(merged: MergedModels) -> list[MergedPart]:
+def measure_models(merged: MergedModels) -> list[MeasuredModel]:
     """Return the models of a merge, the base last, after all of its tensors were read."""
     recipe = merged.recipe
-    changes = merged.changes.values()
-    length = math.sqrt(sum(one.of_base for one in changes))
-    values = sum(one.values for one in changes)
-    parts = []
-    for number, (folder, weight) in enumerate(zip(recipe.models, recipe.weights, strict=True)):
-        difference = math.sqrt(sum(one.of_models[number] for one in changes))
-        kept = sum(one.kept[number] for one in changes) / max(values, 1) if METHODS[recipe.method].drops else None
-        parts.append(MergedPart(*_name(Path(folder)), weight, difference / length if length else 0.0, kept))
-    return [*parts, MergedPart(*_name(Path(recipe.base)), None, 0.0, None)] if recipe.base else parts
+    changes = merged.changes.values()  # of each tensor; lengths are of all tensors as one vector
+    num_values = sum(change.values for change in changes)
+    reference_length = math.sqrt(sum(change.base_square for change in changes))
+    models = []
+    for index, (folder, weight) in enumerate(zip(recipe.models, recipe.weights, strict=True)):
+        difference_length = math.sqrt(sum(change.difference_squares[index] for change in changes))
+        difference = difference_length / reference_length if reference_length else 0.0
+        kept_share = None
+        if METHODS[recipe.method].drops:
+            num_kept = sum(change.num_kept[index] for change in changes)
+            kept_share = num_kept / max(num_values, 1)
+        name = _name_model(Path(folder))
+        models.append(MeasuredModel(name, weight=weight, difference=difference, kept_share=kept_share))
+    if recipe.base:
+        name = _name_model(Path(recipe.base))
+        models.append(MeasuredModel(name, weight=None, difference=0.0, kept_share=None))
+    return models
 
 
-def conflicts_of(merged: MergedModels) -> str:
+def describe_conflicts(merged: MergedModels) -> str:
     """Return in words for how many values the models disagree about the sign; empty for other methods than ties."""
-    shared = sum(one.shared for one in merged.changes.values())
-    if merged.recipe.method != "ties" or not shared:
+    changes = merged.changes.values()
+    num_shared = sum(change.shared for change in changes)
+    if merged.recipe.method != "ties" or not num_shared:
         return ""
-    in_conflict = sum(one.in_conflict for one in merged.changes.values())
-    return f"Of {shared:,} values that more than one model changes, {in_conflict / shared:.1%} have both signs."
+    share = sum(change.in_conflict for change in changes) / num_shared
+    return f"Of {num_shared:,} values that more than one model changes, {share:.1%} have both signs."
 
 
-def vocabularies_of(merged: MergedModels) -> Iterator[str]:
+def describe_vocabularies(merged: MergedModels) -> Iterator[str]:
     """Yield a sentence for each model whose tokens are not in the same rows as the first model's."""
     for folder, matched in merged.opened.matched.items():
-        yield _describe(_name(folder)[0], matched)
+        label = _name_model(folder).label
+        missing = f"; the other {matched.missing:,} have the first model's rows" if matched.missing else ""
+        left_out = f"; {matched.left_out:,} of its own are left out" if matched.left_out else ""
+        yield f"{label}: {matched.common:,} of the first model's tokens are in its vocabulary{missing}{left_out}."
 
 
-def _describe(label: str, matched: Matched) -> str:
-    taken = f"; the other {matched.missing:,} have the first model's rows" if matched.missing else ""
-    left_out = f"; {matched.left_out:,} of its own are left out" if matched.left_out else ""
-    return f"{label}: {matched.common:,} of the first model's tokens are in its vocabulary{taken}{left_out}."
-
-
-def _name(folder: Path) -> tuple[str, ModelOrigin | None, bool]:
+def _name_model(folder: Path) -> ModelName:
+    """Return what a card calls the model in a folder: a checkpoint, or a Hugging Face folder."""
     if is_checkpoint(folder):
         saved = read_trainer_json(folder)
-        return f"{last_part(str(run_of(folder)))}, step {saved.state.step:,}", saved.base_model, True
+        label = f"{last_part(str(run_of(folder)))}, step {saved.state.step:,}"
+        return ModelName(label, saved.base_model, is_run=True)
     origin, _ = find_origin(str(folder))
-    return (origin.repository or last_part(str(folder))), origin, False
+    return ModelName(origin.repository or last_part(str(folder)), origin, is_run=False)
 
 
 def write_merge_card(merged: MergedModels, folder: Path, facts: CardFacts, dtype: torch.dtype) -> None:
     """Write the model card ``README.md`` into the folder of a merge, which has its other files already."""
     recipe = merged.recipe
-    parts = parts_of(merged)
-    tokenizer = tokenizer_of(Path(recipe.models[0]))
-    licences = {_licence(part.origin) for part in parts}
-    origin = parts[0].origin if len(licences) == 1 else None
+    models = measure_models(merged)
+
+    # The licence, if all models have the same.
+    licences = {_licence(model.name.origin) for model in models}
+    origin = models[0].name.origin if len(licences) == 1 else None
     metadata = licence_metadata(origin, folder)
-    repositories = [part.origin.repository for part in parts if part.origin and part.origin.repository]
+
     settings = {"method": recipe.method, "weights": ", ".join(f"{weight:g}" for weight in recipe.weights)}
-    settings |= {"density": f"{recipe.density:g}"} if METHODS[recipe.method].drops else {}
-    settings |= {"seed": str(recipe.seed)} if recipe.method == "dare" else {}
+    if METHODS[recipe.method].drops:
+        settings["density"] = f"{recipe.density:g}"
+    if recipe.method == "dare":
+        settings["seed"] = str(recipe.seed)
     text = render(
         _CARD,
         title=facts.name,
         facts=facts,
         method=METHODS[recipe.method],
         number=len(recipe.models),
-        rows=[*map(_row, parts)],
+        rows=[_table_row(model) for model in models],
         columns=["model", "began with, or revision", "weight", "difference", "kept", "licence"],
         reference="the base" if recipe.base else "the first model",
-        conflicts=conflicts_of(merged),
-        vocabularies=[*vocabularies_of(merged)],
+        conflicts=describe_conflicts(merged),
+        vocabularies=list(describe_vocabularies(merged)),
         licence=metadata.get("license_name") or metadata.get("license"),
         legal_files=Markdown(", ".join(link(file.name, file.name) for file in legal_files(folder))),
         is_adapter=False,
         has_chats=None,
-        has_chat_template=has_chat_template(tokenizer),
-        settings=[*settings.items()],
+        has_chat_template=has_chat_template(tokenizer_of(Path(recipe.models[0]))),
+        settings=list(settings.items()),
         dtype=str(dtype).removeprefix("torch."),
-        versions=[(one.__name__, one.__version__) for one in (torch, transformers, huggingface_hub, safetensors)],
+        versions=[
+            (library.__name__, library.__version__) for library in (torch, transformers, huggingface_hub, safetensors)
+        ],
     )
+    repositories: list[str] = []
+    for model in models:
+        repository = model.name.origin.repository if model.name.origin else None
+        if repository and repository not in repositories:
+            repositories.append(repository)
     data = ModelCardData(
-        base_model=list(dict.fromkeys(repositories)) or None,
+        base_model=repositories or None,
         base_model_relation="merge" if repositories else None,
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -221,18 +251,24 @@ def write_merge_card(merged: MergedModels, folder: Path, facts: CardFacts, dtype
 
 
 def _licence(origin: ModelOrigin | None) -> tuple[str | None, ...]:
-    return (origin.license, origin.license_name, origin.license_link) if origin else (None,)
+    """Return what has to be equal if two models have the same licence."""
+    if origin is None:
+        return (None,)
+    return (origin.license, origin.license_name, origin.license_link)
 
 
-def _row(part: MergedPart) -> tuple[Any, ...]:
-    origin = part.origin
-    identity = None if origin is None else origin.name if part.is_run else (origin.revision or "")[:SHOWN_DIGITS]
+def _table_row(model: MeasuredModel) -> tuple[Any, ...]:
+    """Return the row of a model in the card's table."""
+    origin = model.name.origin
+    identity = None
+    if origin is not None:
+        identity = origin.name if model.name.is_run else (origin.revision or "")[:SHOWN_DIGITS]
     return (
-        code(part.label),
+        code(model.name.label),
         code(identity) if identity else None,
-        "base" if part.weight is None else f"{part.weight:g}",
-        f"{part.difference:.3g}",
-        None if part.kept is None else f"{part.kept:.1%}",
+        "base" if model.weight is None else f"{model.weight:g}",
+        f"{model.difference:.3g}",
+        None if model.kept_share is None else f"{model.kept_share:.1%}",
         origin.license if origin else None,
     )
 
@@ -242,8 +278,8 @@ def main() -> None:
     if len(sys.argv) != 4:
         raise InputError(f"usage: python -m {__spec__.name} FOLDER float32|bfloat16|float16 RECIPE")
     folder, dtype, recipe = sys.argv[1:]
-    source = ModelMerge.of(parse_json(recipe, MergeRecipe))
-    source.merged.watches = False
+    source = ModelMerge.from_recipe(parse_json(recipe, MergeRecipe))
+    source.merged.measures = False
     write_report(Path(folder), source, dtype)
 
 

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,11 @@ _TOKENIZER = re.compile(
     r"(tokenizer|vocab|merges|special_tokens_map|added_tokens|chat_template|spiece|sentencepiece)[^/]*"
     r"|[^/]+\.tiktoken|additional_chat_templates/[^/]+"
 )
-_OF_NO_WEIGHT = (
+_IGNORED_SETTINGS = (
     *("dtype", "use_cache", "transformers_version", "_name_or_path", "architectures", "vocab_size", "pad_token_id"),
     *("bos_token_id", "eos_token_id"),
 )
+"""Settings of a configuration that may differ, because they change nothing in what the layers compute."""
 
 
 def find_folder(name: str, option: str = "--models") -> Path:
@@ -45,17 +45,18 @@ def find_folder(name: str, option: str = "--models") -> Path:
     if is_exported_adapter(folder):
         advice = "convert its checkpoint with --merge true, and give that export"
         raise InputError(f"{option} {name}: this is an adapter without its base; {advice}")
-    if checkpoint := find_own_checkpoint(name):
+    checkpoint = find_own_checkpoint(name)
+    if checkpoint:
         return checkpoint
     with naming_option(option):
         shape = read_shape(name)
         if folder.is_dir():
             check_readable(name)
-        else:  # fetch what the cache lacks
-            open_pretrained(shape, torch.float32)
-            load_hf_tokenizer(name)
-            folder = Path(str(cached_file(name, "config.json"))).parent
-    return folder
+            return folder
+        # fetch what the cache lacks
+        open_pretrained(shape, torch.float32)
+        load_hf_tokenizer(name)
+        return Path(str(cached_file(name, "config.json"))).parent
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -70,8 +71,12 @@ def tokenizer_of(folder: Path) -> Path:
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:
     """Return the files of the tokenizer in a Hugging Face folder by their paths there; also links, as in the cache."""
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: path for name, path in files.items() if _TOKENIZER.fullmatch(name)}
+    files: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and _TOKENIZER.fullmatch(name):
+            files[name] = path
+    return files
 
 
 def read_vocabulary(folder: Path) -> dict[str, int] | None:
@@ -87,14 +92,14 @@ def note_on_rounding(folders: Sequence[Path], dtype: torch.dtype) -> str | None:
     """Return a note if models have another type than ``dtype``, to which the merged weights are rounded."""
     if dtype == torch.float32:
         return None
-    stored = {str(folder): _stored_dtype(folder) for folder in folders}
-    rounded = [folder for folder, of_folder in stored.items() if of_folder != dtype]
+    stored_dtypes = {str(folder): _stored_dtype(folder) for folder in folders}
+    rounded = {folder: stored for folder, stored in stored_dtypes.items() if stored != dtype}
     if not rounded:
         return None
-    kinds = sorted({str(stored[folder]).removeprefix("torch.") for folder in rounded})
-    of_models = f"those of {', '.join(rounded)} are {' and '.join(kinds)}"
+    kinds = sorted({str(stored).removeprefix("torch.") for stored in rounded.values()})
     written = str(dtype).removeprefix("torch.")
-    return f"the merged weights are rounded to {written}: {of_models} (--dtype)"
+    models = f"those of {', '.join(rounded)} are {' and '.join(kinds)}"
+    return f"the merged weights are rounded to {written}: {models} (--dtype)"
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
@@ -107,24 +112,28 @@ class ModelTensors(StoredTensors):
     """All tensors of a model in fp32, by the names in memory; tied ones once."""
 
     def __init__(self, folder: Path) -> None:
+        """Open the weights of a checkpoint or a Hugging Face folder."""
         self.folder = folder
         self.shape_of_model: ModelShape
-        self._opened: MetaModel
+        self._meta_model: MetaModel
         with naming_option("", instead_of="--model_name "):  # the folder says which model it is
             self.shape_of_model = read_shape(str(folder))
             if is_checkpoint(folder):
-                self._opened = open_tensors(self.shape_of_model, open_whole(folder), torch.float32)
+                self._meta_model = open_tensors(self.shape_of_model, open_whole(folder), torch.float32)
             else:
-                self._opened = open_pretrained(self.shape_of_model, torch.float32)
-        model: Any = self._opened.model
+                self._meta_model = open_pretrained(self.shape_of_model, torch.float32)
+        model: Any = self._meta_model.model
         tied = tied_weight_names(model)
-        self._outline: dict[str, torch.Tensor] = {
-            name: tensor for name, tensor in model.state_dict().items() if name not in tied
-        }
-        head = model.get_output_embeddings()
-        embedding = model.get_input_embeddings()
-        by_token = {id(each) for module in (head, embedding) if module is not None for each in module.parameters()}
-        self.rows_by_token = [name for name, parameter in model.named_parameters() if id(parameter) in by_token]
+        state = model.state_dict()  # on the meta device, or the weights themselves if they were loaded in full
+        self._outline: dict[str, torch.Tensor] = {name: tensor for name, tensor in state.items() if name not in tied}
+
+        # the matrices (and biases) with a row for each token
+        token_parameters: set[int] = set()
+        for module in (model.get_output_embeddings(), model.get_input_embeddings()):
+            if module is not None:
+                token_parameters.update(id(parameter) for parameter in module.parameters())
+        named_parameters = model.named_parameters()
+        self.rows_by_token = [name for name, parameter in named_parameters if id(parameter) in token_parameters]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._outline)
@@ -136,46 +145,50 @@ class ModelTensors(StoredTensors):
         return self._outline[name].dtype
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        if self._opened.weights is None:  # a pickle, which was loaded in full
+        weights = self._meta_model.weights
+        if weights is None:  # a pickle, which was loaded in full
             block = tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))
             return self._outline[name].detach()[block]
-        return self._opened.weights.read_block(name, offsets, shape).to(self.dtype(name))
+        return weights.read_block(name, offsets, shape).to(self.dtype(name))
 
 
 class AlignedTensors(StoredTensors):
     """The tensors of a model, with the rows of the first model's tokens in that model's order.
 
-    ``rows`` has the number of each row in the model itself, and -1 for a row that is taken from the first model.
+    ``row_indices``, int64 [V of the first model], has the index of each row in the model itself, and -1 for a row that
+    is taken from the first model.
     """
 
-    def __init__(self, own: ModelTensors, first: ModelTensors, rows: torch.Tensor) -> None:
-        self._own = own
-        self._first = first
-        self._rows = rows
-        self._whole = lru_cache(maxsize=1)(own.read)
+    def __init__(self, model: ModelTensors, first_model: ModelTensors, row_indices: torch.Tensor) -> None:
+        self._model = model
+        self._first_model = first_model
+        self._row_indices = row_indices
+        self._read_full = lru_cache(maxsize=1)(model.read)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._first)
+        return iter(self._first_model)
 
     def shape(self, name: str) -> torch.Size:
-        return self._first.shape(name)
+        return self._first_model.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._own.dtype(name)
+        return self._model.dtype(name)
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        if name not in self._own.rows_by_token:
-            return self._own.read_block(name, offsets, shape)
-        block = self._first.read_block(name, offsets, shape).clone()
-        rows = self._rows[offsets[0] : offsets[0] + shape[0]]
-        columns = (slice(None), *map(slice, offsets[1:], map(add, offsets[1:], shape[1:])))
-        block[rows >= 0] = self._whole(name)[columns][rows[rows >= 0]]
+        if name not in self._model.rows_by_token:
+            return self._model.read_block(name, offsets, shape)
+        block = self._first_model.read_block(name, offsets, shape).clone()
+        columns = [slice(begin, begin + size) for begin, size in zip(offsets[1:], shape[1:], strict=True)]
+        row_indices = self._row_indices[offsets[0] : offsets[0] + shape[0]]
+        has_own_row = row_indices >= 0
+        own_rows = self._read_full(name)[(slice(None), *columns)]  # in the model's own order
+        block[has_own_row] = own_rows[row_indices[has_own_row]]
         return block
 
 
 @dataclass(frozen=True)
-class Matched:
-    """The tokens of a model that the first model has too: their number, and how many of either are missing."""
+class MatchedTokens:
+    """How many of the first model's tokens a model has too, and how many of either are missing in the other."""
 
     common: int
     missing: int = 0  # of the first model's
@@ -186,9 +199,9 @@ class Matched:
 class OpenedModels:
     """The opened models of a merge; ``matched`` has an entry for each whose vocabulary is not the first model's."""
 
-    first: ModelTensors
+    first_model: ModelTensors
     tensors: list[StoredTensors] = field(default_factory=list)
-    matched: dict[Path, Matched] = field(default_factory=dict)
+    matched: dict[Path, MatchedTokens] = field(default_factory=dict)
 
 
 def open_models(folders: Sequence[Path]) -> OpenedModels:
@@ -197,61 +210,80 @@ def open_models(folders: Sequence[Path]) -> OpenedModels:
     Raises:
         InputError: a model has another architecture or other sizes, or too few of the first model's tokens.
     """
-    first, *others = map(ModelTensors, folders)
-    opened = OpenedModels(first, [first])
-    vocabulary = read_vocabulary(folders[0])
-    for model in others:
-        _check_sizes(model, first)
-        own = read_vocabulary(model.folder)
-        rows = [tensors.shape_of_model.vocab_size for tensors in (first, model)]
-        if own is None or vocabulary is None:
-            if rows[0] != rows[1] or (own is None) != (vocabulary is None):
-                without = folders[0] if vocabulary is None else model.folder
-                raise _cannot_be_merged(model, first, f"{without} has no tokenizer to find the same tokens by")
-            opened.tensors.append(model)
-        elif own == vocabulary and rows[0] == rows[1]:
+    first_model, *other_models = map(ModelTensors, folders)
+    opened = OpenedModels(first_model, [first_model])
+    first_vocabulary = read_vocabulary(first_model.folder)
+    for model in other_models:
+        _check_sizes(model, first_model)
+        vocabulary = read_vocabulary(model.folder)
+        has_same_rows = model.shape_of_model.vocab_size == first_model.shape_of_model.vocab_size
+        if vocabulary is not None and first_vocabulary is not None:
+            if vocabulary == first_vocabulary and has_same_rows:
+                opened.tensors.append(model)
+            else:
+                aligned, matched = _match(model, first_model, vocabulary, first_vocabulary)
+                opened.tensors.append(aligned)
+                opened.matched[model.folder] = matched
+        elif vocabulary is None and first_vocabulary is None and has_same_rows:
             opened.tensors.append(model)
         else:
-            aligned, opened.matched[model.folder] = _match(model, first, own, vocabulary)
-            opened.tensors.append(aligned)
+            without_tokenizer = first_model.folder if first_vocabulary is None else model.folder
+            fault = f"{without_tokenizer} has no tokenizer to find the same tokens by"
+            raise _cannot_be_merged(model, first_model, fault)
     return opened
 
 
 def _match(
-    model: ModelTensors, first: ModelTensors, own: dict[str, int], vocabulary: dict[str, int]
-) -> tuple[AlignedTensors, Matched]:
-    num_first = first.shape_of_model.vocab_size
-    num_own = model.shape_of_model.vocab_size
-    wanted = {token: row for token, row in vocabulary.items() if row < num_first}
-    there = {token: row for token, row in own.items() if row < num_own}
-    rows = torch.full((num_first,), -1)
-    for token, row in wanted.items():
-        rows[row] = there.get(token, -1)
-    common = len(wanted.keys() & there.keys())
-    if common < LEAST_SHARE * len(wanted):
-        share = f"only {common:,} of the {len(wanted):,} tokens are in both vocabularies"
-        raise _cannot_be_merged(model, first, share, "give models whose tokenizers have a common origin")
-    return AlignedTensors(model, first, rows), Matched(common, len(wanted) - common, len(there) - common)
+    model: ModelTensors, first_model: ModelTensors, vocabulary: dict[str, int], first_vocabulary: dict[str, int]
+) -> tuple[AlignedTensors, MatchedTokens]:
+    """Give a model's tokens the rows of the first model's tokens; the vocabularies have ids by the tokens' texts."""
+    # A tokenizer may have ids beyond the rows of the model, which are left out.
+    num_first_rows = first_model.shape_of_model.vocab_size
+    num_rows = model.shape_of_model.vocab_size
+    first_rows = {token: row for token, row in first_vocabulary.items() if row < num_first_rows}
+    rows = {token: row for token, row in vocabulary.items() if row < num_rows}
+    num_common = len(first_rows.keys() & rows.keys())
+    if num_common < LEAST_SHARE * len(first_rows):
+        fault = f"only {num_common:,} of the {len(first_rows):,} tokens are in both vocabularies"
+        raise _cannot_be_merged(model, first_model, fault, "give models whose tokenizers have a common origin")
+    # For each row of the first model, the row of the same token in this model, or -1.
+    row_indices = torch.full((num_first_rows,), -1)
+    for token, first_row in first_rows.items():
+        row_indices[first_row] = rows.get(token, -1)
+    matched = MatchedTokens(num_common, missing=len(first_rows) - num_common, left_out=len(rows) - num_common)
+    return AlignedTensors(model, first_model, row_indices), matched
 
 
-def _check_sizes(model: ModelTensors, first: ModelTensors) -> None:
-    kinds = [tensors.shape_of_model.config.model_type for tensors in (model, first)]
-    if kinds[0] != kinds[1]:
-        raise _cannot_be_merged(model, first, f"it is a {kinds[0]}, not a {kinds[1]}")
-    shapes = [{name: list(tensors.shape(name)) for name in tensors} for tensors in (model, first)]
-    for name in sorted({*model, *first}):
-        found, wanted = (by_name.get(name, ["absent"]) for by_name in shapes)
-        are_rows = name in first.rows_by_token and name in model.rows_by_token
-        if found[are_rows:] != wanted[are_rows:]:
-            raise _cannot_be_merged(model, first, f"{name} is {found}, not {wanted}")
-    settings = [tensors.shape_of_model.config.to_dict() for tensors in (model, first)]
-    for name in sorted({*settings[0], *settings[1]}.difference(_OF_NO_WEIGHT)):
-        if settings[0].get(name) != settings[1].get(name):
-            values = f"{settings[0].get(name)} in {model.folder}, {settings[1].get(name)} in {first.folder}"
+def _check_sizes(model: ModelTensors, first_model: ModelTensors) -> None:
+    """Check that a model has the architecture and the shapes of the first one, and print settings that differ."""
+    config = model.shape_of_model.config
+    first_config = first_model.shape_of_model.config
+    if config.model_type != first_config.model_type:
+        fault = f"it is a {config.model_type}, not a {first_config.model_type}"
+        raise _cannot_be_merged(model, first_model, fault)
+
+    shapes = {name: list(model.shape(name)) for name in model}
+    first_shapes = {name: list(first_model.shape(name)) for name in first_model}
+    for name in sorted({*shapes, *first_shapes}):
+        shape = shapes.get(name, ["absent"])
+        first_shape = first_shapes.get(name, ["absent"])
+        # the number of rows may differ where a row is of a token
+        has_token_rows = name in first_model.rows_by_token and name in model.rows_by_token
+        begin = 1 if has_token_rows else 0
+        if shape[begin:] != first_shape[begin:]:
+            raise _cannot_be_merged(model, first_model, f"{name} is {shape}, not {first_shape}")
+
+    settings = config.to_dict()
+    first_settings = first_config.to_dict()
+    for name in sorted({*settings, *first_settings}.difference(_IGNORED_SETTINGS)):
+        value = settings.get(name)
+        first_value = first_settings.get(name)
+        if value != first_value:
+            values = f"{value} in {model.folder}, {first_value} in {first_model.folder}"
             print(f"note: {name} is {values}; the result has the latter", file=sys.stderr)
 
 
 def _cannot_be_merged(
-    model: ModelTensors, first: ModelTensors, fault: str, advice: str = "give models of one architecture and size"
+    model: ModelTensors, first_model: ModelTensors, fault: str, advice: str = "give models of one architecture and size"
 ) -> InputError:
-    return InputError(f"{model.folder} cannot be merged with {first.folder}: {fault}; {advice}")
+    return InputError(f"{model.folder} cannot be merged with {first_model.folder}: {fault}; {advice}")

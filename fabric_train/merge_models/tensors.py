@@ -26,13 +26,16 @@ _SMALLEST_NORM = 1e-8
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """What a method is called in a card, where it is from, and what its result is in words."""
+    """What a card says of a method, and what the method does."""
 
     title: str
     source: str
     result: str
+    """The result in words."""
     from_base: bool = False
+    """It adds differences from a base."""
     drops: bool = False
+    """It drops values of the differences."""
 
 
 METHODS: dict[Method, MethodFacts] = {
@@ -69,10 +72,12 @@ METHODS: dict[Method, MethodFacts] = {
 def slerp_factors(first_norm: float, second_norm: float, dot: float, share: float) -> tuple[float, float]:
     """Return the factors of two vectors whose sum is ``share`` of the way from the first to the second one.
 
-    The way is an arc, and a straight line if the vectors are almost parallel. ``dot`` is their dot product.
+    The way is an arc, and a straight line if the vectors are almost parallel. ``dot`` is their dot product. With the
+    angle Ω between them, the factors are sin((1 - share) Ω) / sin Ω and sin(share Ω) / sin Ω.
     """
-    norms = [norm if norm > _SMALLEST_NORM else 1.0 for norm in (first_norm, second_norm)]
-    cosine = dot / norms[0] / norms[1]
+    first_norm = first_norm if first_norm > _SMALLEST_NORM else 1.0
+    second_norm = second_norm if second_norm > _SMALLEST_NORM else 1.0
+    cosine = dot / first_norm / second_norm
     if abs(cosine) > _ALMOST_PARALLEL:
         return 1 - share, share
     angle = math.acos(cosine)
@@ -87,55 +92,66 @@ def add_differences(base: torch.Tensor, differences: Sequence[torch.Tensor], wei
     return base + total
 
 
-def add_agreeing(
-    base: torch.Tensor, differences: Sequence[torch.Tensor], weights: Sequence[float]
-) -> tuple[torch.Tensor, int, int]:
+@dataclass(frozen=True)
+class AgreedSum:
+    """The result of :func:`add_agreeing`."""
+
+    merged: torch.Tensor
+    num_shared: int
+    """Values that more than one difference changes."""
+    num_in_conflict: int
+    """How many of these have differences of both signs."""
+
+
+def add_agreeing(base: torch.Tensor, differences: Sequence[torch.Tensor], weights: Sequence[float]) -> AgreedSum:
     """Return the base plus the mean of the differences that have the elected sign (arXiv:2306.01708).
 
     Each value's elected sign is the one of the weighted sum of its differences, which are 0 where they were dropped.
-
-    Returns:
-        the merged tensor, the number of values that more than one difference changes, and how many of these have
-        differences of both signs.
+    ``differences`` have the shape of the base, and there is a weight for each.
     """
     weighted = torch.stack([difference * weight for difference, weight in zip(differences, weights, strict=True)])
-    signs = weighted.sign()
-    elected = torch.where(weighted.sum(dim=0) >= 0, 1.0, -1.0)
+    signs = weighted.sign()  # [models, *shape]
+    elected = torch.where(weighted.sum(dim=0) >= 0, 1.0, -1.0)  # [*shape]
     agrees = signs == elected
-    share = (torch.tensor(weights).view(-1, *[1] * base.dim()) * agrees).sum(dim=0)
-    merged = base + (weighted * agrees).sum(dim=0) / torch.where(share == 0, 1.0, share)
-    shared = (signs != 0).sum(dim=0) > 1
-    in_conflict = (signs.amin(dim=0) < 0) & (signs.amax(dim=0) > 0)
-    return merged, int(shared.sum()), int(in_conflict.sum())
+    model_weights = torch.tensor(weights).view(-1, *(1 for _ in base.shape))  # [models, 1, …, 1]
+    weight_sum = (model_weights * agrees).sum(dim=0)
+    divisor = torch.where(weight_sum == 0, 1.0, weight_sum)
+    merged = base + (weighted * agrees).sum(dim=0) / divisor
+    is_shared = (signs != 0).sum(dim=0) > 1
+    is_in_conflict = (signs.amin(dim=0) < 0) & (signs.amax(dim=0) > 0)
+    return AgreedSum(merged, int(is_shared.sum()), int(is_in_conflict.sum()))
 
 
-def largest(difference: torch.Tensor, density: float) -> torch.Tensor:
-    """Return which values of a tensor are its largest ones, a share ``density`` of them, at least one.
+def find_largest(difference: torch.Tensor, density: float) -> torch.Tensor:
+    """Return which values of a tensor are its largest ones by size, a share ``density`` of them, at least one.
 
-    Of equal values at the border the first ones count, so that the number is exact.
+    Of equal values at the border the first ones count, so that the number is exact. The result is bool, of the shape of
+    ``difference``.
     """
     shape = difference.shape
-    number = difference.numel()
-    count = max(1, int(density * number))
-    if count >= number:
+    num_values = difference.numel()
+    num_kept = max(1, int(density * num_values))
+    if num_kept >= num_values:
         return torch.ones(shape, dtype=torch.bool)
     sizes = difference.abs().flatten()
     del difference  # its memory is free now, if the caller has not kept it
-    in_order = sizes.numpy().copy()
-    in_order.partition(number - count)
-    border = float(in_order[number - count])
-    kept = sizes > border
+    partitioned = sizes.numpy().copy()
+    partitioned.partition(num_values - num_kept)  # linear in the number of values, as sorting is not
+    border = float(partitioned[num_values - num_kept])  # the smallest of the largest
+    is_kept = sizes > border
     if border > 0:  # a difference of 0 changes nothing
-        kept[(sizes == border).nonzero().flatten()[: count - int(kept.count_nonzero())]] = True
-    return kept.view(shape)
+        at_border = (sizes == border).nonzero().flatten()
+        num_missing = num_kept - int(is_kept.count_nonzero())
+        is_kept[at_border[:num_missing]] = True
+    return is_kept.view(shape)
 
 
-def drawn(shape: Sequence[int], density: float, seed: int, name: str, model: int) -> torch.Tensor:
-    """Return which values of a tensor are kept by chance, each with the probability ``density``.
+def draw_kept(shape: Sequence[int], density: float, seed: int, name: str, model_index: int) -> torch.Tensor:
+    """Return which values of a tensor are kept by chance, each with the probability ``density``: bool [*shape].
 
-    The draw depends on the seed, the name of the tensor and the number of the model alone.
+    The draw depends on the seed, the name of the tensor and the index of the model alone.
     """
-    digest = hashlib.sha256(f"{seed} {model} {name}".encode()).digest()
+    digest = hashlib.sha256(f"{seed} {model_index} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.rand(tuple(shape), generator=generator) < density
 
@@ -153,7 +169,10 @@ class MergeRecipe:
 
     def folders(self) -> list[Path]:
         """Return the folders of the models, and of the base after them if there is one."""
-        return [Path(folder) for folder in (*self.models, *([self.base] if self.base else []))]
+        folders = [Path(model) for model in self.models]
+        if self.base:
+            folders.append(Path(self.base))
+        return folders
 
 
 @dataclass
@@ -161,98 +180,119 @@ class TensorChanges:
     """Sums over the values of a tensor: of squares, and counts."""
 
     values: int = 0
-    of_base: float = 0.0  # the sum of the base's squares, without one of the first model's
-    of_models: list[float] = field(default_factory=list)  # of each model's difference from it
-    kept: list[int] = field(default_factory=list)  # differences that were not dropped
-    shared: int = 0  # values that more than one model changes, as far as their differences were kept
-    in_conflict: int = 0  # of these, the ones that models change in both directions
+    base_square: float = 0.0
+    """The sum of the squares of the base; without a base, of the first model."""
+    difference_squares: list[float] = field(default_factory=list)
+    """The sum of the squares of each model's difference from it."""
+    num_kept: list[int] = field(default_factory=list)
+    """Values of each difference that were not dropped."""
+    shared: int = 0
+    """Values that more than one model changes, as far as their differences were kept."""
+    in_conflict: int = 0
+    """How many of the shared values models change in both directions."""
 
 
 class MergedModels(CombinedTensors):
     """The tensors of a merge; each is computed on request, in the same way in every process.
 
-    While tensors are read, ``changes`` gets an entry for each; if ``watches`` is false, without lengths.
+    While tensors are read, ``changes`` gets an entry for each; if ``measures`` is false, without squares.
     """
 
-    watches = True
+    measures = True
 
     def __init__(self, recipe: MergeRecipe) -> None:
         self.recipe = recipe
         self.opened = open_models(recipe.folders())
-        super().__init__(self.opened.tensors, self.opened.first)
+        super().__init__(self.opened.tensors, self.opened.first_model)
         self.changes: dict[str, TensorChanges] = {}
+        # a tensor is read in blocks, one tensor after the other, so what it takes to compute one is found once
         self._factors = lru_cache(maxsize=1)(self._find_factors)
-        self._kept = lru_cache(maxsize=1)(self._choose_kept)
+        self._kept_values = lru_cache(maxsize=1)(self._choose_kept)
 
     def _combine(self, name: str, offsets: Sequence[int], blocks: Iterable[torch.Tensor]) -> torch.Tensor:
-        recipe, (*models, last) = self.recipe, blocks
-        base, models = (last, models) if recipe.base else (models[0], [*models, last])
+        """Return the merge of the models' blocks, fp32, that begin at ``offsets`` of the tensor ``name``."""
+        recipe = self.recipe
+        models = list(blocks)
+        base = models.pop() if recipe.base else models[0]
         differences = [model - base for model in models]
-        changes = self._watch(name, offsets, base, differences)
+        changes = self._record(name, offsets, base, differences)
+
+        # Methods without dropped values.
         if recipe.method == "linear":
             return weighted_mean(models, recipe.weights)
         if recipe.method == "slerp":
-            first, second = self._factors(name)
-            return models[0] * first + models[1] * second
+            first_factor, second_factor = self._factors(name)
+            return models[0] * first_factor + models[1] * second_factor
         if recipe.method == "task_arithmetic":
             return add_differences(base, differences, recipe.weights)
+
+        # TIES and DARE: drop values of the differences, then add what is left of them.
         block = tuple(slice(begin, begin + size) for begin, size in zip(offsets, base.shape, strict=True))
-        for number, kept in enumerate(self._kept(name)):
-            changes.kept[number] += int(kept[block].count_nonzero())
-            differences[number] *= kept[block]
-        if recipe.method == "dare":
+        for index, is_kept in enumerate(self._kept_values(name)):
+            changes.num_kept[index] += int(is_kept[block].count_nonzero())
+            differences[index] *= is_kept[block]
+        if recipe.method == "dare":  # the kept values are scaled up, so that their expected sum stays
             weights = [weight / recipe.density for weight in recipe.weights]
             return add_differences(base, differences, weights)
-        merged, shared, in_conflict = add_agreeing(base, differences, recipe.weights)
-        changes.shared += shared
-        changes.in_conflict += in_conflict
-        return merged
+        agreed = add_agreeing(base, differences, recipe.weights)
+        changes.shared += agreed.num_shared
+        changes.in_conflict += agreed.num_in_conflict
+        return agreed.merged
 
-    def _watch(
+    def _record(
         self, name: str, offsets: Sequence[int], base: torch.Tensor, differences: Sequence[torch.Tensor]
     ) -> TensorChanges:
         """Add a block to the changes of its tensor; return them."""
+        num_models = len(differences)
         if not any(offsets):  # the first block; a tensor may be read several times
-            self.changes[name] = TensorChanges(of_models=[0.0] * len(differences), kept=[0] * len(differences))
+            self.changes[name] = TensorChanges(difference_squares=[0.0] * num_models, num_kept=[0] * num_models)
         changes = self.changes[name]
-        if self.watches:
+        if self.measures:
             changes.values += base.numel()
-            changes.of_base += _square(base)
-            for number, difference in enumerate(differences):
-                changes.of_models[number] += _square(difference)
+            changes.base_square += _square(base)
+            for index, difference in enumerate(differences):
+                changes.difference_squares[index] += _square(difference)
         return changes
 
     def _find_factors(self, name: str) -> tuple[float, float]:
         """Return the factors of the two models' tensors for an interpolation on the sphere."""
-        first, second = self._models
-        squares = [0.0, 0.0]
+        first_model, second_model = self._models
+        first_square = 0.0
+        second_square = 0.0
         dot = 0.0
         shape = self.shape(name)
-        for one, other in zip(blocks_of(first, name, shape), blocks_of(second, name, shape), strict=True):
-            squares = [squares[0] + _square(one), squares[1] + _square(other)]
-            dot += float(torch.dot(one.double().flatten(), other.double().flatten()))
+        first_blocks = blocks_of(first_model, name, shape)
+        second_blocks = blocks_of(second_model, name, shape)
+        for first_block, second_block in zip(first_blocks, second_blocks, strict=True):
+            first_square += _square(first_block)
+            second_square += _square(second_block)
+            dot += float(torch.dot(first_block.double().flatten(), second_block.double().flatten()))
         share = self.recipe.weights[1] / sum(self.recipe.weights)
-        return slerp_factors(squares[0] ** 0.5, squares[1] ** 0.5, dot, share)
+        return slerp_factors(first_square**0.5, second_square**0.5, dot, share)
 
     def _choose_kept(self, name: str) -> list[torch.Tensor]:
-        """Return for each model which values of its difference from the base are kept."""
+        """Return for each model which values of its difference from the base are kept, bool like the tensor."""
         recipe = self.recipe
-        shape = self.shape(name)
         if recipe.method == "dare":
-            return [drawn(shape, recipe.density, recipe.seed, name, i) for i in range(len(recipe.models))]
+            shape = self.shape(name)
+            num_models = len(recipe.models)
+            return [draw_kept(shape, recipe.density, recipe.seed, name, index) for index in range(num_models)]
         *models, base = self._models
-        return [largest(self._difference(name, model, base), recipe.density) for model in models]
+        return [find_largest(self._read_difference(name, model, base), recipe.density) for model in models]
 
-    def _difference(self, name: str, model: StoredTensors, base: StoredTensors) -> torch.Tensor:
-        """Return the difference of two whole tensors, read in blocks."""
-        difference = torch.empty(self.shape(name))
-        rest = difference.view(-1)
+    def _read_difference(self, name: str, model: StoredTensors, base: StoredTensors) -> torch.Tensor:
+        """Return the difference of two full tensors, read in blocks, fp32."""
+        shape = self.shape(name)
+        difference = torch.empty(shape)
+        flat = difference.view(-1)
         begin = 0
-        for one, other in zip(*(blocks_of(each, name, self.shape(name)) for each in (model, base)), strict=True):
-            rest[begin : begin + one.numel()] = (one - other).flatten()
-            begin += one.numel()
+        for model_block, base_block in zip(blocks_of(model, name, shape), blocks_of(base, name, shape), strict=True):
+            end = begin + model_block.numel()
+            flat[begin:end] = (model_block - base_block).flatten()
+            begin = end
         return difference
 
 
 def _square(block: torch.Tensor) -> float:
+    """Return the sum of the squares of a tensor."""
     return float(torch.linalg.vector_norm(block)) ** 2

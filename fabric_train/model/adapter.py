@@ -10,9 +10,10 @@ weights may be in 4 bits, see ``nf4``.
 """
 
 import functools
+import hashlib
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.distributed.sharded_parameters import original_name
 from fabric_train.model.nf4 import NF4Linear, is_linear, read_dequantized_rows
 from fabric_train.model.patterns import NamePattern
-from fabric_train.model.weight_files import Weights
+from fabric_train.model.weight_files import StoredTensors, Weights
 
 ALL_LINEAR = "all-linear"
 """The target that means every linear layer except the head."""
@@ -180,7 +181,6 @@ class _DetachedAdapter:
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Take the adapters off the layers within the block, in which other layers of the same names may replace them."""
     detached: dict[str, _DetachedAdapter] = {}
-    module: Any
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLayer):
             detached[name] = _DetachedAdapter(
@@ -189,11 +189,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
                 lora_b=module._modules.pop("lora_B"),
                 magnitudes=module._parameters.pop(_MAGNITUDE, None),
             )
-            module.__class__ = _base_class(module)
+            module.__class__ = _base_class(module)  # type: ignore[assignment]
     yield
-    layer: Any
     for name, removed in detached.items():
-        layer = model.get_submodule(name)
+        layer: Any = model.get_submodule(name)
         layer.adapter = removed.adapter
         layer.lora_A = removed.lora_a
         layer.lora_B = removed.lora_b
@@ -275,6 +274,41 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLayer):
             yield original_name(f"{name}.").removesuffix("."), module
+
+
+class AdaptedWeights:
+    """The weights of a base model and of its adapter: new ones, or the ``stored`` ones.
+
+    New ones are as in peft: ``lora_A`` is drawn uniformly from ±1/√in (He's initialization with a = √5), ``lora_B`` is
+    zero. They depend on ``seed`` and their name alone, not on the number of ranks. ``stored`` may also have weights of
+    the base, those that were trained whole. Implements ``weight_files.Weights``.
+    """
+
+    def __init__(self, base: Weights | None, seed: int, stored: StoredTensors | None = None) -> None:
+        self._base = base
+        self._seed = seed
+        self._stored = stored
+        self._stored_names = set(stored or ())
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the adapter has not been trained yet."""
+        return self._stored is None
+
+    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Return a block of a weight; see ``Weights``. New magnitudes of DoRA are zero until ``start_magnitudes``."""
+        if self._stored is not None and name in self._stored_names:
+            return self._stored.read_block(name, offsets, shape)
+        if not is_adapter_parameter(name):
+            assert self._base is not None  # a base that is in memory is not read
+            return self._base.read_block(name, offsets, shape)
+        if not name.endswith("lora_A.weight"):
+            return torch.zeros(tuple(shape))
+        # every rank has the whole matrix, so the block is all of lora_A [rank, in]
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        bound = 1 / math.sqrt(shape[1])
+        return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
 
 
 @torch.no_grad()

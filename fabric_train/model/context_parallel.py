@@ -6,14 +6,15 @@ whose tokens see many.
 
 All layers but attention treat each token alone. For attention the ranks gather the keys and values of all slices, and
 each computes its own queries, as in Llama 3 (arXiv:2407.21783, section 3.3.2). The gathered keys are in the order of
-the rows, so a stretch of queries sees a stretch of keys, and the kernels for documents take both with their borders.
-torch's own context parallelism (``torch.distributed.tensor.experimental``) has no documents: it takes causal rows.
+the rows, so consecutive queries (a ``Stretch``) see consecutive keys, and the kernels for documents take both with
+their borders. torch's own context parallelism (``torch.distributed.tensor.experimental``) has no documents: it takes
+causal rows.
 
 Shapes: C ranks, L tokens in all rows with the padding, S = L / C tokens of a slice, H heads of queries, K of keys and
 values, D head size, N targets.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,10 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fabric_train.data.batch import Batch, RowSlice, Stretch, find_targets
 from fabric_train.distributed.ranks import ContextGroup
+from fabric_train.model.varlen_kernel import attention_dtype, causal_varlen
 
 if TYPE_CHECKING:
     from lightning import Fabric
@@ -34,45 +35,57 @@ CONTEXT = "sdpa_context"
 CONTEXT_VARLEN = "sdpa_context_varlen"
 """transformers' name of :func:`attend` with torch's kernel for documents."""
 
-
-_CHUNKS_OF_RANK = (1, 2, 4, 8)
+_CHUNKS_PER_RANK = (1, 2, 4, 8)
 _TOLERANCE = 0.02
+"""How much more work than the mean a rank may have before the rows are cut into more chunks."""
 
 
 def place_batch(fabric: "Fabric", batch: Batch) -> Batch:
     """Return a batch on Fabric's device, with this rank's slice of its rows if several ranks compute them."""
-    placed = batch.to(fabric.device)
+    batch_on_device = batch.to(fabric.device)
     group = getattr(fabric.strategy, "context_group", None)
-    return placed if group is None else replace(placed, row_slice=cut_rows(batch, group).to(fabric.device))
+    if group is None:
+        return batch_on_device
+    row_slice = cut_rows(batch, group).to(fabric.device)  # from the batch on the CPU
+    return replace(batch_on_device, row_slice=row_slice)
 
 
 def cut_rows(batch: Batch, group: ContextGroup) -> RowSlice:
     """Return this rank's slice of the rows of a batch on the CPU."""
     num_tokens = batch.input_ids.numel()
     borders = borders_of(batch)
-    ranks, size = deal_chunks(borders, group.size)
-    padded = len(ranks) * size
-    if padded > num_tokens:  # the padding is a document of its own
-        borders = np.append(borders, padded)
-    own = np.flatnonzero(ranks == group.rank)
-    tokens = (own[:, None] * size + np.arange(size)).ravel()
-    position_ids = tokens - borders[np.searchsorted(borders, tokens, side="right") - 1]
-    input_ids = np.zeros(padded, dtype=np.int64)
+    chunk_ranks, chunk_size = deal_chunks(borders, group.size)
+    num_chunks = len(chunk_ranks)
+    padded_length = num_chunks * chunk_size
+    if padded_length > num_tokens:  # the padding is a document of its own
+        borders = np.append(borders, padded_length)
+
+    # This rank's tokens, as indices [S] into all rows, their ids and their positions in their documents.
+    own_chunks = np.flatnonzero(chunk_ranks == group.rank)
+    tokens = (own_chunks[:, None] * chunk_size + np.arange(chunk_size)).ravel()
+    documents = np.searchsorted(borders, tokens, side="right") - 1  # the document of each token
+    position_ids = tokens - borders[documents]
+    input_ids = np.zeros(padded_length, dtype=np.int64)
     input_ids[:num_tokens] = batch.input_ids.numpy().ravel()
+
+    # The targets that its tokens predict: their indices among the targets of the batch, and where in the slice.
     targets = batch.targets or find_targets(batch.labels)
-    numbers = np.flatnonzero(ranks[targets.positions.numpy() // size] == group.rank)
-    positions = np.searchsorted(tokens, targets.positions.numpy()[numbers])
-    chunks = np.empty(len(ranks), dtype=np.int64)
-    chunks[np.argsort(ranks, kind="stable")] = np.arange(len(ranks))
+    target_positions = targets.positions.numpy()
+    own_targets = np.flatnonzero(chunk_ranks[target_positions // chunk_size] == group.rank)
+    positions = np.searchsorted(tokens, target_positions[own_targets])
+
+    # Gathered slices have the chunks of rank 0, then those of rank 1 and so on. This is the index of each chunk there.
+    chunk_indices = np.empty(num_chunks, dtype=np.int64)
+    chunk_indices[np.argsort(chunk_ranks, kind="stable")] = np.arange(num_chunks)
     return RowSlice(
         group,
         input_ids=torch.from_numpy(input_ids[tokens][None]),
         position_ids=torch.from_numpy(position_ids[None]),
         positions=torch.from_numpy(positions),
-        target_ids=targets.ids[torch.from_numpy(numbers)],
-        numbers=torch.from_numpy(numbers),
-        chunks=torch.from_numpy(chunks),
-        stretches=_stretches(own, size, borders),
+        target_ids=targets.ids[torch.from_numpy(own_targets)],
+        numbers=torch.from_numpy(own_targets),
+        chunks=torch.from_numpy(chunk_indices),
+        stretches=_find_stretches(own_chunks, chunk_size, borders),
     )
 
 
@@ -84,6 +97,18 @@ def borders_of(batch: Batch) -> np.ndarray:
     return np.arange(num_rows + 1) * length
 
 
+@dataclass(frozen=True)
+class _Deal:
+    """Chunks of rows that are dealt to ranks."""
+
+    chunk_ranks: np.ndarray
+    """The rank of each chunk, int64 [chunks]."""
+    chunk_size: int
+    """Tokens of a chunk."""
+    imbalance: float
+    """The most work of a rank as a multiple of the mean."""
+
+
 def deal_chunks(borders: np.ndarray, num_ranks: int) -> tuple[np.ndarray, int]:
     """Return the rank of each chunk, int64 [chunks], and the tokens of a chunk.
 
@@ -91,62 +116,78 @@ def deal_chunks(borders: np.ndarray, num_ranks: int) -> tuple[np.ndarray, int]:
     before it in its document. Each rank gets the same number of chunks: the fewest that balance the work within 2 %, at
     most 8. The chunks with the most work are dealt first, each to the rank that has the least.
     """
-    best = _deal(borders, num_ranks, _CHUNKS_OF_RANK[0])
-    for number in _CHUNKS_OF_RANK[1:]:
-        if best[2] <= 1 + _TOLERANCE:
+    best = _deal_equally(borders, num_ranks, _CHUNKS_PER_RANK[0])
+    for chunks_per_rank in _CHUNKS_PER_RANK[1:]:
+        if best.imbalance <= 1 + _TOLERANCE:
             break
-        best = min(best, _deal(borders, num_ranks, number), key=lambda dealt: dealt[2])
-    return best[0], best[1]
+        deal = _deal_equally(borders, num_ranks, chunks_per_rank)
+        if deal.imbalance < best.imbalance:
+            best = deal
+    return best.chunk_ranks, best.chunk_size
 
 
-def _deal(borders: np.ndarray, num_ranks: int, chunks_of_rank: int) -> tuple[np.ndarray, int, float]:
-    """Return what :func:`deal_chunks` does, and the most work of a rank as a multiple of the mean."""
-    num_chunks = num_ranks * chunks_of_rank
-    of_chunks = count_keys(borders, num_chunks)
-    size = -(-int(borders[-1]) // num_chunks)
-    ranks = np.empty(num_chunks, dtype=np.int64)
-    of_ranks = [0] * num_ranks
-    number = [0] * num_ranks
-    for chunk in np.argsort(-of_chunks, kind="stable"):
-        rank = min((each for each in range(num_ranks) if number[each] < chunks_of_rank), key=of_ranks.__getitem__)
-        ranks[chunk] = rank
-        of_ranks[rank] += int(of_chunks[chunk])
-        number[rank] += 1
-    return ranks, size, max(of_ranks) * num_ranks / sum(of_ranks)
+def _deal_equally(borders: np.ndarray, num_ranks: int, chunks_per_rank: int) -> _Deal:
+    """Deal ``chunks_per_rank`` chunks to each rank; see :func:`deal_chunks`."""
+    num_chunks = num_ranks * chunks_per_rank
+    chunk_work = count_keys(borders, num_chunks)
+    chunk_ranks = np.empty(num_chunks, dtype=np.int64)
+    rank_work = [0] * num_ranks
+    num_dealt = [0] * num_ranks
+    for chunk in np.argsort(-chunk_work, kind="stable"):  # the most work first
+        open_ranks = [rank for rank in range(num_ranks) if num_dealt[rank] < chunks_per_rank]
+        rank = min(open_ranks, key=rank_work.__getitem__)
+        chunk_ranks[chunk] = rank
+        rank_work[rank] += int(chunk_work[chunk])
+        num_dealt[rank] += 1
+    imbalance = max(rank_work) * num_ranks / sum(rank_work)
+    return _Deal(chunk_ranks, _chunk_size(borders, num_chunks), imbalance)
+
+
+def _chunk_size(borders: np.ndarray, num_chunks: int) -> int:
+    """Return the tokens of a chunk if all tokens are cut into ``num_chunks``; the last chunks may have padding."""
+    num_tokens = int(borders[-1])
+    return -(-num_tokens // num_chunks)
 
 
 def count_keys(borders: np.ndarray, num_chunks: int) -> np.ndarray:
     """Return how many keys the tokens of each chunk see together, int64 [chunks]; padding is a document."""
-    size = -(-int(borders[-1]) // num_chunks)
-    tokens = np.arange(num_chunks * size)
-    keys = tokens + 1 - borders[np.searchsorted(borders, tokens, side="right") - 1]
-    return keys.reshape(num_chunks, size).sum(axis=1)
+    chunk_size = _chunk_size(borders, num_chunks)
+    tokens = np.arange(num_chunks * chunk_size)
+    documents = np.searchsorted(borders, tokens, side="right") - 1  # the document of each token
+    num_keys = tokens + 1 - borders[documents]  # of each token: from the start of its document to itself
+    return num_keys.reshape(num_chunks, chunk_size).sum(axis=1)
 
 
-def _stretches(own: np.ndarray, size: int, borders: np.ndarray) -> tuple[Stretch, ...]:
-    """Return the stretches of a rank's chunks ``own``, which are ascending."""
+def _find_stretches(chunks: np.ndarray, chunk_size: int, borders: np.ndarray) -> tuple[Stretch, ...]:
+    """Return the consecutive tokens of a rank, whose ``chunks`` are ascending, with the keys that they see."""
     stretches = []
-    begin = 0
-    for run in np.split(own, np.flatnonzero(np.diff(own) > 1) + 1):
-        first = int(run[0]) * size
-        last = int(run[-1] + 1) * size
-        first_key = int(borders[np.searchsorted(borders, first, side="right") - 1])
-        inside = borders[(borders > first) & (borders < last)]
-        of_tokens = np.concatenate([[0], inside - first, [last - first]])
-        of_keys = np.concatenate([[0], inside - first_key, [last - first_key]])
+    begin = 0  # in the slice
+    ends_of_runs = np.flatnonzero(np.diff(chunks) > 1) + 1
+    for run in np.split(chunks, ends_of_runs):
+        # Consecutive chunks are the tokens ``begin_token`` to ``end_token`` of the rows. The keys begin with the
+        # document that the first of these tokens is in.
+        begin_token = int(run[0]) * chunk_size
+        end_token = int(run[-1] + 1) * chunk_size
+        first_document = np.searchsorted(borders, begin_token, side="right") - 1
+        begin_key = int(borders[first_document])
+        # Borders of the documents, counted from the first token and from the first key.
+        inner_borders = borders[(borders > begin_token) & (borders < end_token)]
+        query_borders = np.concatenate([[0], inner_borders - begin_token, [end_token - begin_token]])
+        key_borders = np.concatenate([[0], inner_borders - begin_key, [end_token - begin_key]])
+        end = begin + end_token - begin_token
         stretches.append(
             Stretch(
                 begin=begin,
-                end=begin + last - first,
-                first_key=first_key,
-                last_key=last,
-                lengths=tuple(np.diff(of_tokens).tolist()),
-                key_lengths=tuple(np.diff(of_keys).tolist()),
-                borders=torch.from_numpy(of_tokens.astype(np.int32)),
-                key_borders=torch.from_numpy(of_keys.astype(np.int32)),
+                end=end,
+                first_key=begin_key,
+                last_key=end_token,
+                lengths=tuple(np.diff(query_borders).tolist()),
+                key_lengths=tuple(np.diff(key_borders).tolist()),
+                borders=torch.from_numpy(query_borders.astype(np.int32)),
+                key_borders=torch.from_numpy(key_borders.astype(np.int32)),
             )
         )
-        begin += last - first
+        begin = end
     return tuple(stretches)
 
 
@@ -159,7 +200,7 @@ def attend(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     row_slice: RowSlice | None = None,
-    **more: Any,
+    **sdpa_arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within documents for a slice of the rows, as transformers calls it.
 
@@ -168,91 +209,118 @@ def attend(
     the query's, and None instead of the attention weights.
     """
     if row_slice is None:
-        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **more)
-    device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    queries, keys, values = (heads[0].transpose(0, 1).to(dtype) for heads in (query, key, value))
-    # the second half of the heads travels while the first is computed, and back as well
-    num_parts = 2 if keys.shape[1] % 2 == 0 else 1
-    own = torch.stack([keys, values], dim=1).chunk(num_parts, dim=2)
-    exchanges = [_Exchange(part, row_slice) for part in own]
-    sent = [_Received.apply(part, exchange) for part, exchange in zip(own, exchanges, strict=True)]
-    kernel = _attend_by_kernel if module.config._attn_implementation == CONTEXT_VARLEN else _attend_by_document
+        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **sdpa_arguments)
+    dtype = attention_dtype(query)
+    queries, keys, values = (heads[0].transpose(0, 1).to(dtype) for heads in (query, key, value))  # [S, heads, D]
+
+    # Send the keys and values of this rank to the others, in two halves of the heads if possible: the second half
+    # travels while the first is computed, and its gradient on the way back as well.
+    num_halves = 2 if keys.shape[1] % 2 == 0 else 1
+    own_keys_values = torch.stack([keys, values], dim=1).chunk(num_halves, dim=2)  # each [S, 2, K / halves, D]
+    exchanges = [_Exchange(half, row_slice) for half in own_keys_values]
+    # all backward passes of _Received come last, so the gradients of both halves are on their way before one is awaited
+    sent = [_Received.apply(half, exchange) for half, exchange in zip(own_keys_values, exchanges, strict=True)]
+
+    # Compute this rank's queries, half by half of the heads, and a stretch of consecutive tokens at a time.
+    uses_kernel = module.config._attn_implementation == CONTEXT_VARLEN
+    attend_stretch = _attend_by_kernel if uses_kernel else _attend_by_document
+    query_halves = queries.chunk(num_halves, dim=1)  # each [S, H / halves, D]
     outputs = []
-    for part, exchange, of_part in zip(sent, exchanges, queries.chunk(num_parts, dim=1), strict=True):
-        gathered = _Gathered.apply(part, exchange)
-        found = []
+    for half, exchange, query_half in zip(sent, exchanges, query_halves, strict=True):
+        gathered = _Gathered.apply(half, exchange)  # [L, 2, K / halves, D]
+        stretch_outputs = []
         for stretch in row_slice.stretches:
-            seen: Any = _Range.apply(gathered, exchange, stretch.first_key, stretch.last_key)
-            keys, values = seen.unbind(1)
-            found.append(kernel(of_part[stretch.begin : stretch.end], keys, values, stretch, scaling))
-        outputs.append(torch.cat(found))
+            visible: Any = _Range.apply(gathered, exchange, stretch.first_key, stretch.last_key)
+            visible_keys, visible_values = visible.unbind(1)
+            stretch_queries = query_half[stretch.begin : stretch.end]
+            stretch_outputs.append(attend_stretch(stretch_queries, visible_keys, visible_values, stretch, scaling))
+        outputs.append(torch.cat(stretch_outputs))
     return torch.cat(outputs, dim=1)[None], None
 
 
 def _attend_by_kernel(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, stretch: Stretch, scaling: float | None
 ) -> torch.Tensor:
-    from fabric_train.model.attention import causal_varlen  # which imports this module
-
-    longest = max(stretch.lengths), max(stretch.key_lengths)
-    return causal_varlen(queries, keys, values, (stretch.borders, stretch.key_borders), longest, scaling)
+    """Return attention for the tokens of a stretch, [tokens, H, D], by torch's kernel for documents."""
+    return causal_varlen(
+        queries,
+        keys,
+        values,
+        borders=stretch.borders,
+        key_borders=stretch.key_borders,
+        longest=max(stretch.lengths),
+        longest_keys=max(stretch.key_lengths),
+        scaling=scaling,
+    )
 
 
 def _attend_by_document(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, stretch: Stretch, scaling: float | None
 ) -> torch.Tensor:
-    """Return [tokens, H, D], one document after the other."""
-    found = []
-    of_documents = (queries.split(stretch.lengths), *(each.split(stretch.key_lengths) for each in (keys, values)))
-    for of_document in zip(*of_documents, strict=True):
-        query, key, value = (each.transpose(0, 1)[None] for each in of_document)
-        seen = None
-        if (num_before := key.shape[2] - query.shape[2]) > 0:
-            seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(num_before)
-        given: dict[str, Any] = {"attn_mask": seen, "is_causal": seen is None, "scale": scaling}
-        found.append(F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **given)[0].transpose(0, 1))
-    return torch.cat(found)
+    """Return attention for the tokens of a stretch, [tokens, H, D], one document after the other."""
+    outputs = []
+    query_documents = queries.split(stretch.lengths)
+    key_documents = keys.split(stretch.key_lengths)
+    value_documents = values.split(stretch.key_lengths)
+    for document in zip(query_documents, key_documents, value_documents, strict=True):
+        query, key, value = (heads.transpose(0, 1)[None] for heads in document)  # [1, heads, tokens, D]
+        num_queries = query.shape[2]
+        num_keys = key.shape[2]
+        mask = None
+        if num_keys > num_queries:  # keys before the stretch; sdpa's own causal mask would begin with the first key
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+            mask = mask.tril(num_keys - num_queries)
+        output = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        )
+        outputs.append(output[0].transpose(0, 1))  # [tokens, H, D]
+    return torch.cat(outputs)
 
 
 class _Exchange:
     """Keys and values on their way to the other ranks of a group, and later their gradients on the way back."""
 
-    def __init__(self, own: torch.Tensor, row_slice: RowSlice) -> None:
-        """Begin to send ``own``, [S, 2, K, D]."""
+    def __init__(self, keys_values: torch.Tensor, row_slice: RowSlice) -> None:
+        """Begin to send ``keys_values`` of this rank, [S, 2, K, D]."""
         self._group = row_slice.group.group
-        self._chunks = row_slice.chunks
-        self._dtype = own.dtype
-        self._gradient: torch.Tensor | None = None
-        self._summed: torch.Tensor | None = None
-        self._gathered = own.new_empty(len(own) * row_slice.group.size, *own.shape[1:])
-        self._work: Any = dist.all_gather_into_tensor(self._gathered, own.detach().contiguous(), self._group, True)
+        self._chunk_indices = row_slice.chunks
+        self._dtype = keys_values.dtype
+        self._gradient: torch.Tensor | None = None  # of the gathered keys and values, fp32 [L, 2, K, D]
+        self._summed: torch.Tensor | None = None  # of this rank's, fp32 [S, 2, K, D]
+        self._gathered = keys_values.new_empty(len(keys_values) * row_slice.group.size, *keys_values.shape[1:])
+        self._work: Any = dist.all_gather_into_tensor(
+            self._gathered, keys_values.detach().contiguous(), group=self._group, async_op=True
+        )
 
     def gathered(self) -> torch.Tensor:
-        """Return the keys and values of all slices in the order of the rows: [L, 2, K, D]."""
+        """Wait for the keys and values of all slices, and return them in the order of the rows: [L, 2, K, D]."""
         self._work.wait()
-        chunks = self._gathered.unflatten(0, (len(self._chunks), -1)).index_select(0, self._chunks)
-        del self._gathered
+        chunks_by_rank = self._gathered.unflatten(0, (len(self._chunk_indices), -1))
+        chunks = chunks_by_rank.index_select(0, self._chunk_indices)
+        del self._gathered  # its memory is free now
         return chunks.flatten(0, 1)
 
-    def add_gradient(self, first: int, last: int, gradient: torch.Tensor, length: int) -> None:
-        """Add the gradient of a range of the gathered ones, in fp32 as a kernel adds up its own."""
+    def add_gradient(self, begin: int, end: int, gradient: torch.Tensor, length: int) -> None:
+        """Add the gradient of the tokens ``begin`` to ``end`` of the ``length`` gathered ones, in fp32.
+
+        A kernel adds up its own gradients in fp32, too.
+        """
         if self._gradient is None:
             self._gradient = gradient.new_zeros(length, *gradient.shape[1:], dtype=torch.float32)
-        self._gradient[first:last] += gradient
+        self._gradient[begin:end] += gradient
 
     def begin_sum(self, shape: torch.Size) -> None:
-        """Begin to send each rank the gradients of its own keys and values."""
-        assert self._gradient is not None  # of its ranges, whose backward passes come before
-        by_chunk = self._gradient.unflatten(0, (len(self._chunks), -1))
-        order = torch.argsort(self._chunks)
-        chunks = by_chunk.index_select(0, order).flatten(0, 1)
+        """Begin to send each rank the gradients of its own keys and values; ``shape`` is this rank's [S, 2, K, D]."""
+        assert self._gradient is not None  # the backward passes of its ranges come before
+        chunks = self._gradient.unflatten(0, (len(self._chunk_indices), -1))
+        order = torch.argsort(self._chunk_indices)  # back to the chunks of rank 0, then those of rank 1 and so on
+        chunks_by_rank = chunks.index_select(0, order).flatten(0, 1)
         self._gradient = None
-        self._summed = chunks.new_empty(shape)
-        self._work = dist.reduce_scatter_tensor(self._summed, chunks, group=self._group, async_op=True)
+        self._summed = chunks_by_rank.new_empty(shape)
+        self._work = dist.reduce_scatter_tensor(self._summed, chunks_by_rank, group=self._group, async_op=True)
 
     def summed(self) -> torch.Tensor:
-        """Return the gradient of this rank's keys and values, [S, 2, K, D]."""
+        """Wait for the gradient of this rank's keys and values, and return it, [S, 2, K, D]."""
         self._work.wait()
         assert self._summed is not None
         summed = self._summed.to(self._dtype)
@@ -261,13 +329,16 @@ class _Exchange:
 
 
 class _Received(torch.autograd.Function):
-    """Waits for the gradients from the other ranks, in the backward pass. It stands before all that waits for keys."""
+    """Waits in the backward pass for the gradients from the other ranks.
+
+    It is applied before anything waits for keys. Autograd goes backwards, so it waits after all gradients were sent.
+    """
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+    def forward(ctx: Any, keys_values: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
         ctx.exchange = exchange
         ctx.set_materialize_grads(False)
-        return own.view_as(own)
+        return keys_values.view_as(keys_values)
 
     @staticmethod
     def backward(ctx: Any, _: None) -> Any:
@@ -278,9 +349,9 @@ class _Gathered(torch.autograd.Function):
     """Waits for the keys of the other ranks, and begins to send their gradients in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+    def forward(ctx: Any, keys_values: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
         ctx.exchange = exchange
-        ctx.shape = own.shape
+        ctx.shape = keys_values.shape
         ctx.set_materialize_grads(False)
         return exchange.gathered()
 
@@ -291,44 +362,45 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Range(torch.autograd.Function):
-    """Takes a range of the gathered keys. Autograd's own would fill a gradient of all keys for each range."""
+    """Takes the tokens ``begin`` to ``end`` of the gathered keys and values, [L, 2, K, D].
+
+    The gradient goes to the exchange. Autograd's own indexing would fill a gradient of all keys for each range.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gathered: torch.Tensor, exchange: _Exchange, first: int, last: int) -> torch.Tensor:
+    def forward(ctx: Any, gathered: torch.Tensor, exchange: _Exchange, begin: int, end: int) -> torch.Tensor:
         ctx.exchange = exchange
-        ctx.range = (first, last)
+        ctx.begin = begin
+        ctx.end = end
         ctx.length = len(gathered)
-        return gathered[first:last]
+        return gathered[begin:end]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.exchange.add_gradient(*ctx.range, gradient, ctx.length)
+        ctx.exchange.add_gradient(ctx.begin, ctx.end, gradient, ctx.length)
         return None, None, None, None
 
 
-def whole_losses(row_slice: RowSlice, of_slice: torch.Tensor, num_targets: int) -> torch.Tensor:
+def whole_losses(row_slice: RowSlice, slice_losses: torch.Tensor, num_targets: int) -> torch.Tensor:
     """Return the losses of all targets of a batch in its order, [N, ...], from the losses of this rank's targets.
 
     All ranks of the group call it together, and get the same. Each goes on with the same function of all losses, so the
     gradient of a rank's own losses is known there.
     """
-    return _WholeLosses.apply(of_slice, row_slice, num_targets)
+    return _WholeLosses.apply(slice_losses, row_slice, num_targets)
 
 
 class _WholeLosses(torch.autograd.Function):
     """The autograd function of ``whole_losses``."""
 
     @staticmethod
-    def forward(ctx: Any, of_slice: torch.Tensor, row_slice: RowSlice, num_targets: int) -> torch.Tensor:
-        ctx.numbers = row_slice.numbers
-        whole = of_slice.new_zeros(num_targets, *of_slice.shape[1:]).index_copy_(0, ctx.numbers, of_slice)
-        dist.all_reduce(whole, group=row_slice.group.group)  # the others have zeros there
-        return whole
+    def forward(ctx: Any, slice_losses: torch.Tensor, row_slice: RowSlice, num_targets: int) -> torch.Tensor:
+        ctx.target_indices = row_slice.numbers  # of this rank's targets among all of them
+        losses = slice_losses.new_zeros(num_targets, *slice_losses.shape[1:])
+        losses.index_copy_(0, ctx.target_indices, slice_losses)
+        dist.all_reduce(losses, group=row_slice.group.group)  # the others have zeros at these targets
+        return losses
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient.index_select(0, ctx.numbers), None, None
-
-
-ALL_ATTENTION_FUNCTIONS.register(CONTEXT, attend)
-ALL_ATTENTION_FUNCTIONS.register(CONTEXT_VARLEN, attend)
+        return gradient.index_select(0, ctx.target_indices), None, None

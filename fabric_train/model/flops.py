@@ -24,94 +24,111 @@ _EXPERT = re.compile(r"\.experts\.")
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention layers of one kind; ``num_below`` have no backward pass, ``width`` is heads times their size."""
+    """Attention layers of one kind."""
 
     num_layers: int
     width: int
+    """The number of heads times their size."""
     window: int | None
+    """The most tokens that a token sees; None: all of its document."""
     num_below: int = 0
+    """How many of the layers have no backward pass, because nothing trains in them or below them."""
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """The FLOPs that a model needs per token.
-
-    ``num_used`` counts the parameters that a token is multiplied with: without embeddings that are only looked up, and
-    with the share of the experts that a token is routed to. ``num_frozen`` of them do not train; ``num_below`` of these
-    come before all that train, so they have no backward pass.
-    """
+    """The FLOPs that a model needs per token."""
 
     num_used: int
+    """Parameters that a token is multiplied with: without embeddings that are only looked up, and with the share of the
+    experts that a token is routed to.
+    """
     attention: tuple[Attention, ...]
     num_frozen: int = 0
+    """How many of the parameters do not train."""
     num_below: int = 0
+    """How many of the frozen ones come before all that train, so that they have no backward pass."""
 
-    def of(self, lengths: Sequence[int]) -> float:
+    def count(self, lengths: Sequence[int]) -> float:
         """Return the FLOPs of a forward and backward pass over documents with these numbers of tokens."""
-        total = (6.0 * self.num_used - 2.0 * (self.num_frozen + self.num_below)) * sum(lengths)
-        for part in self.attention:
-            total += (
-                (12.0 * part.num_layers - 8.0 * part.num_below)
-                * part.width
-                * sum(length * min(length, part.window or length) for length in lengths)
-            )
+        flops_per_token = 6.0 * self.num_used - 2.0 * (self.num_frozen + self.num_below)
+        total = flops_per_token * sum(lengths)
+        for attention in self.attention:
+            factor = 12.0 * attention.num_layers - 8.0 * attention.num_below
+            token_pairs = sum(length * min(length, attention.window or length) for length in lengths)
+            total += factor * attention.width * token_pairs
         return total
 
     def __str__(self) -> str:
-        less = f" - 2 × {self.num_frozen + self.num_below:,} of frozen ones" if self.num_frozen else ""
-        parts = [f"6 × {self.num_used:,} parameters{less}"]
-        for part in self.attention:
-            context = "context" if part.window is None else f"context up to {part.window:,}"
-            layers = f"12 × {part.num_layers}"
-            if part.num_below:
-                layers = f"({layers} - 8 × {part.num_below})"
-            parts.append(f"{layers} layers × {part.width:,} × {context}")
-        return " + ".join(parts)
+        frozen = f" - 2 × {self.num_frozen + self.num_below:,} of frozen ones" if self.num_frozen else ""
+        terms = [f"6 × {self.num_used:,} parameters{frozen}"]
+        for attention in self.attention:
+            context = "context" if attention.window is None else f"context up to {attention.window:,}"
+            layers = f"12 × {attention.num_layers}"
+            if attention.num_below:
+                layers = f"({layers} - 8 × {attention.num_below})"
+            terms.append(f"{layers} layers × {attention.width:,} × {context}")
+        return " + ".join(terms)
 
 
 def model_flops(model: PreTrainedModel, trained: Collection[str] | None = None) -> ModelFlops:
     """Count a model's FLOPs, also on the meta device; ``trained`` are the parameters that train, None: all."""
-    head = model.get_output_embeddings()
-    looked_up = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) and module.weight is not getattr(head, "weight", None)
-    }
+    head_weight = getattr(model.get_output_embeddings(), "weight", None)
+    looked_up: set[int] = set()  # embeddings, of which a token takes a row; a tied one is multiplied by as the head
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.weight is not head_weight:
+            looked_up.add(id(module.weight))
     config: Any = model.config.get_text_config()
-    share = _share_of_experts(config)
-    used = frozen = below = 0.0
-    below_names = set()
-    trains = False
+    expert_share = _share_of_experts(config)
+    num_used = 0.0
+    num_frozen = 0.0
+    num_below = 0.0
+    names_below: set[str] = set()  # the parameters before the first one that trains
+    has_trained = False
     for name, parameter in model.named_parameters():  # in the order of the forward pass
         is_frozen = trained is not None and name not in trained
-        trains = trains or not is_frozen
-        if not trains and parameter is not getattr(head, "weight", None):  # a tied weight is the head's too
-            below_names.add(name)
-        if id(parameter) not in looked_up:
-            numel = parameter.numel() * (share if _EXPERT.search(name) else 1)
-            used += numel
-            frozen += numel * is_frozen
-            below += numel * (name in below_names)
-    return ModelFlops(round(used), _attention(config, _num_below(model, below_names)), round(frozen), round(below))
+        has_trained = has_trained or not is_frozen
+        if not has_trained and parameter is not head_weight:  # a tied weight is also the head's, at the end
+            names_below.add(name)
+        if id(parameter) in looked_up:
+            continue
+        numel = parameter.numel() * (expert_share if _EXPERT.search(name) else 1)
+        num_used += numel
+        if is_frozen:
+            num_frozen += numel
+        if name in names_below:
+            num_below += numel
+    attention = _count_attention(config, _num_layers_below(model, names_below))
+    return ModelFlops(round(num_used), attention, num_frozen=round(num_frozen), num_below=round(num_below))
 
 
-def _num_below(model: PreTrainedModel, below: set[str]) -> int:
-    """Return the number of decoder layers all of whose parameters come before the first one that trains."""
+def _num_layers_below(model: PreTrainedModel, names_below: set[str]) -> int:
+    """Return the number of decoder layers all of whose parameters come before the first one that trains.
+
+    ``names_below`` are all parameters before that.
+    """
     num_layers = model.config.get_text_config().num_hidden_layers
     for name, layers in model.named_modules():
-        if isinstance(layers, nn.ModuleList) and len(layers) == num_layers:
-            owned = ({f"{name}.{i}.{own}" for own, _ in layer.named_parameters()} for i, layer in enumerate(layers))
-            return sum(names <= below for names in owned)
+        if not isinstance(layers, nn.ModuleList) or len(layers) != num_layers:
+            continue
+        num_below = 0
+        for index, layer in enumerate(layers):
+            layer_names = {f"{name}.{index}.{parameter_name}" for parameter_name, _ in layer.named_parameters()}
+            if layer_names <= names_below:
+                num_below += 1
+        return num_below
     return 0
 
 
 def _share_of_experts(config: Any) -> float:
     """Return the share of the experts that a token is routed to; 1 if there are none."""
-    config = layer_configs(config)[-1]  # the first layers may have no experts
-    num_chosen = getattr(config, "num_experts_per_tok", None)
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    num_experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    return num_chosen / num_experts if num_chosen and num_experts else 1.0
+    layer_config = layer_configs(config)[-1]  # the first layers may have no experts
+    num_routed = getattr(layer_config, "num_experts_per_tok", None)
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):  # by family
+        num_experts = getattr(layer_config, name, None)
+        if num_experts and num_routed:
+            return num_routed / num_experts
+    return 1.0
 
 
 def layer_configs(config: Any) -> list[Any]:
@@ -121,22 +138,23 @@ def layer_configs(config: Any) -> list[Any]:
     return [config] * config.num_hidden_layers
 
 
-def _attention(config: Any, num_below: int) -> tuple[Attention, ...]:
-    layers = layer_configs(config)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers)
-    counted: dict[tuple[int, int | None], list[int]] = {}  # the layers of each width and window
-    for index, (layer, kind) in enumerate(zip(layers, kinds, strict=False)):
-        num_heads = getattr(layer, "num_attention_heads", 0)
+def _count_attention(config: Any, num_layers_below: int) -> tuple[Attention, ...]:
+    """Return the attention layers of a model by kind; the first ``num_layers_below`` layers have no backward pass."""
+    configs = layer_configs(config)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(configs)
+    layers_by_kind: dict[tuple[int, int | None], list[int]] = {}  # indices by width and window
+    for index, (layer_config, kind) in enumerate(zip(configs, kinds, strict=False)):
+        num_heads = getattr(layer_config, "num_attention_heads", 0)
         if not num_heads:
             continue
-        width = num_heads * (getattr(layer, "head_dim", None) or layer.hidden_size // num_heads)
-        window = getattr(layer, "sliding_window", None) if kind == "sliding_attention" else None
-        counted.setdefault((width, window or None), []).append(index)
-    parts = [
-        Attention(len(indices), width, window, sum(index < num_below for index in indices))
-        for (width, window), indices in counted.items()
-    ]
-    return tuple(sorted(parts, key=lambda part: part.window is not None))
+        head_size = getattr(layer_config, "head_dim", None) or layer_config.hidden_size // num_heads
+        window = getattr(layer_config, "sliding_window", None) if kind == "sliding_attention" else None
+        layers_by_kind.setdefault((num_heads * head_size, window or None), []).append(index)
+    attention = []
+    for (width, window), indices in layers_by_kind.items():
+        num_below = sum(index < num_layers_below for index in indices)
+        attention.append(Attention(len(indices), width, window, num_below))
+    return tuple(sorted(attention, key=lambda layers: layers.window is not None))  # without a window first
 
 
 # ------------------------------------------------------------------------------------------------------- devices
@@ -152,7 +170,8 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
     """Return the dense peak FLOP/s in ``dtype`` of a device by ``torch.cuda.get_device_name``, None if not known."""
     if _OTHER_CHIPS.search(name):
         return None
-    for pattern, bf16, fp16, fp32 in (line.split(",") for line in _PEAKS):
+    for line in _PEAKS:
+        pattern, bf16, fp16, fp32 = line.split(",")
         if re.search(rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])", name):
             tflops = {torch.bfloat16: bf16, torch.float16: fp16, torch.float32: fp32}[dtype]
             return float(tflops) * 1e12 if tflops else None
@@ -163,5 +182,7 @@ def peak_flops_of_run(fabric: Fabric, precision: str) -> float | None:
     """Return the peak FLOP/s of all devices, taken to be of this rank's kind; None if it is not known."""
     if fabric.device.type != "cuda":
         return None
-    per_device = peak_flops(torch.cuda.get_device_name(fabric.device), compute_dtype(precision))
-    return per_device * fabric.world_size if per_device else None
+    device_peak = peak_flops(torch.cuda.get_device_name(fabric.device), compute_dtype(precision))
+    if device_peak is None:
+        return None
+    return device_peak * fabric.world_size

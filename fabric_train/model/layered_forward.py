@@ -52,11 +52,11 @@ def layered_forward(
         advance()
 
     modules_in_layers: set[nn.Module] = set()
-    for module in list(model.modules()):
-        if isinstance(module, tuple(layer_classes)):
-            module.register_forward_hook(keep_output)
-            _read_during_forward(module, list(module.modules()), weights, names)
-            modules_in_layers.update(module.modules())
+    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, tuple(layer_classes))]
+    for layer in layers:
+        layer.register_forward_hook(keep_output)
+        _read_during_forward(layer, list(layer.modules()), weights, names)
+        modules_in_layers.update(layer.modules())
 
     # Modules outside of the layers: the head is the largest, so its matrix is read in blocks of rows.
     head = model.get_output_embeddings()

@@ -94,6 +94,10 @@ class _SummedCrossEntropy(torch.autograd.Function):
         has_backward: bool,
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the losses and, if there will be a backward pass, the gradients of their sum.
+
+        ``hidden`` is [positions, H]; the other arguments are those of ``summed_cross_entropy``.
+        """
         needs_hidden, needs_weight, needs_bias = (has_backward and needs for needs in ctx.needs_input_grad[:3])
 
         # With a scale, chunks add to the gradient of an fp32 weight itself. A 16-bit one would round each sum.
@@ -135,6 +139,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sum: torch.Tensor, _: None) -> Any:
+        """Multiply the gradients by the gradient of the sum, 0-dim; the losses of tokens have none."""
         gradients: _Gradients = ctx.gradients
         ctx.gradients = None
         hidden_dtype, weight_dtype, bias_dtype = ctx.dtypes
@@ -202,6 +207,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         settings: _ChunkSettings,
         grad_in_place: bool,
     ) -> torch.Tensor:
+        """Return the losses, fp32 [N], and keep what is needed to compute the logits again."""
         ctx.save_for_backward(hidden, weight, bias, positions, targets)
         ctx.settings = settings
         # the parameter itself, to whose gradient the backward pass adds; None if autograd gets the gradient
@@ -211,6 +217,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_losses: torch.Tensor) -> Any:
+        """Return the gradients for those of the losses, [N]; the weight's may be added to ``weight.grad`` instead."""
         hidden, weight, bias, positions, targets = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         parameter = ctx.parameter
@@ -422,6 +429,7 @@ def compute_loss_in_head(model: Any, *, grad_in_place: bool = False, memory_devi
         by_token: bool = False,
         **kwargs: Any,
     ) -> Any:
+        """Run the model; with positions and targets, its head computes the loss, which comes back as the logits."""
         if positions is None or targets is None:
             return forward(*args, **kwargs)
         token_losses: list[torch.Tensor] = []  # the head returns one tensor, which the model takes for logits

@@ -139,8 +139,8 @@ def read_weights(model: nn.Module, weights: Weights) -> None:
     parameters = list(model.named_parameters())
     for count, (name, parameter) in enumerate(parameters, 1):
         _progress.info("loading weights %d/%d", count, len(parameters))
-        part = read_local_part(weights, original_name(name), parameter, shards)
-        local_part(parameter).copy_(part)
+        local_tensor = read_local_part(weights, original_name(name), parameter, shards)
+        local_part(parameter).copy_(local_tensor)
     read_buffers(model, weights)
 
 

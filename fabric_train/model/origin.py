@@ -165,8 +165,11 @@ def find_origin(model_name: str) -> tuple[ModelOrigin, tuple[Path, ...]]:
         return ModelOrigin(model_name, model_name), ()
     source = _local_source(folder) if is_local else HubSource(model_name, folder.name)
     card = _read_card(folder / "README.md")
-    said = {key: card.get(key) for key in ("license", "license_name", "license_link")}
-    licence = {key: text for key, text in said.items() if isinstance(text, str) and _PLAIN.fullmatch(text)}
+    licence: dict[str, str] = {}
+    for key in ("license", "license_name", "license_link"):
+        text = card.get(key)
+        if isinstance(text, str) and _PLAIN.fullmatch(text):
+            licence[key] = text
     if source is None:
         origin = ModelOrigin(Path(os.path.realpath(folder)).name, **licence)
     else:
@@ -177,7 +180,9 @@ def find_origin(model_name: str) -> tuple[ModelOrigin, tuple[Path, ...]]:
 def read_stages(model_name: str) -> tuple[TrainingStage, ...]:
     """Return the stages that an export, a folder or a cached hub name, records; none of other models."""
     file = find_stages_file(model_name)
-    return tuple(read_json(file, list[TrainingStage], "export the model again, or remove this file")) if file else ()
+    if file is None:
+        return ()
+    return tuple(read_json(file, list[TrainingStage], "export the model again, or remove this file"))
 
 
 def find_stages_file(model_name: str) -> Path | None:
@@ -185,8 +190,14 @@ def find_stages_file(model_name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache  # slow, and not needed to read a trainer.json
 
     folder = Path(model_name)
-    found = folder / STAGES if folder.is_dir() else try_to_load_from_cache(model_name, STAGES)
-    return Path(found) if isinstance(found, str | Path) and os.path.lexists(found) else None
+    if folder.is_dir():
+        file = folder / STAGES
+    else:
+        cached = try_to_load_from_cache(model_name, STAGES)
+        if not isinstance(cached, str):  # not in the cache, or known to be absent
+            return None
+        file = Path(cached)
+    return file if os.path.lexists(file) else None
 
 
 def legal_files(folder: Path) -> Iterator[Path]:
@@ -201,9 +212,12 @@ def _local_source(folder: Path) -> HubSource | None:
     file = folder / HUB_SOURCE
     if file.exists():
         return read_json(file, HubSource, "download the model again, or remove this file")
-    name, parent, snapshot = Path(os.path.realpath(folder)).parts[-3:]
-    found = _CACHED.fullmatch(f"{name}/{parent}/{snapshot}")
-    return HubSource(found[1].replace("--", "/", 1), found[2]) if found else None
+    # in the cache: models--OWNER--NAME/snapshots/COMMIT
+    cache_path = "/".join(Path(os.path.realpath(folder)).parts[-3:])
+    match = _CACHED.fullmatch(cache_path)
+    if match is None:
+        return None
+    return HubSource(repository=match[1].replace("--", "/", 1), revision=match[2])
 
 
 def _download_legal_files(repository: str) -> Path | None:
@@ -221,7 +235,7 @@ def _download_legal_files(repository: str) -> Path | None:
 
 
 def _read_card(file: Path) -> dict[str, Any]:
-    """Return the metadata of a model card, none if there is none that can be read: the model can be trained anyway."""
+    """Return the metadata of a model card; empty if it cannot be read, because the model can be trained anyway."""
     from huggingface_hub import metadata_load
 
     try:

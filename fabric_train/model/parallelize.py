@@ -26,8 +26,7 @@ from fabric_train.distributed.strategy import (
     ParameterMaterializer,
     collective_timeout,
 )
-from fabric_train.model.adapter import materialize, start_magnitudes, without_adapters
-from fabric_train.model.init_weights import AdaptedWeights
+from fabric_train.model.adapter import AdaptedWeights, materialize, start_magnitudes, without_adapters
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.load_weights import read_weights
 from fabric_train.model.row_tiles import tile_rows
@@ -103,10 +102,11 @@ def setup_model(
         with without_adapters(model):
             convert_to_float8(_find_layers(model, layer_classes))
 
+    # Tensor parallelism shards the matrices of the layers, before FSDP shards what is left of them.
     if isinstance(strategy, FSDP2Strategy) and arguments.fsdp.tensor_parallel_size > 1:
         parallelize_layers(model, strategy.device_mesh["tensor"])
 
-    # Tiles within the compiled layers, and these within the checkpointed ones.
+    # Each of these replaces ``forward``: tiles are cut within the compiled layer, which is checkpointed.
     layers = _find_layers(model, layer_classes)
     kept, kept_by_compiler = shares_kept(arguments.fsdp)
     if isinstance(arguments.fsdp.mlp_tile_size, int):
@@ -121,7 +121,6 @@ def setup_model(
     replicated = materialize(model, fabric.device)
     if weights and not is_sharded:
         model.apply(ParameterMaterializer(fabric.device))
-    layers = _find_layers(model, layer_classes)
     if isinstance(strategy, FSDP2Strategy):
         _fully_shard(model, strategy.device_mesh, layers, arguments, set(replicated))
     if isinstance(strategy, FSDP1Strategy):
@@ -137,6 +136,7 @@ def setup_model(
         read_weights(wrapped, weights)
     if isinstance(weights, AdaptedWeights) and weights.is_new:
         start_magnitudes(wrapped, weights)
+    # DDP would average bf16 gradients in bf16.
     if isinstance(strategy, DDPStrategy) and arguments.model.precision == "bf16-true":
         wrapped._forward_module.register_comm_hook(None, average_in_fp32)
     return wrapped
@@ -178,7 +178,7 @@ def use_sparse_embedding_grad(model: Any) -> None:
 
 
 def _find_layers(model: nn.Module, layer_classes: LayerClasses) -> list[nn.Module]:
-    """Return the decoder layers, by their exact class: once wrapped or replaced, they must be looked up again."""
+    """Return the decoder layers of a model, in the order of the forward pass."""
     return [module for module in model.modules() if type(module) in layer_classes]
 
 

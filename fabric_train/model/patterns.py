@@ -4,7 +4,6 @@ Python's ``re`` can take years for an expression such as ``(.*)*x$``, and cannot
 syntax and a limit of time, but its own compilation repeats what is counted: ``((a{30}){30}){30}`` has 27,000 copies.
 """
 
-import math
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -15,44 +14,50 @@ from fabric_train.cli.errors import InputError
 
 _SECONDS = 5.0
 """For all names of a model; a usual expression takes milliseconds."""
-_MOST_CHARACTERS = 10_000
-_MOST_COPIES = 10_000
-_COUNTS = re.compile(r"\{([0-9]{0,9}),?([0-9]{0,9})\}")
+_MAX_CHARACTERS = 10_000
+_MAX_COPIES = 10_000
+_REPEAT_COUNT = re.compile(r"\{([0-9]{0,9}),?([0-9]{0,9})\}")
+_MAX_SHOWN = 200  # characters of an expression in a message
 
 
 class NamePattern:
-    """A regular expression for names in a model. ``option`` is where it is given, ``example`` is a name, for messages.
+    """A regular expression for names in a model.
+
+    ``option`` is the argument that gives it, and ``example`` is a name, both for messages.
 
     Raises:
         InputError: it is no regular expression, or too large.
     """
 
     def __init__(self, option: str, pattern: str, example: str) -> None:
+        """Compile the pattern; see the class."""
         self._option = option
         self._pattern = pattern
         self._example = example
-        if len(pattern) > _MOST_CHARACTERS or _num_copies(pattern) > _MOST_COPIES:
+        if len(pattern) > _MAX_CHARACTERS or _num_copies(pattern) > _MAX_COPIES:
             raise self._fault("the regular expression is too large")
         try:
-            re.compile(pattern)  # what is no expression by itself is none within parentheses, as ``a)(b``
-            self._whole = regex.compile(pattern)
-            self._parts = regex.compile(rf"(?:^|\.)(?:{pattern})(?:\.|$)")
+            # checked alone: ``a)(b`` is no expression, but would be one within parentheses
+            re.compile(pattern)
+            self._whole_name = regex.compile(pattern)
+            self._whole_components = regex.compile(rf"(?:^|\.)(?:{pattern})(?:\.|$)")
         except (re.error, regex.error, RecursionError, OverflowError) as error:
             raise self._fault(f"it is no name and no regular expression ({error})") from None
 
     def matching_whole(self, names: Iterable[str]) -> set[str]:
         """Return the names that it matches from the first to the last character; InputError if it takes too long."""
-        return self._select(self._whole.fullmatch, names)
+        return self._select(self._whole_name.fullmatch, names)
 
     def matching_parts(self, names: Iterable[str]) -> set[str]:
         """Return the names of which it matches whole parts between dots; InputError if it takes too long."""
-        return self._select(self._parts.search, names)
+        return self._select(self._whole_components.search, names)
 
     def _select(self, matches: Callable[..., object], names: Iterable[str]) -> set[str]:
+        """Return the names that a method of an expression matches, all of them within the time limit."""
         deadline = time.monotonic() + _SECONDS
         selected = set()
         for name in names:
-            seconds_left = max(deadline - time.monotonic(), 0.001)
+            seconds_left = max(deadline - time.monotonic(), 0.001)  # 0 would be no limit
             try:
                 if matches(name, timeout=seconds_left):
                     selected.add(name)
@@ -61,11 +66,16 @@ class NamePattern:
         return selected
 
     def _fault(self, reason: str) -> InputError:
-        shown = self._pattern if len(self._pattern) < 200 else f"{self._pattern[:200]}…"
+        shown = self._pattern
+        if len(shown) >= _MAX_SHOWN:
+            shown = f"{shown[:_MAX_SHOWN]}…"
         return InputError(f"{self._option} {shown}: {reason}; give names such as {self._example}")
 
 
 def _num_copies(pattern: str) -> int:
-    """Return an upper bound of the copies of a part of an expression that its nested counts, as ``{2,30}``, make."""
-    largest = (max(int(count or 0) for count in found.groups()) for found in _COUNTS.finditer(pattern))
-    return math.prod(max(count, 1) for count in largest)
+    """Return an upper bound of the copies of a subexpression that its nested counts, as ``{2,30}``, make."""
+    num_copies = 1
+    for match in _REPEAT_COUNT.finditer(pattern):
+        largest = max(int(count or 0) for count in match.groups())
+        num_copies *= max(largest, 1)
+    return num_copies

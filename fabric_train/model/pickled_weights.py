@@ -46,13 +46,17 @@ def find_pickles(source: str) -> list[Path]:
     folder = Path(source)
     if folder.is_dir():
         index = folder / WEIGHTS_INDEX_NAME
-        names = shard_names(index) if index.is_file() else [WEIGHTS_NAME]
-        return [folder / name for name in names if index.is_file() or (folder / name).is_file()]
+        if index.is_file():
+            return [folder / name for name in shard_names(index)]
+        file = folder / WEIGHTS_NAME
+        return [file] if file.is_file() else []
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     cached_index = cached_file(source, WEIGHTS_INDEX_NAME, **quiet)
     names = shard_names(Path(cached_index)) if cached_index else [WEIGHTS_NAME]
     files = [cached_file(source, name, **quiet) for name in names]
-    return [Path(file) for file in files if file] if all(files) else []
+    if not all(files):
+        return []
+    return [Path(file) for file in files if file]
 
 
 def _load(file: Path) -> dict[str, Any]:

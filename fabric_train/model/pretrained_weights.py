@@ -69,6 +69,7 @@ class PretrainedWeights:
     """
 
     def __init__(self, model: PreTrainedModel, tensors: StoredTensors) -> None:
+        """Find how each weight of ``model`` is computed from the stored ``tensors``, without reading them."""
         self._model = model
         self._tensors = tensors
         # each name of a parameter → all names of that parameter

@@ -20,22 +20,23 @@ from fabric_train.model.hf_model import ModelShape
 
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """The borders between kept, mixed and divided frequencies, in turns within the original positions, as in Llama 3.1."""
-_KEPT = ("rope_theta", "partial_rotary_factor")
-_KNOWN_ORIGINAL = ("llama3", "yarn", "longrope")
+_UNSCALED_SETTINGS = ("rope_theta", "partial_rotary_factor")
+"""Settings that stay when the scaling changes."""
+_KINDS_WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 """Kinds whose configuration has the number of positions before they were extended."""
 
 
 @dataclass(frozen=True)
 class RopeChange:
-    """What ``--rope_scaling``, as (kind, factor), and ``--rope_theta`` say; ``where`` is their place, for messages.
-
-    ``forces``: rows longer than the model's positions are allowed although neither is given.
-    """
+    """What ``--rope_scaling`` and ``--rope_theta`` ask for."""
 
     scaling: tuple[str, float] | None
+    """The kind and the factor."""
     theta: float | None
     where: str = "--"
+    """What precedes the names of the arguments in messages; another one if they are given in a file."""
     forces: bool = False
+    """Rows longer than the model's positions are allowed although neither is given."""
 
     def apply(self, shape: ModelShape, longest_row: int) -> ModelShape:
         """Return the shape with another RoPE and number of positions in its configuration.
@@ -47,54 +48,65 @@ class RopeChange:
         Raises:
             InputError: the model has no rotary positions, or the scaled ones are fewer than ``longest_row``.
         """
-        is_given = self.scaling is not None or self.theta is not None
         rope = rotary_parameters(shape.config)
-        if not is_given and not (self.forces and rope and longest_row > (shape.max_positions or longest_row)):
+        is_requested = self.scaling is not None or self.theta is not None
+        are_too_few = bool(shape.max_positions) and longest_row > (shape.max_positions or 0)
+        is_forced = self.forces and bool(rope) and are_too_few
+        if not is_requested and not is_forced:
             return shape
         if rope is None or shape.max_positions is None:
-            given = f"{self.where}rope_{'scaling' if self.scaling else 'theta'}"
+            argument = f"{self.where}rope_{'scaling' if self.scaling else 'theta'}"
             raise InputError(
-                f"{given}: {shape.source} ({shape.config.model_type}) has no rotary positions that could change, or "
+                f"{argument}: {shape.source} ({shape.config.model_type}) has no rotary positions that could change, or "
                 "several kinds of them; leave it out"
             )
-        original = original_positions(shape.config)
         positions = max(shape.max_positions, longest_row)
         if self.theta is not None:
             rope = {**rope, "rope_theta": self.theta}
         if self.scaling is not None:
             kind, factor = self.scaling
-            rope = _scaled({name: rope[name] for name in _KEPT if name in rope}, kind, factor, original)
-            extended = max(math.floor(original * factor), shape.max_positions)
-            positions = max(original, longest_row) if kind == "none" else extended
+            original = original_positions(shape.config)
+            rope = _scaled_parameters(rope, kind, factor, original)
+            if kind == "none":
+                positions = max(original, longest_row)
+            else:
+                positions = max(math.floor(original * factor), shape.max_positions)
             if longest_row > positions:
-                enough = f"{kind}:{-(-longest_row // original)}"
+                sufficient = f"{kind}:{-(-longest_row // original)}"
                 raise InputError(
                     f"{self.where}rope_scaling {kind}:{factor:g}: {shape.source} had {original:,} positions, so it "
-                    f"takes {positions:,}, and rows have {longest_row:,} tokens; give {enough}"
+                    f"takes {positions:,}, and rows have {longest_row:,} tokens; give {sufficient}"
                 )
         config: Any = copy.deepcopy(shape.config)
-        text = config.get_text_config()
-        text.rope_parameters = rope
-        text.max_position_embeddings = positions
+        text_config = config.get_text_config()
+        text_config.rope_parameters = rope
+        text_config.max_position_embeddings = positions
         return replace(shape, config=config, max_positions=positions)
 
 
-def _scaled(kept: Mapping[str, Any], kind: str, factor: float, original: int) -> dict[str, Any]:
+def _scaled_parameters(rope: Mapping[str, Any], kind: str, factor: float, original: int) -> dict[str, Any]:
+    """Return ``rope_parameters`` with another scaling of the ``original`` number of positions."""
+    parameters = {name: rope[name] for name in _UNSCALED_SETTINGS if name in rope}
     if kind == "none":
-        return {**kept, "rope_type": "default"}
-    scaled = {**kept, "rope_type": kind, "factor": factor}
-    if kind in _KNOWN_ORIGINAL:
-        scaled["original_max_position_embeddings"] = original
-    return scaled | (_LLAMA_3 if kind == "llama3" else {})
+        return {**parameters, "rope_type": "default"}
+    parameters |= {"rope_type": kind, "factor": factor}
+    if kind in _KINDS_WITH_ORIGINAL:
+        parameters["original_max_position_embeddings"] = original
+    if kind == "llama3":
+        parameters |= _LLAMA_3
+    return parameters
 
 
 def rotary_parameters(config: PretrainedConfig) -> dict[str, Any] | None:
     """Return ``rope_parameters`` of a model whose layers all have the same plain RoPE; None for another model."""
-    text: Any = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None)
-    if not isinstance(rope, dict) or "rope_type" not in rope or getattr(text, "default_rope_type", "") != "default":
+    text_config: Any = config.get_text_config()
+    rope = getattr(text_config, "rope_parameters", None)
+    if not isinstance(rope, dict) or "rope_type" not in rope:
         return None
-    return None if any(isinstance(value, dict) for value in rope.values()) else rope
+    if getattr(text_config, "default_rope_type", "") != "default":
+        return None
+    has_several_kinds = any(isinstance(value, dict) for value in rope.values())  # by type of layer
+    return None if has_several_kinds else rope
 
 
 def original_positions(config: PretrainedConfig) -> int:
@@ -102,34 +114,39 @@ def original_positions(config: PretrainedConfig) -> int:
 
     A configuration with ``linear`` scaling does not have it: it is ``max_position_embeddings`` divided by the factor.
     """
-    text: Any = config.get_text_config()
+    text_config: Any = config.get_text_config()
     rope = rotary_parameters(config) or {}
-    if rope.get("rope_type") in _KNOWN_ORIGINAL:
-        outside = getattr(text, "original_max_position_embeddings", None)  # Phi-3 has it beside rope_parameters
+    if rope.get("rope_type") in _KINDS_WITH_ORIGINAL:
+        # Phi-3 has it beside rope_parameters
+        outside = getattr(text_config, "original_max_position_embeddings", None)
         return int(outside or rope["original_max_position_embeddings"])
     if rope.get("rope_type") == "linear":
-        return round(text.max_position_embeddings / rope["factor"])
-    return int(text.max_position_embeddings)
+        return round(text_config.max_position_embeddings / rope["factor"])
+    return int(text_config.max_position_embeddings)
 
 
 def note_on_rope(stored: ModelShape, used: ModelShape) -> str | None:
     """Return a line on what a run changes of a stored model's positions; None if nothing."""
-    there = _describe(stored.config)
-    here = _describe(used.config)
-    return f"{stored.source}: {there} -> {here}" if there != here else None
+    stored_positions = _describe(stored.config)
+    used_positions = _describe(used.config)
+    if stored_positions == used_positions:
+        return None
+    return f"{stored.source}: {stored_positions} -> {used_positions}"
 
 
 def _describe(config: PretrainedConfig) -> str:
     """Return positions and RoPE in words: ``2,048 positions, llama3 factor 8 from 256 positions, theta 10,000``."""
     rope = rotary_parameters(config)
-    words = []
     if rope is None:
         return ""
-    text: Any = config.get_text_config()
+    text_config: Any = config.get_text_config()
+    words = [f"{text_config.max_position_embeddings:,} positions"]
     if rope.get("factor") is not None:
         words.append(f"{rope['rope_type']} factor {rope['factor']:g} from {original_positions(config):,} positions")
     theta = rope.get("rope_theta")
-    return ", ".join([f"{text.max_position_embeddings:,} positions", *words, *([f"theta {theta:,g}"] if theta else [])])
+    if theta:
+        words.append(f"theta {theta:,g}")
+    return ", ".join(words)
 
 
 def how_to_extend(shape: ModelShape, longest_row: int) -> str:

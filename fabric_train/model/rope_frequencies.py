@@ -18,13 +18,14 @@ _FIXED = "default"
 
 @dataclass(frozen=True)
 class _Frequencies:
-    """One set of frequencies of a rotary module: its kind, and the layers that use it (None: all of them)."""
+    """One set of frequencies of a rotary module: its kind, and the type of layers that use it (None: all of them)."""
 
     kind: str
     layer_type: str | None
 
     @property
     def prefix(self) -> str:
+        """The prefix of the module's attributes for this set."""
         return "" if self.layer_type is None else f"{self.layer_type}_"
 
 
@@ -39,15 +40,15 @@ def choose_frequencies(model: nn.Module, length: int) -> None:
     It can be called again with another length. Models whose frequencies do not depend on the length stay as they are.
     """
     for module in model.modules():
-        frequencies = _varying_frequencies(module)
-        for chosen in frequencies:
-            _set_frequencies(module, chosen, length)
+        for frequencies in _length_dependent_frequencies(module):
+            _set_frequencies(module, frequencies, length)
 
 
-def _varying_frequencies(module: Any) -> list[_Frequencies]:
+def _length_dependent_frequencies(module: Any) -> list[_Frequencies]:
     """Return the sets of frequencies of a module that transformers would choose for every batch."""
+    # ``_set_frequencies`` changes rope_type, so a second call needs the kinds from before
     kinds = getattr(module, "kinds_before_choice", None) or getattr(module, "rope_type", None)
-    if isinstance(kinds, dict):
+    if isinstance(kinds, dict):  # by type of layer
         return [_Frequencies(kind, layer_type) for layer_type, kind in kinds.items() if _depends_on_length(kind)]
     if _depends_on_length(kinds):
         return [_Frequencies(str(kinds), None)]
@@ -55,29 +56,36 @@ def _varying_frequencies(module: Any) -> list[_Frequencies]:
 
 
 def _set_frequencies(module: Any, frequencies: _Frequencies, length: int) -> None:
+    """Compute a set of frequencies of a rotary module for ``length`` tokens, and let transformers keep them."""
+    # transformers chooses again for every batch only by these kinds; the copy is for a later call
     if not hasattr(module, "kinds_before_choice"):
         kinds = module.rope_type
         module.kinds_before_choice = dict(kinds) if isinstance(kinds, dict) else kinds
-    buffer = getattr(module, f"{frequencies.prefix}inv_freq")
-    initialize = ROPE_INIT_FUNCTIONS[frequencies.kind]
-    more = {} if frequencies.layer_type is None else {"layer_type": frequencies.layer_type}
-    values, scaling = initialize(module.config, buffer.device, seq_len=length, **more)
-    buffer.data.copy_(values)
-    setattr(module, f"{frequencies.prefix}attention_scaling", scaling)
+    buffer = getattr(module, f"{frequencies.prefix}inv_freq")  # fp32 [D / 2]
+    compute = ROPE_INIT_FUNCTIONS[frequencies.kind]
     if frequencies.layer_type is None:
+        values, scaling = compute(module.config, buffer.device, seq_len=length)
         module.rope_type = _FIXED
     else:
+        values, scaling = compute(module.config, buffer.device, seq_len=length, layer_type=frequencies.layer_type)
         module.rope_type = {**module.rope_type, frequencies.layer_type: _FIXED}
+    buffer.data.copy_(values)
+    setattr(module, f"{frequencies.prefix}attention_scaling", scaling)
 
 
 def note_on_frequencies(config: PretrainedConfig, source: str, length: int) -> str | None:
     """Return a line on the choice for rows of ``length`` tokens; None if there is nothing to choose."""
-    parameters = _varying_parameters(config)
+    parameters = _length_dependent_parameters(config)
     if parameters is None:
         return None
     border = _largest_unscaled_length(config, parameters)
-    names = ("short", "long") if parameters["rope_type"] == "longrope" else ("unscaled", "scaled")
-    name, comparison = (names[1], "more than") if length > border else (names[0], "at most")
+    is_longrope = parameters["rope_type"] == "longrope"
+    if length > border:
+        name = "long" if is_longrope else "scaled"
+        comparison = "more than"
+    else:
+        name = "short" if is_longrope else "unscaled"
+        comparison = "at most"
     return (
         f"{source}: the {name} rotary frequencies for every batch, since rows have {length:,} tokens, {comparison} "
         f"{border:,}"
@@ -86,29 +94,30 @@ def note_on_frequencies(config: PretrainedConfig, source: str, length: int) -> s
 
 def identify_frequencies(config: PretrainedConfig, length: int) -> str:
     """Return a text that is the same for all lengths with the same frequencies; "" if there is nothing to choose."""
-    parameters = _varying_parameters(config)
+    parameters = _length_dependent_parameters(config)
     if parameters is None:
         return ""
-    border = _largest_unscaled_length(config, parameters)
-    if length <= border:
+    if length <= _largest_unscaled_length(config, parameters):
         return "unscaled"
     return "long" if parameters["rope_type"] == "longrope" else f"scaled for {length}"
 
 
-def _varying_parameters(config: PretrainedConfig) -> dict[str, Any] | None:
+def _length_dependent_parameters(config: PretrainedConfig) -> dict[str, Any] | None:
     """Return the rotary parameters by which transformers would choose frequencies for every batch, if there are any."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    return next((each for each in nested or [rope] if _depends_on_length(each.get("rope_type"))), None)
+    candidates = [value for value in rope.values() if isinstance(value, dict)]  # by type of layer
+    if not candidates:
+        candidates = [rope]
+    for parameters in candidates:
+        if _depends_on_length(parameters.get("rope_type")):
+            return parameters
+    return None
 
 
 def _largest_unscaled_length(config: PretrainedConfig, parameters: dict[str, Any]) -> int:
-    text: Any = config.get_text_config()
+    """Return the longest text that takes the frequencies of short texts."""
+    text_config: Any = config.get_text_config()
     if parameters["rope_type"] == "longrope":
-        return _original_positions(text, parameters)
-    return int(text.max_position_embeddings)
-
-
-def _original_positions(text: Any, parameters: dict[str, Any]) -> int:
-    stored = parameters.get("original_max_position_embeddings")
-    return int(stored or text.original_max_position_embeddings)
+        stored = parameters.get("original_max_position_embeddings")
+        return int(stored or text_config.original_max_position_embeddings)
+    return int(text_config.max_position_embeddings)

@@ -29,8 +29,7 @@ def why_not_tiled(layers: Iterable[nn.Module]) -> str | None:
     """
     for layer in layers:
         mlp = getattr(layer, "mlp", None)
-        has_plain_children = mlp is not None and all(_is_plain(child) for child in mlp.children())
-        if not has_plain_children or [*mlp.parameters(recurse=False)]:
+        if mlp is None or not all(_is_plain(child) for child in mlp.children()) or [*mlp.parameters(recurse=False)]:
             return f"the MLP of {type(layer).__name__} is not made of linear layers alone"
     return None
 
@@ -124,6 +123,7 @@ class _ComputeInTiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tiled: _TiledModule, hidden: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        """Return the output [..., output width] of the module for ``hidden`` [..., width]."""
         ctx.save_for_backward(hidden, *weights)
         ctx.tiled = tiled
         device_type = hidden.device.type

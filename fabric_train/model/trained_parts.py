@@ -26,17 +26,17 @@ from fabric_train.model.patterns import NamePattern
 ALL = "all"
 """The pattern that matches every parameter."""
 IN_LAYER = re.compile(r"(.*?\.)([0-9]+)\.(.+)")
-"""The name of a parameter in a layer: what comes before the layer's number, the number, and the rest."""
+"""The name of a parameter in a layer: a prefix, the number of the layer, and the name within the layer."""
 Names = Mapping[str, Sequence[str]]
 """All names of each parameter, by the first one; a head that is tied to the embedding is a second name."""
 Sizes = Mapping[str, torch.Size]
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainedParts:
     """The parts of a model that train: ``train_only`` without ``freeze``, both patterns; empty ``train_only`` is all.
 
-    ``option`` is where ``train_only`` is given, for messages.
+    ``option`` is the argument that gives ``train_only``, for messages.
     """
 
     train_only: tuple[str, ...] = ()
@@ -52,49 +52,56 @@ class Parts:
         Raises:
             InputError: a pattern matches no parameter of the model, which ``source`` names, or none would train.
         """
-        trained = set(names)
-        if self.train_only:
-            trained = set[str]().union(*(find(self.option, one, names, source) for one in self.train_only))
+        trained: set[str] = set()
+        for pattern in self.train_only:
+            trained |= find(self.option, pattern, names, source)
+        if not self.train_only:
+            trained = set(names)
         for pattern in self.freeze:
             trained -= find("--freeze", pattern, names, source)
         if not trained:
-            given = f"{self.option} {' '.join(self.train_only)}, " if self.train_only else ""
+            train_only = f"{self.option} {' '.join(self.train_only)}, " if self.train_only else ""
             raise InputError(
-                f"{given}--freeze {' '.join(self.freeze)}: no parameter of {source} would train; freeze fewer"
+                f"{train_only}--freeze {' '.join(self.freeze)}: no parameter of {source} would train; freeze fewer"
             )
         return trained
 
 
-ALL_PARTS = Parts()
+ALL_PARTS = TrainedParts()
 
 
 def names_of_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return all names of each parameter, by the one that ``named_parameters`` has; the model may be on meta."""
-    names: dict[int, list[str]] = {}
+    names_by_parameter: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {of_one[0]: tuple(of_one) for of_one in names.values()}
+        names_by_parameter.setdefault(id(parameter), []).append(name)
+    return {names[0]: tuple(names) for names in names_by_parameter.values()}
 
 
 def find(option: str, pattern: str, names: Names, source: str) -> set[str]:
-    """Return the first names of the parameters that a pattern matches; ``option`` is where it is given.
+    """Return the first names of the parameters that a pattern matches; ``option`` is the argument that gives it.
 
     Raises:
         InputError: it matches none of the model, which ``source`` names, or it is no regular expression.
     """
-    searched = NamePattern(option, ".*" if pattern == ALL else pattern, "embed_tokens")
-    matched = searched.matching_parts(name for of_one in names.values() for name in of_one)
-    found = {first for first, of_one in names.items() if not matched.isdisjoint(of_one)}
-    if not found:
-        every = [name for of_one in names.values() for name in of_one]
-        modules = list(dict.fromkeys(name.split(".")[-2] for name in every if "." in name))
-        layers = sorted({int(inside[2]) for inside in map(IN_LAYER.fullmatch, every) if inside})
-        numbered = f", and layers {layers[0]} to {layers[-1]}" if layers else ""
-        hint = nearest_name(pattern, modules)
-        raise InputError(
-            f"{option} {pattern}: no parameter of {source} matches; it has {', '.join(modules)}{numbered}{hint}"
-        )
-    return found
+    all_names: list[str] = []
+    for synonyms in names.values():
+        all_names += synonyms
+    expression = NamePattern(option, ".*" if pattern == ALL else pattern, "embed_tokens")
+    matched = expression.matching_parts(all_names)
+    parameters = {name for name, synonyms in names.items() if not matched.isdisjoint(synonyms)}
+    if not parameters:
+        fault = f"no parameter of {source} matches; it has {_describe_names(all_names, pattern)}"
+        raise InputError(f"{option} {pattern}: {fault}")
+    return parameters
+
+
+def _describe_names(names: Sequence[str], pattern: str) -> str:
+    """Return the modules and layers that parameters belong to, and a module whose name is like a pattern."""
+    modules = list(dict.fromkeys(name.split(".")[-2] for name in names if "." in name))
+    layers = sorted({int(match[2]) for match in map(IN_LAYER.fullmatch, names) if match})
+    layer_range = f", and layers {layers[0]} to {layers[-1]}" if layers else ""
+    return f"{', '.join(modules)}{layer_range}{nearest_name(pattern, modules)}"
 
 
 def rates_by_name(rates: Mapping[str, float], names: Names, source: str, trained: Container[str]) -> dict[str, float]:
@@ -106,34 +113,46 @@ def rates_by_name(rates: Mapping[str, float], names: Names, source: str, trained
         InputError: a pattern decides no rate of the ``trained`` parameters: it matches none of the model, which
             ``source`` names, or only frozen ones, or only such that later patterns match too.
     """
-    owners: dict[str, str] = {}
+    # the pattern that decides the rate of each parameter, by the parameter's first name
+    deciding_patterns: dict[str, str] = {}
     for pattern in rates:
-        owners |= dict.fromkeys(sorted(find("--lr_of", pattern, names, source)), pattern)
+        for name in sorted(find("--lr_of", pattern, names, source)):
+            deciding_patterns[name] = pattern
+
     for pattern, rate in rates.items():
-        if any(owner == pattern and name in trained for name, owner in owners.items()):
+        decided = [name for name, deciding in deciding_patterns.items() if deciding == pattern]
+        if any(name in trained for name in decided):
             continue
-        fault = "later patterns match all that it names; give it last"
-        if not any(name in trained for name in find("--lr_of", pattern, names, source)):
+        matched = find("--lr_of", pattern, names, source)
+        if any(name in trained for name in matched):
+            fault = "later patterns match all that it names; give it last"
+        else:
             fault = "all that it names is frozen; leave it out"
         raise InputError(f"--lr_of {pattern}={rate:g}: {fault}")
-    return {name: rates[owner] for first, owner in owners.items() for name in names[first]}
+
+    rate_by_name: dict[str, float] = {}
+    for name, pattern in deciding_patterns.items():
+        for synonym in names[name]:
+            rate_by_name[synonym] = rates[pattern]
+    return rate_by_name
 
 
-def choose_trained(model: nn.Module, adapter: Adapter | None = None, parts: Parts = ALL_PARTS) -> dict[str, torch.Size]:
+def choose_trained(
+    model: nn.Module, adapter: Adapter | None = None, parts: TrainedParts = ALL_PARTS
+) -> dict[str, torch.Size]:
     """Return names and shapes of what trains, an adapter and modules beside it included; the model may be on meta."""
-    chosen = None if adapter else parts.choose(names_of_parameters(model), "the model")
-    return {
-        name: parameter.shape
-        for name, parameter in model.named_parameters()
-        if (adapter.trains(name) if adapter else chosen is None or name in chosen)
-    }
+    sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if adapter is not None:
+        return {name: size for name, size in sizes.items() if adapter.trains(name)}
+    trained_names = parts.choose(names_of_parameters(model), "the model")
+    return {name: size for name, size in sizes.items() if name in trained_names}
 
 
-def freeze_other_parts(model: nn.Module, adapter: Adapter | None = None, parts: Parts = ALL_PARTS) -> None:
+def freeze_other_parts(model: nn.Module, adapter: Adapter | None = None, parts: TrainedParts = ALL_PARTS) -> None:
     """Let only the chosen parameters train. Call it before anything wraps the model.
 
-    The model is asked, and not ``ModelShape.trained``: a head that is stored beside the embedding is a parameter of its
-    own, although the configuration ties them.
+    The choice is made from the model itself, and not taken from ``ModelShape.trained``: a head that is stored beside
+    the embedding is a parameter of its own, although the configuration ties them.
     """
     trained = choose_trained(model, adapter, parts)
     for name, parameter in model.named_parameters():
@@ -142,13 +161,18 @@ def freeze_other_parts(model: nn.Module, adapter: Adapter | None = None, parts: 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of a set-up model that train, sharded, under the names that they had before any wrapper."""
-    return [(original_name(name), parameter) for name, parameter in named_parameters(model) if parameter.requires_grad]
+    parameters = named_parameters(model)
+    return [(original_name(name), parameter) for name, parameter in parameters if parameter.requires_grad]
 
 
 def splits_layers(trained: Iterable[str], frozen: Iterable[str]) -> bool:
-    """Whether only some parameters of a layer train."""
-    numbers = ({inside[2] for inside in map(IN_LAYER.fullmatch, names) if inside} for names in (trained, frozen))
-    return not set.isdisjoint(*numbers)
+    """Return whether a layer has both trained and frozen parameters."""
+    return not _layers_of(trained).isdisjoint(_layers_of(frozen))
+
+
+def _layers_of(names: Iterable[str]) -> set[str]:
+    """Return the numbers of the layers, as they are written, that parameters belong to."""
+    return {match[2] for match in map(IN_LAYER.fullmatch, names) if match}
 
 
 def describe_parts(chosen: Sizes, others: Sizes) -> str:
@@ -156,20 +180,31 @@ def describe_parts(chosen: Sizes, others: Sizes) -> str:
 
     An example: ``model.embed_tokens 28,311,552; layers 0–1, 31 10,616,832; self_attn.q_proj of layers 2–30 9,621,504``.
     """
-    partly = {inside[2] for inside in map(IN_LAYER.fullmatch, others) if inside}
-    outside: dict[str, int] = {}
-    layers: dict[str, dict[str, int]] = {}
+    # The number of elements of each module, outside of the layers and in each layer.
+    outer_modules: dict[str, int] = {}
+    modules_by_layer: dict[str, dict[str, int]] = {}
     for name, size in chosen.items():
-        inside = IN_LAYER.fullmatch(name)
-        counts, module = (layers.setdefault(inside[2], {}), inside[3]) if inside else (outside, name)
-        module = module.removesuffix(".weight")
+        match = IN_LAYER.fullmatch(name)
+        if match:
+            counts = modules_by_layer.setdefault(match[2], {})
+            module = match[3].removesuffix(".weight")
+        else:
+            counts = outer_modules
+            module = name.removesuffix(".weight")
         counts[module] = counts.get(module, 0) + size.numel()
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for layer, counts in layers.items():
-        alike.setdefault(tuple(counts) if layer in partly else (), []).append(layer)
-    texts = [f"{module} {numel:,}" for module, numel in outside.items()]
-    for modules, numbers in alike.items():
-        of = f"{', '.join(modules)} of " if modules else ""
-        numel = sum(sum(layers[number].values()) for number in numbers)
-        texts.append(f"{of}layer{'s' * (len(numbers) > 1)} {number_ranges(map(int, numbers))} {numel:,}")
+
+    # Layers with the same modules are described together. A whole layer is described without its modules.
+    split_layers = _layers_of(others)
+    layers_by_modules: dict[tuple[str, ...], list[str]] = {}
+    for layer, counts in modules_by_layer.items():
+        modules = tuple(counts) if layer in split_layers else ()
+        layers_by_modules.setdefault(modules, []).append(layer)
+
+    # One text for each module outside of the layers, and one for each group of layers.
+    texts = [f"{module} {numel:,}" for module, numel in outer_modules.items()]
+    for modules, layers in layers_by_modules.items():
+        module_names = f"{', '.join(modules)} of " if modules else ""
+        plural = "s" if len(layers) > 1 else ""
+        numel = sum(sum(modules_by_layer[layer].values()) for layer in layers)
+        texts.append(f"{module_names}layer{plural} {number_ranges(map(int, layers))} {numel:,}")
     return "; ".join(texts)

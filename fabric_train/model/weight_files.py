@@ -1,57 +1,34 @@
 """Read tensors one at a time from safetensors files, also from the shards of a sharded checkpoint.
 
 Sharded files have the format of torch's ``HuggingFaceStorageWriter(save_distributed=True)``: the header has under
-``DCP_SHARDING_INFO`` the offsets of each piece. A 70B model can be exported with one tensor in memory.
-
-The index beside them, ``shards.json``, names the file that has each row. Without it, a rank that continues a run reads
-the headers of all files. Of a 70B that 512 ranks saved these are 220 MB, and the rank needs a few. Tensors with the
-same number of rows are mostly divided alike, so the index has each division once and grows by a few kilobytes per
-hundred ranks.
+``DCP_SHARDING_INFO`` the offsets of each piece. A 70B model can be exported with one tensor in memory. The index next
+to them (``shard_index``) says which file has which rows.
 """
 
 import functools
-import json
 import math
-import sys
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from operator import add
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_file_name, check_not_pointer, parse_json, read_json
+from fabric_train.model.shard_index import DTYPES, SHARD_INDEX, Piece, ShardedTensor, read_shard_index
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """The key in a header's metadata for the offsets of each piece in the full tensor."""
-SHARD_INDEX = "shards.json"
-NO_ROWS = -1
-_OPEN_FILES = 2
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-Entry = tuple[str, torch.dtype, Sequence[int]]
-"""A tensor's name, dtype and full shape."""
+_MAX_OPEN_FILES = 2
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A block of a tensor in a file, at ``offsets`` in the full tensor."""
+class _StoredPiece(NamedTuple):
+    """A piece of a tensor, and the position of its first byte in its file."""
 
-    file: Path
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _InFile(NamedTuple):
     piece: Piece
-    position: int  # of its first byte
+    position: int
 
 
 @dataclass(frozen=True)
@@ -96,23 +73,27 @@ class CheckpointTensors(StoredTensors):
     """
 
     def __init__(self, files: list[Path], advice: str = "use another checkpoint") -> None:
-        self._pieces: dict[str, list[Piece]] = {}  # of files without an index
-        self._sharded: dict[str, ShardedTensor] = {}
-        self.metadata: dict[str, str] = {}  # of the files
+        """Find the tensors of all files and their shapes; InputError if a piece is missing."""
+        self.metadata: dict[str, str] = {}  # of the files' headers
         self._advice = advice
-        self._file = functools.lru_cache(maxsize=_OPEN_FILES)(functools.partial(_open_file, advice=advice))
-        self._headers: dict[Path, dict[str, _InFile]] = {}
+        self._open = functools.lru_cache(maxsize=_MAX_OPEN_FILES)(functools.partial(_open_file, advice=advice))
+        self._headers: dict[Path, dict[str, _StoredPiece]] = {}
+
+        # Which pieces the tensors have: from the index, or else from the headers of all files.
+        self._sharded: dict[str, ShardedTensor] = {}
+        self._pieces: dict[str, list[Piece]] = {}
         if files and (files[0].parent / SHARD_INDEX).is_file():
             self._sharded = read_shard_index(files[0].parent, advice)
         else:
             for path in files:
-                for name, in_file in self._header(path).items():
-                    self._pieces.setdefault(name, []).append(in_file.piece)
+                for name, stored in self._header(path).items():
+                    self._pieces.setdefault(name, []).append(stored.piece)
+
         self._shapes = {name: tensor.shape for name, tensor in self._sharded.items()}
         for name, pieces in self._pieces.items():
-            ends = [map(add, piece.offsets, piece.shape) for piece in pieces]
-            self._shapes[name] = torch.Size(map(max, zip(*ends, strict=True)))
-            if sum(math.prod(piece.shape) for piece in pieces) != math.prod(self._shapes[name]):
+            shape = _full_shape(pieces)
+            self._shapes[name] = shape
+            if sum(math.prod(piece.shape) for piece in pieces) != shape.numel():
                 raise InputError(f"{files[0].parent}: pieces of {name} are missing, so a file was lost; {advice}")
 
     def __iter__(self) -> Iterator[str]:
@@ -122,18 +103,21 @@ class CheckpointTensors(StoredTensors):
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._sharded[name].dtype if name in self._sharded else self._pieces[name][0].dtype
+        if name in self._sharded:
+            return self._sharded[name].dtype
+        return self._pieces[name][0].dtype
 
     def file_of(self, name: str) -> Path:
-        """Return the file that holds the tensor, of a sharded checkpoint the first one."""
-        return self._pieces_at(name, (), ())[0].file
+        """Return the file that holds the tensor; of a tensor in several files, the one with its first row."""
+        return self._find_pieces(name, (), ())[0].file
 
     def read(self, name: str) -> torch.Tensor:
         """Return the full tensor on the CPU in its stored dtype, maybe a view of the file, which no write changes."""
-        pieces = self._pieces.get(name, ())
+        pieces = self._pieces.get(name, [])
         shape = self.shape(name)
-        if len(pieces) == 1 and shape and 0 not in shape:
-            return self._file(pieces[0].file).get_slice(name)[:]
+        is_in_one_file = len(pieces) == 1
+        if is_in_one_file and shape and 0 not in shape:
+            return self._open(pieces[0].file).get_slice(name)[:]
         return super().read(name)
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
@@ -142,79 +126,81 @@ class CheckpointTensors(StoredTensors):
         Whole rows are read into memory of their own, so that no pages of the file stay in this process.
         """
         block = torch.empty(tuple(shape), dtype=self.dtype(name))
-        for piece in self._pieces_at(name, offsets, shape):
-            overlap = [
-                (max(begin, piece_begin), min(begin + size, piece_begin + piece_size))
-                for begin, size, piece_begin, piece_size in zip(offsets, shape, piece.offsets, piece.shape, strict=True)
-            ]
-            if not all(begin < end for begin, end in overlap):
+        for piece in self._find_pieces(name, offsets, shape):
+            overlap = _find_overlap(piece, offsets, shape)
+            if overlap is None:
                 continue
-            in_block = _relative(overlap, offsets)
-            in_piece = _relative(overlap, piece.offsets)
-            target = block[in_block]
-            if target.shape[1:] == piece.shape[1:] and target.is_contiguous():
-                first_row = in_piece[0].start if in_piece else 0
-                row = math.prod(piece.shape[1:]) * piece.dtype.itemsize
-                self._read_bytes(piece.file, self._position(name, piece) + first_row * row, target)
+            block_slices = _relative_slices(overlap, offsets)
+            piece_slices = _relative_slices(overlap, piece.offsets)
+            target = block[block_slices]
+            has_whole_rows = target.shape[1:] == piece.shape[1:]
+            if has_whole_rows and target.is_contiguous():
+                begin_row = piece_slices[0].start if piece_slices else 0
+                row_bytes = math.prod(piece.shape[1:]) * piece.dtype.itemsize
+                self._read_bytes(piece.file, self._position(name, piece) + begin_row * row_bytes, target)
             else:
-                block[in_block] = self._file(piece.file).get_slice(name)[in_piece]
+                block[block_slices] = self._open(piece.file).get_slice(name)[piece_slices]
         return block
 
     def _read_bytes(self, path: Path, position: int, target: torch.Tensor) -> None:
         """Fill a contiguous tensor with the bytes of a file from ``position`` on."""
         with path.open("rb", buffering=0) as file:
             file.seek(position)
-            missing = target.reshape(-1).view(torch.uint8).numpy().data
-            while missing:  # one call to the kernel reads 2 GiB at most
-                count = file.readinto(missing)
-                if not count:
+            unfilled = target.reshape(-1).view(torch.uint8).numpy().data  # a view of the tensor's memory
+            while unfilled:  # one call to the kernel reads 2 GiB at most
+                num_read = file.readinto(unfilled)
+                if not num_read:
                     raise InputError(f"{path}: the file has become shorter; {self._advice}")
-                missing = missing[count:]
+                unfilled = unfilled[num_read:]
 
-    def _pieces_at(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> list[Piece]:
-        """Return the pieces of a tensor, of one with an index those that have some row of a block."""
+    def _find_pieces(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> list[Piece]:
+        """Return the pieces that may overlap a block: with an index those that have one of its rows, else all."""
         if name not in self._sharded:
             return self._pieces[name]
-        begin = offsets[0] if offsets else 0
-        return self._sharded[name].pieces(begin, begin + (shape[0] if shape else 1))
+        begin_row = offsets[0] if offsets else 0
+        num_rows = shape[0] if shape else 1
+        return self._sharded[name].pieces(begin_row, begin_row + num_rows)
 
     def _position(self, name: str, piece: Piece) -> int:
-        """Return the first byte of a piece in its file."""
-        in_file = self._header(piece.file).get(name)
-        if in_file is None or in_file.piece != piece:
+        """Return the position of a piece's first byte in its file."""
+        stored = self._header(piece.file).get(name)
+        if stored is None or stored.piece != piece:
             raise InputError(f"{piece.file}: {name} is not as {SHARD_INDEX} says; {self._advice}")
-        return in_file.position
+        return stored.position
 
-    def _header(self, path: Path) -> dict[str, _InFile]:
-        """Return the pieces in a file by name; it is read once."""
+    def _header(self, path: Path) -> dict[str, _StoredPiece]:
+        """Return the pieces in a file by the tensor's name; the header is read once."""
         if path not in self._headers:
             self._headers[path] = self._read_header(path)
         return self._headers[path]
 
-    def _read_header(self, path: Path) -> dict[str, _InFile]:
-        pieces: dict[str, _InFile] = {}
-        file = self._file(path)
+    def _read_header(self, path: Path) -> dict[str, _StoredPiece]:
+        """Read the header of a file, and add its metadata to ``metadata``."""
+        file = self._open(path)
         metadata: dict[str, str] = file.metadata() or {}
-        begins = self._offsets(path, metadata.pop(SHARDING_INFO, "{}"))
+        offsets_by_name = self._parse_offsets(path, metadata.pop(SHARDING_INFO, "{}"))
         self.metadata |= metadata
         with path.open("rb") as opened:
-            position = 8 + int.from_bytes(opened.read(8), "little")  # after the header: the format's first 8 bytes
+            header_size = int.from_bytes(opened.read(8), "little")  # the format's first 8 bytes
+        position = 8 + header_size
+        pieces: dict[str, _StoredPiece] = {}
         for name in file.offset_keys():  # tensors follow each other without gaps, as safe_open has checked
             header = file.get_slice(name)
             shape = tuple(header.get_shape())
-            offsets = begins.get(name, (0,) * len(shape))
+            offsets = offsets_by_name.get(name, (0,) * len(shape))
             if len(offsets) != len(shape) or min(offsets, default=0) < 0:
                 raise InputError(f"{path}: {name} has the offsets {offsets} in its header; {self._advice}")
             if header.get_dtype() not in DTYPES:
                 raise InputError(f"{path}: {name} has the unsupported type {header.get_dtype()}; {self._advice}")
             piece = Piece(path, offsets, shape, DTYPES[header.get_dtype()])
-            pieces[name] = _InFile(piece, position)
+            pieces[name] = _StoredPiece(piece, position)
             position += math.prod(shape) * piece.dtype.itemsize
         return pieces
 
-    def _offsets(self, path: Path, info: str) -> dict[str, tuple[int, ...]]:
+    def _parse_offsets(self, path: Path, sharding_info: str) -> dict[str, tuple[int, ...]]:
+        """Return the offsets of the pieces in a file by the tensor's name; none of a file with full tensors."""
         try:
-            saved = parse_json(info, dict[str, _SavedPiece])
+            saved = parse_json(sharding_info, dict[str, _SavedPiece])
         except ValueError as error:
             raise InputError(f"{path}: damaged header ({SHARDING_INFO}: {error}); {self._advice}") from None
         return {name: tuple(piece.saved_offsets) for name, piece in saved.items()}
@@ -222,8 +208,10 @@ class CheckpointTensors(StoredTensors):
 
 def open_weights(checkpoint: Path) -> CheckpointTensors:
     """Open the weights of a full or sharded checkpoint, or of a Hugging Face folder. Tied duplicates may be absent."""
-    sharded = (checkpoint / "model").is_dir()
-    files = sorted((checkpoint / "model").glob("*.safetensors")) if sharded else safetensors_files(checkpoint)
+    if (checkpoint / "model").is_dir():
+        files = sorted((checkpoint / "model").glob("*.safetensors"))
+    else:
+        files = safetensors_files(checkpoint)
     if not files:
         raise InputError(f"{checkpoint}: no weights in it (model.safetensors, model-00001-of-….safetensors or model/)")
     return CheckpointTensors(files)
@@ -231,14 +219,15 @@ def open_weights(checkpoint: Path) -> CheckpointTensors:
 
 def check_weight_files(folder: Path) -> None:
     """Check that a Hugging Face folder has weights and that the headers of its files can be read. This is fast."""
-    pickled = [folder / "pytorch_model.bin", folder / "pytorch_model.bin.index.json"]  # read with weights_only=True
+    pickle = folder / "pytorch_model.bin"  # read with weights_only=True
+    pickle_index = folder / "pytorch_model.bin.index.json"
     files = safetensors_files(folder)
-    if not files and not any(file.is_file() for file in pickled):
+    if not files and not pickle.is_file() and not pickle_index.is_file():
         raise InputError(f"{folder}: no weights in it (model.safetensors); fetch the model again")
     for file in files:
         _open_file(file, "fetch the model again")
-    if pickled[1].is_file():
-        shard_names(pickled[1])
+    if pickle_index.is_file():
+        shard_names(pickle_index)
 
 
 def shard_names(index: Path) -> list[str]:
@@ -266,95 +255,29 @@ def _open_file(path: Path, advice: str) -> Any:
         raise InputError(f"{path}: not a complete safetensors file ({first_line(error)}); {advice}") from error
 
 
-def _relative(ranges: Iterable[tuple[int, int]], offsets: Sequence[int]) -> tuple[slice, ...]:
+def _full_shape(pieces: Iterable[Piece]) -> torch.Size:
+    """Return the shape of the tensor that pieces cover: in each dimension, the largest end of a piece."""
+    sizes: list[int] = []
+    for piece in pieces:
+        ends = [offset + size for offset, size in zip(piece.offsets, piece.shape, strict=True)]
+        if not sizes:
+            sizes = ends
+        sizes = [max(size, end) for size, end in zip(sizes, ends, strict=True)]
+    return torch.Size(sizes)
+
+
+def _find_overlap(piece: Piece, offsets: Sequence[int], shape: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Return what a piece and a block have in common: (begin, end) in each dimension of the full tensor, or None."""
+    overlap = []
+    for begin, size, piece_begin, piece_size in zip(offsets, shape, piece.offsets, piece.shape, strict=True):
+        overlap_begin = max(begin, piece_begin)
+        overlap_end = min(begin + size, piece_begin + piece_size)
+        if overlap_begin >= overlap_end:
+            return None
+        overlap.append((overlap_begin, overlap_end))
+    return overlap
+
+
+def _relative_slices(ranges: Iterable[tuple[int, int]], offsets: Sequence[int]) -> tuple[slice, ...]:
     """Return ranges of the full tensor as slices of a block that begins at ``offsets``."""
     return tuple(slice(begin - offset, end - offset) for (begin, end), offset in zip(ranges, offsets, strict=True))
-
-
-def shard_name(part: str, rank: int) -> str:
-    """Return the name of a rank's file in a checkpoint."""
-    return f"{part}/shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
-
-
-@dataclass(frozen=True)
-class _Division:
-    """The ranks that hold a tensor and the first row of each, in the order of the rows."""
-
-    ranks: list[int]
-    first_rows: list[int]
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    dtype: str
-    shape: list[int]
-    division: int
-
-
-@dataclass(frozen=True)
-class _ShardIndex:
-    divisions: list[_Division]
-    tensors: dict[str, _Tensor]
-
-
-@dataclass(frozen=True)
-class ShardedTensor:
-    """A tensor whose rows are in the files of several ranks."""
-
-    folder: Path
-    dtype: torch.dtype
-    shape: torch.Size
-    division: _Division
-
-    def pieces(self, begin: int = 0, end: int = sys.maxsize) -> list[Piece]:
-        """Return the pieces that have some of the rows from ``begin`` to ``end``; a tensor of a number has one row."""
-        firsts = self.division.first_rows
-        num_rows = self.shape[0] if self.shape else 1
-        numbers = range(max(bisect_right(firsts, begin) - 1, 0), bisect_left(firsts, end))
-        found = []
-        for number in numbers:
-            first = firsts[number]
-            last = (*firsts[number + 1 : number + 2], num_rows)[0]
-            offsets = (first, *[0] * (len(self.shape) - 1))
-            shape = (last - first, *self.shape[1:])
-            file = self.folder / Path(shard_name(self.folder.name, self.division.ranks[number])).name
-            found.append(Piece(file, offsets, shape, self.dtype) if self.shape else Piece(file, (), (), self.dtype))
-        return found
-
-
-def write_shard_index(folder: Path, entries: Sequence[Entry], first_rows: Mapping[int, Sequence[int]]) -> Path:
-    """Write the index into the folder of a part of a checkpoint, and return its path.
-
-    Args:
-        folder: with the files of the ranks.
-        entries: all tensors, in the order that they have on every rank.
-        first_rows: by rank, the first row of what it has written of each tensor, ``NO_ROWS`` for nothing.
-    """
-    ranks = np.array(sorted(first_rows))
-    numbers: dict[bytes, int] = {}
-    divisions: list[_Division] = []
-    tensors = {}
-    by_tensor = np.array([first_rows[rank] for rank in ranks.tolist()], dtype=np.int64).T
-    for (name, dtype, shape), rows in zip(entries, by_tensor, strict=True):
-        number = numbers.setdefault(rows.tobytes(), len(divisions))
-        if number == len(divisions):
-            order = np.argsort(rows, kind="stable")[(rows == NO_ROWS).sum() :]
-            divisions.append(_Division(ranks[order].tolist(), rows[order].tolist()))
-        tensors[name] = _Tensor(DTYPE_NAMES[dtype], list(shape), number)
-    path = folder / SHARD_INDEX
-    path.write_text(json.dumps(asdict(_ShardIndex(divisions, tensors)), separators=(",", ":")) + "\n", encoding="utf-8")
-    return path
-
-
-def read_shard_index(folder: Path, advice: str) -> dict[str, ShardedTensor]:
-    """Return the tensors of an index by name; an InputError, with the ``advice``, if the file is damaged."""
-    index = read_json(folder / SHARD_INDEX, _ShardIndex, advice)
-    tensors = {}
-    for name, tensor in index.tensors.items():
-        division = index.divisions[tensor.division] if 0 <= tensor.division < len(index.divisions) else None
-        if tensor.dtype not in DTYPES:
-            raise InputError(f"{folder / SHARD_INDEX}: {name} has the unsupported type {tensor.dtype}; {advice}")
-        if division is None or division.first_rows[:1] != [0] or len(division.ranks) != len(division.first_rows):
-            raise InputError(f"{folder / SHARD_INDEX}: damaged ({name} is not divided from its first row on); {advice}")
-        tensors[name] = ShardedTensor(folder, DTYPES[tensor.dtype], torch.Size(tensor.shape), division)
-    return tensors

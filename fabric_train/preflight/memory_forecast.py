@@ -244,7 +244,7 @@ class RunRequest:
             activations=activations,
             budget=make_budget(units, layout, activations, saves_in_background),
             collectives=sent,
-            flops_of_step=shape.flops.of([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size,
+            flops_of_step=shape.flops.count([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size,
             offloaded=offloaded_bytes(shape, layout, units.states),
             process=CUDA_ALLOWANCE if self.on_gpu else process_memory() + LATER_BYTES,
             on_gpu=self.on_gpu,

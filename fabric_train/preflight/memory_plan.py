@@ -103,7 +103,7 @@ def busiest_rank(flops: ModelFlops, borders: np.ndarray, num_ranks: int) -> floa
     ranks, size = deal_chunks(borders, num_ranks)
     keys = np.bincount(ranks, count_keys(borders, len(ranks)), num_ranks)
     of_key = sum(12.0 * one.num_layers * one.width for one in flops.attention)
-    work = replace(flops, attention=()).of([len(ranks) * size // num_ranks]) + of_key * keys
+    work = replace(flops, attention=()).count([len(ranks) * size // num_ranks]) + of_key * keys
     return float(work.max() / work.mean())
 
 
@@ -402,7 +402,7 @@ def _seconds_of_training(run: PreparedRun) -> float:
     precision = run.arguments.model.precision
     name = "" if run.arguments.planning.plans_for_others else torch.cuda.get_device_name()
     peak = peak_flops(name, compute_dtype(precision)) or _PEAK_OF_A100
-    flops_of_step = run.model.flops.of([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size
+    flops_of_step = run.model.flops.count([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size
     return plan.num_steps * flops_of_step / (peak * _UTILIZATION)
 
 

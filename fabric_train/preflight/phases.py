@@ -13,7 +13,7 @@ from fabric_train.cli.argument_types import NonNegativeFloat, Shares, WrongValue
 from fabric_train.cli.errors import InputError
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape, with_parts
-from fabric_train.model.trained_parts import Parts
+from fabric_train.model.trained_parts import TrainedParts
 from fabric_train.optim.optimizer import RATE_ARGUMENTS, Schedule
 from fabric_train.preflight.steps import fault_of_decay
 from fabric_train.training.prepared_run import RunPhase, TrainingData
@@ -158,7 +158,7 @@ def plan_phases(stretch: Stretch, data: TrainingData) -> tuple[RunPhase, ...]:
         schedule = _schedule(phase, last_step, training)
         parts = None
         if phase.train_only:
-            parts = Parts(phase.train_only, freeze, f"{phase.where}: train_only")
+            parts = TrainedParts(phase.train_only, freeze, f"{phase.where}: train_only")
         phases.append(RunPhase(phase.first_step, last_step, rows, schedule, parts))
     return tuple(phases)
 
@@ -175,7 +175,7 @@ def choose_parts(
         raise InputError(
             f"{option}: beside an adapter all weights are frozen; --train_also names parts that train whole"
         )
-    parts = Parts(tuple(given.train_only or ()), tuple(given.freeze or ()))
+    parts = TrainedParts(tuple(given.train_only or ()), tuple(given.freeze or ()))
     if parts and not stretch.arguments.evaluation.eval_only:
         model = with_parts(model, parts)
     if not any(phase.parts for phase in phases):

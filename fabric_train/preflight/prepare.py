@@ -28,8 +28,9 @@ from fabric_train.distributed import strategy, xla
 from fabric_train.distributed.decoder_layers import check_compiler
 from fabric_train.distributed.precision import check_float8
 from fabric_train.files.regular_file import check_no_links_in
-from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts, read_prompts
-from fabric_train.model.attention import check_attention, check_counted_from_rows, choose_attention
+from fabric_train.inference.prompt_file import read_prompts
+from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts
+from fabric_train.model.attention_choice import check_attention, check_counted_from_rows, choose_attention
 from fabric_train.model.computed_settings import bidirectional_setting, terms_left_out
 from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape, with_parts
 from fabric_train.model.init_weights import new_shape
@@ -448,7 +449,7 @@ def _open_sample_prompts(
     tokenizer = load_hf_tokenizer(name)
     if isinstance(data, Stream) and data.chat_template:
         tokenizer.chat_template = data.chat_template.source
-    encoder = PromptEncoder(tokenizer, name, any(prompt.is_chat for prompt in prompts))
+    encoder = PromptEncoder(tokenizer, name, prompts_chats=any(prompt.is_chat for prompt in prompts))
     limits = PromptLimits(model.vocab_size, model.max_positions)
     input_ids = encode_prompts(encoder, prompts, limits, given.sample_tokens, "--sample_tokens")
     texts = [

@@ -12,20 +12,23 @@ def main() -> None:
     """Continue a prompt, chat, or write texts for a file of prompts."""
     arguments = parse_arguments(GenerateArguments)
 
-    from fabric_train.inference import prompts  # slow
+    from fabric_train.inference.conversation import Conversation, chat_in_terminal, continue_prompt  # slow, like these
+    from fabric_train.inference.load_model import load_to_generate
+    from fabric_train.inference.prompts import PromptEncoder
+    from fabric_train.inference.text_file import write_texts
 
     if arguments.prompts is not None:
-        prompts.write_texts(arguments)
+        write_texts(arguments)
     elif arguments.prompt is None:
-        model, tokenizer = prompts.load_model(arguments)
-        encoder = prompts.PromptEncoder(tokenizer, arguments.model_name, prompts_chats=True)
-        prompts.chat_in_terminal(prompts.Conversation(model, tokenizer, encoder, arguments))
+        model, tokenizer = load_to_generate(arguments)
+        encoder = PromptEncoder(tokenizer, arguments.model_name, prompts_chats=True)
+        chat_in_terminal(Conversation(model, tokenizer, encoder, arguments))
     else:
-        model, generated = prompts.continue_prompt(arguments, prints=True)
-        count = len(generated.new_ids)
-        kind = str(model.dtype).removeprefix("torch.")
-        speed = f"{count / generated.seconds:.1f} tokens/s ({model.device.type}, {kind})"
-        print(f"{count} tokens in {generated.seconds:.1f} s, {speed}", file=sys.stderr)
+        model, generated = continue_prompt(arguments, prints=True)
+        num_tokens = len(generated.new_ids)
+        dtype = str(model.dtype).removeprefix("torch.")
+        speed = f"{num_tokens / generated.seconds:.1f} tokens/s ({model.device.type}, {dtype})"
+        print(f"{num_tokens} tokens in {generated.seconds:.1f} s, {speed}", file=sys.stderr)
 
 
 if __name__ == "__main__":

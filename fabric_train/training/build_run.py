@@ -26,8 +26,8 @@ from fabric_train.distributed.sharded_parameters import flat_shards
 from fabric_train.distributed.signals import Heartbeat
 from fabric_train.distributed.strategy import device_name
 from fabric_train.model.flops import peak_flops_of_run
-from fabric_train.model.hf_model import add_stop_tokens, read_generation_config
-from fabric_train.model.init_weights import note_on_end_of_turn, open_new
+from fabric_train.model.generation_settings import add_stop_tokens, read_generation_config
+from fabric_train.model.init_weights import open_new
 from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained
 from fabric_train.model.origin import (
     SPLIT_ARGUMENTS,
@@ -39,7 +39,8 @@ from fabric_train.model.origin import (
     read_stages,
 )
 from fabric_train.model.parallelize import setup_model
-from fabric_train.model.trained_parts import Parts, freeze_other_parts, rates_by_name, trained_parameters
+from fabric_train.model.trained_parts import TrainedParts, freeze_other_parts, rates_by_name, trained_parameters
+from fabric_train.model.untrained_rows import note_on_end_of_turn
 from fabric_train.optim.adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer, decayed_names, use_triton
 from fabric_train.training.components import component
@@ -116,7 +117,7 @@ def _trained_there(run: PreparedRun, checkpoint: Path) -> set[str]:
     """Return the names of the parameters that the step of a checkpoint trained."""
     if run.model.adapter:
         return set(run.model.trained)
-    return Parts(*checkpoints.read_trainer_json(checkpoint).parts).choose(run.model.names, run.model.source)
+    return TrainedParts(*checkpoints.read_trainer_json(checkpoint).parts).choose(run.model.names, run.model.source)
 
 
 def _choose_step(fabric: Fabric, optimizer: LowPrecisionAdamW) -> None:

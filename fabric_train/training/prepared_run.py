@@ -16,7 +16,7 @@ from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.origin import AdapterBase, ReferenceModel, TrainingStage
-from fabric_train.model.trained_parts import Parts
+from fabric_train.model.trained_parts import TrainedParts
 from fabric_train.optim.optimizer import Schedule, Schedules
 from fabric_train.training.evaluation import EarlyStopping, SamplePrompts
 
@@ -66,7 +66,7 @@ class RunPhase:
     last_step: int
     rows_per_epoch: tuple[int, ...]
     schedule: Schedule | None
-    parts: Parts | None = None
+    parts: TrainedParts | None = None
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Stepper:
         self.heartbeat.enter(StepPhase.OPTIMIZER)
         grad_norm = clip_grad_norm(fabric, self.model, self.optimizer, given.training.grad_clip)
         lengths = [length for batch in window.batches for length in batch.lengths]
-        work = (sum(lengths), self.flops.of(lengths), self.own_time.seconds)
+        work = (sum(lengths), self.flops.count(lengths), self.own_time.seconds)
         report = exchange_step(fabric, loss, grad_norm, *work, own_flags(self.checkpoints))
         self.own_time.restart()
         if report.count == 0:

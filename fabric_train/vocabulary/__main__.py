@@ -15,16 +15,24 @@ from fabric_train.cli.output import open_console
 from fabric_train.cli.parser import parse_arguments
 
 
-def _faults_of_texts(texts: list[str] | None, most_bytes: str) -> list[str]:
-    faults = [] if texts is None or texts else ["--texts names nothing: give a text such as ca=corpus/ca"]
-    if parse_size(most_bytes) is None:
-        faults.append(f"--max_bytes: expected a size such as 100MB or 1GB, got {most_bytes!r}")
+def _faults_of_texts(texts: list[str] | None, max_bytes: str) -> list[str]:
+    """Return what is wrong with ``--texts`` and ``--max_bytes``."""
+    faults = []
+    if texts is not None and not texts:
+        faults.append("--texts names nothing: give a text such as ca=corpus/ca")
+    if parse_size(max_bytes) is None:
+        faults.append(f"--max_bytes: expected a size such as 100MB or 1GB, got {max_bytes!r}")
     return faults
 
 
-def _no_place_for(option: str, file: str | None) -> list[str]:
-    is_wrong = file is not None and (os.path.isdir(file) or not os.path.isdir(os.path.dirname(file) or "."))
-    return [f"{option} {file}: expected a file in an existing folder"] if is_wrong else []
+def _faults_of_output(option: str, file: str | None) -> list[str]:
+    """Return what is wrong with a file to write."""
+    if file is None:
+        return []
+    folder = os.path.dirname(file) or "."
+    if os.path.isdir(file) or not os.path.isdir(folder):
+        return [f"{option} {file}: expected a file in an existing folder"]
+    return []
 
 
 @dataclass(frozen=True)
@@ -55,12 +63,16 @@ class VocabularyReportArguments:
 
     def faults(self) -> list[str]:
         """Return names that are missing or given twice, and files that cannot be written."""
-        faults = [] if self.tokenizer else ["--tokenizer names nothing: give one or more"]
+        faults = []
+        if not self.tokenizer:
+            faults.append("--tokenizer names nothing: give one or more")
         faults += [f"--tokenizer: {fault}" for _, fault in given_twice(self.tokenizer)]
         faults += _faults_of_texts(self.texts, self.max_bytes)
         if self.picture is not None and not self.picture.endswith(".png"):
             faults.append(f"--picture {self.picture}: give a name that ends in .png")
-        return [*faults, *_no_place_for("--json", self.json), *_no_place_for("--picture", self.picture)]
+        faults += _faults_of_output("--json", self.json)
+        faults += _faults_of_output("--picture", self.picture)
+        return faults
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,8 @@ class VocabularyExtendArguments:
         faults = _faults_of_texts(self.texts, self.max_bytes)
         if (self.texts is None) != (self.num_tokens is None):
             faults.append("--texts and --num_tokens belong together: give both, or neither")
-        if all(given is None for given in (self.texts, self.num_tokens, self.tokens, self.special_tokens)):
+        token_sources = (self.texts, self.num_tokens, self.tokens, self.special_tokens)
+        if all(source is None for source in token_sources):
             faults.append("nothing to add: give --texts with --num_tokens, --tokens or --special_tokens")
         if parse_size(self.max_shard_size) is None:
             faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
@@ -121,12 +134,12 @@ COMMANDS: dict[str, type] = {"report": VocabularyReportArguments, "extend": Voca
 def main(argv: list[str] | None = None) -> None:
     """Run the command that the first word names."""
     words = sys.argv[1:] if argv is None else argv
-    if "_ARGCOMPLETE" in os.environ:  # the shell asks what may follow
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what may follow the words on its line
         line = os.environ["COMP_LINE"]
         words = [word for word in line.split() if word in COMMANDS and f" {word} " in line]
         if not words:
             complete_choice("command", COMMANDS)
-    command, *rest = words or ["--help"]
+    command = words[0] if words else "--help"
     if command == "--version":
         print_version()
         return
@@ -139,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     called_as = fabric_command.called_as
     fabric_command.called_as = f"{program_name()} {command}"  # for the help
     try:
-        arguments: object = parse_arguments(COMMANDS[command], rest)
+        arguments: object = parse_arguments(COMMANDS[command], words[1:])
     finally:
         fabric_command.called_as = called_as
     if isinstance(arguments, VocabularyReportArguments):
@@ -151,25 +164,28 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _report(arguments: VocabularyReportArguments) -> None:
+    """Measure the tokenizers, print a table and the recommendation, and write the files that are asked for."""
     from fabric_train.files.requirements import check_file_to_write
     from fabric_train.vocabulary import report  # slow, like the others
     from fabric_train.vocabulary.words import read_texts
 
-    for option, file in (("--json", arguments.json), ("--picture", arguments.picture)):
-        if file is not None:
-            check_file_to_write(Path(file), option)
+    if arguments.json is not None:
+        check_file_to_write(Path(arguments.json), "--json")
+    if arguments.picture is not None:
+        check_file_to_write(Path(arguments.picture), "--picture")
     texts = read_texts(arguments.texts, arguments.text_column, arguments.max_bytes, arguments.seed)
-    notes = [text.note for text in texts if text.note]
-    measured = report.measure(texts, arguments.tokenizer, arguments.seed)
+    figures = report.measure(texts, arguments.tokenizer, arguments.seed)
     console = open_console()
-    report.print_table(measured, console)
-    lines = [*(f"note: {note}" for note in notes), "", *report.recommend(measured), f"({report.thresholds()})"]
+    report.print_table(figures, console)
+    notes = [text.note for text in texts if text.note]
+    lines = [f"note: {note}" for note in notes]
+    lines += ["", *report.recommend(figures), f"({report.thresholds()})"]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if arguments.json is not None:
-        report.write_json(measured, notes, Path(arguments.json))
+        report.write_json(figures, notes, Path(arguments.json))
     if arguments.picture is not None:
-        report.draw(measured, Path(arguments.picture))
+        report.draw(figures, Path(arguments.picture))
 
 
 if __name__ == "__main__":

@@ -30,159 +30,198 @@ CONTEXT = 8192
 MANY_PIECES = 4
 """A word of so many tokens or more counts as cut into many."""
 KEEP_BELOW = 0.10
+"""Share of tokens saved below which the tokenizer is kept."""
 CHANGE_FROM = 0.25
-"""Shares of tokens saved: below the first keep the tokenizer, from the second change it, between them it depends."""
+"""Share of tokens saved from which it is changed; between them it depends."""
 GOOD_UP_TO = 1.6
+"""Tokens a word up to which a single tokenizer serves a language well."""
 BAD_FROM = 2.2
-"""Tokens a word: up to the first a single tokenizer serves a language well, from the second badly."""
+"""Tokens a word from which it serves it badly."""
 _TEXTS_AT_ONCE = 256
-_MOSTLY = 0.5
+_MAX_SINGLE_CHARACTERS = 0.5  # the share of words of one character below which a language has spaces
 _BAR_HEIGHT = 14
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A figure and its interval, which is None for fewer than ten documents."""
+class Estimate:
+    """A value and its interval, which is None for fewer than ten documents."""
 
     value: float
     interval: Interval | None
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The figures of a tokenizer for a language.
-
-    ``tokenizer`` is its name by :func:`short_names`. ``saving`` is the share of the first tokenizer's tokens that this
-    one saves, negative if it needs more; None for the first one. ``spaces`` says whether most of the language's words
-    stand between spaces.
-    """
+class TokenizerFigures:
+    """The figures of a tokenizer for a language; these names are in the JSON file."""
 
     language: str
     tokenizer: str
+    """Its name by :func:`short_names`."""
     num_documents: int
     num_words: int
     num_tokens: int
     spaces: bool
-    tokens_per_word: Figure
-    bytes_per_token: Figure
-    share_cut_in_many: Figure
-    words_in_context: Figure
-    saving: Figure | None
+    """Whether most of the language's words are between spaces."""
+    tokens_per_word: Estimate
+    bytes_per_token: Estimate
+    share_cut_in_many: Estimate
+    words_in_context: Estimate
+    saving: Estimate | None
+    """The share of the first tokenizer's tokens that this one saves, negative if it needs more; None for the first."""
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """Counts of the documents of a language, fp64 [D] each; with a tokenizer's, ``tokens`` and ``cut`` words."""
+    """Counts of the documents of a language with a tokenizer, fp64 [documents] each."""
 
     words: np.ndarray
     num_bytes: np.ndarray
     tokens: np.ndarray
     cut: np.ndarray
+    """Words that are cut into many tokens."""
 
 
-def measure(texts: Sequence[LanguageTexts], tokenizers: Sequence[str], seed: int) -> list[Measured]:
+def measure(texts: Sequence[LanguageTexts], tokenizers: Sequence[str], seed: int) -> list[TokenizerFigures]:
     """Return the figures by language, and of each language by tokenizer; InputError if one cannot be loaded."""
-    measured: list[Measured] = []
+    figures: list[TokenizerFigures] = []
     with tempfile.TemporaryDirectory() as folder:
         encoders = _open_encoders(tokenizers, Path(folder))
         with progress_of("encoding") as show:
-            for number, language in enumerate(texts):
-                words = [Counter(words_of(document)) for document in language.documents]
+            for language_index, language in enumerate(texts):
+                document_words = [Counter(words_of(document)) for document in language.documents]
                 counts = []
-                for place, encoder in enumerate(encoders):
-                    show((number + place / len(encoders)) / len(texts), f"encoding {language.name}")
-                    counts.append(_count(language, words, encoder))
-                measured += _figures(language, words, short_names(tokenizers), counts, seed)
-    return measured
+                for encoder_index, encoder in enumerate(encoders):
+                    progress = (language_index + encoder_index / len(encoders)) / len(texts)
+                    show(progress, f"encoding {language.name}")
+                    counts.append(_count(language, document_words, encoder))
+                figures += _estimate_figures(language, document_words, short_names(tokenizers), counts, seed)
+    return figures
 
 
 def _open_encoders(tokenizers: Sequence[str], folder: Path) -> list[TextEncoder]:
+    """Save each tokenizer into ``folder`` and open an encoder of it; InputError with all that cannot be loaded."""
     encoders: list[TextEncoder] = []
     faults: list[str] = []
-    for number, name in enumerate(tokenizers):
+    for index, name in enumerate(tokenizers):
+        tokenizer_dir = folder / str(index)
         try:
             tokenizer = load_tokenizer(name)
-            tokenizer.save(folder / str(number))
-            file = folder / str(number) / "tokenizer.json"
-            encoders.append(open_encoder(file, tokenizer.special_text_is_plain)[0])
+            tokenizer.save(tokenizer_dir)
+            encoder, _ = open_encoder(tokenizer_dir / "tokenizer.json", tokenizer.special_text_is_plain)
         except InputError as error:
-            faults += (fault.replace("--tokenizer_name", "--tokenizer") for fault in error.faults)
+            faults += [fault.replace("--tokenizer_name", "--tokenizer") for fault in error.faults]
+            continue
+        encoders.append(encoder)
     if faults:
         raise InputError(*faults)
     return encoders
 
 
-def _count(language: LanguageTexts, words: Sequence[Counter[str]], encoder: TextEncoder) -> _Counts:
-    """Count tokens of the documents, and their words of many tokens: each word with a space before it."""
-    (before,) = encoder.encode_batch(["a"])
-    unique = list(set().union(*words))
-    has_many: set[str] = set()
-    for first in range(0, len(unique), _TEXTS_AT_ONCE):
-        some = unique[first : first + _TEXTS_AT_ONCE]
-        lengths = map(len, encoder.encode_batch([f"a {word}" for word in some]))
-        has_many |= {word for word, length in zip(some, lengths, strict=True) if length - len(before) >= MANY_PIECES}
-    tokens: list[int] = []
-    for first in range(0, len(language.documents), _TEXTS_AT_ONCE):
-        tokens += map(len, encoder.encode_batch(list(language.documents[first : first + _TEXTS_AT_ONCE])))
-    cut = [sum(number for word, number in counted.items() if word in has_many) for counted in words]
+def _count(language: LanguageTexts, document_words: Sequence[Counter[str]], encoder: TextEncoder) -> _Counts:
+    """Count the tokens of the documents, and their words that are cut into many tokens.
+
+    ``document_words`` has the words of each document with their counts.
+    """
+    # Each word is encoded with a space before it, as it is in a text: after "a ", without the tokens of "a".
+    (prefix_ids,) = encoder.encode_batch(["a"])
+    unique_words = list(set().union(*document_words))
+    cut_words: set[str] = set()
+    for begin in range(0, len(unique_words), _TEXTS_AT_ONCE):
+        words = unique_words[begin : begin + _TEXTS_AT_ONCE]
+        encoded = encoder.encode_batch([f"a {word}" for word in words])
+        for word, token_ids in zip(words, encoded, strict=True):
+            if len(token_ids) - len(prefix_ids) >= MANY_PIECES:
+                cut_words.add(word)
+
+    num_tokens: list[int] = []
+    for begin in range(0, len(language.documents), _TEXTS_AT_ONCE):
+        documents = language.documents[begin : begin + _TEXTS_AT_ONCE]
+        num_tokens += map(len, encoder.encode_batch(list(documents)))
+    num_cut: list[int] = []
+    for word_counts in document_words:
+        num_cut.append(sum(count for word, count in word_counts.items() if word in cut_words))
     num_bytes = [len(document.encode()) for document in language.documents]
-    num_words = [counted.total() for counted in words]
-    return _Counts(*(np.array(each, dtype=np.float64) for each in (num_words, num_bytes, tokens, cut)))
+    num_words = [word_counts.total() for word_counts in document_words]
+    return _Counts(
+        words=np.array(num_words, dtype=np.float64),
+        num_bytes=np.array(num_bytes, dtype=np.float64),
+        tokens=np.array(num_tokens, dtype=np.float64),
+        cut=np.array(num_cut, dtype=np.float64),
+    )
 
 
-def _figures(
+def _estimate_figures(
     language: LanguageTexts,
-    words: Sequence[Counter[str]],
+    document_words: Sequence[Counter[str]],
     tokenizers: Sequence[str],
     counts: Sequence[_Counts],
     seed: int,
-) -> list[Measured]:
-    columns = [array for one in counts for array in (one.words, one.num_bytes, one.tokens, one.cut)]
-    enough = len(language.documents) >= FEWEST_DOCUMENTS
-    drawn = resample(columns, seed) if enough else None
+) -> list[TokenizerFigures]:
+    """Return the figures of each tokenizer for a language, from its counts."""
+    # All columns are resampled together, so that tokenizers are compared on the same draws of documents.
+    columns: list[np.ndarray] = []
+    for tokenizer_counts in counts:
+        columns += [tokenizer_counts.words, tokenizer_counts.num_bytes, tokenizer_counts.tokens, tokenizer_counts.cut]
     totals = np.array([column.sum() for column in columns])
+    draws = resample(columns, seed) if len(language.documents) >= FEWEST_DOCUMENTS else None
 
-    def figure(upper: int, lower: int, factor: float = 1.0, offset: float = 0.0) -> Figure:
-        interval = None if drawn is None else interval_of(offset + factor * drawn[:, upper] / drawn[:, lower])
-        return Figure(float(offset + factor * totals[upper] / totals[lower]), interval)
+    def ratio(numerator: int, denominator: int, factor: float = 1.0, offset: float = 0.0) -> Estimate:
+        """Estimate offset + factor × the ratio of two columns, by their indices."""
+        interval = None
+        if draws is not None:
+            interval = interval_of(offset + factor * draws[:, numerator] / draws[:, denominator])
+        return Estimate(float(offset + factor * totals[numerator] / totals[denominator]), interval)
 
-    alone = sum(
-        number for counted in words for word, number in counted.items() if len(word) == 1 and not word.isascii()
-    )
-    found = []
-    for place, name in enumerate(tokenizers):
-        num_words, num_bytes, tokens, cut = range(4 * place, 4 * place + 4)
-        found.append(
-            Measured(
+    num_single_characters = 0  # words of one character, each of a script without spaces
+    for word_counts in document_words:
+        for word, count in word_counts.items():
+            if len(word) == 1 and not word.isascii():
+                num_single_characters += count
+
+    first_tokens = 2  # the column with the tokens of the first tokenizer
+    figures = []
+    for index, name in enumerate(tokenizers):
+        words, num_bytes, tokens, cut = range(4 * index, 4 * index + 4)  # its columns
+        saving = None
+        if index > 0:
+            saving = ratio(tokens, first_tokens, factor=-1.0, offset=1.0)
+        figures.append(
+            TokenizerFigures(
                 language=language.name,
                 tokenizer=name,
                 num_documents=len(language.documents),
-                num_words=int(totals[num_words]),
+                num_words=int(totals[words]),
                 num_tokens=int(totals[tokens]),
-                spaces=bool(alone < _MOSTLY * totals[num_words]),
-                tokens_per_word=figure(tokens, num_words),
-                bytes_per_token=figure(num_bytes, tokens),
-                share_cut_in_many=figure(cut, num_words),
-                words_in_context=figure(num_words, tokens, CONTEXT),
-                saving=figure(tokens, 2, -1.0, 1.0) if place else None,
+                spaces=bool(num_single_characters < _MAX_SINGLE_CHARACTERS * totals[words]),
+                tokens_per_word=ratio(tokens, words),
+                bytes_per_token=ratio(num_bytes, tokens),
+                share_cut_in_many=ratio(cut, words),
+                words_in_context=ratio(words, tokens, factor=CONTEXT),
+                saving=saving,
             )
         )
-    return found
+    return figures
 
 
 def short_names(tokenizers: Sequence[str]) -> list[str]:
-    """Return the last part of each name, or of the folder of a file; the whole names if two are then the same."""
-    paths = [Path(name) for name in tokenizers]
-    short = [path.parent.name if path.suffix in (".model", ".json") else path.name for path in paths]
-    return short if len(set(short)) == len(short) and all(short) else list(tokenizers)
+    """Return the last component of each name, or of a file's folder; the full names if two would be the same."""
+    names: list[str] = []
+    for tokenizer in tokenizers:
+        path = Path(tokenizer)
+        is_file = path.suffix in (".model", ".json")
+        names.append(path.parent.name if is_file else path.name)
+    are_unique = len(set(names)) == len(names)
+    return names if are_unique and all(names) else list(tokenizers)
 
 
-def recommend(measured: Sequence[Measured]) -> list[str]:
+def recommend(figures: Sequence[TokenizerFigures]) -> list[str]:
     """Return a sentence for each language: keep the first tokenizer, or change it, by the thresholds of this module."""
+    figures_by_language: dict[str, list[TokenizerFigures]] = {}
+    for tokenizer_figures in figures:
+        figures_by_language.setdefault(tokenizer_figures.language, []).append(tokenizer_figures)
     lines = []
-    for language in dict.fromkeys(one.language for one in measured):
-        first, *others = (one for one in measured if one.language == language)
-        advice = _advice(first, others) if others else _advice_alone(first)
+    for language, (reference, *alternatives) in figures_by_language.items():
+        advice = _advice(reference, alternatives) if alternatives else _advice_alone(reference)
         lines.append(f"{language}: {advice}")
     return lines
 
@@ -196,72 +235,78 @@ def thresholds() -> str:
     )
 
 
-def _advice(first: Measured, others: Sequence[Measured]) -> str:
-    best = min(others, key=lambda one: one.num_tokens)
-    assert best.saving is not None
-    before = first.tokens_per_word.value
-    after = best.tokens_per_word.value
+def _advice(reference: TokenizerFigures, alternatives: Sequence[TokenizerFigures]) -> str:
+    """Return whether to keep the first tokenizer, or to change to the alternative with the fewest tokens."""
+    best = min(alternatives, key=lambda figures: figures.num_tokens)
     saving = best.saving
-    change = f"{before:.2f} → {after:.2f}"
+    assert saving is not None
+    change = f"{reference.tokens_per_word.value:.2f} → {best.tokens_per_word.value:.2f}"
     if saving.value <= 0:
-        return f"keep {first.tokenizer}: no other needs fewer tokens ({change} with {best.tokenizer})"
-    between = f" ({saving.interval[0]:.1%} to {saving.interval[1]:.1%})" if saving.interval else ""
-    saves = f"{change} with {best.tokenizer} saves {saving.value:.1%}{between}"
-    certain = saving.interval[0] if saving.interval else saving.value
+        return f"keep {reference.tokenizer}: no other needs fewer tokens ({change} with {best.tokenizer})"
+    interval = f" ({saving.interval[0]:.1%} to {saving.interval[1]:.1%})" if saving.interval else ""
+    saves = f"{change} with {best.tokenizer} saves {saving.value:.1%}{interval}"
+    certain_saving = saving.interval[0] if saving.interval else saving.value
     if saving.value < KEEP_BELOW:
-        return f"keep {first.tokenizer}: {saves}"
-    if certain >= CHANGE_FROM:
-        return f"change it: {saves}; extend {first.tokenizer}, or train a model that has the other"
+        return f"keep {reference.tokenizer}: {saves}"
+    if certain_saving >= CHANGE_FROM:
+        return f"change it: {saves}; extend {reference.tokenizer}, or train a model that has the other"
     return f"it depends: {saves}; change it if context or speed in this language decide"
 
 
-def _advice_alone(first: Measured) -> str:
-    value = first.tokens_per_word.value
-    if not first.spaces:
+def _advice_alone(figures: TokenizerFigures) -> str:
+    """Return whether to keep a tokenizer that is compared with no other one."""
+    value = figures.tokens_per_word.value
+    if not figures.spaces:
         return (
-            f"{first.tokenizer} needs {value:.2f} tokens a character; this script has no spaces, so there is no "
+            f"{figures.tokenizer} needs {value:.2f} tokens a character; this script has no spaces, so there is no "
             "threshold: compare with another tokenizer"
         )
     if value <= GOOD_UP_TO:
-        return f"keep {first.tokenizer}: {value:.2f} tokens a word are few"
+        return f"keep {figures.tokenizer}: {value:.2f} tokens a word are few"
     measure_it = "vocabulary extend --plan true says what new tokens save"
     if value >= BAD_FROM:
-        return f"{first.tokenizer} needs {value:.2f} tokens a word, which is many: {measure_it}"
-    return f"{first.tokenizer} needs {value:.2f} tokens a word, neither few nor many: {measure_it}"
+        return f"{figures.tokenizer} needs {value:.2f} tokens a word, which is many: {measure_it}"
+    return f"{figures.tokenizer} needs {value:.2f} tokens a word, neither few nor many: {measure_it}"
 
 
-def print_table(measured: Sequence[Measured], console: Console) -> None:
+def print_table(figures: Sequence[TokenizerFigures], console: Console) -> None:
     """Print a row for each language and tokenizer; ± is half of the interval."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "tokenizer"):
         table.add_column(name, overflow="fold")
-    many = f"cut in ≥{MANY_PIECES}"
-    for name in ("tokens/word", "bytes/token", many, f"words in {CONTEXT // 1024}k", "saved"):
+    cut_in_many = f"cut in ≥{MANY_PIECES}"
+    for name in ("tokens/word", "bytes/token", cut_in_many, f"words in {CONTEXT // 1024}k", "saved"):
         table.add_column(name, justify="right")
-    for place, one in enumerate(measured):
+    previous_language = None
+    for row in figures:
+        is_new_language = row.language != previous_language
+        previous_language = row.language
         table.add_row(
-            one.language if not place or measured[place - 1].language != one.language else "",
-            one.tokenizer,
-            _shown(one.tokens_per_word, ".2f"),
-            _shown(one.bytes_per_token, ".2f"),
-            _shown(one.share_cut_in_many, ".1%"),
-            _shown(one.words_in_context, ",.0f"),
-            "" if one.saving is None else _shown(one.saving, ".1%"),
+            row.language if is_new_language else "",
+            row.tokenizer,
+            _show(row.tokens_per_word, ".2f"),
+            _show(row.bytes_per_token, ".2f"),
+            _show(row.share_cut_in_many, ".1%"),
+            _show(row.words_in_context, ",.0f"),
+            "" if row.saving is None else _show(row.saving, ".1%"),
         )
     console.print(table)
 
 
-def _shown(figure: Figure, form: str) -> str:
-    if figure.interval is None:
-        return f"{figure.value:{form}}"
-    half = f"{(figure.interval[1] - figure.interval[0]) / 2:{form}}"
-    return f"{figure.value:{form}} ±{half.removesuffix('%')}"
+def _show(estimate: Estimate, number_format: str) -> str:
+    """Return a value and half of its interval: ``1.53 ±0.02``, ``12.1% ±0.4``."""
+    value = f"{estimate.value:{number_format}}"
+    if estimate.interval is None:
+        return value
+    low, high = estimate.interval
+    half = f"{(high - low) / 2:{number_format}}"
+    return f"{value} ±{half.removesuffix('%')}"
 
 
-def write_json(measured: Sequence[Measured], notes: Sequence[str], file: Path) -> None:
+def write_json(figures: Sequence[TokenizerFigures], notes: Sequence[str], file: Path) -> None:
     """Write all figures, the thresholds and the recommendation."""
     content = {
-        "measured": [asdict(one) for one in measured],
+        "measured": [asdict(tokenizer_figures) for tokenizer_figures in figures],
         "interval_percent": LEVEL,
         "context_tokens": CONTEXT,
         "thresholds": {
@@ -271,43 +316,48 @@ def write_json(measured: Sequence[Measured], notes: Sequence[str], file: Path) -
             "bad_from": BAD_FROM,
         },
         "notes": list(notes),
-        "recommendation": recommend(measured),
+        "recommendation": recommend(figures),
     }
     with open_to_write(file, "w") as opened:
         opened.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def draw(measured: Sequence[Measured], picture: Path) -> None:
+def draw(figures: Sequence[TokenizerFigures], picture: Path) -> None:
     """Draw bars of the tokens per word with their intervals, grouped by language."""
-    tokenizers = list(dict.fromkeys(one.tokenizer for one in measured))
-    rows = [
-        {
-            "language": one.language,
-            "tokenizer": one.tokenizer,
-            "value": one.tokens_per_word.value,
-            "low": one.tokens_per_word.interval[0] if one.tokens_per_word.interval else one.tokens_per_word.value,
-            "high": one.tokens_per_word.interval[1] if one.tokens_per_word.interval else one.tokens_per_word.value,
-        }
-        for one in measured
-    ]
+    rows: list[dict[str, Any]] = []
+    for tokenizer_figures in figures:
+        estimate = tokenizer_figures.tokens_per_word
+        low, high = estimate.interval or (estimate.value, estimate.value)
+        rows.append(
+            {
+                "language": tokenizer_figures.language,
+                "tokenizer": tokenizer_figures.tokenizer,
+                "value": estimate.value,
+                "low": low,
+                "high": high,
+            }
+        )
+    tokenizers = list(dict.fromkeys(row["tokenizer"] for row in rows))
+    colours = [COLOURS[index % len(COLOURS)] for index in range(len(tokenizers))]
+
+    # The encodings of a Vega-Lite chart.
+    x: dict[str, Any] = {"field": "value", "type": "quantitative", "title": "tokens per word"}
+    y: dict[str, Any] = {"field": "language", "title": None, "sort": None, "axis": {"labelAngle": 0}}
+    offset = {"field": "tokenizer", "sort": tokenizers}  # the bars of a language are one below the other
     colour = {
         "field": "tokenizer",
-        "scale": {"domain": tokenizers, "range": [COLOURS[place % len(COLOURS)] for place in range(len(tokenizers))]},
+        "scale": {"domain": tokenizers, "range": colours},
         "legend": {"title": None},
     }
-    order = {"sort": None, "axis": {"labelAngle": 0}}
-    x: dict[str, Any] = {"field": "value", "type": "quantitative", "title": "tokens per word"}
-    y: dict[str, Any] = {"field": "language", "title": None, **order}
-    offset = {"field": "tokenizer", "sort": tokenizers}
-    interval = {"x": {**x, "field": "low"}, "x2": {"field": "high"}, "y": y, "yOffset": offset}
-    line = {"type": "rule", "color": TEXT, "strokeWidth": 2}
-    specified = {
+    bars = {"mark": "bar", "encoding": {"x": x, "y": y, "yOffset": offset, "color": colour}}
+    intervals = {
+        "mark": {"type": "rule", "color": TEXT, "strokeWidth": 2},
+        "encoding": {"x": {**x, "field": "low"}, "x2": {"field": "high"}, "y": y, "yOffset": offset},
+    }
+    chart = {
         "data": {"values": rows},
         "width": 640,
         "height": {"step": _BAR_HEIGHT},
-        "layer": [
-            {"mark": "bar", "encoding": {"x": x, "y": y, "yOffset": offset, "color": colour}},
-            {"mark": line, "encoding": interval},
-        ],
+        "layer": [bars, intervals],
     }
-    write_png(specified, picture, "Tokens per word, fewer are better")
+    write_png(chart, picture, "Tokens per word, fewer are better")

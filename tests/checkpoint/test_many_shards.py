@@ -10,7 +10,8 @@ from fabric_train.checkpoint.discovery import lowest_loss, prune, replace_checkp
 from fabric_train.checkpoint.files import CHECKSUMS, find_damage
 from fabric_train.checkpoint.rank_writer import join_parts
 from fabric_train.cli.errors import InputError
-from fabric_train.model.weight_files import SHARD_INDEX, CheckpointTensors
+from fabric_train.model.shard_index import SHARD_INDEX
+from fabric_train.model.weight_files import CheckpointTensors
 from tests.support.sparse_checkpoints import entries, link_checkpoint, write_parts
 
 NUM_LAYERS = 15

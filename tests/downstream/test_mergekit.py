@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from fabric_train.merge_models.__main__ import main
-from fabric_train.merge_models.tensors import drawn
+from fabric_train.merge_models.tensors import draw_kept
 from tests.support.downstream_uses import Checked
 from tests.support.environments import downstream_environment, run_inside
 from tests.support.exports import verify_in_this_process
@@ -132,7 +132,7 @@ def test_dare_with_the_same_draws_gives_the_weights_of_mergekit(
     for number, name in enumerate(WEIGHTS):
         folder = shutil.copytree(models / name, kept / name)
         tensors = load_file(folder / "model.safetensors")
-        masks = {one: drawn(tensors[one].shape, density, 0, one, number) for one in tensors}
+        masks = {one: draw_kept(tensors[one].shape, density, 0, one, number) for one in tensors}
         only = {one: torch.where(masks[one], tensors[one], base[one]) for one in tensors}
         save_file(only, folder / "model.safetensors", metadata={"format": "pt"})
     # mergekit scales by the norm of the kept values; here the paper's scale is in the weights

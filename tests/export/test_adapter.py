@@ -29,8 +29,9 @@ from fabric_train.export.model_comparison import compare
 from fabric_train.export.plan import plan_average, plan_targets
 from fabric_train.export.source import ExportSource
 from fabric_train.files import requirements
-from fabric_train.inference import load_model
-from fabric_train.inference.load_model import load_for_inference, load_onto_devices
+from fabric_train.inference import load_model, models_in_turn
+from fabric_train.inference.devices import load_onto_devices
+from fabric_train.inference.load_model import load_for_inference
 from fabric_train.merge_models.__main__ import main as merge_models
 from fabric_train.model.layered_forward import layered_forward
 from fabric_train.model.nf4 import NF4Linear
@@ -269,7 +270,8 @@ def test_models_of_one_base_read_it_once_and_have_the_losses_that_they_have_alon
         loaded.append(given)
         return load_onto_devices(*given)
 
-    monkeypatch.setattr(load_model, "load_onto_devices", load)
+    for module in (load_model, models_in_turn):
+        monkeypatch.setattr(module, "load_onto_devices", load)
 
     def losses(name: str, *models: object) -> dict[str, bytes]:
         words = ["--models", *models, "--texts", f"text={text}", "--output_dir", tmp_path / name]
@@ -298,7 +300,7 @@ def test_a_model_in_4_bits_generates_and_is_evaluated_in_4_bits(
     assert ours.generate(ids, **given).tolist() == adapted.generate(input_ids=ids, **given).tolist()
     with torch.inference_mode():
         torch.testing.assert_close(ours(ids).logits, adapted(ids).logits, rtol=0, atol=0.02)  # of about 1, in bf16
-        scored = load_model.ModelsInTurn().load(str(in_4_bits))(ids).logits
+        scored = models_in_turn.ModelsInTurn().load(str(in_4_bits))(ids).logits
         expected = layered(open_unmerged(in_4_bits, torch.float32, "dequantized"), ids)
         original = layered(open_unmerged(in_4_bits, torch.float32), ids)
     # the embedding is in bf16, as in training

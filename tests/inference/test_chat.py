@@ -10,9 +10,10 @@ from transformers import AutoTokenizer
 
 from fabric_train.cli.errors import InputError
 from fabric_train.inference.arguments import GenerateArguments
+from fabric_train.inference.conversation import Conversation, chat_in_terminal
 from fabric_train.inference.generate import TextPrinter
 from fabric_train.inference.load_model import load_for_inference
-from fabric_train.inference.prompts import Conversation, PromptEncoder, chat_in_terminal
+from fabric_train.inference.prompts import PromptEncoder
 from tests.support.checkpoint_examples import run_with_two_checkpoints
 from tests.support.forked_runs import ForkedRuns
 

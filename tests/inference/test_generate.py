@@ -14,7 +14,8 @@ from fabric_train.export.source import ExportSource
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.generate import GeneratedText, TextPrinter, generate
 from fabric_train.inference.load_model import load_for_inference
-from fabric_train.inference.prompts import Prompt, PromptEncoder, encode_prompts, encode_text, limits_of
+from fabric_train.inference.prompt_file import Prompt
+from fabric_train.inference.prompts import PromptEncoder, encode_prompts, encode_text, limits_of
 from tests.support.checkpoint_examples import run_with_two_checkpoints
 from tests.support.forked_runs import ForkedRuns
 
@@ -98,7 +99,7 @@ def test_a_text_does_not_depend_on_the_rest_of_its_batch(loaded: tuple[Any, Any]
     prompts = [PROMPT, "Now", "A much longer prompt than the others: the quality of mercy is not strained"]
     encoded = [encode_text(loaded[1], prompt) for prompt in prompts]
     settings = GenerateArguments("", num_tokens=20, **changes)
-    alone = [generate(*loaded, [ids], settings, numbers=[number])[0].text for number, ids in enumerate(encoded)]
+    alone = [generate(*loaded, [ids], settings, prompt_numbers=[number])[0].text for number, ids in enumerate(encoded)]
     assert [text.text for text in generate(*loaded, encoded, settings)] == alone
 
 
@@ -151,7 +152,9 @@ def test_the_models_own_sampling_settings_do_not_apply(run: Path) -> None:
 
 def test_more_tokens_than_positions_are_refused(loaded: tuple[Any, Any]) -> None:
     with pytest.raises(InputError, match="exceed the model's 256 positions"):
-        encode_prompts(PromptEncoder(loaded[1], "tiny", False), [Prompt(PROMPT)], limits_of(loaded[0]), 256)
+        encode_prompts(
+            PromptEncoder(loaded[1], "tiny", prompts_chats=False), [Prompt(PROMPT)], limits_of(loaded[0]), 256
+        )
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

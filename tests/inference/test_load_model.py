@@ -13,8 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from fabric_train.cli.errors import InputError
 from fabric_train.inference.arguments import GenerateArguments
+from fabric_train.inference.devices import spread
 from fabric_train.inference.generate import generate
-from fabric_train.inference.load_model import ModelsInTurn, _key, add_adapter, describe, load_for_inference, spread
+from fabric_train.inference.load_model import describe, load_for_inference
+from fabric_train.inference.models_in_turn import ModelsInTurn, _base_key
+from fabric_train.inference.peft_adapter import add_adapter
 from fabric_train.inference.prompts import encode_text
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.load_weights import build_on_meta
@@ -125,8 +128,8 @@ def test_whole_modules_of_an_adapter_do_not_reach_the_next_model(tmp_path: Path)
 
 def test_models_read_in_another_dtype_do_not_share_a_base(tiny_model_dir: Path) -> None:
     described = describe(str(tiny_model_dir), None)
-    assert _key(described) == _key(replace(described))
-    assert _key(described) != _key(replace(described, dtype=torch.bfloat16))
+    assert _base_key(described) == _base_key(replace(described))
+    assert _base_key(described) != _base_key(replace(described, dtype=torch.bfloat16))
 
 
 def load_for_inference_without_tokenizer(name: str) -> Any:

@@ -10,14 +10,14 @@ from transformers import PreTrainedTokenizerFast
 from fabric_train.cli.errors import InputError
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.load_model import load_for_inference
+from fabric_train.inference.prompt_file import read_prompts
 from fabric_train.inference.prompts import (
-    OutputFile,
     PromptEncoder,
     PromptLimits,
     encode_prompts,
     limits_of,
-    read_prompts,
 )
+from fabric_train.inference.text_file import OutputFile
 from tests.support.checkpoint_examples import run_with_two_checkpoints
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 

@@ -19,7 +19,7 @@ from fabric_train.export import hub_format, verification
 from fabric_train.export.verification import VerificationError
 from fabric_train.merge_models import merge as merging
 from fabric_train.merge_models.__main__ import main
-from fabric_train.merge_models.tensors import drawn
+from fabric_train.merge_models.tensors import draw_kept
 from tests.support.checkpoint_examples import CHAT_TEMPLATE, trained_weights, write_full
 from tests.support.exports import verify_in_this_process
 from tests.support.forked_commands import run_in_fork
@@ -77,7 +77,7 @@ def expected(method: str, base: Tensors, models: list[Tensors], name: str, densi
     changes = [model[name].numpy() - start for model in models]
     if method == "dare":
         changes = [
-            change * drawn(change.shape, density, 5, name, number).numpy() / density
+            change * draw_kept(change.shape, density, 5, name, number).numpy() / density
             for number, change in enumerate(changes)
         ]
     if method == "ties":

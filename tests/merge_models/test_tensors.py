@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fabric_train.cli.errors import InputError
 from fabric_train.merge_models.models import AlignedTensors, ModelTensors, _match, note_on_rounding, open_models
-from fabric_train.merge_models.tensors import add_agreeing, add_differences, drawn, largest, slerp_factors
+from fabric_train.merge_models.tensors import add_agreeing, add_differences, draw_kept, find_largest, slerp_factors
 
 
 def test_slerp_keeps_the_length_of_vectors_and_goes_the_same_angle_each_time() -> None:
@@ -74,7 +74,7 @@ def test_a_share_of_tokens_that_fit_is_of_the_first_models() -> None:
     models: list[Any] = [other, first]
     own = {f"token {number}": 19 - number for number in range(20)}
     aligned, matched = _match(*models, own, {"token 0": 0, "token 2": 1, "mine": 2, "alone": 3})
-    assert aligned._rows.tolist() == [19, 17, -1, -1]
+    assert aligned._row_indices.tolist() == [19, 17, -1, -1]
     assert (matched.common, matched.missing, matched.left_out) == (2, 2, 18)
     with pytest.raises(InputError, match="only 1 of the 4 tokens are in both vocabularies"):
         _match(*models, own, {"token 0": 0, "mine": 1, "alone": 2, "ours": 3})
@@ -106,40 +106,40 @@ def test_task_arithmetic_adds_weighted_differences() -> None:
 def test_ties_takes_the_mean_of_the_differences_with_the_elected_sign() -> None:
     differences = [torch.tensor([3.0, -1.0, 0.0, 2.0, -2.0]), torch.tensor([1.0, 3.0, 0.0, 0.0, 2.0])]
     # by hand: both agree, (3 + 1) / 2; + is elected, so the second alone; nothing; the first alone; a sum of 0 is +
-    merged, shared, in_conflict = add_agreeing(torch.zeros(5), differences, [1.0, 1.0])
-    assert merged.tolist() == [2.0, 3.0, 0.0, 2.0, 2.0]
-    assert (shared, in_conflict) == (3, 2)
+    agreed = add_agreeing(torch.zeros(5), differences, [1.0, 1.0])
+    assert agreed.merged.tolist() == [2.0, 3.0, 0.0, 2.0, 2.0]
+    assert (agreed.num_shared, agreed.num_in_conflict) == (3, 2)
     # with the weights 1 and 3: (3 + 3) / 4; 9 / 3; nothing; 2 / 1; 6 / 3
-    assert add_agreeing(torch.zeros(5), differences, [1.0, 3.0])[0].tolist() == [1.5, 3.0, 0.0, 2.0, 2.0]
+    assert add_agreeing(torch.zeros(5), differences, [1.0, 3.0]).merged.tolist() == [1.5, 3.0, 0.0, 2.0, 2.0]
 
 
 @pytest.mark.parametrize("density, count", [(0.5, 50), (0.019, 1), (0.001, 1), (1.0, 100)])
 def test_a_share_of_the_values_is_kept_exactly_although_many_are_equal(density: float, count: int) -> None:
     values = torch.randint(-4, 5, (10, 10), generator=torch.Generator().manual_seed(0)).bfloat16().float() + 0.5
-    kept = largest(values, density)
+    kept = find_largest(values, density)
     assert kept.shape == values.shape
     assert int(kept.sum()) == count
     assert values[kept].abs().min() >= (values[~kept].abs().max() if count < 100 else 0)
 
 
 def test_where_most_values_are_zero_no_zero_is_kept() -> None:
-    kept = largest(torch.tensor([0.0, -2.0, 0.0, 0.0]), 0.5)
+    kept = find_largest(torch.tensor([0.0, -2.0, 0.0, 0.0]), 0.5)
     assert kept.tolist() == [False, True, False, False]
 
 
 def test_a_draw_depends_on_seed_tensor_and_model_alone() -> None:
-    mask = drawn((200, 300), 0.3, 7, "weight", 0)
-    assert torch.equal(mask, drawn((200, 300), 0.3, 7, "weight", 0))
+    mask = draw_kept((200, 300), 0.3, 7, "weight", 0)
+    assert torch.equal(mask, draw_kept((200, 300), 0.3, 7, "weight", 0))
     assert mask.float().mean().item() == pytest.approx(0.3, abs=0.01)  # five standard deviations of a share
-    for other in (drawn((200, 300), 0.3, 8, "weight", 0), drawn((200, 300), 0.3, 7, "bias", 0)):
+    for other in (draw_kept((200, 300), 0.3, 8, "weight", 0), draw_kept((200, 300), 0.3, 7, "bias", 0)):
         assert (mask & other).float().mean().item() == pytest.approx(0.09, abs=0.006)
-    assert (mask & drawn((200, 300), 0.3, 7, "weight", 1)).float().mean().item() == pytest.approx(0.09, abs=0.006)
+    assert (mask & draw_kept((200, 300), 0.3, 7, "weight", 1)).float().mean().item() == pytest.approx(0.09, abs=0.006)
 
 
 def test_what_is_dropped_by_chance_is_made_up_for_on_average() -> None:
     base = torch.zeros(100, 100)
     difference = torch.ones(100, 100)
     density = 0.4
-    masks = [drawn(base.shape, density, seed, "weight", 0) for seed in range(20)]
+    masks = [draw_kept(base.shape, density, seed, "weight", 0) for seed in range(20)]
     merged = [add_differences(base, [difference * mask], [1 / density]) for mask in masks]
     assert torch.stack(merged).mean().item() == pytest.approx(1.0, abs=0.014)  # five standard deviations of the mean

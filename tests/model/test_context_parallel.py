@@ -17,13 +17,13 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, Stretch
 from fabric_train.distributed.ranks import ContextGroup
 from fabric_train.distributed.strategy import resolve_parallelism
-from fabric_train.model.attention import choose_attention
+from fabric_train.model.attention_choice import choose_attention
 from fabric_train.model.context_parallel import (
     CONTEXT,
     _attend_by_document,
     _attend_by_kernel,
     _Exchange,
-    _stretches,
+    _find_stretches,
     count_keys,
     cut_rows,
     deal_chunks,
@@ -111,7 +111,7 @@ def test_gradients_of_keys_are_summed_in_fp32_whatever_their_type() -> None:
 
 def test_chunks_that_follow_each_other_are_one_stretch() -> None:
     """A stretch is a call of the attention kernel."""
-    found = _stretches(np.array([0, 1, 3]), 4, np.array([0, 6, 14, 16]))
+    found = _find_stretches(np.array([0, 1, 3]), 4, np.array([0, 6, 14, 16]))
     assert [(part.begin, part.end, part.first_key, part.last_key) for part in found] == [(0, 8, 0, 8), (8, 12, 6, 16)]
     assert [part.lengths for part in found] == [(6, 2), (2, 2)]
     assert [part.key_lengths for part in found] == [(6, 2), (8, 2)]

@@ -37,10 +37,10 @@ def test_an_8b_llama_costs_51_5_gflop_a_token_at_4096() -> None:
     )
     flops = flops_of(config)
     assert flops.num_used == 8_030_261_248 - 128_256 * 4096  # the embeddings are looked up
-    assert flops.of([4096]) / 4096 == 6 * flops.num_used + 12 * 32 * 4096 * 4096
+    assert flops.count([4096]) / 4096 == 6 * flops.num_used + 12 * 32 * 4096 * 4096
     peak = peak_flops("NVIDIA H200", torch.bfloat16)
     assert peak is not None
-    assert 10_471 * flops.of([4096]) / 4096 / peak == pytest.approx(0.545, abs=5e-4)
+    assert 10_471 * flops.count([4096]) / 4096 / peak == pytest.approx(0.545, abs=5e-4)
     assert str(flops) == "6 × 7,504,924,672 parameters + 12 × 32 layers × 4,096 × context"
 
 
@@ -67,7 +67,7 @@ def test_flops_count_wide_heads_and_a_sliding_window() -> None:
     sliding = flops_of(MistralConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, sliding_window=100))
     assert sliding.attention == (Attention(2, 64, 100),)
     matrices = 6 * sliding.num_used
-    assert sliding.of([100, 50, 300]) == 450 * matrices + 12 * 2 * 64 * (100**2 + 50**2 + 300 * 100)
+    assert sliding.count([100, 50, 300]) == 450 * matrices + 12 * 2 * 64 * (100**2 + 50**2 + 300 * 100)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig
 
 from fabric_train.cli.errors import InputError
-from fabric_train.model.hf_model import (
+from fabric_train.model.generation_settings import (
     GENERATION_CONFIG,
     add_stop_tokens,
     checkpoint_generation_config,

@@ -42,7 +42,8 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised, find_targets, isolate
 from fabric_train.data.step_sampler import Window
 from fabric_train.data.token_dataset import Rows
-from fabric_train.model.attention import VARLEN, check_attention, check_counted_from_rows, forward
+from fabric_train.model.attention import VARLEN, forward
+from fabric_train.model.attention_choice import check_attention, check_counted_from_rows
 from fabric_train.model.hf_model import read_shape, shape_from_config
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.load_weights import load_model

@@ -15,7 +15,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.model import patterns
 from fabric_train.model.adapter import Adapter, find_targets
 from fabric_train.model.hf_model import ModelShape, read_shape, with_parts
-from fabric_train.model.trained_parts import Parts, rates_by_name
+from fabric_train.model.trained_parts import TrainedParts, rates_by_name
 from fabric_train.optim.optimizer import build_optimizer, set_learning_rate
 from fabric_train.preflight.memory_layout import bytes_of_states, read_units
 from fabric_train.preflight.prepare import prepare
@@ -57,10 +57,10 @@ LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
     ],
 )
 def test_pattern_matches_whole_parts_of_a_name(pattern: str, matches: Callable[[str], bool]) -> None:
-    chosen = Parts((pattern,)).choose(NAMES, "the model")
+    chosen = TrainedParts((pattern,)).choose(NAMES, "the model")
     assert chosen == set(filter(matches, NAMES))
     if pattern != "all":
-        assert Parts(freeze=(pattern,)).choose(NAMES, "the model") == NAMES.keys() - chosen
+        assert TrainedParts(freeze=(pattern,)).choose(NAMES, "the model") == NAMES.keys() - chosen
 
 
 SLOW = r"(?:.|..)*[A-Z]"
@@ -81,7 +81,7 @@ def test_an_expression_that_would_take_years_is_refused(
 ) -> None:
     monkeypatch.setattr(patterns, "_SECONDS", 0.1)
     with pytest.raises(InputError, match=fault):
-        Parts((pattern,)).choose(NAMES, "the model")
+        TrainedParts((pattern,)).choose(NAMES, "the model")
     sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
@@ -90,7 +90,7 @@ def test_an_expression_that_would_take_years_is_refused(
 
 
 def test_freeze_is_taken_from_train_only() -> None:
-    chosen = Parts(("layers.(0|1)",), ("bias", "layers.1.mlp")).choose(NAMES, "the model")
+    chosen = TrainedParts(("layers.(0|1)",), ("bias", "layers.1.mlp")).choose(NAMES, "the model")
     assert chosen == {f"model.layers.{layer}.{module}.weight" for layer in (0, 1) for module in IN_LAYER} - {
         "model.layers.1.mlp.up_proj.weight"
     }
@@ -114,7 +114,7 @@ def test_freeze_is_taken_from_train_only() -> None:
 )
 def test_choice_that_cannot_be_is_refused(train_only: list[str], freeze: list[str], fault: str) -> None:
     with pytest.raises(InputError) as raised:
-        Parts(tuple(train_only), tuple(freeze)).choose(NAMES, "M")
+        TrainedParts(tuple(train_only), tuple(freeze)).choose(NAMES, "M")
     assert fault in str(raised.value)
 
 
@@ -324,7 +324,7 @@ def test_contradictions_are_refused_before_the_start(folder: Path, tmp_path: Pat
 
 def test_plan_and_flops_count_what_trains(folder: Path, shape: ModelShape) -> None:
     arguments = parse(TrainArguments, ["--train_data_dir", "tokens", "--output_dir", "run", "--precision", "32-true"])
-    top = with_parts(shape, Parts(("layers.1", "norm")))
+    top = with_parts(shape, TrainedParts(("layers.1", "norm")))
     assert top.num_trained == LAYER + 32
     assert top.describe_trained() == f"model.norm 32; layer 1 {LAYER:,}"
     assert top.describe_frozen() == f"model.embed_tokens 9,600; lm_head 9,600; layer 0 {LAYER:,}"
@@ -334,10 +334,10 @@ def test_plan_and_flops_count_what_trains(folder: Path, shape: ModelShape) -> No
     # forward and backward pass of the head, without a gradient of its own; only the forward pass of the first layer
     tokens = 10
     head = 300 * 32
-    assert shape.flops.of([tokens]) == tokens * (6 * (2 * LAYER + 32 + head) + 12 * 2 * 32 * tokens)
+    assert shape.flops.count([tokens]) == tokens * (6 * (2 * LAYER + 32 + head) + 12 * 2 * 32 * tokens)
     expected = 6 * (LAYER + 32) + 4 * head + 2 * LAYER + (12 + 4) * 32 * tokens
-    assert top.flops.of([tokens]) == tokens * expected
-    some = with_parts(shape, Parts(("q_proj", "layers.0.self_attn")))
+    assert top.flops.count([tokens]) == tokens * expected
+    some = with_parts(shape, TrainedParts(("q_proj", "layers.0.self_attn")))
     assert some.describe_trained() == (
         "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, self_attn.o_proj of layer 0 3,072; "
         "self_attn.q_proj of layer 1 1,024"

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fabric_train.data.token_dataset import open_dataset
-from fabric_train.model.init_weights import find_untrained, note_on_end_of_turn
 from fabric_train.model.load_weights import MetaModel
+from fabric_train.model.untrained_rows import find_untrained, note_on_end_of_turn
 
 END_OF_TURN = 2  # <|im_end|> in SmolLM2
 

@@ -25,8 +25,9 @@ from transformers import (
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.data.batch import Batch, find_targets, isolate
 from fabric_train.distributed.decoder_layers import checkpoint_layers
-from fabric_train.model import attention
-from fabric_train.model.attention import VARLEN, choose_attention, forward, why_model_cannot
+from fabric_train.model.attention import VARLEN, forward
+from fabric_train.model.attention_choice import choose_attention, why_model_cannot
+from fabric_train.model.varlen_kernel import grouped_query_arguments
 from fabric_train.training.objective import CrossEntropy
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
@@ -206,8 +207,8 @@ def test_torch_without_a_flag_for_grouped_heads_gets_none() -> None:
     def of_torch_2_12(query: Any, *_: Any, enable_gqa: bool = False) -> None:
         pass
 
-    assert attention.grouped_heads(of_torch_2_11) == {}
-    assert attention.grouped_heads(of_torch_2_12) == {"enable_gqa": True}
+    assert grouped_query_arguments(of_torch_2_11) == {}
+    assert grouped_query_arguments(of_torch_2_12) == {"enable_gqa": True}
 
 
 def test_run_says_why_it_needs_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

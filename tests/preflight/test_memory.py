@@ -19,7 +19,7 @@ from fabric_train.distributed.decoder_layers import compile_layers
 from fabric_train.model.flops import Attention, ModelFlops
 from fabric_train.model.hf_model import ModelShape, read_shape, with_parts
 from fabric_train.model.init_weights import new_shape
-from fabric_train.model.trained_parts import Parts
+from fabric_train.model.trained_parts import TrainedParts
 from fabric_train.preflight.memory_activations import MicroBatch, _kinds, _trace, trace_activations
 from fabric_train.preflight.memory_forecast import RunRequest
 from fabric_train.preflight.memory_gpu import compile_for_trace
@@ -92,7 +92,7 @@ def test_traced_memory_is_what_layers_or_checkpointing_keep(llama: ModelShape, o
 
 @pytest.mark.parametrize("parts", [(), ("layers.1[2-5]",), ("embed_tokens", "q_proj", "layers.[3-6]")])
 def test_a_few_traced_layers_tell_what_all_of_them_hold(llama: ModelShape, parts: tuple[str, ...]) -> None:
-    llama = with_parts(llama, Parts(parts)) if parts else llama
+    llama = with_parts(llama, TrainedParts(parts)) if parts else llama
     arguments = parse(TrainArguments, ["--train_data_dir", "x", "--output_dir", "y"])
     batch = MicroBatch(1, 2048, torch.float32, None, has_borders=False, on_gpu=False, by_unit=True)
     traced = trace_activations(llama, arguments, batch)

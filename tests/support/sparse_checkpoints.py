@@ -17,7 +17,7 @@ from fabric_train.checkpoint.rank_writer import write_part
 from fabric_train.checkpoint.tensors import LocalTensor, first_rows, sharded_writes
 from fabric_train.checkpoint.trainer_json import FORMAT, TrainerState
 from fabric_train.model.origin import ModelOrigin
-from fabric_train.model.weight_files import Entry
+from fabric_train.model.shard_index import Entry
 
 _PIECE_BYTES = 64 << 20  # as RankWriter hashes them
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-import fabric_train.model.attention  # noqa: F401  (registers it with transformers)
+from fabric_train.model.attention import register_attention
+
+register_attention()  # transformers finds the attention of a configuration by its name
 
 CALLS: list[tuple[list[int], int]] = []
 """The borders and the longest length of each forward call in :func:`varlen_kernel_on_cpu`."""

@@ -32,8 +32,9 @@ from fabric_train.sample_data import real_data
 from fabric_train.tokenization.tokenizers.text_encoder import open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.vocabulary.__main__ import main
-from fabric_train.vocabulary.extend import verify_tokenizer
-from fabric_train.vocabulary.model_files import KEPT_TEXTS, ExtendableTokenizer, ExtendedMatrix, NewTokens
+from fabric_train.vocabulary.extendable_tokenizer import KEPT_TEXTS, ExtendableTokenizer, NewTokens
+from fabric_train.vocabulary.extended_tensors import ExtendedMatrix
+from fabric_train.vocabulary.verify import verify_tokenizer
 from tests.support.token_datasets import tokenize
 
 LANGUAGES = ("cs", "de", "el", "en", "es", "fr", "ja", "ko", "ru", "vi", "zh_CN")

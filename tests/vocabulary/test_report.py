@@ -13,7 +13,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.sample_data import real_data
 from fabric_train.vocabulary import report
 from fabric_train.vocabulary.__main__ import main
-from fabric_train.vocabulary.report import Figure, Measured
+from fabric_train.vocabulary.report import Estimate, TokenizerFigures
 from fabric_train.vocabulary.words import LanguageTexts, hold_out, read_texts, words_of
 
 
@@ -69,10 +69,10 @@ def test_the_figures_are_counts_of_the_tokenizers_ids(
     assert (tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")
 
 
-def measured(tokenizer: str, tokens: int, saving: Figure | None) -> Measured:
+def measured(tokenizer: str, tokens: int, saving: Estimate | None) -> TokenizerFigures:
     """Return the figures of a tokenizer that needs ``tokens`` for 100 words."""
-    figure = Figure(tokens / 100, None)
-    return Measured("ca", tokenizer, 20, 100, tokens, True, figure, figure, figure, figure, saving)
+    figure = Estimate(tokens / 100, None)
+    return TokenizerFigures("ca", tokenizer, 20, 100, tokens, True, figure, figure, figure, figure, saving)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_the_advice_follows_from_the_saving_and_its_interval(
     tokens: int, interval: tuple[float, float] | None, advice: str
 ) -> None:
     first = measured("A", 131, None)
-    other = measured("B", tokens, Figure(1 - tokens / 131, interval))
+    other = measured("B", tokens, Estimate(1 - tokens / 131, interval))
     (line,) = report.recommend([first, other])
     assert line.startswith(f"ca: {advice}")
 

@@ -1,0 +1,88 @@
+"""Put an exported adapter on its base model with peft."""
+
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from fabric_train.checkpoint.adapter_folder import CONFIG, check_files
+from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.files.regular_file import check_no_pipes
+from fabric_train.files.requirements import check_package
+from fabric_train.model.adapter import ALL_LINEAR
+from fabric_train.model.patterns import NamePattern
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise an InputError if an exported adapter cannot be read, or peft, which opens it, is missing."""
+    check_no_pipes(folder)
+    check_files(folder)
+    check_package("peft", f"{folder} has an adapter, which")
+
+
+def add_adapter(model: Any, folder: Path, base: str) -> Any:
+    """Return the model with the adapter in ``folder``; the model is changed.
+
+    The adapter's matrices are not merged into the weights, whose dtype could round them away.
+    """
+    check_adapter(folder)
+    from peft import PeftModel
+
+    module_names = [name for name, _ in model.named_modules()]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses a name that transformers is about to remove
+            config = _peft_config(folder, module_names)
+            return PeftModel.from_pretrained(model, str(folder), config=config).eval()
+    except InputError:
+        raise
+    except (KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        raise_reached_limit(error)
+        reason = first_line(error).rstrip(".:")
+        raise InputError(
+            f"{folder}: this adapter cannot be put on {base}: {reason}; give its base model by --base_model"
+        ) from error
+
+
+def _peft_config(folder: Path, module_names: Sequence[str]) -> Any:
+    """Return peft's configuration of an adapter, with its regular expressions replaced by the modules that they match.
+
+    ``module_names`` are those of the base. peft matches them by ``re``, which a stranger's expression can keep busy for
+    years.
+    """
+    from peft import PeftConfig
+
+    config = PeftConfig.from_pretrained(str(folder))
+    file = folder / CONFIG
+
+    def match_modules(setting: str, pattern: str) -> set[str]:
+        return NamePattern(f"{file}: {setting}", pattern, "q_proj").matching_whole(module_names)
+
+    # an expression for the modules with an adapter, or without one
+    for setting in ("target_modules", "exclude_modules"):
+        pattern = getattr(config, setting, None)
+        if isinstance(pattern, str) and pattern != ALL_LINEAR:
+            setattr(config, setting, match_modules(setting, pattern))
+
+    # ranks and alphas by expressions for the end of a module's name
+    for setting in ("rank_pattern", "alpha_pattern"):
+        values_by_pattern = getattr(config, setting, None)
+        if not values_by_pattern:
+            continue
+        values_by_module: dict[str, Any] = {}
+        for pattern, value in values_by_pattern.items():
+            for name in sorted(match_modules(setting, rf"(?:.*\.)?(?:{pattern})")):
+                values_by_module.setdefault(re.escape(name), value)  # of several patterns, the first one counts
+        setattr(config, setting, values_by_module)
+
+    # names of the module lists that hold the layers, which peft puts into an expression
+    layers_pattern = getattr(config, "layers_pattern", None) or []
+    if isinstance(layers_pattern, str):
+        layers_pattern = [layers_pattern]
+    for name in layers_pattern:
+        if not re.fullmatch(r"[\w.]+", str(name)):
+            raise InputError(f"{file}: layers_pattern {name}: no plain name; give names such as layers")
+    return config
