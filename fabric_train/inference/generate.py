@@ -126,11 +126,11 @@ def generate(
 
     # Prompts are padded at their beginning, [batch, longest]. The padding is masked; it is the prompt's first token,
     # which has a repetition penalty anyway.
-    prompts = [list(prompt_ids) for prompt_ids in prompts]
-    longest = max(map(len, prompts))
+    encoded = [list(prompt_ids) for prompt_ids in prompts]
+    longest = max(map(len, encoded))
     padded_rows: list[list[int]] = []
     masks: list[list[int]] = []
-    for prompt_ids in prompts:
+    for prompt_ids in encoded:
         num_padding = longest - len(prompt_ids)
         padded_rows.append([prompt_ids[0]] * num_padding + prompt_ids)
         masks.append([0] * num_padding + [1] * len(prompt_ids))
@@ -147,7 +147,7 @@ def generate(
         output = model.generate(
             torch.tensor(padded_rows).to(device),
             attention_mask=torch.tensor(masks).to(device),
-            logits_processor=_score_processors(settings, prompt_numbers or range(len(prompts))),
+            logits_processor=_score_processors(settings, prompt_numbers or range(len(encoded))),
             stopping_criteria=[interruption],
             streamer=printer,
             **stop_arguments,
@@ -157,7 +157,7 @@ def generate(
     seconds = time.perf_counter() - start
 
     texts = []
-    for prompt_ids, row in zip(prompts, output.tolist(), strict=True):
+    for prompt_ids, row in zip(encoded, output.tolist(), strict=True):
         ended = _cut_at_end(tokenizer, prompt_ids, row[longest:], settings.stop, stop_ids)
         ended_by: Literal["stop", "length", "interrupt"] = "length"
         if ended.has_end:

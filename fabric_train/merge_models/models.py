@@ -178,10 +178,11 @@ class AlignedTensors(StoredTensors):
         if name not in self._model.rows_by_token:
             return self._model.read_block(name, offsets, shape)
         block = self._first_model.read_block(name, offsets, shape).clone()
-        columns = [slice(begin, begin + size) for begin, size in zip(offsets[1:], shape[1:], strict=True)]
+        column_slices = [slice(begin, begin + size) for begin, size in zip(offsets[1:], shape[1:], strict=True)]
+        columns = (slice(None), *column_slices)
         row_indices = self._row_indices[offsets[0] : offsets[0] + shape[0]]
         has_own_row = row_indices >= 0
-        own_rows = self._read_full(name)[(slice(None), *columns)]  # in the model's own order
+        own_rows = self._read_full(name)[columns]  # in the model's own order
         block[has_own_row] = own_rows[row_indices[has_own_row]]
         return block
 

@@ -126,7 +126,8 @@ class RandomWeights:
         row_numel = math.prod(row_shape)
         numbers = self._draw(name, offsets[0] * row_numel, (offsets[0] + shape[0]) * row_numel)
         rows = torch.from_numpy(numbers).reshape((shape[0], *row_shape))
-        return rows[(slice(None), *block[1:])]
+        columns = (slice(None), *block[1:])
+        return rows[columns]
 
     def _draw(self, name: str, begin: int, end: int) -> np.ndarray:
         """Return the elements ``begin`` to ``end`` of the flattened parameter, fp32."""

@@ -52,7 +52,7 @@ def layered_forward(
         advance()
 
     modules_in_layers: set[nn.Module] = set()
-    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, tuple(layer_classes))]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, tuple(layer_classes))]
     for layer in layers:
         layer.register_forward_hook(keep_output)
         _read_during_forward(layer, list(layer.modules()), weights, names)
