@@ -32,7 +32,8 @@ from fabric_train.export.verification_report import (
     find_faults,
 )
 from fabric_train.files.regular_file import read_json
-from fabric_train.inference.load_model import add_adapter, load_onto_devices
+from fabric_train.inference.devices import load_onto_devices
+from fabric_train.inference.peft_adapter import add_adapter
 from fabric_train.model import hf_model, load_weights
 from fabric_train.model.generation_settings import (
     GENERATION_CONFIG,
