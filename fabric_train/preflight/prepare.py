@@ -35,6 +35,7 @@ from fabric_train.model.computed_settings import bidirectional_setting, terms_le
 from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape, with_parts
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.nf4 import check_installed
+from fabric_train.model.origin import read_stages
 from fabric_train.model.parallelize import check_tensor_parallel
 from fabric_train.model.rope import RopeChange, note_on_rope
 from fabric_train.model.rope_frequencies import note_on_frequencies
@@ -386,6 +387,7 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
     check_tensor_parallel(shape.config, shape.source, arguments.fsdp.tensor_parallel_size)
     if not checkpoint and not shape.is_new:
         check_readable(shape.source)
+        read_stages(given.model_name)  # an InputError if the record is damaged: the run reads it when it has begun
     return shape
 
 

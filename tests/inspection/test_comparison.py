@@ -235,7 +235,7 @@ def test_languages_are_those_of_the_documents(
     inspect.main(["--compare", str(one), str(other)])
     assert re.search(r"^ *es +A +20 +100.0% .*\n +B +5 +20.0% ", capsys.readouterr().out, re.MULTILINE)
     language._identifier.cache_clear()
-    monkeypatch.setitem(sys.modules, "py3langid.langid", None)
+    monkeypatch.setitem(sys.modules, "py3langid", None)
     inspect.main(["--compare", str(one), str(other), "--html", str(tmp_path / "page.html")])
     page = (tmp_path / "page.html").read_text(encoding="utf-8").replace("&#39;", "'")
     for text in (" ".join(capsys.readouterr().out.split()), page):

@@ -30,8 +30,8 @@ def measured_read(run):
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
     before = status("VmRSS")
     return MetaModel(load_model(run.model, weights_dtype("32-true")), None) if WHOLE else read(run)
-def measured_set_up(*args):
-    set_up(*args)
+def measured_set_up(*args, **options):
+    set_up(*args, **options)
     print("grown by", status("VmHWM") - before, flush=True)
     torch.distributed.barrier()
     os._exit(0)  # what follows is of no interest here

@@ -68,7 +68,7 @@ NOT_RUN = {
     "fabric-train evaluate --needle": "of texts longer than the stand-in's positions; tests/evaluation/test_needle.py",
     "CUDA_VISIBLE_DEVICES=7": "needs lm_eval, which is not installed; tests/evaluation/",
     "fabric-train publish": "needs the hub; tests/export/test_publish.py",
-    "fabric-train merge": "of slices that xargs makes; tests/tokenization/test_slices.py",
+    "fabric-train merge ": "of slices that xargs makes; tests/tokenization/test_slices.py",
 }
 """The beginnings of command lines that are only parsed (``tests/cli/test_documented_commands.py``), and why."""
 IN_A_SHELL = ("mkdir ", "head ", "cat > ", "python - <<", "python hold_out.py")

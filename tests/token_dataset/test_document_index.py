@@ -269,7 +269,7 @@ def test_an_interrupted_run_continues_to_the_same_index(
     finished = sorted((tmp_path / ".out.unfinished").glob("*.npz"))
     assert len(finished) > 5
     with np.load(finished[0]) as stored:  # as an older version wrote it
-        arrays = {name: stored[name] for name in stored.files if name != "pairs"}
+        arrays = {name: stored[name] for name in stored.files if name != "unused"}
     np.savez(finished[0], **arrays)
     encoded: list[object] = []
     whole = encoding.unfinished_shards
