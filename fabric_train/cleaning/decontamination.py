@@ -196,7 +196,7 @@ def ngram_hashes(words: Words, lengths: Sequence[int]) -> dict[int, np.ndarray]:
         return {}
     word_hashes = _hash_words(words)
     multipliers = _random_odd(LONGEST)
-    # position i has the sum over the words of the n-gram that begins there; each length adds words to the last one
+    # position i has the sum over the words of the n-gram that begins there; each length adds words to the previous one
     sums = np.zeros(num_words, dtype=np.uint64)
     hashes_by_length = {}
     for shorter_length, length in pairwise([0, *lengths]):

@@ -139,6 +139,8 @@ class LanguageFilter:
             text = self._remove_paragraphs(text, edits)
             if not text:
                 return Dropped(OTHER, "every paragraph")
+
+        # the language is certain, or the languages to keep together are
         language, probability = identify(text)
         finding = f"{language} {self._format(probability)}"
         if probability >= self.threshold and not self._accepts(language):

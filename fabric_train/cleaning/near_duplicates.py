@@ -244,16 +244,17 @@ class _Clusters:
         A pass joins all pairs at once. Of several pairs with one root, only one takes effect, so passes are repeated
         until the roots of all pairs agree.
         """
-        while len(left_documents):
-            left_documents = self.roots(left_documents)
-            right_documents = self.roots(right_documents)
-            differ = left_documents != right_documents
-            left_documents = left_documents[differ]
-            right_documents = right_documents[differ]
+        left_roots = left_documents
+        right_roots = right_documents
+        while len(left_roots):
+            left_roots = self.roots(left_roots)
+            right_roots = self.roots(right_roots)
+            is_separate = left_roots != right_roots
+            left_roots = left_roots[is_separate]
+            right_roots = right_roots[is_separate]
             # a parent is never above its child, so no cycle can arise
-            np.minimum.at(
-                self._parents, np.maximum(left_documents, right_documents), np.minimum(left_documents, right_documents)
-            )
+            children = np.maximum(left_roots, right_roots)
+            np.minimum.at(self._parents, children, np.minimum(left_roots, right_roots))
 
 
 @dataclass(frozen=True)

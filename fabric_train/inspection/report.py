@@ -52,12 +52,12 @@ def make_report(folder: Path, split_name: str, rows: range, advance: Callable[[i
     splits = open_splits(folder)
     shown_split = choose_split(folder, splits, split_name)
     if rows and rows.start >= shown_split.num_rows:
-        last_rows = f"{shown_split.name} has {shown_split.num_rows:,} rows, numbered from 0"
-        raise InputError(f"--start {rows.start}: {last_rows}")
+        available_rows = f"{shown_split.name} has {shown_split.num_rows:,} rows, numbered from 0"
+        raise InputError(f"--start {rows.start}: {available_rows}")
     manifest = load_manifest(folder)
     vocabulary = load_vocabulary(folder / "tokenizer")
 
-    # the files beside the rows
+    # the files next to the rows
     num_skipped = manifest.ledger.documents_skipped if manifest else {}
     dropped, sample_faults = read_sample(folder, num_skipped)
     problems = [Problem(DROPPED_FILE, fault) for fault in sample_faults]
@@ -173,10 +173,13 @@ def _check_tokenizer_files(folder: Path, manifest: Manifest) -> list[Problem]:
 def _check_ledger(manifest: Manifest, counts_by_split: dict[str, Counts]) -> list[Problem]:
     """Check the ledger's sums, and compare it with the counts."""
     splits = manifest.ledger.splits
+    # the manifest alone
     problems = [Problem("manifest", f"the ledger does not balance: {imbalance}") for imbalance in manifest.imbalances()]
+    # splits that only one of both has
     for name in sorted({*splits} ^ {*counts_by_split}):
         where = "not in the manifest" if name in counts_by_split else "only in the manifest"
         problems.append(Problem(name, f"the split is {where}"))
+    # the counts of each split
     for name, counts in counts_by_split.items():
         if name not in splits:
             continue

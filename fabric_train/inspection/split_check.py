@@ -440,9 +440,11 @@ class IndexCheck:
 
     def finish(self, ledger: dict[str, SourceLedger]) -> list[Problem]:
         """Compare the sums with the ledger of the split's sources, and return all problems."""
+        # what was found in the rows
         problems = []
         for fault, rows in self._faulty_rows.items():
             problems.append(Problem(self._split, f"document index: {fault} {len(rows):,} rows", rows[0]))
+        # the sums over all documents
         for _, documents in chunks(self._index.documents, lambda _: None):
             sources = self._index.sources.sources_of(documents["file"])
             self._add_by_source("documents", sources, np.ones(len(sources)))

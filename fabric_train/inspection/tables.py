@@ -214,7 +214,10 @@ class Bar:
 
 
 def histogram(lengths: Mapping[int, int]) -> list[Bar]:
-    """Return bars for numbers of documents by length: powers of two if lengths differ widely, else ten equal steps."""
+    """Return bars for powers of two if lengths differ widely, else for ten equal steps.
+
+    ``lengths`` has the number of documents by their length.
+    """
     if not lengths:
         return []
     shortest = min(lengths)
@@ -236,7 +239,10 @@ def histogram(lengths: Mapping[int, int]) -> list[Bar]:
 
 
 def length_facts(lengths: Mapping[int, int]) -> list[tuple[str, int]]:
-    """Return shortest, percentiles, longest and mean of numbers of documents by length."""
+    """Return names and values: the shortest length, percentiles, the longest and the mean.
+
+    ``lengths`` has the number of documents by their length.
+    """
     num_documents = sum(lengths.values())
     if not num_documents:
         return []
