@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -99,7 +100,7 @@ class SpoolReader:
     def _copy(self, file: Path, runs: _Runs, target: np.ndarray) -> None:
         """Copy runs of a file into an array with the file's elements: int32 tokens or bytes."""
         mapped = self._map(file)
-        element = "i" if target.itemsize == _TOKEN_BYTES else "B"
+        element: Literal["i", "B"] = "i" if target.itemsize == _TOKEN_BYTES else "B"
         # slicing memoryviews takes half as long as slicing numpy arrays
         target_view = target.data
         with memoryview(mapped) as content, content.cast(element) as source_view:
