@@ -71,7 +71,7 @@ def test_a_share_of_tokens_that_fit_is_of_the_first_models() -> None:
         SimpleNamespace(folder=name, read=dict.get, shape_of_model=SimpleNamespace(vocab_size=num_rows))
         for name, num_rows in (("first", 4), ("other", 20))
     )
-    models: list[Any] = [other, first]
+    models: tuple[Any, Any] = (other, first)
     own = {f"token {number}": 19 - number for number in range(20)}
     aligned, matched = _match(*models, own, {"token 0": 0, "token 2": 1, "mine": 2, "alone": 3})
     assert aligned._row_indices.tolist() == [19, 17, -1, -1]
