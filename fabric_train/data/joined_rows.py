@@ -26,6 +26,12 @@ class JoinedRows(IndexedRows):
     """The rows of ``ranges`` of several splits, one range after the other; by default all rows of all splits."""
 
     def __init__(self, splits: Sequence[IndexedRows], ranges: Sequence[SplitRange] | None = None) -> None:
+        """Join ranges of rows of several splits.
+
+        Args:
+            splits: The splits.
+            ranges: Which rows of which split come one after the other; by default all rows of all splits.
+        """
         if ranges is None:
             ranges = [SplitRange(index, range(len(split))) for index, split in enumerate(splits)]
         self._splits = tuple(splits)
@@ -75,6 +81,8 @@ class JoinedRows(IndexedRows):
         return [rows_by_position[position] for position in range(len(indices))]
 
     def pieces(self, indices: Sequence[int]) -> RowPieces:
+        """Return the pieces of the rows in their order, with sources as indices of this object's ``source_names``."""
+        # ask each split for the pieces of its rows
         pieces_of_splits = []
         for request in self._requests(indices):
             pieces = self._splits[request.split].pieces(request.rows)
@@ -82,6 +90,7 @@ class JoinedRows(IndexedRows):
             sources = self._joined_sources[request.split][pieces.sources]
             pieces_of_splits.append(replace(pieces, rows=positions, sources=sources))
 
+        # join each field, and sort the pieces by row
         joined = {}
         for field in fields(RowPieces):
             values = [getattr(pieces, field.name) for pieces in pieces_of_splits]

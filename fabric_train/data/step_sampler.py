@@ -256,10 +256,13 @@ class TrainBatches:
         end = last_step - self.starts_after
         known_step = self.known_step - self.starts_after
 
+        # the hash of the rows before the first window; hashing them all again would take long
         if 0 < known_step <= begin:
             rows_hash = order.rows_hash(begin, known_step, self.known_hash)
         else:
             rows_hash = order.rows_hash(begin)
+
+        # the loader yields the micro-batches of all windows, one after the other
         epoch = order.epoch_of(begin + 1)
         loader = WorkerLoader(
             _ErrorsAsItems(self.rows), self.num_workers, self.pin_memory, batch_sampler=order.batches(begin, end)

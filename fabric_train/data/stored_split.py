@@ -55,6 +55,7 @@ class LoadedSplit:
         yield from self.split.data.column(column).slice(rows.start, len(rows)).chunks
 
     def locate(self, row: int) -> tuple[Path, int]:
+        """Return the file that has a row, and the row's number in the file."""
         file = ""
         row_of_file = row
         first_row = 0

@@ -134,6 +134,14 @@ class Rows(IndexedRows):
         source_names: tuple[str, ...] = ("",),
         open_index: Callable[[], DocumentIndex | None] = lambda: None,
     ) -> None:
+        """Open the rows of a split.
+
+        Args:
+            split: The split, of ``datasets`` or of a token dataset of parts.
+            isolate_documents: Whether batches keep the documents of a row apart, if their starts are stored.
+            source_names: The names of the sources in the document index.
+            open_index: Opens the document index, when it is needed; it returns None if there is none.
+        """
         self.split: Any = split
         self.source_names = source_names
         self._open_index = open_index
@@ -261,6 +269,7 @@ class Rows(IndexedRows):
         return {name: value for name, value in self.__dict__.items() if name != "_reference"}
 
     def pieces(self, indices: Sequence[int]) -> RowPieces:
+        """Return the pieces of documents in the rows, in their order; an InputError if the index is damaged."""
         rows = np.array(indices, dtype=np.int64)
         if self.index is None:
             # without a document index, each row is one piece

@@ -83,6 +83,8 @@ class EvaluateArguments:
     def faults(self) -> list[str]:
         """Return missing names, models given twice, windows that overlap wholly, and arguments of the other mode."""
         faults = [f"--{name} names nothing: give one" for name in _LISTS if getattr(self, name) == []]
+
+        # arguments that exclude each other, or need each other
         if self.pairs is not None and self.texts is not None:
             faults.append("--pairs and --texts: evaluate one after the other, which may have the same --output_dir")
         if self.needle is not None:
@@ -98,6 +100,8 @@ class EvaluateArguments:
                 faults.append("--pairs and --watch: give --models instead, such as RUN/all")
             if self.tasks is None and self.texts is None:
                 faults.append("--watch needs --tasks or --texts: give one of them")
+
+        # values that do not fit together
         models = self.models or []
         repeated_models = {model for model in models if models.count(model) > 1}
         faults += [f"--models {model} is given twice: give it once" for model in sorted(repeated_models)]

@@ -295,6 +295,7 @@ def _pair_lines(source: str, model: ComparedModel, scores: PairScores) -> Iterat
 
 
 def _print_table(results: dict[str, dict[str, PairFigures]]) -> None:
+    """Print the figures of each source and model, and what they mean."""
     table = Table(box=None, pad_edge=False)
     for column in ("source", "model"):
         table.add_column(column)

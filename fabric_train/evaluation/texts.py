@@ -204,6 +204,7 @@ class WindowedText(EncodedText):
     """Texts, each document on its own: BOS (EOS for a tokenizer without it), then its tokens, see ``cut_windows``."""
 
     def __init__(self, documents: DocumentTexts, tokenizer: Any, max_length: int, overlap: int) -> None:
+        """Encode the documents with a tokenizer of transformers; for the lengths see :func:`cut_windows`."""
         prefix = tokenizer.bos_token_id
         if prefix is None:
             prefix = tokenizer.eos_token_id
@@ -284,6 +285,11 @@ class PackedText(EncodedText):
     """
 
     def __init__(self, text: HeldOutRows) -> None:
+        """Read all rows of the split.
+
+        Raises:
+            InputError: no token is supervised.
+        """
         assert text.dataset.validation is not None
         self.name = text.dataset.name
         self.identity = identity_of(text)

@@ -363,7 +363,7 @@ def download(
 
     Args:
         name: The model's repository.
-        folder: The folder to write; it must not exist or be empty.
+        folder: The folder to write, absent or empty.
         revision: A branch, tag or commit.
         tokenizer_only: Whether to leave out the weights.
         pickles: Whether weights that are not safetensors are allowed.

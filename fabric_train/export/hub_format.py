@@ -41,6 +41,12 @@ class PublishedTensors(StoredTensors):
     """Tensors by their published names, see :func:`published`; each is read on request, and joined ones whole."""
 
     def __init__(self, model: PreTrainedModel, tensors: StoredTensors) -> None:
+        """Find the published names and shapes by a conversion of tensors without memory.
+
+        Args:
+            model: The model on the meta device, whose class knows the published names.
+            tensors: Its tensors by their names in memory.
+        """
         self._tensors = tensors
         self._memory_names: dict[str, str] = {}
         """The name in memory of each published tensor."""

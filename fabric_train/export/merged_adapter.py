@@ -111,6 +111,7 @@ class MergedTensors:
     """The tensors of a model with its adapter merged, fp32, by their names in memory; see ``StoredTensors``."""
 
     def __init__(self, checkpoint: Path, into: MergeInto = "original") -> None:
+        """Open a checkpoint of an adapter, and its base; ``into`` says which weights of the base are meant."""
         opened, shape = open_unmerged(checkpoint, torch.float32, into)
         assert opened.weights is not None
         assert shape.adapter is not None

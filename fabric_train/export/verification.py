@@ -84,16 +84,20 @@ def main() -> None:
     if len(words) < 3:
         usage = "EXPORT float32|bfloat16|float16 CHECKPOINT [--merged original|dequantized] [CHECKPOINT=WEIGHT ...]"
         raise InputError(f"usage: python -m {__spec__.name} {usage}")
-    folder, dtype, checkpoint, *averaged_words = words
+    folder, dtype, checkpoint, *source_words = words
+
+    # the words of ``ExportSource.verification_command``, from which the source is made again
     merges = None
-    if averaged_words[:1] == ["--merged"]:
-        merges = cast(MergeInto, averaged_words[1])
-        averaged_words = averaged_words[2:]
+    if source_words[:1] == ["--merged"]:
+        merges = cast(MergeInto, source_words[1])
+        source_words = source_words[2:]
     averaged = []
-    for word in averaged_words:
+    for word in source_words:
         averaged_checkpoint, _, weight = word.rpartition("=")
         averaged.append(WeightedCheckpoint(Path(averaged_checkpoint), float(weight)))
-    write_report(Path(folder), ExportSource(Path(checkpoint), tuple(averaged), merges), dtype)
+    source = ExportSource(Path(checkpoint), tuple(averaged), merges)
+
+    write_report(Path(folder), source, dtype)
 
 
 if __name__ == "__main__":

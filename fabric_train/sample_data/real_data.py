@@ -308,6 +308,7 @@ def _build_guide(output_path: Path, _scratch_dir: Path) -> None:
 
 
 def _build_catalan(output_path: Path, _scratch_dir: Path) -> None:
+    """Write the translated paragraphs of LilyPond's manuals, each paragraph once."""
     files = _read_deb(_download_from_debian(_LILYPOND))
     seen_paragraphs: set[str] = set()  # pages repeat notes and navigation
     pages = []
