@@ -146,5 +146,5 @@ class WorstDocuments:
     def _name(self, row: int, piece: int) -> str | None:
         if isinstance(self.data, TokenDataset):
             return describe_piece(self.data, row, piece)
-        part, row_of_part = self.data.train.locate(row)
-        return describe_piece(self.data.parts[part], row_of_part, piece)
+        dataset_index, row_of_dataset = self.data.train.locate(row)
+        return describe_piece(self.data.parts[dataset_index], row_of_dataset, piece)

@@ -21,6 +21,7 @@ class TokenMixture:
     """Several token datasets with one tokenizer and one row length, or a single one whose sources have shares."""
 
     parts: tuple[TokenDataset, ...]
+    """The token datasets."""
     sources: tuple[ListedSource, ...]
     rows_per_epoch: tuple[int, ...]
     """The rows of each source that an epoch takes, unless a phase takes others."""
@@ -56,8 +57,8 @@ class TokenMixture:
         # without names, ``listed`` is a whole token dataset
         names = listed.remaining_sources if listed.source is None else (listed.source,)
         tokens_by_source: dict[str, int] = {}
-        for part in dict.fromkeys(split_range.split for split_range in listed.ranges):
-            manifest = self.parts[part].manifest
+        for dataset_index in dict.fromkeys(split_range.split for split_range in listed.ranges):
+            manifest = self.parts[dataset_index].manifest
             if manifest is None:
                 continue
             for name, counted in manifest.ledger.splits["train"].sources.items():
@@ -67,12 +68,13 @@ class TokenMixture:
 
     @property
     def name(self) -> str:
-        return ", ".join(str(part.folder) for part in self.parts)
+        return ", ".join(str(dataset.folder) for dataset in self.parts)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """The SHA-256 of the fingerprints of the token datasets, in their order."""
-        return hashlib.sha256("\n".join(part.fingerprint for part in self.parts).encode()).hexdigest()
+        fingerprints = "\n".join(dataset.fingerprint for dataset in self.parts)
+        return hashlib.sha256(fingerprints.encode()).hexdigest()
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -89,8 +91,8 @@ class TokenMixture:
 
     def row_name(self, row: int) -> str:
         """Return a row's token dataset and its number there, for messages."""
-        part, row_of_part = self.train.locate(row)
-        return f"{self.parts[part].folder / 'train'}:{row_of_part}"
+        dataset_index, row_of_dataset = self.train.locate(row)
+        return f"{self.parts[dataset_index].folder / 'train'}:{row_of_dataset}"
 
 
 def open_mixture(
@@ -112,30 +114,30 @@ def open_mixture(
     Raises:
         InputError: a token dataset is damaged, they do not fit together, or a share cannot be taken.
     """
-    parts = tuple(open_dataset(folder, isolate_documents) for folder in folders)
-    parts_by_folder = {part.folder: part for part in parts}
-    manifest = merge_manifests(open_inputs(list(parts_by_folder), lambda folder: parts_by_folder[folder].manifest))
-    sources = tuple(list_sources(parts, folders, [shares, *phase_shares]))
+    datasets = tuple(open_dataset(folder, isolate_documents) for folder in folders)
+    manifests = {dataset.folder: dataset.manifest for dataset in datasets}
+    manifest = merge_manifests(open_inputs(list(manifests), lambda folder: manifests[folder]))
+    sources = tuple(list_sources(datasets, folders, [shares, *phase_shares]))
     ranges = list(chain.from_iterable(source.ranges for source in sources))
-    held_out = [part.validation for part in parts if part.validation]
+    held_out = [dataset.validation for dataset in datasets if dataset.validation]
     return TokenMixture(
-        parts=parts,
+        parts=datasets,
         sources=sources,
         rows_per_epoch=rows_per_epoch(shares, sources, folders),
-        train=JoinedRows([part.train for part in parts], ranges),
+        train=JoinedRows([dataset.train for dataset in datasets], ranges),
         validation=JoinedRows(held_out) if held_out else None,
         manifest=manifest,
         manifest_folder=manifest_folder,
     )
 
 
-def unpredicted_tokens(parts: Sequence[TokenDataset], num_predicted: int) -> str:
+def unpredicted_tokens(datasets: Sequence[TokenDataset], num_predicted: int) -> str:
     """Return why an evaluation predicts fewer tokens than the manifests count; "" if it does not or is not known."""
     num_supervised = 0
-    for part in parts:
-        if not part.validation:
+    for dataset in datasets:
+        if not dataset.validation:
             continue
-        ledger = part.manifest.ledger.splits.get("validation") if part.manifest else None
+        ledger = dataset.manifest.ledger.splits.get("validation") if dataset.manifest else None
         if ledger is None:
             return ""
         num_supervised += ledger.tokens_supervised
