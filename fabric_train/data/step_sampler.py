@@ -155,6 +155,7 @@ class WindowOrder:
 
     def reads_of(self, rows: np.ndarray, num_steps: int) -> list[RowRead]:
         """Return which of the first ``num_steps`` steps read some rows; O(epochs × rows) with version 1."""
+        # a row may be read several times, and a position may be beyond the last step
         steps_and_rows: list[tuple[int, int]] = []
         if self.mixture:
             for row in rows.tolist():

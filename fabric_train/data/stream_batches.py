@@ -159,6 +159,7 @@ class Lanes:
 
     def next_row(self, lane_index: int) -> LaneRow:
         """Return the next row of a lane, cut from its documents one after the other."""
+        # take pieces of documents until the row is full
         lane = self.lanes[lane_index]
         row_begin = lane.position
         tokens = np.empty((2, self._max_length), np.int32)  # ids and labels
@@ -184,6 +185,7 @@ class Lanes:
 
         Documents of the other lanes that come before it wait in these lanes.
         """
+        # deal documents until this lane gets one
         while not lane.waiting:
             dealt = next(self._dealt)
             receiver = self.lanes.get(dealt.lane)
@@ -193,6 +195,7 @@ class Lanes:
             if (dealt.epoch, dealt.document_number) >= (receiver.position.epoch, receiver.position.document):
                 receiver.waiting.append(dealt)
 
+        # encode it
         dealt = lane.waiting.popleft()
         encoded = self._encode(dealt.document)
         tokens = np.stack([encoded.input_ids, encoded.input_ids])  # ids and labels
@@ -380,6 +383,7 @@ class _LaneDataset(IterableDataset):
 
 def _stream_batch(lanes: range, rows: Sequence[LaneRow], isolates: bool) -> StreamBatch:
     """Return the micro-batch of one row of each lane, see :class:`StreamBatch`."""
+    # the rows [B, max_length], without padding
     input_ids = np.stack([row.input_ids for row in rows]).astype(np.int64)
     labels = np.stack([row.labels for row in rows]).astype(np.int64)
     document_starts = []

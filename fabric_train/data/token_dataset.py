@@ -223,6 +223,7 @@ class Rows(IndexedRows):
         Raises:
             RunError: a row does not have the checksum that it was written with.
         """
+        # columns of lists, which pyarrow must not read if they are damaged
         table = self._stored.take(indices)
         if not is_sound(table):
             unsound_row = next(row for row in indices if not is_sound(self._stored.take([row])))
@@ -237,6 +238,7 @@ class Rows(IndexedRows):
         if self.has_borders:
             document_starts = _lists(table, "document_starts")
 
+        # the checksums are of the columns that are stored
         if self.index is not None and self.index.checksums is not None:
             stored_labels = labels if self.has_labels else no_values
             stored_rows = zip(ids, stored_labels, document_starts, strict=True)

@@ -82,6 +82,8 @@ def main() -> None:
     if sys.platform == "linux":  # a killed watcher leaves no process behind that writes scores
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     request = parse_json(sys.stdin.buffer.read(), WorkerRequest)
+
+    # texts
     if request.words:
         from fabric_train.cli.parser import parse_arguments
 
@@ -90,6 +92,8 @@ def main() -> None:
 
         compare_models(arguments)
         return
+
+    # tasks; lm_eval and datasets would print bars and warnings for each
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     tasks = _load_tasks(request.tasks)
@@ -106,6 +110,7 @@ def _load_tasks(requested_tasks: Sequence[RequestedTask]) -> dict[TaskSettings, 
     loaded_tasks: dict[TaskSettings, Any] = {}
     faults = []
     for task in requested_tasks:
+        # load
         name = task.source
         if not is_task_file(name) and name not in manager.task_index:
             hint = nearest_name(name, manager.all_tasks)
@@ -118,6 +123,8 @@ def _load_tasks(requested_tasks: Sequence[RequestedTask]) -> dict[TaskSettings, 
             faults.append(f"--tasks: {name}: cannot be loaded: {first_line(error)}{_OFFLINE if is_offline else ''}")
             continue
         loaded_tasks[task.settings] = loaded
+
+        # refuse what must not or cannot be evaluated
         lm_eval_tasks = list(loaded["tasks"].values())  # a group has several
         if any(getattr(lm_eval_task, "UNSAFE_CODE", False) for lm_eval_task in lm_eval_tasks):
             faults.append(f"--tasks: {name}: it executes code that the model writes; leave it out")
@@ -141,12 +148,15 @@ def _evaluate(request: WorkerRequest, scores: ModelScores, tasks: Mapping[TaskSe
     model, tokenizer = load_for_inference(request.source)
     lm: Any = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=request.batch_size)
     for settings, loaded in tasks.items():
+        # each task is seeded, so that its score does not depend on the tasks before it
         started = time.monotonic()
         random.seed(_PYTHON_SEED)
         torch.manual_seed(_SEED)
         with nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):  # lm_eval's bars would fill a log
             results = _run_lm_eval(lm, loaded, settings)
         seconds = time.monotonic() - started
+
+        # write and print the score
         score = _task_score(settings, list(loaded["tasks"]), list(loaded["groups"]), results, seconds)
         scores = add_score(Path(request.file), scores, score)
         metrics = ", ".join(f"{name.removesuffix(',none')} {metric}" for name, metric in score.metrics.items())

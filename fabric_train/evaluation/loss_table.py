@@ -205,6 +205,7 @@ def join_evaluated(earlier: Evaluated, new: Evaluated) -> Evaluated:
     outdated = outdated_models(earlier, {model: _weights_of(lines_by_source) for model, lines_by_source in new.items()})
     current = {model: lines_by_source for model, lines_by_source in earlier.items() if model not in outdated}
     first_model = next(iter(earlier), None)
+    # a dictionary keeps the place of a name's first occurrence
     names = [*new, *current] if first_model in new else [*current, *new]
     return {name: {**current.get(name, {}), **new.get(name, {})} for name in dict.fromkeys(names)}
 
@@ -215,6 +216,7 @@ def compare_evaluated(evaluated: Evaluated, seed: int) -> Results:
     sources = dict.fromkeys(chain.from_iterable(evaluated.values()))  # of all models, each once
     for source in sources:
         models = [model for model, lines_by_source in evaluated.items() if source in lines_by_source]
+        # the bootstrap pairs the documents of the models by their position
         if len({len(evaluated[model][source]) for model in models}) > 1:
             raise InputError(f"{DOCUMENTS}: damaged, models have other documents of {source}; evaluate again")
         sums = [_document_sums(evaluated[model][source]) for model in models]

@@ -231,6 +231,8 @@ def scoring_progress(total: int) -> Iterator[ShowScored]:
     if not sys.stderr.isatty():
         yield print_line
         return
+
+    # a bar
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=open_console(stderr=True)) as bar:
         task = bar.add_task("starting", total=total)
@@ -261,6 +263,7 @@ class LossCache:
         """Store the losses of a chunk; the file is complete or absent."""
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._file(model, chunk)
+        # another process may write the same chunk
         unfinished = file.with_suffix(f".{os.getpid()}")
         with unfinished.open("wb") as opened:
             np.save(opened, losses, allow_pickle=False)

@@ -129,11 +129,14 @@ class Watch:
 
     def evaluate_next(self) -> bool:
         """Evaluate the first pending model that no other process evaluates; return False if there is none."""
+        # checkpoints that the run has removed since the last look
         pending = self.pending()
         for name, checkpoint in self._expected.items():
             if not checkpoint.exists():
                 _print_line(f"{name}: the run removed it before it was evaluated; --keep_checkpoints keeps more")
         self._expected = {model.name: Path(model.source) for model in pending if model.step is not None}
+
+        # the first model whose lock is free; other watchers evaluate the others
         for model in pending:
             with ExitStack() as lock:
                 try:
@@ -182,17 +185,20 @@ class Watch:
 
     def _evaluate(self, model: WatchedModel) -> None:
         """Evaluate a model on texts and then on the tasks that it lacks; print why if that fails."""
+        # texts
         exit_code = 0
         if self.texts is not None and self._lacks_texts(model, loss_table.read_evaluated(self.output)):
             _print_line(f"{model.name}: evaluating on texts")
             words = ["--models", self._name_on_texts(model), *self.texts.words]
             exit_code = self.evaluate(WorkerRequest(words=words))
-        # looked for again, since another process may have added to the scores
+
+        # tasks: looked for again, since another process may have added to the scores
         missing_tasks = [] if exit_code else self._missing_tasks(model)
         if missing_tasks:
             _print_line(f"{model.name}: evaluating {len(missing_tasks)} of {len(self.tasks)} tasks")
             exit_code = self.evaluate(self._task_request(model, missing_tasks))
 
+        # the model counts as evaluated, as removed or as failed
         self._expected.pop(model.name, None)
         if exit_code and model.step is not None and not Path(model.source).exists():
             _print_line(f"{model.name}: the run removed it while it was being loaded; --keep_checkpoints keeps more")

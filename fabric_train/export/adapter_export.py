@@ -52,6 +52,7 @@ def write_adapter_config(source: ExportSource, folder: Path, facts: CardFacts) -
 
     peft itself does not read ``generation_config.json``; the model card says how to use it.
     """
+    # a tied weight is written under each of its names, see ``_write_untied_weights``
     checkpoint = source.checkpoint
     config = read_json(checkpoint / CONFIG, dict, "use another checkpoint")
     tied_names = _find_tied_names(checkpoint)
@@ -66,7 +67,7 @@ def write_adapter_config(source: ExportSource, folder: Path, facts: CardFacts) -
     if trainer_json.base_model and not trainer_json.stages:
         repository = trainer_json.base_model.repository
         revision = trainer_json.base_model.revision
-    if facts.base_model not in (None, repository):
+    if facts.base_model not in (None, repository):  # --base_model names another one
         repository = facts.base_model
         revision = None
     if repository:

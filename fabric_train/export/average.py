@@ -57,6 +57,7 @@ class CombinedTensors:
         if not shape or 0 in shape:
             return self.read_block(name, (0,) * len(shape), shape)
         combined = torch.empty(shape, dtype=self.dtype(name))
+        # blocks of whole rows, of about _BLOCK elements
         num_rows = max(1, _BLOCK // shape[1:].numel())
         for begin in range(0, shape[0], num_rows):
             block = combined[begin : begin + num_rows]

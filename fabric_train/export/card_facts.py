@@ -258,6 +258,7 @@ def seen_shares(record: ModelRecord) -> list[tuple[str, float]]:
     otherwise, or has read other data before. Checkpoints of earlier versions have no such counts: then a run that reads
     whole passes has the shares of its token dataset.
     """
+    # rows are counted for a mixture, supervised tokens for several sources
     state = record.saved.state
     names = record.saved.content.get("mixture_sources") or ()
     rows = state.rows_of_sources or ()
@@ -371,6 +372,7 @@ def left_out_rows(manifest: Manifest, names: PublicNames) -> list[Row]:
 
 def mixture_names(record: ModelRecord) -> list[str]:
     """Return the public names of what has a share: SOURCE for FOLDER:SOURCE, if no two folders have it."""
+    # the names of the sources alone would be ambiguous if two folders have a source of the same name
     entries = record.saved.content["mixture_sources"]
     sources = [entry.rpartition(":")[2] for entry in entries]
     training_names = {source.name for source in record.training_sources()}

@@ -90,6 +90,8 @@ def _record_export(source: ExportSource, target: Path, dtype: torch.dtype, resul
     run = run_of(source.checkpoint)
     if not (run / "checkpoints").is_dir():  # a checkpoint apart from its run
         return
+
+    # the record of a failure, to which a good export adds what was verified
     record = ExportRecord(
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         source=source.describe(),
@@ -112,6 +114,7 @@ def _record_export(source: ExportSource, target: Path, dtype: torch.dtype, resul
         # a report is shown to others: without the path of the checkpoint
         faults = redact(result).replace(str(source.checkpoint), source.checkpoint.name)
         record = replace(record, faults=faults)
+
     try:
         with open_to_write(run / EXPORTS, "a") as file:
             file.write(json.dumps(asdict(record)) + "\n")

@@ -126,8 +126,11 @@ def _page_url(request: PushRequest) -> str:
 
 def _failure_reason(error: BaseException) -> str:
     """Return in one line, without the token, what the hub answered or why there was no answer."""
+    # the upload of a file wraps its failure in a RuntimeError
     while isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
+
+    # subclasses come before their base classes
     if isinstance(error, errors.OfflineModeIsEnabled):
         reason = "HF_HUB_OFFLINE is set, so nothing is sent to the hub"
     elif isinstance(error, errors.RepositoryNotFoundError):
@@ -139,6 +142,8 @@ def _failure_reason(error: BaseException) -> str:
         reason = f"no answer from {constants.ENDPOINT} ({first_line(error)})"
     else:
         reason = " ".join(str(error).split()) or type(error).__name__
+
+    # an answer may repeat the request
     token = get_token()
     if token:
         reason = reason.replace(token, "***")
@@ -157,6 +162,7 @@ class _WithoutSecrets(logging.Filter):
 @contextmanager
 def _shown_progress() -> Iterator[None]:
     """Let huggingface_hub show its progress, as bars on a terminal and else as lines, and its retries."""
+    # remember what is changed
     is_terminal = sys.stderr.isatty()
     user_decides = constants.HF_HUB_DISABLE_PROGRESS_BARS is not None  # the environment variable decides about bars
     had_progress_bars = not are_progress_bars_disabled()
@@ -270,6 +276,7 @@ def _refusal_to_create(account: dict[str, Any], request: PushRequest) -> str | N
     if token.role == "read":
         return f"{token.description} can only read; {_NEW_TOKEN}"
 
+    # the owner must be the account or one of its organizations, which the account may write to;
     # names on the hub do not depend on the case of letters
     organization_roles = {org["name"]: org.get("roleInOrg") for org in account.get("orgs") or ()}
     if name:
@@ -283,6 +290,7 @@ def _refusal_to_create(account: dict[str, Any], request: PushRequest) -> str | N
         if organization.casefold() == owner.casefold() and role == "read":
             return f"{name} can only read in the organization {owner}; ask for the role write or contributor"
 
+    # a fine-grained token names what it may do
     if token.role == "fineGrained" and "repo.write" not in token.permissions_for(owner):
         return (
             f"{token.description} has no write access to the repositories of {owner}; add it (repo.write), or "

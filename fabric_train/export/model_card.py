@@ -220,6 +220,7 @@ def _eval_results(record: ModelRecord) -> list[EvalResult]:
 
 def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
     """Return the card without its metadata; ``folder`` is the export."""
+    # what several values are made of
     saved = record.saved
     stages = card_facts.all_stages(record)
     sessions = list(chain.from_iterable(stage.sessions for stage in stages))

@@ -234,6 +234,7 @@ def _checked_tasks(cleanings: Sequence[dict[str, Any]], contaminated: dict[str, 
     checks = [cleaning[_TASKS] for cleaning in cleanings if _TASKS in cleaning]
     if not checks:
         return []
+    # a row for each task; token datasets may have been checked against different ones
     tasks = dict.fromkeys(chain.from_iterable(check["tasks"] for check in checks))
     rows = []
     for task in tasks:
@@ -262,6 +263,7 @@ def public_copy(
     # the index of a large dataset may be too large for /tmp
     temporary_parent = folder.absolute().parent if has_parts else None
     with TemporaryDirectory(prefix=".fabric-train-push-", dir=temporary_parent) as temporary_folder:
+        # links to the rows, the index and the tokenizer
         copy_dir = Path(temporary_folder)
         if has_parts:
             write_rows(open_inputs(without_parts([folder])), manifest, copy_dir, _link)
@@ -271,6 +273,8 @@ def public_copy(
             if file.is_file() and file.name not in _NOT_SENT and relative_path.parts[0] != REFERENCE:
                 (copy_dir / relative_path).parent.mkdir(parents=True, exist_ok=True)
                 _link(file, copy_dir / relative_path)
+
+        # the files that are written for the public
         public = public_manifest(manifest)
         write_manifest(copy_dir, public)
         dataset_card(public, repository, license, languages).save(copy_dir / "README.md")
@@ -288,12 +292,14 @@ def public_manifest(manifest: Manifest) -> Manifest:
     """
     from fabric_train.export.card_facts import PublicNames  # slow
 
+    # the counts by source get the public names
     source_names = PublicNames(manifest)
     dataset_names = PublicNames(None)
     splits = {}
     for split_name, split in manifest.ledger.splits.items():
         sums_by_source = {source_names[source]: sums for source, sums in split.sources.items()}
         splits[split_name] = replace(split, sources=sums_by_source)
+    # so do merged token datasets
     merged_datasets = []
     for dataset in manifest.parts:
         public_dataset = replace(
